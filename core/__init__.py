@@ -1,0 +1,1 @@
+"""Types, config, errors, clock and metrics that every room shares; imports no other room."""

@@ -1,0 +1,36 @@
+"""Where time comes from. Protocol and policy code takes a `Clock`, so tests run it under virtual time."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds that only grow, from an arbitrary start; never comparable between hosts."""
+
+    def now_s(self) -> float:
+        """The current reading, in seconds."""
+        ...
+
+
+class MonotonicClock:
+    """The process's real clock; on one host every process reads the same one (CLOCK_MONOTONIC)."""
+
+    def now_s(self) -> float:
+        """Seconds since an arbitrary point, common to all processes of this host."""
+        return time.monotonic()
+
+
+class VirtualClock:
+    """A clock that moves only when told to. Shipped for tests, ours and users'."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
+
+    def now_s(self) -> float:
+        """The reading set by `advance`."""
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move forward; time never goes back."""
+        assert seconds >= 0
+        self._now_s += seconds

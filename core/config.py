@@ -1,0 +1,126 @@
+"""Configuration: what an operator may set (checked once, at the border) and what a worker is given (plain values).
+
+`ServeConfig` is the border: unknown keys and bad values are refused there, by name. Everything behind it gets frozen
+dataclasses and trusts them.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from baton.core.errors import ConfigInvalid
+from baton.core.numerics import Numerics
+
+DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
+
+
+class ServeConfig(BaseModel):
+    """Every key of `baton serve`, its flags and its `--config` file (same names, `-` as `_`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field("tiny", description="a Hugging Face model directory, or `tiny`, the bundled model")
+    prefill: int = Field(1, ge=1, le=1024, description="prefill workers")
+    decode: int = Field(1, ge=1, le=1024, description="decode workers")
+    tp_prefill: int = Field(1, ge=1, le=8, description="GPUs per prefill worker")
+    tp_decode: int = Field(1, ge=1, le=8, description="GPUs per decode worker")
+    mtp: int | Literal["auto"] = Field(2, description="draft tokens per step, 0 to 4; auto adapts")
+    transport: Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"] = Field("auto", description="KV data path")
+    scheduling: Literal["async", "sync"] = Field("sync", description="overlap scheduling with the running step")
+    numerics: Numerics = Field(Numerics.DEFAULT, description="default, or invariant: tokens never depend on batching")
+    dtype: DTypeName = Field("auto", description="auto: bfloat16 on a GPU, float32 on a CPU")
+    weights: Literal["checkpoint", "random"] = Field("checkpoint", description="random: shapes only, for speed tests")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where workers compute")
+    host: str = Field("127.0.0.1", description="address the gRPC port binds to")
+    grpc_port: int = Field(50051, ge=0, le=65535, description="0 picks a free one")
+    http_port: int | None = Field(None, ge=0, le=65535, description="OpenAI-compatible HTTP")
+    ray_address: str = Field("local", description="auto, local, or HOST:PORT of a running cluster")
+    block_size: Literal[16, 32, 64] = Field(16, description="positions per KV block")
+    kv_memory_mib: int = Field(256, ge=1, description="KV pool per worker; on a GPU, see --gpu-memory-share")
+    gpu_memory_share: float = Field(0.8, gt=0, le=0.95, description="share of GPU memory left after weights for KV")
+    max_num_seqs: int = Field(16, ge=1, le=1024, description="sequences a decode worker runs at once")
+    max_queue_len: int = Field(256, ge=1, le=100_000, description="requests the router holds; more are refused")
+    chunk_len: int = Field(256, ge=16, description="prompt tokens per prefill step")
+    max_model_len: int | None = Field(None, ge=2, description="shorter than the model's own length, to save memory")
+    request_timeout_s: float = Field(600.0, gt=0, description="a request without a deadline gets this one")
+    start_timeout_s: float = Field(120.0, gt=0, description="workers must report within this")
+    worker_threads: int = Field(1, ge=1, le=256, description="torch threads per worker on a CPU")
+
+    @classmethod
+    def from_mapping(cls, values: dict[str, Any]) -> "ServeConfig":
+        """Check values from flags or a file.
+
+        Raises:
+            ConfigInvalid: an unknown key, or a value out of range; all of them are named.
+        """
+        try:
+            config = cls.model_validate(values)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+            keys = [str(item["loc"][0]) for item in error.errors() if item["loc"]]
+            raise ConfigInvalid("; ".join(problems), keys=keys) from error
+        if isinstance(config.mtp, int) and not 0 <= config.mtp <= 4:
+            raise ConfigInvalid(f"mtp: {config.mtp} is not in 0 ... 4", keys=["mtp"])
+        return config
+
+    @classmethod
+    def read_file(cls, path: Path) -> dict[str, Any]:
+        """The mapping in a YAML (or JSON) file, not yet checked.
+
+        Raises:
+            ConfigInvalid: the file is missing, not YAML, or not a mapping.
+        """
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigInvalid(f"cannot read {path}: {error.strerror}", path=str(path)) from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigInvalid(f"{path} is not YAML: {error}", path=str(path)) from error
+        if values is None:
+            return {}
+        if not isinstance(values, dict):
+            raise ConfigInvalid(f"{path} holds no mapping of keys to values", path=str(path))
+        return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig:
+    """Limits and times of the hand-off (design: lease 2 s, heartbeat 0.25 s)."""
+
+    lease_s: float = 2.0
+    heartbeat_s: float = 0.25
+    num_writer_threads: int = 1
+    writer_queue_len: int = 1024
+    ring_slots: int = 1024
+    max_frame_bytes: int = 8 << 20
+    window_bytes: int = 64 << 20
+    max_resends: int = 2
+    commit_timeout_s: float = 5.0
+    drop_pushes: bool = False  # test hook: frames are counted as sent and thrown away
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What one worker is started with; every value resolved, nothing left to default."""
+
+    worker_id: str
+    model_path: str
+    model_name: str
+    num_draft_tokens: int
+    numerics: Numerics
+    dtype: str
+    device: str
+    block_size: int
+    kv_memory_mib: int
+    gpu_memory_share: float
+    max_num_seqs: int
+    max_queue_len: int
+    chunk_len: int
+    max_model_len: int
+    host: str
+    router_address: str
+    num_threads: int
+    transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

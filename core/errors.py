@@ -1,0 +1,249 @@
+"""Every error Baton raises on purpose, as one tree; each leaf fixes its gRPC code, HTTP status and who retries.
+
+    BatonError
+    ├── InvalidRequest                 the client must change the request
+    │   ├── EmptyPrompt
+    │   ├── PromptTooLong
+    │   ├── InvalidSampling
+    │   ├── ConflictingOptions
+    │   ├── InvalidText                not UTF-8
+    │   ├── MalformedMessage           not the protobuf message it should be
+    │   └── ModelNotFound
+    ├── ServingError                   the request was fine; serving it was not possible
+    │   ├── Overloaded                 a bounded queue is full
+    │   ├── NoWorker                   no live worker of a role that is needed
+    │   ├── WorkerLost                 a worker died, was fenced or was restarted under the request
+    │   ├── TransferFailed             the KV hand-off could not be completed and verified
+    │   ├── RequestCancelled
+    │   └── RequestDeadlineExceeded
+    ├── StartupError                   a precondition of starting does not hold (exit code 3)
+    │   ├── ModelMissing
+    │   ├── ModelFileDamaged
+    │   ├── ModelTensorMissing
+    │   ├── ModelTensorUnexpected
+    │   ├── ModelTensorMisshapen
+    │   ├── ModelUnsupported
+    │   ├── ConfigInvalid
+    │   ├── FeatureNotBuilt
+    │   ├── PortInUse
+    │   ├── RayUnavailable
+    │   ├── RayVersionMismatch
+    │   ├── WorkerStartFailed
+    │   └── NumericsUnsupported
+    └── ProtocolError                  a peer broke the hand-off protocol; the frame or message is dropped
+
+Operating errors live here and carry fields; programmer errors are asserts. `to_wire` and `from_wire` carry an error
+across gRPC without losing its type.
+"""
+
+import json
+from enum import Enum
+from typing import Any, ClassVar
+
+
+class Retry(Enum):
+    """Who may usefully send the same request again."""
+
+    NEVER = "never"  # the same request will fail again
+    LATER = "later"  # the client, after a pause
+    ELSEWHERE = "elsewhere"  # the router, on another worker
+
+
+class BatonError(Exception):
+    """Base of the tree. `fields` are the keyword arguments it was raised with.
+
+    Args:
+        message: one sentence that says what is wrong and, where it helps, what to do.
+        **fields: JSON-able facts a program may want (limits, names, values).
+    """
+
+    grpc_code: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+    retry: ClassVar[Retry] = Retry.NEVER
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions with keyword arguments do not pickle by default, and Ray pickles what an actor raises.
+        return _rebuild, (type(self), self.message, self.fields)
+
+    def to_wire(self) -> str:
+        """JSON of type, message and fields; what gRPC trailing metadata `baton-error` carries (ASCII)."""
+        data = {"error": type(self).__name__, "message": self.message, "fields": self.fields}
+        return json.dumps(data, default=str)  # a field that is not JSON-able must not hide the error that carries it
+
+
+def _rebuild(kind: type["BatonError"], message: str, fields: dict[str, Any]) -> "BatonError":
+    return kind(message, **fields)
+
+
+class InvalidRequest(BatonError):
+    """The request can never be served as it is."""
+
+    grpc_code = "INVALID_ARGUMENT"
+    http_status = 400
+
+
+class EmptyPrompt(InvalidRequest):
+    """No prompt, or one that tokenizes to nothing."""
+
+
+class PromptTooLong(InvalidRequest):
+    """Prompt, or prompt plus `max_tokens`, exceeds the model's length or the whole pool of a worker."""
+
+
+class InvalidSampling(InvalidRequest):
+    """A sampling value is NaN, negative or out of its range."""
+
+
+class ConflictingOptions(InvalidRequest):
+    """Two options that exclude each other were both given."""
+
+
+class InvalidText(InvalidRequest):
+    """Text that is not valid UTF-8."""
+
+
+class MalformedMessage(InvalidRequest):
+    """Bytes that do not parse as the protobuf message expected, or lack a required field."""
+
+
+class ModelNotFound(InvalidRequest):
+    """The request names a model this deployment does not serve."""
+
+    grpc_code = "NOT_FOUND"
+    http_status = 404
+
+
+class ServingError(BatonError):
+    """A well-formed request that could not be served."""
+
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+    retry = Retry.LATER
+
+
+class Overloaded(ServingError):
+    """A bounded queue is full; try again after a pause."""
+
+    grpc_code = "RESOURCE_EXHAUSTED"
+    http_status = 429
+
+
+class NoWorker(ServingError):
+    """No live worker of a needed role."""
+
+
+class WorkerLost(ServingError):
+    """A worker that served this request died, was fenced or restarted."""
+
+    retry = Retry.ELSEWHERE
+
+
+class TransferFailed(ServingError):
+    """The KV hand-off was not completed and verified; no token was decoded from it."""
+
+    grpc_code = "ABORTED"
+    retry = Retry.ELSEWHERE
+
+
+class RequestCancelled(ServingError):
+    """The client went away or cancelled."""
+
+    grpc_code = "CANCELLED"
+    http_status = 499
+    retry = Retry.NEVER
+
+
+class RequestDeadlineExceeded(ServingError):
+    """The request's deadline passed; what had been made was streamed."""
+
+    grpc_code = "DEADLINE_EXCEEDED"
+    http_status = 504
+    retry = Retry.NEVER
+
+
+class StartupError(BatonError):
+    """Something that must hold before Baton can start does not. The CLI exits with 3."""
+
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class ModelMissing(StartupError):
+    """The model directory or one of its required files does not exist."""
+
+
+class ModelFileDamaged(StartupError):
+    """A file of the model directory is truncated or not what its name says."""
+
+
+class ModelTensorMissing(StartupError):
+    """The checkpoint lacks tensors the architecture needs."""
+
+
+class ModelTensorUnexpected(StartupError):
+    """The checkpoint holds tensors the architecture has no place for."""
+
+
+class ModelTensorMisshapen(StartupError):
+    """A tensor's shape or dtype differs from what config.json implies."""
+
+
+class ModelUnsupported(StartupError):
+    """config.json describes an architecture or option Baton does not implement."""
+
+
+class ConfigInvalid(StartupError):
+    """An unknown configuration key, or a value out of range."""
+
+
+class FeatureNotBuilt(StartupError):
+    """A documented option whose feature is not in this version."""
+
+
+class PortInUse(StartupError):
+    """A port Baton was told to listen on is taken."""
+
+
+class RayUnavailable(StartupError):
+    """Ray is not installed, or no cluster answers at the address given."""
+
+
+class RayVersionMismatch(StartupError):
+    """Ray is there in a version Baton is not tested with, or differs from the cluster's."""
+
+
+class WorkerStartFailed(StartupError):
+    """A worker process ended, or did not report in time, while starting."""
+
+
+class NumericsUnsupported(StartupError):
+    """This machine failed the self-test of the numerics mode that was asked for."""
+
+
+class ProtocolError(BatonError):
+    """A peer sent something the hand-off protocol does not allow; it changed no state."""
+
+
+def _leaves(kind: type[BatonError]) -> dict[str, type[BatonError]]:
+    found = {kind.__name__: kind}
+    for child in kind.__subclasses__():
+        found |= _leaves(child)
+    return found
+
+
+def from_wire(text: str) -> BatonError:
+    """The error that `to_wire` wrote. An unknown type (a newer peer's) becomes a plain BatonError.
+
+    Raises:
+        MalformedMessage: `text` is not what `to_wire` writes.
+    """
+    try:
+        data = json.loads(text)
+        kind, message, fields = data["error"], data["message"], data["fields"]
+        return _leaves(BatonError).get(kind, BatonError)(message, **fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise MalformedMessage(f"not an error of Baton's: {text[:200]!r}") from error

@@ -1,0 +1,82 @@
+"""The identities and records of a request that every room shares.
+
+A *request* is what a client sends; an *attempt* is one try at it (the router counts up); the pair names everything
+either worker holds for it.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AttemptKey:
+    """One try at one request; the identity every message, landing and sequence carries."""
+
+    request_id: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.attempt}"
+
+
+class FinishReason(Enum):
+    """Why generation ended."""
+
+    STOP = "stop"  # EOS, a stop token or a stop string
+    LENGTH = "length"  # max_tokens
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A tokenized, validated request on its way to the workers.
+
+    Attributes:
+        key: identity of this attempt.
+        prompt_token_ids: at least one token.
+        sampling: validated parameters.
+        deadline_s: reading of the holder's own monotonic clock after which the request ends.
+        num_draft_tokens: k for this request; at most the deployment's.
+    """
+
+    key: AttemptKey
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    deadline_s: float
+    num_draft_tokens: int = 0
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens in the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def capacity_len(self) -> int:
+        """Positions its KV may ever occupy: prompt, output, and drafts past the last token."""
+        return self.prompt_len + self.sampling.max_tokens + self.num_draft_tokens
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Draft accounting of one request or one worker; always proposed = accepted + rejected."""
+
+    num_verify_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_emitted_tokens: int = 0
+
+    @property
+    def num_rejected_tokens(self) -> int:
+        """Drafts proposed and not emitted."""
+        return self.num_draft_tokens - self.num_accepted_tokens
+
+    def add_step(self, *, num_proposed: int, num_accepted: int, num_emitted: int) -> None:
+        """Count one verify step of one sequence."""
+        assert 0 <= num_accepted <= num_proposed
+        assert num_accepted <= num_emitted <= num_accepted + 1
+        self.num_verify_steps += 1
+        self.num_draft_tokens += num_proposed
+        self.num_accepted_tokens += num_accepted
+        self.num_emitted_tokens += num_emitted

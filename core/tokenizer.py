@@ -1,0 +1,140 @@
+"""Text to tokens and back, incrementally; a thin face over the `tokenizers` library.
+
+Workers use it for stop strings, the router for everything else. It loads `tokenizer.json` only: transformers (and its
+half a gigabyte per process) stays out of the serving path.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer as _FastTokenizer
+from tokenizers.decoders import DecodeStream
+
+from baton.core.errors import InvalidText, ModelFileDamaged, ModelMissing
+
+
+class Tokenizer:
+    """One model's tokenizer and its end-of-sequence tokens."""
+
+    def __init__(self, fast: _FastTokenizer, eos_token_ids: tuple[int, ...]) -> None:
+        self._fast = fast
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "Tokenizer":
+        """Load `tokenizer.json`, and EOS from `generation_config.json` or `config.json`.
+
+        Raises:
+            ModelMissing: there is no tokenizer.json.
+            ModelFileDamaged: a file is there and cannot be read as what it should be.
+        """
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ModelMissing(f"{path} does not exist", path=str(path))
+        try:
+            fast = _FastTokenizer.from_str(path.read_text(encoding="utf-8"))
+        # The library raises bare Exception for every kind of bad content.
+        except Exception as error:  # noqa: BLE001
+            raise ModelFileDamaged(f"{path} is not a tokenizer: {error}", path=str(path)) from error
+        return cls(fast, _eos_token_ids(directory))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; no special tokens are added, and special tokens spelled in it are not recognised.
+
+        Raises:
+            InvalidText: `text` holds lone surrogates, so it is no Unicode text.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidText(f"the prompt is not valid UTF-8 at character {error.start}", at=error.start) from error
+        return list(self._fast.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of `token_ids`, special tokens left out."""
+        return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
+
+    def stream(self) -> "TokenStream":
+        """A decoder for one sequence's tokens as they come."""
+        return TokenStream(self, self._fast)
+
+
+class TokenStream:
+    """Turns tokens into text as soon as the text is certain (a character may span tokens)."""
+
+    def __init__(self, tokenizer: Tokenizer, fast: _FastTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._fast = fast
+        self._decode = DecodeStream(skip_special_tokens=True)
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Text that became certain with this token; may be empty."""
+        self._pending.append(token_id)
+        text = self._decode.step(self._fast, token_id)
+        if text is None:
+            return ""
+        self._pending.clear()
+        return str(text)
+
+    def flush(self) -> str:
+        """What is left at the end: bytes that never became a character, as U+FFFD."""
+        text = self._tokenizer.decode(self._pending) if self._pending else ""
+        self._pending.clear()
+        return text
+
+
+class StopMatcher:
+    """Withholds text that might begin a stop string, and says when one is complete."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Take text; return what may be shown. After a match nothing more is returned."""
+        if self.matched is not None:
+            return ""
+        self._held += text
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, self.matched = min(found)
+            shown, self._held = self._held[:at], ""
+            return shown
+        keep = self._longest_partial_match()
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return shown
+
+    def flush(self) -> str:
+        """Withheld text that turned out to begin no stop string."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _longest_partial_match(self) -> int:
+        longest = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest
+
+
+def _eos_token_ids(directory: Path) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        if not path.is_file():
+            continue
+        try:
+            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except ValueError as error:
+            raise ModelFileDamaged(f"{path} is not JSON: {error}", path=str(path)) from error
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list):
+            return tuple(int(item) for item in value)
+    return ()

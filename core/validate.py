@@ -1,0 +1,61 @@
+"""Whether a deployment can serve a request at all: the one check the router and the one-process engine share.
+
+It compares lengths and token ids with limits and asks `core.sampling` about the rest. It knows nothing of load: a
+request that fits an idle deployment passes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
+from baton.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What an idle deployment can hold.
+
+    Attributes:
+        max_model_len: positions of prompt and output together.
+        vocab_size: token ids are below it.
+        num_draft_tokens: drafts a sequence may write past its last token.
+        prefill_capacity_len: positions in the pool of a prefill worker, which holds the prompt.
+        decode_capacity_len: positions in the pool of a decode worker, which holds prompt, output and drafts.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    num_draft_tokens: int
+    prefill_capacity_len: int
+    decode_capacity_len: int
+
+
+def validate_request(prompt_token_ids: Sequence[int], sampling: SamplingParams, limits: RequestLimits) -> None:
+    """Check a tokenized request.
+
+    Raises:
+        EmptyPrompt: there is no token.
+        PromptTooLong: prompt, or prompt and `max_tokens`, exceed the model's length or a worker's whole pool.
+        InvalidSampling: a sampling value is out of range.
+        InvalidRequest: a token id is none of the model's.
+    """
+    prompt_len = len(prompt_token_ids)
+    if prompt_len == 0:
+        raise EmptyPrompt("the prompt holds no token")
+    _require_len(prompt_len, limits.max_model_len - 1, "the prompt", "leaves no room for an answer within the model's")
+    _require_len(prompt_len, limits.prefill_capacity_len, "the prompt", "exceeds a prefill worker's whole pool of")
+    sampling.validate(limits.vocab_size)
+    total_len = prompt_len + sampling.max_tokens
+    _require_len(total_len, limits.max_model_len, "prompt and max_tokens", "exceed the model's")
+    decode_len = total_len + limits.num_draft_tokens
+    what = "prompt, max_tokens and drafts"
+    _require_len(decode_len, limits.decode_capacity_len, what, "exceed a decode worker's whole pool of")
+    for position, token_id in enumerate(prompt_token_ids):
+        if not 0 <= token_id < limits.vocab_size:
+            message = f"token {token_id} at position {position} is not one of the model's {limits.vocab_size}"
+            raise InvalidRequest(message, field="prompt_token_ids", at=position, value=token_id)
+
+
+def _require_len(length: int, limit: int, what: str, why: str) -> None:
+    if length > limit:
+        raise PromptTooLong(f"{what}: {length} positions; that {why} {limit}", length=length, limit=limit)

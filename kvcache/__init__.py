@@ -1,0 +1,1 @@
+"""Bookkeeping and memory of KV blocks: allocator, layout, pool."""

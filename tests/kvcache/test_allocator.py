@@ -1,0 +1,60 @@
+"""The allocator against a model of itself: random reserves and releases."""
+
+import random
+
+import pytest
+
+from baton.kvcache.allocator import BlockAllocator, OutOfBlocks
+
+pytestmark = pytest.mark.fast
+
+
+def test_tables_alive_together_share_no_block():
+    rng = random.Random(0)
+    allocator = BlockAllocator(num_blocks=64, block_size=16)
+    alive = []
+    for _ in range(2_000):
+        try:
+            alive.append(allocator.reserve(rng.randint(1, 200)))
+        except OutOfBlocks:
+            allocator.release(alive.pop(rng.randrange(len(alive))))
+        blocks = [block for table in alive for block in table.blocks]
+        assert len(blocks) == len(set(blocks)) == 64 - allocator.num_free
+
+
+def test_a_refused_reservation_takes_nothing():
+    allocator = BlockAllocator(num_blocks=2, block_size=16)
+    with pytest.raises(OutOfBlocks, match="wanted 3 KV blocks, 2 are free"):
+        allocator.reserve(33)
+    assert allocator.num_free == 2
+
+
+def test_slots_follow_the_table_not_the_pool():
+    allocator = BlockAllocator(num_blocks=3, block_size=4)
+    first = allocator.reserve(4)
+    allocator.reserve(4)
+    allocator.release(first)
+    table = allocator.reserve(8)
+    assert table.blocks == (2, 0)
+    assert [table.slot(p) for p in range(8)] == [8, 9, 10, 11, 0, 1, 2, 3]
+
+
+def test_double_release_is_caught():
+    allocator = BlockAllocator(num_blocks=1, block_size=4)
+    table = allocator.reserve(1)
+    allocator.release(table)
+    with pytest.raises(AssertionError):
+        allocator.release(table)
+
+
+def test_quarantined_blocks_are_neither_free_nor_reserved():
+    allocator = BlockAllocator(num_blocks=4, block_size=4)
+    table = allocator.reserve(8)
+    allocator.quarantine(table)
+    assert (allocator.num_free, allocator.num_reserved, allocator.num_quarantined) == (2, 0, 2)
+    with pytest.raises(OutOfBlocks):
+        allocator.reserve(12)
+    with pytest.raises(AssertionError):
+        allocator.release(table)
+    allocator.release_quarantined(table)
+    assert allocator.num_free == 4
