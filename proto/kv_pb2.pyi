@@ -1,0 +1,311 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Attempt(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Control(_message.Message):
+    __slots__ = ("hello", "hello_reply", "reserve", "grant", "deny", "commit", "commit_ack", "commit_nack", "credit", "lease", "abort", "abort_ack", "resume", "have")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HELLO_REPLY_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    DENY_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_ACK_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_NACK_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_ACK_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    hello_reply: HelloReply
+    reserve: Reserve
+    grant: Grant
+    deny: Deny
+    commit: Commit
+    commit_ack: CommitAck
+    commit_nack: CommitNack
+    credit: Credit
+    lease: Lease
+    abort: Abort
+    abort_ack: AbortAck
+    resume: Resume
+    have: Have
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., deny: _Optional[_Union[Deny, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., commit_nack: _Optional[_Union[CommitNack, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., have: _Optional[_Union[Have, _Mapping]] = ...) -> None: ...
+
+class Layout(_message.Message):
+    __slots__ = ("model_hash", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "hash")
+    MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    model_hash: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    hash: bytes
+    def __init__(self, model_hash: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., hash: _Optional[bytes] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("version", "epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "sent_ns")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIRST_FIELD_NUMBER: _ClassVar[int]
+    HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    SENT_NS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    epoch: int
+    layout: Layout
+    tp_size: int
+    tp_rank: int
+    head_first: int
+    head_count: int
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    sent_ns: int
+    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., sent_ns: _Optional[int] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("version", "epoch", "peer_epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "echo_sent_ns", "receiver_ns", "refused")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIRST_FIELD_NUMBER: _ClassVar[int]
+    HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    ECHO_SENT_NS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_NS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    epoch: int
+    peer_epoch: int
+    layout: Layout
+    tp_size: int
+    tp_rank: int
+    head_first: int
+    head_count: int
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    echo_sent_ns: int
+    receiver_ns: int
+    refused: str
+    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., echo_sent_ns: _Optional[int] = ..., receiver_ns: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
+
+class Reserve(_message.Message):
+    __slots__ = ("attempt", "epoch", "prompt_len", "capacity_len", "wait_ms")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_LEN_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    epoch: int
+    prompt_len: int
+    capacity_len: int
+    wait_ms: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_len: _Optional[int] = ..., capacity_len: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("attempt", "epoch", "landing_id", "credit_bytes", "lease_ms")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    epoch: int
+    landing_id: int
+    credit_bytes: int
+    lease_ms: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class Deny(_message.Message):
+    __slots__ = ("attempt", "epoch", "reason", "detail")
+    class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UNSPECIFIED: _ClassVar[Deny.Reason]
+        BUSY: _ClassVar[Deny.Reason]
+        STALE: _ClassVar[Deny.Reason]
+        LAYOUT: _ClassVar[Deny.Reason]
+        TOO_LONG: _ClassVar[Deny.Reason]
+    UNSPECIFIED: Deny.Reason
+    BUSY: Deny.Reason
+    STALE: Deny.Reason
+    LAYOUT: Deny.Reason
+    TOO_LONG: Deny.Reason
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    epoch: int
+    reason: Deny.Reason
+    detail: str
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., reason: _Optional[_Union[Deny.Reason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class SequenceState(_message.Message):
+    __slots__ = ("first_token", "draft_tokens", "hidden", "num_draws")
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAWS_FIELD_NUMBER: _ClassVar[int]
+    first_token: int
+    draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    hidden: bytes
+    num_draws: int
+    def __init__(self, first_token: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., hidden: _Optional[bytes] = ..., num_draws: _Optional[int] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("epoch", "landing_id", "attempt", "prompt_len", "num_layers", "layer_digests", "state", "prefill_end_ns", "payload_bytes", "round")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    LAYER_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_END_NS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    landing_id: int
+    attempt: Attempt
+    prompt_len: int
+    num_layers: int
+    layer_digests: _containers.RepeatedScalarFieldContainer[int]
+    state: SequenceState
+    prefill_end_ns: int
+    payload_bytes: int
+    round: int
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., prompt_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., layer_digests: _Optional[_Iterable[int]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., prefill_end_ns: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+
+class CommitAck(_message.Message):
+    __slots__ = ("epoch", "landing_id")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    landing_id: int
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ...) -> None: ...
+
+class LayerGap(_message.Message):
+    __slots__ = ("layer", "first", "count")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    first: int
+    count: int
+    def __init__(self, layer: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class CommitNack(_message.Message):
+    __slots__ = ("epoch", "landing_id", "missing", "corrupt_layers", "round")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    landing_id: int
+    missing: _containers.RepeatedCompositeFieldContainer[LayerGap]
+    corrupt_layers: _containers.RepeatedScalarFieldContainer[int]
+    round: int
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[LayerGap, _Mapping]]] = ..., corrupt_layers: _Optional[_Iterable[int]] = ..., round: _Optional[int] = ...) -> None: ...
+
+class Credit(_message.Message):
+    __slots__ = ("epoch", "landings")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LANDINGS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    landings: _containers.RepeatedCompositeFieldContainer[LandingCredit]
+    def __init__(self, epoch: _Optional[int] = ..., landings: _Optional[_Iterable[_Union[LandingCredit, _Mapping]]] = ...) -> None: ...
+
+class LandingCredit(_message.Message):
+    __slots__ = ("landing_id", "charged_bytes")
+    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    CHARGED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    landing_id: int
+    charged_bytes: int
+    def __init__(self, landing_id: _Optional[int] = ..., charged_bytes: _Optional[int] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("epoch", "landing_ids")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LANDING_IDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    landing_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., landing_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("epoch", "landing_id", "attempt", "reason")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    landing_id: int
+    attempt: Attempt
+    reason: str
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AbortAck(_message.Message):
+    __slots__ = ("epoch", "landing_id", "attempt", "drained")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    landing_id: int
+    attempt: Attempt
+    drained: bool
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., drained: bool = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("epoch", "landing_id")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    landing_id: int
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ...) -> None: ...
+
+class Have(_message.Message):
+    __slots__ = ("epoch", "landing_id", "missing")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    landing_id: int
+    missing: _containers.RepeatedCompositeFieldContainer[LayerGap]
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[LayerGap, _Mapping]]] = ...) -> None: ...
+
+class Packet(_message.Message):
+    __slots__ = ("control", "header", "payload")
+    CONTROL_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    control: bytes
+    header: bytes
+    payload: bytes
+    def __init__(self, control: _Optional[bytes] = ..., header: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...

@@ -1,0 +1,212 @@
+"""Between messages and core types: the one place that knows both, for the router, the workers and the client.
+
+Values from outside are carried over as they are, so that validation can refuse them by name; what has no core type at
+all (no request id, no deadline, a number too wide for its field) is refused here.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+import grpc
+import grpc.aio
+
+from baton.core.errors import (
+    BatonError,
+    InvalidRequest,
+    InvalidSampling,
+    InvalidText,
+    MalformedMessage,
+    ModelNotFound,
+    RequestCancelled,
+    RequestDeadlineExceeded,
+    WorkerLost,
+    from_wire,
+)
+from baton.core.request import AttemptKey, GenerationRequest
+from baton.core.sampling import SamplingParams
+from baton.proto import inference_pb2, kv_pb2, worker_pb2
+
+ERROR_KEY: Final = "baton-error"
+MAX_ERROR_BYTES: Final = 4096  # gRPC refuses metadata beyond 8 KiB
+MAX_TIMEOUT_MS: Final = (1 << 32) - 1
+DEFAULT_MAX_TOKENS: Final = 128
+
+
+def attempt_to_proto(key: AttemptKey) -> kv_pb2.Attempt:
+    """An attempt's identity as a message."""
+    return kv_pb2.Attempt(request_id=key.request_id, attempt=key.attempt)
+
+
+def attempt_from_proto(message: kv_pb2.Attempt) -> AttemptKey:
+    """The identity in a message.
+
+    Raises:
+        MalformedMessage: it names no request.
+    """
+    if not message.request_id:
+        raise MalformedMessage("the message names no request", field="attempt.request_id")
+    return AttemptKey(message.request_id, message.attempt)
+
+
+def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.Sampling:
+    """Every field set.
+
+    Raises:
+        InvalidSampling: a number does not fit its field, so it is out of range too.
+        InvalidText: a stop string is not Unicode text.
+    """
+    try:
+        return inference_pb2.Sampling(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            stop=sampling.stop,
+            stop_token_ids=sampling.stop_token_ids,
+            ignore_eos=sampling.ignore_eos,
+        )
+    except UnicodeEncodeError as error:
+        raise InvalidText(f"a stop string is not valid UTF-8 at character {error.start}", at=error.start) from error
+    except ValueError as error:
+        raise InvalidSampling(f"a sampling value is out of range: {error}") from error
+
+
+def sampling_from_proto(message: inference_pb2.Sampling) -> SamplingParams:
+    """The values given, and the defaults of `SamplingParams` for those absent; nothing is checked."""
+    default = SamplingParams()
+    return SamplingParams(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else default.max_tokens,
+        temperature=message.temperature if message.HasField("temperature") else default.temperature,
+        top_k=message.top_k if message.HasField("top_k") else default.top_k,
+        top_p=message.top_p if message.HasField("top_p") else default.top_p,
+        seed=message.seed if message.HasField("seed") else default.seed,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def sampling_from_client(
+    message: inference_pb2.Sampling, *, room_len: int, draw_seed: Callable[[], int]
+) -> SamplingParams:
+    """What a client asked, completed by the server: nothing is checked.
+
+    Args:
+        message: as the client sent it.
+        room_len: positions left for the answer; an absent `max_tokens` takes no more than these.
+        draw_seed: called when the client gave no seed.
+    """
+    completed = inference_pb2.Sampling()
+    completed.CopyFrom(message)
+    if not completed.HasField("max_tokens"):
+        completed.max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room_len))
+    if not completed.HasField("seed"):
+        completed.seed = draw_seed()
+    return sampling_from_proto(completed)
+
+
+def prefill_request(request: GenerationRequest, decode: worker_pb2.Peer, now_s: float) -> worker_pb2.PrefillRequest:
+    """What the router sends to a prefill worker; `now_s` is the clock that `request.deadline_s` is read from."""
+    return worker_pb2.PrefillRequest(
+        attempt=attempt_to_proto(request.key),
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=sampling_to_proto(request.sampling),
+        decode=decode,
+        num_draft_tokens=request.num_draft_tokens,
+        timeout_ms=_timeout_ms(request, now_s),
+    )
+
+
+def attend_request(request: GenerationRequest, now_s: float) -> worker_pb2.AttendRequest:
+    """What the router sends to a decode worker; `now_s` is the clock that `request.deadline_s` is read from."""
+    return worker_pb2.AttendRequest(
+        attempt=attempt_to_proto(request.key),
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=sampling_to_proto(request.sampling),
+        num_draft_tokens=request.num_draft_tokens,
+        timeout_ms=_timeout_ms(request, now_s),
+    )
+
+
+def request_from_prefill(message: worker_pb2.PrefillRequest, now_s: float) -> GenerationRequest:
+    """The request in a message that came at `now_s`.
+
+    Raises:
+        MalformedMessage: a required field is missing.
+    """
+    if not message.decode.worker_id or not message.decode.kv_address:
+        raise MalformedMessage("the message names no decode worker", field="decode")
+    return _request(message, now_s)
+
+
+def request_from_attend(message: worker_pb2.AttendRequest, now_s: float) -> GenerationRequest:
+    """The request in a message that came at `now_s`.
+
+    Raises:
+        MalformedMessage: a required field is missing.
+    """
+    return _request(message, now_s)
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
+    """End an RPC with a typed error: its gRPC code, its message, and all of it in trailing metadata."""
+    code = grpc.StatusCode[error.grpc_code]
+    await context.abort(code, _short(error.message), ((ERROR_KEY, _bounded_wire(error)),))
+    raise AssertionError("abort returns by raising")
+
+
+def error_from_rpc(error: grpc.RpcError) -> BatonError:
+    """The typed error that ended an RPC, or the nearest one when the peer did not say.
+
+    `UNAVAILABLE` without a type means that the connection broke or was never made: `WorkerLost`.
+    """
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return BatonError(f"the call failed: {error}")
+    metadata: Any = error.trailing_metadata()  # the stubs know only one of the two shapes it has
+    for key, value in metadata or ():
+        if key == ERROR_KEY:
+            try:
+                return from_wire(value if isinstance(value, str) else value.decode("utf-8", "replace"))
+            except MalformedMessage as malformed:
+                return malformed
+    code, details = error.code(), error.details() or ""
+    kind = _KIND_OF_CODE.get(code, BatonError)
+    return kind(f"{code.name}: {details}", grpc_code=code.name)
+
+
+_KIND_OF_CODE: Final[dict[grpc.StatusCode, type[BatonError]]] = {
+    grpc.StatusCode.UNAVAILABLE: WorkerLost,
+    grpc.StatusCode.CANCELLED: RequestCancelled,
+    grpc.StatusCode.DEADLINE_EXCEEDED: RequestDeadlineExceeded,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: ModelNotFound,
+}
+
+
+def _request(message: worker_pb2.PrefillRequest | worker_pb2.AttendRequest, now_s: float) -> GenerationRequest:
+    if not message.prompt_token_ids:
+        raise MalformedMessage("the message holds no prompt", field="prompt_token_ids")
+    if not message.timeout_ms:
+        raise MalformedMessage("the message holds no time limit", field="timeout_ms")
+    return GenerationRequest(
+        key=attempt_from_proto(message.attempt),
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from_proto(message.sampling),
+        deadline_s=now_s + message.timeout_ms / 1e3,
+        num_draft_tokens=message.num_draft_tokens,
+    )
+
+
+def _timeout_ms(request: GenerationRequest, now_s: float) -> int:
+    return min(max(int((request.deadline_s - now_s) * 1e3), 1), MAX_TIMEOUT_MS)
+
+
+def _bounded_wire(error: BatonError) -> str:
+    wire = error.to_wire()
+    return wire if len(wire) <= MAX_ERROR_BYTES else type(error)(_short(error.message)).to_wire()
+
+
+def _short(message: str) -> str:
+    # A character takes at most 12 bytes in ASCII JSON, so this fits MAX_ERROR_BYTES; a lone surrogate fits no header.
+    return message.encode("utf-8", "replace")[:300].decode("utf-8", "ignore")
