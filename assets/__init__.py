@@ -1,0 +1,1 @@
+"""Bundled models, shipped as package data."""
