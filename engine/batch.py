@@ -1,0 +1,145 @@
+"""From sequences to the tensors of a forward pass.
+
+Prefill batches are laid out on the host and cross to the device in one copy; decode batches are computed on the device
+from tensors that are already there, so that a decode step never waits for the host.
+
+Legend: T tokens, B sequences, Q rows of each, M entries of a block table.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from baton.core.sampling import SamplingParams
+from baton.kvcache.allocator import BlockTable
+from baton.kvcache.pool import KVPool
+from baton.model.inputs import DecodeBatch, PrefillBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """Part of one sequence's prompt, computed in one prefill step.
+
+    Attributes:
+        prompt_token_ids: the whole prompt.
+        start: position of the chunk's first token; everything before it is in the pool.
+        length: tokens in the chunk, >= 1.
+        table: the sequence's blocks.
+        sampling: how the first token is chosen.
+        draft_cap: drafts this sequence may use; the MTP head runs even for 0, its KV is part of the layout.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    start: int
+    length: int
+    table: BlockTable
+    sampling: SamplingParams
+    draft_cap: int
+
+    @property
+    def end(self) -> int:
+        """Position after the chunk's last token."""
+        return self.start + self.length
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt is complete with this chunk, so that a token follows from it."""
+        return self.end == len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillInputs:
+    """The tensors of one prefill step.
+
+    Attributes:
+        token_ids_T: int64.
+        next_token_ids_T: int64, the token after each; 0 after a prompt's last, which the caller fills in.
+        last_row_F: int64, rows of the last tokens of finished prompts, in chunk order.
+        batch: positions, slots and tables.
+    """
+
+    token_ids_T: torch.Tensor
+    next_token_ids_T: torch.Tensor
+    last_row_F: torch.Tensor
+    batch: PrefillBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRows:
+    """What stays the same about the sequences of a decode step.
+
+    Attributes:
+        block_tables_BM: int64; unused entries point at the scratch block.
+        limit_B: int64, positions each sequence has room for.
+        draft_cap_B: int64, drafts each may accept.
+    """
+
+    block_tables_BM: torch.Tensor
+    limit_B: torch.Tensor
+    draft_cap_B: torch.Tensor
+
+
+def prefill_inputs(chunks: Sequence[PrefillChunk], pool: KVPool) -> PrefillInputs:
+    """Lay the chunks out one after the other."""
+    assert chunks
+    block_size = pool.layout.block_size
+    num_tokens = sum(chunk.length for chunk in chunks)
+    num_entries = max(-(-chunk.end // block_size) for chunk in chunks)
+    ids_4T = np.zeros((4, num_tokens), dtype=np.int64)
+    tables_BM = np.full((len(chunks), num_entries), pool.num_blocks, dtype=np.int64)
+    last_rows = []
+    row = 0
+    for index, chunk in enumerate(chunks):
+        assert chunk.length >= 1
+        assert chunk.end <= min(len(chunk.prompt_token_ids), chunk.table.capacity_len)
+        assert chunk.table.block_size == block_size
+        blocks = np.asarray(chunk.table.blocks[: -(-chunk.end // block_size)], dtype=np.int64)
+        tables_BM[index, : len(blocks)] = blocks
+        positions = np.arange(chunk.start, chunk.end)
+        following = chunk.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
+        ids_4T[0, row : row + chunk.length] = chunk.prompt_token_ids[chunk.start : chunk.end]
+        ids_4T[1, row : row + len(following)] = following
+        ids_4T[2, row : row + chunk.length] = positions
+        ids_4T[3, row : row + chunk.length] = blocks[positions // block_size] * block_size + positions % block_size
+        row += chunk.length
+        if chunk.is_last:
+            last_rows.append(row - 1)
+    packed = np.concatenate([ids_4T.ravel(), tables_BM.ravel(), np.asarray(last_rows, dtype=np.int64)])
+    on_device = torch.from_numpy(packed).to(pool.data_L2NHSD.device)
+    tables_end = ids_4T.size + tables_BM.size
+    token_ids_T, next_token_ids_T, positions_T, slots_T = on_device[: ids_4T.size].view(4, num_tokens).unbind()
+    batch = PrefillBatch(
+        positions_T=positions_T,
+        slots_T=slots_T,
+        block_tables_BM=on_device[ids_4T.size : tables_end].view(len(chunks), num_entries),
+        query_lens=tuple(chunk.length for chunk in chunks),
+        context_lens=tuple(chunk.end for chunk in chunks),
+    )
+    return PrefillInputs(
+        token_ids_T=token_ids_T, next_token_ids_T=next_token_ids_T, last_row_F=on_device[tables_end:], batch=batch
+    )
+
+
+def decode_batch(
+    first_position_B: torch.Tensor, num_rows: int, rows: DecodeRows, max_context_len: int, pool: KVPool
+) -> DecodeBatch:
+    """Consecutive positions of every sequence, from `first_position_B` on.
+
+    Rows past a sequence's room (drafts beyond its last possible token) write to the scratch slot and sit at its last
+    position; what they compute is never emitted.
+    """
+    block_size = pool.layout.block_size
+    offsets = torch.arange(num_rows, device=first_position_B.device)
+    wanted_BQ = first_position_B[:, None] + offsets
+    last_B1 = rows.limit_B[:, None] - 1
+    positions_BQ = torch.minimum(wanted_BQ, last_B1)
+    blocks_BQ = rows.block_tables_BM.gather(1, positions_BQ // block_size)
+    slots_BQ = blocks_BQ * block_size + positions_BQ % block_size
+    return DecodeBatch(
+        positions_BQ=positions_BQ,
+        slots_BQ=slots_BQ.masked_fill(wanted_BQ > last_B1, pool.scratch_slot),
+        block_tables_BM=rows.block_tables_BM,
+        max_context_len=max_context_len,
+    )

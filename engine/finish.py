@@ -1,0 +1,50 @@
+"""When a sequence ends: EOS, stop tokens, stop strings, `max_tokens`; and which of a step's tokens are still its own.
+
+One checker a sequence, fed every token once. Text for people is the router's business; here text is only looked at for
+stop strings, so a sequence without them is never decoded to text.
+"""
+
+from collections.abc import Iterable
+
+from baton.core.request import FinishReason
+from baton.core.sampling import SamplingParams
+from baton.core.tokenizer import StopMatcher, Tokenizer
+
+
+class FinishChecker:
+    """Watches one sequence's tokens, in order."""
+
+    def __init__(self, sampling: SamplingParams, eos_token_ids: Iterable[int], tokenizer: Tokenizer) -> None:
+        self._max_tokens = sampling.max_tokens
+        self._stop_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self._stop_ids.update(eos_token_ids)
+        self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
+        self._stream = tokenizer.stream() if sampling.stop else None
+        self._num_tokens = 0
+        self._reason: FinishReason | None = None
+
+    def accept(self, token_ids: Iterable[int]) -> tuple[list[int], FinishReason | None]:
+        """Take a step's tokens; return those that belong to the answer, and why it ended if it did.
+
+        The token that ends it is kept: EOS and stop tokens, the token that completes a stop string, the last one of
+        `max_tokens`. Nothing may be fed after the end.
+        """
+        assert self._reason is None
+        kept: list[int] = []
+        for token_id in token_ids:
+            kept.append(token_id)
+            self._num_tokens += 1
+            if token_id in self._stop_ids or self._completes_stop_string(token_id):
+                self._reason = FinishReason.STOP
+            elif self._num_tokens == self._max_tokens:
+                self._reason = FinishReason.LENGTH
+            if self._reason is not None:
+                break
+        return kept, self._reason
+
+    def _completes_stop_string(self, token_id: int) -> bool:
+        if self._matcher is None or self._stream is None:
+            return False
+        self._matcher.push(self._stream.push(token_id))
+        return self._matcher.matched is not None

@@ -1,0 +1,50 @@
+"""What a forward pass must know beside its tokens: positions, where to write KV, and what each row may read.
+
+Legend: T tokens, B sequences, Q query rows per sequence, M entries of the widest block table.
+Rows that pad a batch carry the pool's scratch slot; nothing reads what they compute.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillBatch:
+    """Chunks of several sequences, one after the other.
+
+    Attributes:
+        positions_T: int64, position of each token in its sequence.
+        slots_T: int64, flat pool slot each token's KV is written to.
+        block_tables_BM: int64, blocks of each sequence in order; unused entries point at the scratch block.
+        query_lens: tokens of each sequence in this batch, on the host; they sum to T.
+        context_lens: keys visible to each sequence's last row (cached ones and this chunk), on the host.
+    """
+
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    block_tables_BM: torch.Tensor
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBatch:
+    """The dense layout: Q consecutive rows of each of B sequences, flattened to T = B * Q.
+
+    Row (b, q) sees keys at positions 0 ... positions_BQ[b, q]. Lengths stay on the device; the host knows a bound.
+
+    Attributes:
+        positions_BQ: int64.
+        slots_BQ: int64.
+        block_tables_BM: int64.
+        max_context_len: host upper bound of positions_BQ + 1.
+    """
+
+    positions_BQ: torch.Tensor
+    slots_BQ: torch.Tensor
+    block_tables_BM: torch.Tensor
+    max_context_len: int
+
+
+AttentionBatch = PrefillBatch | DecodeBatch
