@@ -1,0 +1,94 @@
+"""One whole decode worker in this process: model, landing, loop, gRPC, heartbeats. No Ray: the actor wraps it."""
+
+import os
+import secrets
+from collections.abc import Callable
+
+import grpc
+
+from baton.core.clock import MonotonicClock
+from baton.core.config import WorkerConfig
+from baton.decode_worker.service import DecodeService
+from baton.decode_worker.worker import DecodeWorker
+from baton.engine.decode import DecodeRunner
+from baton.kvtransfer.landing import LandingService
+from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.worker.host import WorkerHost
+from baton.worker.loading import load_worker
+
+
+class DecodeNode:
+    """Built and serving when the constructor returns.
+
+    Args:
+        config: what to load and where to report.
+        on_fatal: told when the loop broke; an actor ends its process then, so that Ray starts a new life.
+
+    Raises:
+        StartupError: see `load_worker`.
+    """
+
+    def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None]) -> None:
+        self.config = config
+        self.epoch = secrets.randbits(64) or 1
+        clock = MonotonicClock()
+        loaded = load_worker(config)
+        self._layout = loaded.layout
+        self._landing = LandingService(
+            pool=loaded.pool,
+            layout=loaded.layout,
+            epoch=self.epoch,
+            transport=ZmqTransport(bind=f"tcp://{config.host}:0"),
+            config=config.transfer,
+            clock=clock,
+        )
+        self.worker = DecodeWorker(
+            runner=DecodeRunner(loaded.model, loaded.pool, config.max_num_seqs, config.num_draft_tokens),
+            pool=loaded.pool,
+            tokenizer=loaded.tokenizer,
+            landing=self._landing,
+            max_num_seqs=config.max_num_seqs,
+            max_queue_len=config.max_queue_len,
+            clock=clock,
+            on_fatal=on_fatal,
+        )
+        service = DecodeService(self.worker, self.epoch, clock)
+
+        def register(server: grpc.aio.Server) -> None:
+            worker_pb2_grpc.add_DecodeServicer_to_server(service, server)
+
+        self.worker.start()
+        self.host = WorkerHost(config.host, register, self.state, config.router_address)
+        self.host.start()
+
+    def state(self) -> worker_pb2.WorkerState:
+        """What a heartbeat says."""
+        return worker_pb2.WorkerState(
+            worker_id=self.config.worker_id,
+            role="decode",
+            epoch=self.epoch,
+            address=self.host.address,
+            kv_address=self._landing.address,
+            model=self.config.model_name,
+            layout_hash=self._layout.hash,
+            max_model_len=self.config.max_model_len,
+            num_draft_tokens=self.config.num_draft_tokens,
+            block_size=self.config.block_size,
+            inventory=self.worker.inventory(),
+        )
+
+    def about(self) -> dict[str, object]:
+        """Identity for whoever started it."""
+        return {
+            "worker_id": self.config.worker_id,
+            "address": self.host.address,
+            "kv_address": self._landing.address,
+            "epoch": self.epoch,
+            "pid": os.getpid(),
+        }
+
+    def close(self) -> None:
+        """Stop serving and release everything."""
+        self.host.close()
+        self.worker.close()

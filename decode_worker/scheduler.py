@@ -1,0 +1,162 @@
+"""Who gets blocks, who gets a slot, and who waits, on a decode worker. Pure bookkeeping over host values.
+
+The life of a request here: ATTENDING (the router listens; nothing is held) -> LANDING (blocks granted, pushes arrive)
+-> READY (sealed and verified, waits for a slot) -> RUNNING -> gone; or ABORTING, until nothing can write its blocks.
+RESERVEs wait first come, first served, and hold nothing while they wait.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.core.request import AttemptKey, GenerationRequest, SpeculationCounts
+from baton.engine.finish import FinishChecker
+from baton.kvcache.allocator import BlockAllocator, BlockTable
+from baton.kvtransfer.landing import ReserveWanted, Sealed
+from baton.proto import worker_pb2
+from baton.worker.stream import EventSink
+
+MAX_ENDED = 4096  # attempts remembered after they ended, so that a late RESERVE is refused and not parked
+
+DecodeStream = EventSink[worker_pb2.DecodeEvent]
+
+
+class DecodeState(Enum):
+    """Where a request is on its way through the decode worker."""
+
+    ATTENDING = auto()
+    LANDING = auto()
+    READY = auto()
+    RUNNING = auto()
+    ABORTING = auto()
+
+
+@dataclass(slots=True, eq=False)
+class DecodeSequence:
+    """One request on a decode worker."""
+
+    request: GenerationRequest
+    stream: DecodeStream
+    checker: FinishChecker
+    state: DecodeState = DecodeState.ATTENDING
+    table: BlockTable | None = None
+    sealed: Sealed | None = None
+    slot: int = -1
+    num_output: int = 0  # tokens of the output so far, the first one included
+    handoff_ms: float = 0.0
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+    @property
+    def key(self) -> AttemptKey:
+        """Identity of the attempt."""
+        return self.request.key
+
+
+class DecodeScheduler:
+    """Blocks, slots and queues of one decode worker."""
+
+    def __init__(self, allocator: BlockAllocator, max_num_seqs: int) -> None:
+        assert max_num_seqs > 0
+        self._allocator = allocator
+        self._free_slots = deque(range(max_num_seqs))
+        self._sequences: dict[AttemptKey, DecodeSequence] = {}
+        self._reserves: deque[ReserveWanted] = deque()
+        self._ready: deque[DecodeSequence] = deque()
+        self._ended: OrderedDict[AttemptKey, None] = OrderedDict()
+
+    def add(self, sequence: DecodeSequence) -> None:
+        """A stream for this attempt was opened."""
+        assert sequence.key not in self._sequences
+        self._sequences[sequence.key] = sequence
+
+    def get(self, key: AttemptKey) -> DecodeSequence | None:
+        """The sequence of `key`, if it is here."""
+        return self._sequences.get(key)
+
+    def sequences(self) -> tuple[DecodeSequence, ...]:
+        """All of them, oldest first. Any thread."""
+        return tuple(self._sequences.values())
+
+    def count(self, *states: DecodeState) -> int:
+        """Sequences in any of `states`. Any thread."""
+        return sum(sequence.state in states for sequence in self.sequences())
+
+    @property
+    def num_slots_in_use(self) -> int:
+        """Slots that running sequences hold."""
+        return self.count(DecodeState.RUNNING)
+
+    def want(self, reserve: ReserveWanted) -> bool:
+        """Queue a prefill worker's RESERVE; False, and not queued, when its attempt has ended here."""
+        if reserve.attempt in self._ended:
+            return False
+        self._reserves.append(reserve)
+        return True
+
+    def next_grant(self) -> DecodeSequence | None:
+        """The oldest RESERVE that can be granted now, with its blocks taken; None when none can.
+
+        A RESERVE whose stream is not open yet does not hold up those behind it; one that waits for blocks does, so
+        that a long prompt is not starved by short ones.
+        """
+        for reserve in tuple(self._reserves):
+            sequence = self._sequences.get(reserve.attempt)
+            if sequence is None or sequence.state is not DecodeState.ATTENDING:
+                continue
+            if self._allocator.num_blocks_for(reserve.capacity_len) > self._allocator.num_free:
+                return None
+            self._reserves.remove(reserve)
+            sequence.table = self._allocator.reserve(reserve.capacity_len)
+            sequence.state = DecodeState.LANDING
+            return sequence
+        return None
+
+    def expired_reserves(self, now_s: float) -> Iterable[ReserveWanted]:
+        """RESERVEs whose time to be answered has passed; they leave the queue."""
+        late = [reserve for reserve in self._reserves if reserve.deadline_s <= now_s]
+        for reserve in late:
+            self._reserves.remove(reserve)
+        return late
+
+    def drop_reserves(self, key: AttemptKey) -> list[ReserveWanted]:
+        """Take the RESERVEs of an attempt that ended out of the queue."""
+        gone = [reserve for reserve in self._reserves if reserve.attempt == key]
+        for reserve in gone:
+            self._reserves.remove(reserve)
+        return gone
+
+    def seal(self, sequence: DecodeSequence, sealed: Sealed) -> None:
+        """The landing is complete and verified; the sequence waits for a slot."""
+        assert sequence.state is DecodeState.LANDING
+        sequence.state = DecodeState.READY
+        sequence.sealed = sealed
+        self._ready.append(sequence)
+
+    def next_admission(self) -> DecodeSequence | None:
+        """The oldest ready sequence, given a slot; None when there is none, or no slot."""
+        if not self._ready or not self._free_slots:
+            return None
+        sequence = self._ready.popleft()
+        sequence.slot = self._free_slots.popleft()
+        sequence.state = DecodeState.RUNNING
+        return sequence
+
+    def running(self) -> list[DecodeSequence]:
+        """Sequences of the next step, in slot order."""
+        return sorted((s for s in self._sequences.values() if s.state is DecodeState.RUNNING), key=lambda s: s.slot)
+
+    def remove(self, sequence: DecodeSequence) -> None:
+        """Forget a sequence; its slot and blocks are free for others."""
+        del self._sequences[sequence.key]
+        self._ended[sequence.key] = None
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        if sequence in self._ready:
+            self._ready.remove(sequence)
+        if sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1
+        if sequence.table is not None:
+            self._allocator.release(sequence.table)
+            sequence.table = None

@@ -1,0 +1,44 @@
+"""The decode worker's RPCs: bytes in, tokens out; every decision is the worker's."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from baton.core.clock import Clock
+from baton.core.errors import BatonError
+from baton.decode_worker.worker import DecodeWorker
+from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.proto.wire import abort_with, request_from_attend
+from baton.worker.stream import EventStream
+
+
+class DecodeService(worker_pb2_grpc.DecodeServicer):
+    """`baton.v1.Decode` over one DecodeWorker."""
+
+    def __init__(self, worker: DecodeWorker, epoch: int, clock: Clock) -> None:
+        self._worker = worker
+        self._epoch = epoch
+        self._clock = clock
+
+    async def Attend(
+        self, request: worker_pb2.AttendRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.DecodeEvent]:
+        """Stream one attempt's tokens. A stream that the router drops cancels the attempt."""
+        stream: EventStream[worker_pb2.DecodeEvent] = EventStream(asyncio.get_running_loop())
+        try:
+            attempt = request_from_attend(request, self._clock.now_s())
+            self._worker.attend(attempt, stream)
+        except BatonError as error:
+            await abort_with(context, error)
+            return
+        yield worker_pb2.DecodeEvent(attending=worker_pb2.Attending(epoch=self._epoch))
+        try:
+            async for event in stream.events():
+                yield event
+        except BatonError as error:
+            await abort_with(context, error)
+        finally:
+            if not stream.ended:
+                self._worker.cancel(attempt.key)

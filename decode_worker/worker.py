@@ -1,0 +1,266 @@
+"""The decode role: grants landings, admits what is sealed and verified, and decodes it speculatively.
+
+A plain class around one loop thread, so that tests run it without Ray. No step ever reads blocks of a landing that
+is not sealed: a sequence enters a slot only through `Sealed`, which kvtransfer sends once every position of every
+layer is there and its digest matches.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from baton.core.clock import Clock
+from baton.core.errors import (
+    BatonError,
+    Overloaded,
+    RequestCancelled,
+    RequestDeadlineExceeded,
+    TransferFailed,
+)
+from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
+from baton.core.tokenizer import Tokenizer
+from baton.decode_worker.scheduler import DecodeScheduler, DecodeSequence, DecodeState, DecodeStream
+from baton.engine.decode import DecodeRunner
+from baton.engine.finish import FinishChecker
+from baton.engine.prefill import SequenceStart
+from baton.kvcache.allocator import BlockAllocator
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed
+from baton.proto import kv_pb2, worker_pb2
+from baton.worker.loop import LoopThread
+
+log = logging.getLogger(__name__)
+
+
+class DecodeWorker:
+    """One decode worker; `attend` and `cancel` may be called from any thread."""
+
+    def __init__(
+        self,
+        *,
+        runner: DecodeRunner,
+        pool: KVPool,
+        tokenizer: Tokenizer,
+        landing: LandingService,
+        max_num_seqs: int,
+        max_queue_len: int,
+        clock: Clock,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._landing = landing
+        self._clock = clock
+        self._max_queue_len = max_queue_len
+        self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size)
+        self._scheduler = DecodeScheduler(self._allocator, max_num_seqs)
+        self._counts = SpeculationCounts()
+        self._num_finished = 0
+        self._num_failed = 0
+        self._loop = LoopThread("decode-loop", self._step, on_fatal)
+        landing.wakeup = self._loop.wake
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._landing.start()
+        self._loop.start()
+
+    def close(self) -> None:
+        """Stop; requests that are here end with `RequestCancelled`."""
+        self._loop.close()
+        for sequence in self._scheduler.sequences():
+            sequence.stream.end(RequestCancelled("the decode worker is shutting down"))
+        self._landing.close()
+
+    def attend(self, request: GenerationRequest, stream: DecodeStream) -> None:
+        """Expect this attempt's landing and send its tokens to `stream`. Allocates nothing.
+
+        Raises:
+            Overloaded: too many streams are open.
+        """
+        if len(self._scheduler.sequences()) >= self._max_queue_len:
+            raise Overloaded("the decode worker attends too many requests", limit=self._max_queue_len)
+        self._loop.post(lambda: self._add(request, stream))
+
+    def cancel(self, key: AttemptKey) -> None:
+        """Give a request up, wherever it is. Unknown keys are fine: it may have ended."""
+        self._loop.post(lambda: self._cancel(key))
+
+    def inventory(self) -> worker_pb2.Inventory:
+        """What this worker holds. Any thread; counts may be a step apart from each other."""
+        landings = self._landing.inventory()
+        scheduler = self._scheduler
+        return worker_pb2.Inventory(
+            num_requests_waiting=scheduler.count(DecodeState.ATTENDING, DecodeState.LANDING, DecodeState.READY),
+            num_requests_running=scheduler.count(DecodeState.RUNNING, DecodeState.ABORTING),
+            num_blocks=self._allocator.num_blocks,
+            num_blocks_free=self._allocator.num_free,
+            num_blocks_reserved=self._allocator.num_reserved,
+            num_blocks_quarantined=self._allocator.num_quarantined,
+            num_landings=landings["num_landings"],
+            num_slots_in_use=scheduler.num_slots_in_use,
+            num_attends=len(scheduler.sequences()),
+            frames_late_dropped=landings["frames_late_dropped"],
+            frames_corrupt=landings["frames_corrupt"],
+            num_draft_tokens=self._counts.num_draft_tokens,
+            num_accepted_tokens=self._counts.num_accepted_tokens,
+            num_emitted_tokens=self._counts.num_emitted_tokens,
+            num_requests_finished=self._num_finished,
+            num_requests_failed=self._num_failed,
+            kv_bytes=landings["bytes_landed"],
+        )
+
+    # The loop: receive -> grant -> admit -> forward -> publish. Everything below runs on the loop thread.
+
+    def _step(self) -> bool:
+        worked = self._receive()
+        self._expire()
+        self._grant()
+        self._admit()
+        running = self._scheduler.running()
+        if running:
+            self._forward(running)
+        return worked or bool(running)
+
+    def _add(self, request: GenerationRequest, stream: DecodeStream) -> None:
+        if self._scheduler.get(request.key) is not None:
+            stream.end(RequestCancelled(f"{request.key} is already here", key=str(request.key)))
+            return
+        checker = FinishChecker(request.sampling, self._tokenizer.eos_token_ids, self._tokenizer)
+        self._scheduler.add(DecodeSequence(request, stream, checker))
+
+    def _receive(self) -> bool:
+        events = self._landing.poll()
+        for event in events:
+            if isinstance(event, ReserveWanted):
+                if not self._scheduler.want(event):
+                    self._landing.deny(event.attempt, kv_pb2.Deny.STALE, "the attempt has ended")
+                continue
+            sequence = self._scheduler.get(event.attempt)
+            if sequence is None:
+                continue
+            match event:
+                case Sealed():
+                    self._sealed(sequence, event)
+                case LandingFailed():
+                    self._fail(sequence, TransferFailed(f"the KV hand-off failed: {event.reason}"))
+                case Drained():
+                    # A landing ends by itself when its prefill worker dies; that is reported failed first.
+                    assert sequence.stream.ended
+                    self._scheduler.remove(sequence)
+        return bool(events)
+
+    def _sealed(self, sequence: DecodeSequence, event: Sealed) -> None:
+        if sequence.state is DecodeState.LANDING:
+            self._scheduler.seal(sequence, event)
+
+    def _expire(self) -> None:
+        now_s = self._clock.now_s()
+        for sequence in self._scheduler.sequences():
+            if not sequence.stream.ended and sequence.request.deadline_s <= now_s:
+                self._fail(sequence, RequestDeadlineExceeded("the deadline passed before the last token"))
+        for reserve in self._scheduler.expired_reserves(now_s):
+            self._landing.deny(reserve.attempt, kv_pb2.Deny.BUSY, "no blocks, or no stream, in time")
+
+    def _grant(self) -> None:
+        while (sequence := self._scheduler.next_grant()) is not None:
+            assert sequence.table is not None
+            self._landing.grant(sequence.key, sequence.table)
+
+    def _admit(self) -> None:
+        while (sequence := self._scheduler.next_admission()) is not None:
+            sealed, table = sequence.sealed, sequence.table
+            assert sealed is not None
+            assert table is not None
+            start = self._sequence_start(sealed)
+            kept, reason = sequence.checker.accept([start.first_token])
+            assert kept == [start.first_token]
+            assert reason is None, "a request that ends at its first token is never committed"
+            sequence.num_output = 1
+            sequence.handoff_ms = 1e3 * max(self._clock.now_s() - sealed.prefill_end_s, 0.0)
+            self._runner.admit(
+                sequence.slot,
+                start,
+                prompt_len=sealed.prompt_len,
+                sampling=sequence.request.sampling,
+                table=table,
+                draft_cap=sequence.request.num_draft_tokens,
+            )
+
+    def _sequence_start(self, sealed: Sealed) -> SequenceStart:
+        state = sealed.state
+        draft_token, hidden_D = None, None
+        if state.draft_tokens:
+            data = self._pool.data_L2NHSD
+            draft_token = state.draft_tokens[0]
+            hidden_D = torch.frombuffer(bytearray(state.hidden), dtype=data.dtype).to(data.device)
+        return SequenceStart(
+            first_token=state.first_token, draft_token=draft_token, hidden_D=hidden_D, prompt_len=sealed.prompt_len
+        )
+
+    def _forward(self, running: list[DecodeSequence]) -> None:
+        output = self._runner.step([sequence.slot for sequence in running])
+        rows = zip(running, output.token_ids, output.accepted_lens, output.proposed_lens, strict=True)
+        for sequence, token_ids, accepted_len, proposed_len in rows:
+            kept, reason = sequence.checker.accept(token_ids)
+            num_accepted = min(accepted_len, len(kept))
+            for counts in (sequence.counts, self._counts):
+                counts.add_step(num_proposed=proposed_len, num_accepted=num_accepted, num_emitted=len(kept))
+            self._publish(sequence, kept, reason)
+
+    def _publish(self, sequence: DecodeSequence, token_ids: list[int], reason: FinishReason | None) -> None:
+        tokens = worker_pb2.DecodeTokens(index=sequence.num_output, token_ids=token_ids)
+        sequence.num_output += len(token_ids)
+        if reason is not None:
+            tokens.finish_reason = reason.value
+            tokens.stats.CopyFrom(self._stats(sequence))
+        sequence.stream.emit(worker_pb2.DecodeEvent(tokens=tokens))
+        if reason is not None:
+            sequence.stream.end()
+            self._num_finished += 1
+            self._give_up(sequence, "finished")
+
+    def _stats(self, sequence: DecodeSequence) -> worker_pb2.DecodeStats:
+        counts, sealed = sequence.counts, sequence.sealed
+        assert sealed is not None
+        return worker_pb2.DecodeStats(
+            num_verify_steps=counts.num_verify_steps,
+            num_draft_tokens=counts.num_draft_tokens,
+            num_accepted_tokens=counts.num_accepted_tokens,
+            num_emitted_tokens=counts.num_emitted_tokens,
+            kv_bytes_landed=sealed.bytes_landed,
+            kv_bytes_landed_before_prefill_end=sealed.bytes_landed_before_prefill_end,
+            handoff_ms=sequence.handoff_ms,
+        )
+
+    def _cancel(self, key: AttemptKey) -> None:
+        sequence = self._scheduler.get(key)
+        if sequence is not None:
+            self._fail(sequence, RequestCancelled("cancelled"))
+
+    def _fail(self, sequence: DecodeSequence, error: BatonError) -> None:
+        if not sequence.stream.ended:
+            sequence.stream.end(error)
+            self._num_failed += 1
+        self._give_up(sequence, error.message)
+
+    def _give_up(self, sequence: DecodeSequence, why: str) -> None:
+        """Stop working on a request. Blocks that a push may still write are freed when the landing has drained."""
+        for reserve in self._scheduler.drop_reserves(sequence.key):
+            self._landing.deny(reserve.attempt, kv_pb2.Deny.STALE, why)
+        match sequence.state:
+            case DecodeState.LANDING:
+                sequence.state = DecodeState.ABORTING
+                self._landing.abort(sequence.key, why)
+            case DecodeState.ABORTING:
+                pass
+            case DecodeState.ATTENDING:
+                self._scheduler.remove(sequence)
+            case DecodeState.READY | DecodeState.RUNNING:
+                # Sealed: nothing of this landing is written any more, so its blocks are free at once.
+                if sequence.state is DecodeState.RUNNING:
+                    self._runner.release(sequence.slot)
+                self._landing.release(sequence.key)
+                self._scheduler.remove(sequence)

@@ -1,0 +1,1 @@
+"""The prefill role: chunked-prefill scheduler, worker loop, and its thin Ray actor."""

@@ -1,0 +1,34 @@
+"""The Ray shell of a prefill worker: nothing but construction, identity and shutdown. Requests never pass here."""
+
+import logging
+import os
+
+from baton.core.config import WorkerConfig
+from baton.prefill_worker.node import PrefillNode
+
+EXIT_LOOP_FAILED = 70
+
+
+def _end_process(error: BaseException) -> None:
+    # The loop lost track of its state. Only a new process, under a new epoch, may serve again; Ray starts it.
+    logging.getLogger(__name__).critical("ending this process: %r", error)
+    os._exit(EXIT_LOOP_FAILED)
+
+
+class PrefillActorShell:
+    """What `cluster` wraps with `ray.remote`. A restarted actor serves without any call from a driver."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._node = PrefillNode(config, _end_process)
+
+    def ready(self) -> dict[str, object]:
+        """Identity of this life: worker_id, address, kv_address, epoch, pid."""
+        return self._node.about()
+
+    def pid(self) -> int:
+        """Process id."""
+        return os.getpid()
+
+    def shutdown(self) -> None:
+        """Stop serving; the process stays until Ray ends it."""
+        self._node.close()

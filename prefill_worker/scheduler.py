@@ -1,0 +1,117 @@
+"""Which prompt tokens the next prefill step computes, and when a request may ask for its landing.
+
+Pure bookkeeping over host values: no tensors, no sockets, no clock of its own. Blocks are never held while a request
+queues: a sequence gets its own blocks, and asks the decode worker for a landing, only when fewer prompt tokens than
+the lookahead are ahead of it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.core.request import AttemptKey, GenerationRequest
+from baton.kvcache.allocator import BlockAllocator, BlockTable
+
+
+class PrefillState(Enum):
+    """Where a request is on its way through the prefill worker."""
+
+    WAITING = auto()  # holds nothing
+    RESERVING = auto()  # own blocks held, landing asked for
+    READY = auto()  # landing granted; chunks may run
+    COMMITTING = auto()  # prompt computed, commit not acknowledged yet
+    ABORTING = auto()  # given up; source blocks wait until no push reads them
+
+
+@dataclass(slots=True)
+class PrefillSequence:
+    """One request's progress."""
+
+    request: GenerationRequest
+    state: PrefillState = PrefillState.WAITING
+    table: BlockTable | None = None
+    num_computed: int = 0
+    marks_s: dict[str, float] = field(default_factory=dict)  # moments, by name, on the worker's clock
+
+    @property
+    def key(self) -> AttemptKey:
+        """Identity of the attempt."""
+        return self.request.key
+
+    @property
+    def num_left(self) -> int:
+        """Prompt tokens not computed yet."""
+        return self.request.prompt_len - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """`length` prompt tokens of one sequence, from `start`."""
+
+    sequence: PrefillSequence
+    start: int
+    length: int
+
+
+class PrefillScheduler:
+    """First come, first served, in chunks of at most `chunk_len` tokens a step over all sequences."""
+
+    def __init__(self, allocator: BlockAllocator, chunk_len: int, max_num_seqs: int) -> None:
+        assert chunk_len > 0
+        assert max_num_seqs > 0
+        self._allocator = allocator
+        self._chunk_len = chunk_len
+        self._max_num_seqs = max_num_seqs
+        self._sequences: dict[AttemptKey, PrefillSequence] = {}
+
+    def add(self, sequence: PrefillSequence) -> None:
+        """Queue a request behind the others."""
+        assert sequence.key not in self._sequences
+        self._sequences[sequence.key] = sequence
+
+    def get(self, key: AttemptKey) -> PrefillSequence | None:
+        """The sequence of `key`, if it is here."""
+        return self._sequences.get(key)
+
+    def sequences(self) -> Iterable[PrefillSequence]:
+        """All of them, oldest first."""
+        return tuple(self._sequences.values())
+
+    def count(self, *states: PrefillState) -> int:
+        """Sequences in any of `states`."""
+        return sum(sequence.state in states for sequence in tuple(self._sequences.values()))
+
+    def next_to_reserve(self) -> PrefillSequence | None:
+        """The oldest waiting sequence if its turn is near and its blocks are free; its blocks are then held."""
+        active = [s for s in self._sequences.values() if s.state in (PrefillState.RESERVING, PrefillState.READY)]
+        ahead_len = sum(sequence.num_left for sequence in active)
+        # One chunk of lookahead hides the round trip of RESERVE behind the step before.
+        if ahead_len >= 2 * self._chunk_len or len(active) >= self._max_num_seqs:
+            return None
+        waiting = next((s for s in self._sequences.values() if s.state is PrefillState.WAITING), None)
+        if waiting is None:
+            return None
+        if self._allocator.num_blocks_for(waiting.request.prompt_len) > self._allocator.num_free:
+            return None
+        waiting.table = self._allocator.reserve(waiting.request.prompt_len)
+        waiting.state = PrefillState.RESERVING
+        return waiting
+
+    def plan(self) -> list[ChunkPlan]:
+        """The chunks of the next step, oldest request first; empty when nothing is ready."""
+        budget_len = self._chunk_len
+        chunks: list[ChunkPlan] = []
+        for sequence in self._sequences.values():
+            if sequence.state is not PrefillState.READY or budget_len == 0:
+                continue
+            length = min(sequence.num_left, budget_len)
+            chunks.append(ChunkPlan(sequence, sequence.num_computed, length))
+            budget_len -= length
+        return chunks
+
+    def remove(self, sequence: PrefillSequence) -> None:
+        """Forget a sequence and free its blocks; nothing reads them any more."""
+        del self._sequences[sequence.key]
+        if sequence.table is not None:
+            self._allocator.release(sequence.table)
+            sequence.table = None

@@ -1,0 +1,44 @@
+"""The prefill worker's RPCs: bytes in, events out; every decision is the worker's."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from baton.core.clock import Clock
+from baton.core.errors import BatonError
+from baton.kvtransfer.push import DecodePeer
+from baton.prefill_worker.worker import PrefillWorker
+from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.proto.wire import abort_with, request_from_prefill
+from baton.worker.stream import EventStream
+
+
+class PrefillService(worker_pb2_grpc.PrefillServicer):
+    """`baton.v1.Prefill` over one PrefillWorker."""
+
+    def __init__(self, worker: PrefillWorker, clock: Clock) -> None:
+        self._worker = worker
+        self._clock = clock
+
+    async def Run(
+        self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.PrefillEvent]:
+        """Prefill one attempt. A stream that the router drops cancels it."""
+        stream: EventStream[worker_pb2.PrefillEvent] = EventStream(asyncio.get_running_loop())
+        try:
+            attempt = request_from_prefill(request, self._clock.now_s())
+            peer = DecodePeer(request.decode.worker_id, request.decode.kv_address, request.decode.epoch)
+            self._worker.submit(attempt, peer, stream)
+        except BatonError as error:
+            await abort_with(context, error)
+            return
+        try:
+            async for event in stream.events():
+                yield event
+        except BatonError as error:
+            await abort_with(context, error)
+        finally:
+            if not stream.ended:
+                self._worker.cancel(attempt.key)

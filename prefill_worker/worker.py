@@ -1,0 +1,319 @@
+"""The prefill role: reads prompts, pushes their KV while it computes, hands over to a decode worker.
+
+A plain class around one loop thread, so that tests run it without Ray. It owns the order of a request's steps; the
+arithmetic is engine's, the hand-off kvtransfer's.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from baton.core.clock import Clock
+from baton.core.errors import (
+    BatonError,
+    Overloaded,
+    PromptTooLong,
+    RequestCancelled,
+    RequestDeadlineExceeded,
+    TransferFailed,
+)
+from baton.core.request import AttemptKey, FinishReason, GenerationRequest
+from baton.core.tokenizer import Tokenizer
+from baton.engine.finish import FinishChecker
+from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
+from baton.kvcache.allocator import BlockAllocator
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.async_writer import PushPart
+from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
+from baton.prefill_worker.scheduler import ChunkPlan, PrefillScheduler, PrefillSequence, PrefillState
+from baton.proto import kv_pb2, worker_pb2
+from baton.worker.loop import LoopThread
+from baton.worker.stream import EventSink
+
+MAX_RESERVE_WAIT_S = 3600.0
+
+log = logging.getLogger(__name__)
+
+PrefillStream = EventSink[worker_pb2.PrefillEvent]
+
+
+@dataclass(slots=True)
+class _Run:
+    """What the worker keeps of a request beside its sequence."""
+
+    sequence: PrefillSequence
+    peer: DecodePeer
+    stream: PrefillStream
+    handed_over: bool = False  # this attempt has a push that kvtransfer knows
+
+
+class PrefillWorker:
+    """One prefill worker; `submit` and `cancel` may be called from any thread."""
+
+    def __init__(
+        self,
+        *,
+        runner: PrefillRunner,
+        pool: KVPool,
+        tokenizer: Tokenizer,
+        push: PushService,
+        chunk_len: int,
+        max_num_seqs: int,
+        max_queue_len: int,
+        clock: Clock,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._push = push
+        self._clock = clock
+        self._max_queue_len = max_queue_len
+        self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size)
+        self._scheduler = PrefillScheduler(self._allocator, chunk_len, max_num_seqs)
+        self._runs: dict[AttemptKey, _Run] = {}
+        self._num_finished = 0
+        self._num_failed = 0
+        self._loop = LoopThread("prefill-loop", self._step, on_fatal)
+        push.wakeup = self._loop.wake
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._push.start()
+        self._loop.start()
+
+    def close(self) -> None:
+        """Stop; requests that are here end with `RequestCancelled`."""
+        self._loop.close()
+        for run in self._runs.values():
+            run.stream.end(RequestCancelled("the prefill worker is shutting down"))
+        self._push.close()
+
+    def submit(self, request: GenerationRequest, peer: DecodePeer, stream: PrefillStream) -> None:
+        """Queue a request whose KV goes to `peer`; events and errors go to `stream`.
+
+        Raises:
+            Overloaded: the queue is full.
+            PromptTooLong: the prompt exceeds the whole pool of this worker.
+        """
+        capacity_len = self._allocator.num_blocks * self._allocator.block_size
+        if request.prompt_len > capacity_len:
+            raise PromptTooLong(
+                f"the prompt has {request.prompt_len} tokens; the prefill worker's whole pool holds {capacity_len}",
+                prompt_len=request.prompt_len,
+                limit=capacity_len,
+            )
+        if len(self._runs) >= self._max_queue_len:
+            raise Overloaded("the prefill worker's queue is full", limit=self._max_queue_len)
+        self._loop.post(lambda: self._add(request, peer, stream))
+
+    def cancel(self, key: AttemptKey) -> None:
+        """Give a request up, wherever it is. Unknown keys are fine: it may have ended."""
+        self._loop.post(lambda: self._fail_key(key, RequestCancelled("cancelled")))
+
+    def inventory(self) -> worker_pb2.Inventory:
+        """What this worker holds. Any thread; counts may be a step apart from each other."""
+        pushes = self._push.inventory()
+        scheduler = self._scheduler
+        return worker_pb2.Inventory(
+            num_requests_waiting=scheduler.count(PrefillState.WAITING),
+            num_requests_running=len(self._runs) - scheduler.count(PrefillState.WAITING),
+            num_blocks=self._allocator.num_blocks,
+            num_blocks_free=self._allocator.num_free,
+            num_blocks_reserved=self._allocator.num_reserved,
+            num_landings=pushes["num_pushes"],
+            num_attends=len(self._runs),
+            num_requests_finished=self._num_finished,
+            num_requests_failed=self._num_failed,
+            kv_bytes=pushes["bytes_pushed"],
+        )
+
+    # The loop: receive -> reserve -> schedule -> forward -> publish. Everything below runs on the loop thread.
+
+    def _step(self) -> bool:
+        worked = self._receive()
+        self._expire()
+        self._reserve()
+        chunks = self._scheduler.plan()
+        if chunks:
+            self._forward(chunks)
+        return worked or bool(chunks)
+
+    def _add(self, request: GenerationRequest, peer: DecodePeer, stream: PrefillStream) -> None:
+        if request.key in self._runs:
+            stream.end(RequestCancelled(f"{request.key} is already here", key=str(request.key)))
+            return
+        sequence = PrefillSequence(request, marks_s={"submitted": self._clock.now_s()})
+        self._runs[request.key] = _Run(sequence, peer, stream)
+        self._scheduler.add(sequence)
+
+    def _receive(self) -> bool:
+        events = self._push.poll()
+        for event in events:
+            run = self._runs.get(event.attempt)
+            if run is None:
+                continue
+            match event:
+                case Granted():
+                    self._granted(run)
+                case Denied():
+                    self._denied(run, event)
+                case Acked():
+                    self._acked(run, event)
+                case PushFailed():
+                    self._push_failed(run, event)
+                case PushDrained():
+                    self._drained(run)
+        return bool(events)
+
+    def _granted(self, run: _Run) -> None:
+        if run.sequence.state is PrefillState.RESERVING:
+            run.sequence.state = PrefillState.READY
+            run.sequence.marks_s["granted"] = self._clock.now_s()
+
+    def _denied(self, run: _Run, event: Denied) -> None:
+        error: BatonError
+        if event.reason == kv_pb2.Deny.BUSY:
+            error = Overloaded(f"the decode worker has no room: {event.detail}")
+        elif event.reason == kv_pb2.Deny.TOO_LONG:
+            error = PromptTooLong(f"the decode worker's pool is too small: {event.detail}")
+        else:
+            error = TransferFailed(f"the decode worker refused the landing: {event.detail}")
+        if not run.stream.ended:
+            run.stream.end(error)
+            self._num_failed += 1
+        self._forget(run)
+
+    def _acked(self, run: _Run, event: Acked) -> None:
+        # An abort may have crossed the acknowledgement; then the stream has ended already.
+        if not run.stream.ended:
+            done = worker_pb2.PrefillDone(kv_bytes_pushed=event.bytes_pushed, handed_off=True)
+            run.stream.emit(worker_pb2.PrefillEvent(done=done))
+            run.stream.end()
+            self._num_finished += 1
+        self._forget(run)
+
+    def _push_failed(self, run: _Run, event: PushFailed) -> None:
+        # Both sides hold the same deadline; where decode saw it first, its abort arrives here as a failed push.
+        if run.sequence.request.deadline_s <= self._clock.now_s():
+            self._fail(run, RequestDeadlineExceeded("the deadline passed during prefill"))
+        else:
+            self._fail(run, TransferFailed(f"the KV hand-off failed: {event.reason}", reason=event.reason))
+
+    def _drained(self, run: _Run) -> None:
+        # A push that ended by itself (its decode worker died) is reported failed first, so the stream has ended.
+        assert run.stream.ended
+        self._forget(run)
+
+    def _expire(self) -> None:
+        now_s = self._clock.now_s()
+        for run in tuple(self._runs.values()):
+            if not run.stream.ended and run.sequence.request.deadline_s <= now_s:
+                self._fail(run, RequestDeadlineExceeded("the deadline passed during prefill"))
+
+    def _reserve(self) -> None:
+        while (sequence := self._scheduler.next_to_reserve()) is not None:
+            now_s = self._clock.now_s()
+            sequence.marks_s["reserved"] = now_s
+            run = self._runs[sequence.key]
+            run.handed_over = True
+            assert sequence.table is not None
+            self._push.reserve(
+                sequence.key,
+                run.peer,
+                sequence.table,
+                prompt_len=sequence.request.prompt_len,
+                capacity_len=sequence.request.capacity_len,
+                wait_s=min(max(sequence.request.deadline_s - now_s, 0.001), MAX_RESERVE_WAIT_S),
+            )
+
+    def _forward(self, plan: list[ChunkPlan]) -> None:
+        start_s = self._clock.now_s()
+        for chunk in plan:
+            chunk.sequence.marks_s.setdefault("started", start_s)
+        chunks = [self._chunk(chunk) for chunk in plan]
+        writer = self._push.writer
+        with writer.step([PushPart(c.sequence.key, c.start, c.length) for c in plan]) as step:
+            forward = self._runner.forward(chunks, step.submit)
+            first_token_s = self._clock.now_s()
+            for chunk, first_token in zip(plan, forward.first_tokens, strict=True):
+                chunk.sequence.num_computed += chunk.length
+                if first_token is not None:
+                    self._publish_first_token(self._runs[chunk.sequence.key], first_token, first_token_s)
+            starts = self._runner.draft(forward, step.submit)
+        for chunk, start in zip(plan, starts, strict=True):
+            run = self._runs.get(chunk.sequence.key)
+            if start is not None and run is not None and run.sequence.state is PrefillState.READY:
+                self._hand_over(run, start, first_token_s)
+
+    def _chunk(self, chunk: ChunkPlan) -> PrefillChunk:
+        request, table = chunk.sequence.request, chunk.sequence.table
+        assert table is not None
+        return PrefillChunk(
+            prompt_token_ids=request.prompt_token_ids,
+            start=chunk.start,
+            length=chunk.length,
+            table=table,
+            sampling=request.sampling,
+            draft_cap=request.num_draft_tokens,
+        )
+
+    def _publish_first_token(self, run: _Run, token: int, now_s: float) -> None:
+        marks, request = run.sequence.marks_s, run.sequence.request
+        checker = FinishChecker(request.sampling, self._tokenizer.eos_token_ids, self._tokenizer)
+        _, reason = checker.accept([token])
+        first = worker_pb2.FirstToken(
+            token=token,
+            finish_reason=reason.value if reason else "",
+            queue_ms=1e3 * (marks["reserved"] - marks["submitted"]),
+            landing_ms=1e3 * (marks["granted"] - marks["reserved"]),
+            prefill_ms=1e3 * (now_s - marks["granted"]),
+            sent_ns=int(now_s * 1e9),
+        )
+        run.stream.emit(worker_pb2.PrefillEvent(first_token=first))
+        if reason is not None:
+            self._end_here(run, reason)
+
+    def _end_here(self, run: _Run, reason: FinishReason) -> None:
+        """The first token ended the request: the landing is given back, nothing is decoded."""
+        log.debug("%s ended at its first token: %s", run.sequence.key, reason.value)
+        run.stream.emit(worker_pb2.PrefillEvent(done=worker_pb2.PrefillDone(handed_off=False)))
+        run.stream.end()
+        self._num_finished += 1
+        self._give_up(run, "ended at its first token")
+
+    def _hand_over(self, run: _Run, start: SequenceStart, first_token_s: float) -> None:
+        state = kv_pb2.SequenceState(first_token=start.first_token, num_draws=1)
+        if start.draft_token is not None:
+            assert start.hidden_D is not None
+            state.draft_tokens.append(start.draft_token)
+            # bfloat16 has no numpy type, so the bytes are taken as bytes.
+            state.hidden = start.hidden_D.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        run.sequence.state = PrefillState.COMMITTING
+        self._push.commit(run.sequence.key, state, first_token_s)
+
+    def _fail_key(self, key: AttemptKey, error: BatonError) -> None:
+        run = self._runs.get(key)
+        if run is not None:
+            self._fail(run, error)
+
+    def _fail(self, run: _Run, error: BatonError) -> None:
+        if not run.stream.ended:
+            run.stream.end(error)
+            self._num_failed += 1
+        self._give_up(run, error.message)
+
+    def _give_up(self, run: _Run, why: str) -> None:
+        """Stop working on a request. Blocks that a push may still read are freed when it has drained."""
+        if run.sequence.state is PrefillState.ABORTING:
+            return
+        if not run.handed_over:
+            self._forget(run)
+            return
+        run.sequence.state = PrefillState.ABORTING
+        self._push.abort(run.sequence.key, why)
+
+    def _forget(self, run: _Run) -> None:
+        del self._runs[run.sequence.key]
+        self._scheduler.remove(run.sequence)

@@ -1,0 +1,112 @@
+"""The prefill scheduler: order, budget, and that queued requests hold nothing."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.request import AttemptKey, GenerationRequest
+from baton.core.sampling import SamplingParams
+from baton.kvcache.allocator import BlockAllocator
+from baton.prefill_worker.scheduler import PrefillScheduler, PrefillSequence, PrefillState
+
+pytestmark = pytest.mark.fast
+
+
+def sequence(name, prompt_len):
+    request = GenerationRequest(
+        key=AttemptKey(name, 1),
+        prompt_token_ids=tuple(range(prompt_len)),
+        sampling=SamplingParams(max_tokens=4),
+        deadline_s=1e9,
+    )
+    return PrefillSequence(request)
+
+
+def scheduler(num_blocks=64, chunk_len=32, max_num_seqs=8):
+    allocator = BlockAllocator(num_blocks, 16)
+    return PrefillScheduler(allocator, chunk_len, max_num_seqs), allocator
+
+
+def ready(plan):
+    taken = plan.next_to_reserve()
+    if taken is not None:
+        taken.state = PrefillState.READY
+    return taken
+
+
+def test_a_queued_request_holds_no_blocks():
+    plan, allocator = scheduler(chunk_len=16)
+    for name in "abcd":
+        plan.add(sequence(name, 64))
+    assert ready(plan).key.request_id == "a"
+    assert plan.next_to_reserve() is None, "64 tokens are ahead, two chunks are 32"
+    assert allocator.num_reserved == 4
+    assert plan.count(PrefillState.WAITING) == 3
+
+
+def test_the_lookahead_reserves_the_next_one_before_the_last_chunk():
+    plan, _ = scheduler(chunk_len=32)
+    first, second = sequence("a", 80), sequence("b", 16)
+    plan.add(first)
+    plan.add(second)
+    assert ready(plan) is first
+    assert plan.next_to_reserve() is None
+    first.num_computed = 32
+    assert ready(plan) is second
+
+
+def test_a_step_is_filled_from_several_sequences_up_to_its_budget():
+    plan, _ = scheduler(chunk_len=32)
+    for name, prompt_len in (("a", 20), ("b", 20)):
+        plan.add(sequence(name, prompt_len))
+        ready(plan)
+    assert [(c.sequence.key.request_id, c.start, c.length) for c in plan.plan()] == [("a", 0, 20), ("b", 0, 12)]
+
+
+def test_a_prompt_that_does_not_fit_now_waits_and_keeps_its_place():
+    plan, allocator = scheduler(num_blocks=4, chunk_len=64)
+    held = allocator.reserve(48)
+    plan.add(sequence("long", 32))
+    plan.add(sequence("short", 16))
+    assert plan.next_to_reserve() is None, "the short one must not overtake for ever"
+    allocator.release(held)
+    assert plan.next_to_reserve().key.request_id == "long"
+
+
+def test_removing_frees_the_blocks():
+    plan, allocator = scheduler()
+    plan.add(sequence("a", 33))
+    taken = ready(plan)
+    assert allocator.num_reserved == 3
+    plan.remove(taken)
+    assert allocator.num_reserved == 0
+    assert plan.get(taken.key) is None
+
+
+@given(
+    prompt_lens=st.lists(st.integers(1, 90), min_size=1, max_size=12),
+    chunk_len=st.sampled_from([16, 24, 48, 1000]),
+    num_blocks=st.integers(6, 40),
+)
+def test_every_prompt_is_computed_once_in_order(prompt_lens, chunk_len, num_blocks):
+    plan, allocator = scheduler(num_blocks, chunk_len)
+    for index, prompt_len in enumerate(prompt_lens):
+        plan.add(sequence(f"{index:02}", prompt_len))
+    started = []
+    for _ in range(10_000):
+        while ready(plan) is not None:
+            pass
+        chunks = plan.plan()
+        if not chunks:
+            break
+        assert sum(chunk.length for chunk in chunks) <= chunk_len
+        for chunk in chunks:
+            if chunk.start == 0:
+                started.append(chunk.sequence.key)
+            assert chunk.start == chunk.sequence.num_computed
+            chunk.sequence.num_computed += chunk.length
+            if chunk.sequence.num_left == 0:
+                plan.remove(chunk.sequence)
+    assert started == sorted(started)
+    assert len(started) == len(prompt_lens)
+    assert allocator.num_free == num_blocks

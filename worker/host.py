@@ -1,0 +1,129 @@
+"""The gRPC side of a worker: one asyncio loop in a thread of its own, with the server and the heartbeats on it."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from baton.core.errors import PortInUse
+from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+HEARTBEAT_S = 0.25
+HEARTBEAT_TIMEOUT_S = 1.0
+STOP_GRACE_S = 0.5
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+
+log = logging.getLogger(__name__)
+
+
+class WorkerHost:
+    """Serves a worker's RPCs and reports its state to the router.
+
+    Args:
+        host: address to bind to, and to advertise.
+        register: adds the role's servicer to the server; called on the host's event loop.
+        state: the worker's current state; called from the host's thread.
+        router_address: where heartbeats go; empty sends none (tests that need no router).
+    """
+
+    def __init__(
+        self,
+        host: str,
+        register: Callable[[grpc.aio.Server], None],
+        state: Callable[[], worker_pb2.WorkerState],
+        router_address: str,
+    ) -> None:
+        self._host = host
+        self._register = register
+        self._state = state
+        self._router_address = router_address
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="worker-host", daemon=True)
+        self.address = ""
+
+    def start(self) -> None:
+        """Serve on a free port; returns when it listens.
+
+        Raises:
+            PortInUse: no port could be bound.
+        """
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop serving; open streams are cancelled after a short grace."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(timeout_s)
+            assert not self._thread.is_alive(), "the worker's gRPC host did not stop"
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._started.set()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._register(server)
+        admin_pb2_grpc.add_AdminServicer_to_server(_WorkerAdmin(self._state), server)
+        try:
+            port = server.add_insecure_port(f"{self._host}:0")
+        except RuntimeError as error:
+            self._error = PortInUse(f"cannot bind {self._host}: {error}", host=self._host)
+            return
+        self.address = f"{self._host}:{port}"
+        await server.start()
+        self._started.set()
+        heartbeats = asyncio.create_task(self._heartbeat())
+        await self._stopping.wait()
+        heartbeats.cancel()
+        await asyncio.gather(heartbeats, return_exceptions=True)
+        await server.stop(STOP_GRACE_S)
+
+    async def _heartbeat(self) -> None:
+        if not self._router_address:
+            return
+        reached = True
+        async with grpc.aio.insecure_channel(self._router_address) as channel:
+            membership = worker_pb2_grpc.MembershipStub(channel)
+            while True:
+                try:
+                    await membership.Heartbeat(self._state(), timeout=HEARTBEAT_TIMEOUT_S)
+                    reached = True
+                except grpc.aio.AioRpcError as error:
+                    if reached:
+                        log.warning("the router at %s does not answer: %s", self._router_address, error.code())
+                    reached = False
+                await asyncio.sleep(HEARTBEAT_S)
+
+
+class _WorkerAdmin(admin_pb2_grpc.AdminServicer):
+    """A worker's own Admin: what it holds right now."""
+
+    def __init__(self, state: Callable[[], worker_pb2.WorkerState]) -> None:
+        self._state = state
+
+    async def Inventory(
+        self, request: admin_pb2.InventoryRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.InventoryReply:
+        """This worker's state, freshly counted."""
+        status = admin_pb2.WorkerStatus(state=self._state(), alive=True)
+        return admin_pb2.InventoryReply(workers=[status])

@@ -1,0 +1,62 @@
+"""From a `WorkerConfig` to the model, tokenizer and KV pool of one worker; the same steps for both roles."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.core.config import WorkerConfig
+from baton.core.errors import ConfigInvalid
+from baton.core.tokenizer import Tokenizer
+from baton.kernels.selftest import check_invariance
+from baton.kvcache.layout import DTYPES, KVLayout
+from baton.kvcache.pool import KVPool, num_blocks_for_memory
+from baton.model.loader import load_model
+from baton.model.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedWorker:
+    """What a worker computes with."""
+
+    model: Model
+    tokenizer: Tokenizer
+    layout: KVLayout
+    pool: KVPool
+
+
+def load_worker(config: WorkerConfig, on_progress: Callable[[int, int], None] | None = None) -> LoadedWorker:
+    """Load the model and size the pool from the memory there is.
+
+    Raises:
+        StartupError: the model directory is unusable, or the numerics mode does not hold on this machine.
+        ConfigInvalid: the pool would not hold one sequence of the model's length.
+    """
+    torch.set_num_threads(config.num_threads)
+    device = torch.device(config.device)
+    path = Path(config.model_path)
+    tokenizer = Tokenizer.from_directory(path)
+    model = load_model(
+        path,
+        dtype=DTYPES[config.dtype],
+        device=device,
+        numerics=config.numerics,
+        with_mtp=config.num_draft_tokens > 0,
+        on_progress=on_progress,
+    )
+    layout = model.kv_layout(config.block_size)
+    num_blocks = num_blocks_for_memory(layout, _kv_memory_bytes(config, device))
+    if num_blocks < 1:
+        raise ConfigInvalid(
+            f"the memory for KV holds no block of {layout.bytes_per_block} bytes; raise kv_memory_mib",
+            keys=["kv_memory_mib"],
+        )
+    return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=KVPool(layout, num_blocks, device))
+
+
+def _kv_memory_bytes(config: WorkerConfig, device: torch.device) -> int:
+    if device.type != "cuda":
+        return config.kv_memory_mib << 20
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(free_bytes * config.gpu_memory_share)

@@ -1,0 +1,88 @@
+"""The thread that runs a worker's main loop, and the only way other threads reach it.
+
+A worker's state belongs to its loop thread. Others leave commands in a bounded inbox and wake it. An exception that
+escapes a step is a bug or a broken device: the loop stops for good and says so through `on_fatal`, because a worker
+that lost track of its state must not serve on.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from baton.core.errors import Overloaded
+
+Command = Callable[[], None]
+
+log = logging.getLogger(__name__)
+
+
+class LoopThread:
+    """Calls `step` until closed; sleeps while it says there is nothing to do."""
+
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[], bool],
+        on_fatal: Callable[[BaseException], None],
+        *,
+        idle_wait_s: float = 0.02,
+        max_commands: int = 65_536,
+    ) -> None:
+        """Prepare a loop; `start` runs it.
+
+        Args:
+            name: of the thread.
+            step: one turn; returns whether it did work. Runs on the loop thread only.
+            on_fatal: told, on the loop thread, the exception that ended the loop.
+            idle_wait_s: longest sleep between turns, so that deadlines are seen without a wake-up.
+            max_commands: bound of the inbox.
+        """
+        self._step = step
+        self._on_fatal = on_fatal
+        self._idle_wait_s = idle_wait_s
+        self._max_commands = max_commands
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to run."""
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        """Have `command` run on the loop thread before its next step. Any thread may call this.
+
+        Raises:
+            Overloaded: the inbox is full.
+        """
+        if len(self._commands) >= self._max_commands:
+            raise Overloaded("the worker's inbox is full", limit=self._max_commands)
+        self._commands.append(command)
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Have the next step run soon. Any thread may call this."""
+        self._wake.set()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop after the step in progress and join the thread."""
+        self._closing = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+            assert not self._thread.is_alive(), f"{self._thread.name} did not stop in {timeout_s} s"
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._wake.clear()
+                while self._commands:
+                    self._commands.popleft()()
+                if not self._step():
+                    self._wake.wait(self._idle_wait_s)
+        # The boundary of the thread: nothing above it could catch this, and the worker must not go on half-dead.
+        except BaseException as error:
+            log.exception("the worker loop failed")
+            self._on_fatal(error)
