@@ -1,0 +1,45 @@
+# Every target sets up what it needs. RAY_AUTH_MODE: unset, Ray would turn token authentication on.
+export RAY_AUTH_MODE ?= disabled
+export RAY_USAGE_STATS_ENABLED ?= 0
+PYTHON ?= python3
+BIN := .venv/bin
+# The machines with GPUs have torch and pytest, but no pip to build a .venv with.
+GPU_PYTHON := $(if $(wildcard .venv/.done),$(BIN)/python,$(PYTHON))
+
+.PHONY: demo test test-all test-gpu check dev bench
+
+demo: dev
+	$(BIN)/baton demo
+
+# Lint, types and the tests marked fast: for every commit.
+check: dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/pytest -q -m "fast and not gpu"
+
+# The whole default suite (neither slow nor gpu), with coverage of every room.
+test: dev
+	$(BIN)/pytest -q --cov --cov-report=term:skip-covered --cov-fail-under=85
+
+test-all: dev
+	$(BIN)/pytest -q -m "not gpu"
+
+# `baton` must be importable as the parent of this folder sees it; .gpu/baton is the checkout.
+test-gpu:
+	mkdir -p .gpu && ln -sfn .. .gpu/baton
+	PYTHONPATH=$(CURDIR)/.gpu $(GPU_PYTHON) -m pytest -q -c tests/gpu/pytest.ini --rootdir=. -m gpu tests/gpu
+
+bench: dev
+	$(BIN)/baton bench
+
+dev: .venv/.done
+
+# torch alone first: on a machine without a GPU pip then takes the CPU build, and no CUDA packages with it.
+.venv/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	mkdir -p .venv/ns && ln -sfn ../.. .venv/ns/baton
+	touch $@

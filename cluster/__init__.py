@@ -1,0 +1,1 @@
+"""Starting and watching a deployment: CLI, placement on Ray, supervision, diagnosis."""

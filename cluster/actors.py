@@ -1,0 +1,102 @@
+"""The Ray actor around a worker: loads the role's shell in the worker process and carries its errors out.
+
+The driver never imports a worker's code, so it stays free of torch. Ray is not imported here either: `deployment`
+decorates these classes, and only a worker outside the driver's host asks Ray for its address.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from baton.core.config import WorkerConfig
+from baton.core.errors import BatonError, from_wire
+
+NODE_ADDRESS = "<node>"  # a WorkerConfig.host that becomes the address of the node Ray placed the worker on
+_MARK = "baton-error"
+
+
+class Shell(Protocol):
+    """A worker in this process, as the actor modules of the roles define it."""
+
+    def ready(self) -> dict[str, object]:
+        """worker_id, address, kv_address, epoch, pid."""
+        ...
+
+    def pid(self) -> int:
+        """Process id."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop serving."""
+        ...
+
+
+ShellLoader = Callable[[], Callable[[WorkerConfig], Shell]]
+
+
+def prefill_shell() -> Callable[[WorkerConfig], Shell]:
+    """The prefill role's shell; imports the worker's code."""
+    from baton.prefill_worker.actor import PrefillActorShell
+
+    return PrefillActorShell
+
+
+def decode_shell() -> Callable[[WorkerConfig], Shell]:
+    """The decode role's shell; imports the worker's code."""
+    from baton.decode_worker.actor import DecodeActorShell
+
+    return DecodeActorShell
+
+
+class WorkerActor:
+    """Serves when its constructor returns; a restarted one needs no call from the driver."""
+
+    def __init__(self, config: WorkerConfig, load_shell: ShellLoader) -> None:
+        if config.host == NODE_ADDRESS:
+            config = dataclasses.replace(config, host=_node_address())
+        try:
+            self._shell = load_shell()(config)
+        except BatonError as error:
+            # Ray passes on the text of an error raised in a constructor, not the error.
+            raise RuntimeError(f"{_MARK} {error.to_wire()}") from error
+
+    def ready(self) -> dict[str, object]:
+        """Identity of this life: worker_id, address, kv_address, epoch, pid."""
+        return self._shell.ready()
+
+    def pid(self) -> int:
+        """Process id."""
+        return self._shell.pid()
+
+    def shutdown(self) -> None:
+        """Stop serving."""
+        self._shell.shutdown()
+
+
+class PrefillActor(WorkerActor):
+    """Named so that `ps` and Ray's own tools show the role."""
+
+
+class DecodeActor(WorkerActor):
+    """Named so that `ps` and Ray's own tools show the role."""
+
+
+def _node_address() -> str:
+    import ray
+
+    util: Any = ray.util  # untyped
+    return str(util.get_node_ip_address())
+
+
+def error_from_ray(text: str) -> BatonError | str:
+    """What a worker said when it failed to start: its own error if it was one of ours, else Ray's last line."""
+    for found in re.findall(rf"{_MARK} (\{{.*\}})\s*$", text, flags=re.MULTILINE):
+        try:
+            json.loads(found)
+        except ValueError:
+            continue
+        return from_wire(found)
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,93 @@
+"""Asking a deployment how it is: the Admin service, as plain data."""
+
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from baton.core.errors import BatonError, MalformedMessage, StartupError, from_wire
+from baton.proto import admin_pb2, admin_pb2_grpc
+
+ERROR_KEY = "baton-error"
+TIMEOUT_S = 5.0
+
+
+def error_from_rpc(error: grpc.RpcError, address: str) -> BatonError:
+    """The typed error behind a failed call; one that never reached a deployment is a StartupError."""
+    # The stubs of grpc do not agree with each other on what this is: pairs of a key and str or bytes.
+    metadata: Any = error.trailing_metadata() if isinstance(error, grpc.Call) else None
+    for key, value in metadata or ():
+        if key == ERROR_KEY:
+            try:
+                return from_wire(value if isinstance(value, str) else value.decode("ascii", "replace"))
+            except MalformedMessage as malformed:
+                return malformed
+    code = error.code() if isinstance(error, grpc.Call) else None
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return StartupError(f"no deployment answers at {address}; `baton serve` starts one", address=address)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return StartupError(f"{address} did not answer in time", address=address, timed_out=True)
+    return BatonError(f"{address} answered {code}: {error}", address=address)
+
+
+def fetch_status(address: str, timeout_s: float = TIMEOUT_S) -> admin_pb2.StatusReply:
+    """The router's view of itself and its workers.
+
+    Raises:
+        BatonError: nothing answers there, or it answers with an error.
+    """
+    with grpc.insecure_channel(address) as channel:
+        try:
+            reply: admin_pb2.StatusReply = admin_pb2_grpc.AdminStub(channel).Status(
+                admin_pb2.StatusRequest(), timeout=timeout_s
+            )
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, address) from error
+    return reply
+
+
+def fetch_inventory(address: str, timeout_s: float = TIMEOUT_S) -> admin_pb2.InventoryReply:
+    """What every worker holds right now.
+
+    Raises:
+        BatonError: nothing answers there, or it answers with an error.
+    """
+    with grpc.insecure_channel(address) as channel:
+        try:
+            reply: admin_pb2.InventoryReply = admin_pb2_grpc.AdminStub(channel).Inventory(
+                admin_pb2.InventoryRequest(), timeout=timeout_s
+            )
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, address) from error
+    return reply
+
+
+def as_data(message: Message) -> dict[str, Any]:
+    """A protobuf message as JSON-able data: every field, unset ones as their defaults, epochs and bytes as hex."""
+    data: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.type == field.TYPE_MESSAGE:
+            repeated = not isinstance(value, Message)
+            data[field.name] = [as_data(item) for item in value] if repeated else as_data(value)
+        elif field.type == field.TYPE_BYTES:
+            data[field.name] = value.hex()
+        elif field.name == "epoch":
+            data[field.name] = f"{value:016x}"  # 64 bits do not survive most JSON readers
+        else:
+            data[field.name] = list(value) if isinstance(value, (list, tuple)) else value
+    return data
+
+
+def held_resources(reply: admin_pb2.InventoryReply) -> dict[str, int]:
+    """How much of each countable resource all workers hold; all zero when no request lives."""
+    held = {"blocks": 0, "quarantined_blocks": 0, "landings": 0, "slots": 0, "attends": 0, "requests": 0}
+    for worker in reply.workers:
+        inventory = worker.state.inventory
+        held["blocks"] += inventory.num_blocks - inventory.num_blocks_free
+        held["quarantined_blocks"] += inventory.num_blocks_quarantined
+        held["landings"] += inventory.num_landings
+        held["slots"] += inventory.num_slots_in_use
+        held["attends"] += inventory.num_attends
+        held["requests"] += inventory.num_requests_waiting + inventory.num_requests_running
+    return held

@@ -1,0 +1,212 @@
+"""The `baton` command: flags and help only. Each command's work is a module of its own, imported when it is called.
+
+Exit codes: 0 ok, 1 failed, 2 usage (flags, configuration values, invalid requests), 3 precondition not met, 4 partial,
+124 timeout. A ConfigInvalid is usage: the caller typed it.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from baton.cluster.outcome import ExitCode, Output, run_command
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich" if sys.stdout.isatty() else None,
+    help="LLM serving with prefill and decode on different workers.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="print exactly one JSON object on stdout")]
+Text = str | None
+Count = int | None
+
+
+def _option(text: str) -> Any:
+    return typer.Option(help=text, show_default=False)
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, _option("YAML file with the same keys as the flags; flags override it")] = None,
+    model: Annotated[Text, _option("model directory, or tiny, the bundled model  [tiny]")] = None,
+    prefill: Annotated[Count, _option("prefill workers  [1]")] = None,
+    decode: Annotated[Count, _option("decode workers  [1]")] = None,
+    tp_prefill: Annotated[Count, _option("GPUs per prefill worker  [1]")] = None,
+    tp_decode: Annotated[Count, _option("GPUs per decode worker  [1]")] = None,
+    mtp: Annotated[Text, _option("draft tokens per step, 0 to 4, or auto  [2]")] = None,
+    transport: Annotated[Text, _option("auto|zmq|grpc|shm|nvlink|nixl  [auto]")] = None,
+    scheduling: Annotated[Text, _option("async|sync  [sync]")] = None,
+    numerics: Annotated[Text, _option("default|invariant  [default]")] = None,
+    dtype: Annotated[Text, _option("auto|float64|float32|bfloat16  [auto]")] = None,
+    weights: Annotated[Text, _option("checkpoint|random  [checkpoint]")] = None,
+    device: Annotated[Text, _option("auto|cpu|cuda  [auto]")] = None,
+    host: Annotated[Text, _option("address the gRPC port binds to  [127.0.0.1]")] = None,
+    grpc_port: Annotated[Count, _option("gRPC port; 0 picks a free one  [50051]")] = None,
+    http_port: Annotated[Count, _option("OpenAI-compatible HTTP port")] = None,
+    ray_address: Annotated[Text, _option("local starts a private Ray; auto or HOST:PORT joins one  [local]")] = None,
+    block_size: Annotated[Count, _option("positions per KV block: 16, 32 or 64  [16]")] = None,
+    kv_memory_mib: Annotated[Count, _option("KV pool per worker on a CPU  [256]")] = None,
+    gpu_memory_share: Annotated[float | None, _option("share of free GPU memory for KV  [0.8]")] = None,
+    max_num_seqs: Annotated[Count, _option("sequences a decode worker runs at once  [16]")] = None,
+    max_queue_len: Annotated[Count, _option("requests the router holds; more are refused  [256]")] = None,
+    chunk_len: Annotated[Count, _option("prompt tokens per prefill step  [256]")] = None,
+    max_model_len: Annotated[Count, _option("shorter than the model's own length, to save memory")] = None,
+    request_timeout_s: Annotated[float | None, _option("deadline of a request that has none  [600]")] = None,
+    start_timeout_s: Annotated[float | None, _option("workers must report within this  [120]")] = None,
+    worker_threads: Annotated[Count, _option("torch threads per worker on a CPU  [1]")] = None,
+    json: Json = False,
+) -> int:
+    """Start a deployment and serve until SIGINT or SIGTERM."""
+    flags = {name: value for name, value in locals().items() if name not in ("config", "json")}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.resolve import read_config
+        from baton.cluster.serve import serve
+
+        return serve(read_config(config, flags), output)
+
+    return run_command(json, body)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[Text, _option("the text to continue; - reads standard input")] = None,
+    address: Annotated[Text, _option("HOST:PORT of a deployment  [127.0.0.1:50051]")] = None,
+    local: Annotated[bool, typer.Option("--local", help="run the model in this process, without Ray")] = False,
+    max_tokens: Annotated[Count, _option("at most this many tokens  [128]")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_p: Annotated[float | None, _option("keep the likeliest tokens up to this probability  [1]")] = None,
+    top_k: Annotated[Count, _option("keep the k likeliest tokens; 0 keeps all  [0]")] = None,
+    min_p: Annotated[float | None, _option("not in this version")] = None,
+    seed: Annotated[Count, _option("equal seeds give equal tokens  [random]")] = None,
+    stop: Annotated[list[str] | None, _option("end before this text; may be given several times")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after the model's end token")] = False,
+    timeout: Annotated[float, typer.Option(help="seconds until the request is given up")] = 600.0,
+    model: Annotated[Text, _option("with --local: model directory, or tiny  [tiny]")] = None,
+    mtp: Annotated[Text, _option("with --local: draft tokens per step  [2]")] = None,
+    numerics: Annotated[Text, _option("with --local: default|invariant  [default]")] = None,
+    dtype: Annotated[Text, _option("with --local: auto|float64|float32|bfloat16  [auto]")] = None,
+    device: Annotated[Text, _option("with --local: auto|cpu|cuda  [auto]")] = None,
+    json: Json = False,
+) -> int:
+    """Continue one prompt; the text streams to stdout."""
+    local_options = {"model": model, "mtp": mtp, "numerics": numerics, "dtype": dtype, "device": device}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster import features
+        from baton.cluster.completion import Asked
+        from baton.cluster.generate import check_place, generate, read_prompt
+
+        check_place(local, address, local_options)
+        if min_p is not None:
+            features.refuse_min_p()
+        asked = Asked(
+            prompt=read_prompt(prompt),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+            timeout_s=timeout,
+        )
+        return generate(output, asked, local=local, address=address, local_options=local_options)
+
+    return run_command(json, body)
+
+
+@app.command()
+def status(
+    address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
+    json: Json = False,
+) -> int:
+    """Show a deployment's workers, their lives, blocks and requests."""
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.status import status
+
+        return status(address, output)
+
+    return run_command(json, body)
+
+
+@app.command()
+def doctor(
+    grpc_port: Annotated[int, typer.Option(help="port that `baton serve` would use")] = 50051,
+    selftest: Annotated[bool, typer.Option("--selftest", help="also measure whether invariant numerics hold")] = False,
+    json: Json = False,
+) -> int:
+    """Check this machine: versions, devices, ports, limits. Exits 4 on warnings, 3 on failures."""
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.doctor import doctor
+
+        return doctor(output, grpc_port=grpc_port, selftest=selftest)
+
+    return run_command(json, body)
+
+
+@app.command(hidden=True)
+def demo(json: Json = False) -> int:
+    """Serve the bundled model, stream three completions, compare them with one process."""
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.demo import demo
+
+        return demo(output)
+
+    return run_command(json, body)
+
+
+def _refuse(name: str, as_json: bool) -> int:
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.features import refuse_command
+
+        refuse_command(name)
+        return ExitCode.PRECONDITION
+
+    return run_command(as_json, body)
+
+
+_LATER = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@app.command(context_settings=_LATER)
+def bench(json: Json = False) -> int:
+    """Measure speed (a later version)."""
+    return _refuse("bench", json)
+
+
+@app.command(context_settings=_LATER)
+def top(json: Json = False) -> int:
+    """Watch a deployment (a later version)."""
+    return _refuse("top", json)
+
+
+@app.command(context_settings=_LATER)
+def plan(json: Json = False) -> int:
+    """Choose numbers of workers for a load (a later version)."""
+    return _refuse("plan", json)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        code = app(standalone_mode=False)
+    except typer.TyperException as error:
+        output = Output("--json" in sys.argv)
+        command = " ".join(["baton", *(part for part in sys.argv[1:2] if not part.startswith("-"))])
+        step = f"see `{command} --help`"
+        output.note(f"baton: {error.format_message()}\nnext: {step}")
+        if output.as_json:
+            message = error.format_message()
+            output.emit({"error": "Usage", "message": message, "next": step, "exit_code": ExitCode.USAGE})
+        code = ExitCode.USAGE
+    except typer.Abort:
+        code = ExitCode.PARTIAL
+    sys.exit(int(code or 0))

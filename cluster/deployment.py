@@ -1,0 +1,308 @@
+"""A running Baton: router, prefill and decode workers, and Ray beneath them, started and ended as one thing.
+
+It owns every process it starts and ends all of them, whatever happens in between. It never carries a request: the
+router and the workers talk to each other directly, and a worker that dies is restarted by Ray, not from here.
+"""
+
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from baton.cluster import processes
+from baton.cluster.actors import (
+    NODE_ADDRESS,
+    DecodeActor,
+    PrefillActor,
+    ShellLoader,
+    decode_shell,
+    error_from_ray,
+    prefill_shell,
+)
+from baton.cluster.admin import as_data, fetch_status
+from baton.cluster.features import refuse_missing_features
+from baton.cluster.progress import OnProgress, no_progress
+from baton.cluster.ray_session import RaySession
+from baton.cluster.resolve import (
+    ModelDirectory,
+    find_model,
+    require_port_free,
+    resolve_device,
+    resolve_worker,
+    worker_ids,
+)
+from baton.cluster.router_process import RouterProcess, router_command
+from baton.core.config import ServeConfig
+from baton.core.errors import BatonError, ConfigInvalid, WorkerStartFailed
+
+MAX_RESTARTS = 3
+SHUTDOWN_CALL_S = 2.0
+END_GRACE_S = 2.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What is started; tests put stand-ins here."""
+
+    shells: Mapping[str, ShellLoader] = field(
+        default_factory=lambda: {"prefill": prefill_shell, "decode": decode_shell}
+    )
+    router_command: Callable[[ServeConfig, ModelDirectory], list[str]] = router_command
+
+
+class Deployment:
+    """Context manager: serving inside, nothing left behind after.
+
+    Attributes:
+        address: HOST:PORT of the gRPC front door; empty until started.
+        workers: what each worker said when it was ready, by worker id.
+    """
+
+    def __init__(
+        self, config: ServeConfig, *, on_progress: OnProgress = no_progress, parts: Parts | None = None
+    ) -> None:
+        self.config = config
+        self.address = ""
+        self.workers: dict[str, dict[str, Any]] = {}
+        self._on_progress = on_progress
+        self._parts = parts or Parts()
+        self._id = secrets.token_hex(4)
+        self._actors: dict[str, Any] = {}
+        self._ray: RaySession | None = None
+        self._router: RouterProcess | None = None
+        self._dir: Path | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def status(self) -> dict[str, Any]:
+        """The router's status as plain data."""
+        return as_data(fetch_status(self.address))
+
+    def worker_pids(self, timeout_s: float = 30.0) -> dict[str, int]:
+        """Process id of each worker's present life; waits for workers that Ray is restarting."""
+        assert self._ray is not None
+        deadline_s = time.monotonic() + timeout_s
+        return {name: self._call_pid(name, deadline_s) for name in self._actors}
+
+    def router_pid(self) -> int:
+        """Process id of the router."""
+        assert self._router is not None
+        return self._router.pid
+
+    def kill_actor(self, worker_id: str) -> int:
+        """SIGKILL a worker's process, as a crash would; Ray starts it anew. Returns the dead process id."""
+        assert self._ray is not None
+        assert self._ray.is_private, "only processes of this host can be killed by id"
+        pid = self._call_pid(worker_id, time.monotonic() + 30.0)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def check(self) -> None:
+        """Check that the deployment can still serve.
+
+        Raises:
+            WorkerStartFailed: the router ended.
+        """
+        assert self._router is not None
+        self._router.check()
+
+    def close(self) -> None:
+        """End everything that was started, and verify it. Safe to call twice, and after a failed start."""
+        with _signals_ignored():
+            if self._router is not None:
+                self._router.stop()
+                self._router = None
+            if self._dir is None:
+                return
+            # Taken before Ray stops: what loses its parent is no longer found by descent. A start that was
+            # interrupted may have left processes that no attribute knows of.
+            started = set(processes.started_with(str(self._dir)))
+            if self._ray is not None:
+                self._end_actors(self._ray)
+                started.update(processes.started_with(str(self._dir)))
+                self._ray.close()
+                self._ray = None
+            left = processes.end_processes(started, grace_s=END_GRACE_S)
+            shutil.rmtree(self._dir, ignore_errors=True)
+            self._dir = None
+            assert not left, f"processes {left} survived SIGKILL"
+
+    def _start(self) -> None:
+        config = self.config
+        refuse_missing_features(config)
+        model = find_model(config.model)
+        resolve_worker(config, model, worker_id="check")
+        require_port_free(config.host, config.grpc_port)
+        deadline_s = time.monotonic() + config.start_timeout_s
+        num_total = config.prefill + config.decode + 2
+        self._dir = Path(tempfile.mkdtemp(prefix="baton-", dir="/tmp"))  # short: sockets below it have long names
+        self._router = RouterProcess(self._parts.router_command(config, model), self._dir)
+        self._on_progress(0, num_total, "starting Ray and the router")
+        device = resolve_device(config.device)
+        self._ray = RaySession(
+            config.ray_address,
+            namespace=f"baton-{self._id}",
+            temp_dir=self._dir,
+            num_gpus=None if device == "cuda" else 0,
+        )
+        router_port = self._router.wait_port(deadline_s - time.monotonic())
+        self.address = f"{self._reachable_host(self._ray)}:{router_port}"
+        self._on_progress(2, num_total, f"router at {self.address}; starting workers")
+        self._start_actors(self._ray, model, device)
+        self._wait_ready(self._ray, deadline_s, num_total)
+        self._wait_known(deadline_s)
+        self._on_progress(num_total, num_total, "every worker has reported to the router")
+
+    def _reachable_host(self, session: RaySession) -> str:
+        host = self.config.host
+        if session.num_nodes > 1 and host in LOOPBACK:
+            message = f"host: workers on other nodes cannot reach {host}; use 0.0.0.0 or this node's address"
+            raise ConfigInvalid(message, keys=["host"])
+        if host in ("0.0.0.0", "::"):
+            return "127.0.0.1" if session.is_private else session.node_ip
+        return host
+
+    def _start_actors(self, session: RaySession, model: ModelDirectory, device: str) -> None:
+        config = self.config
+        ids = worker_ids(config)
+        per_gpu = 1
+        if device == "cuda":
+            num_gpus = int(session.resources.get("GPU", 0))
+            if num_gpus == 0 or (num_gpus < len(ids) and not session.is_private):
+                message = f"{len(ids)} workers need as many GPUs; the Ray cluster has {num_gpus}"
+                raise WorkerStartFailed(message, num_gpus=num_gpus)
+            per_gpu = -(-len(ids) // num_gpus)  # on one host workers may share a GPU, and then its memory
+        for worker_id, role in ids.items():
+            worker = resolve_worker(
+                config,
+                model,
+                worker_id=worker_id,
+                host="127.0.0.1" if session.is_private else NODE_ADDRESS,
+                router_address=self.address,
+                device=device,
+                workers_per_gpu=per_gpu,
+            )
+            actor = session.ray.remote(PrefillActor if role == "prefill" else DecodeActor)
+            options = self._actor_options(session, worker_id, role, 1 / per_gpu if device == "cuda" else 0)
+            self._actors[worker_id] = actor.options(**options).remote(worker, self._parts.shells[role])
+
+    def _actor_options(self, session: RaySession, worker_id: str, role: str, num_gpus: float) -> dict[str, Any]:
+        threads = str(self.config.worker_threads)
+        environment = {
+            "OMP_NUM_THREADS": threads,  # Ray would set it from num_cpus
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "NCCL_NVLS_ENABLE": "0",
+            "RAY_AUTH_MODE": os.environ["RAY_AUTH_MODE"],
+        }
+        return {
+            "name": f"baton-{self._id}-{worker_id}",
+            "num_cpus": 0,  # nothing else is scheduled beside them; threads are set explicitly
+            "num_gpus": num_gpus,
+            "resources": {role: 1} if session.resources.get(role, 0) >= 1 else {},
+            "max_restarts": MAX_RESTARTS,
+            "max_task_retries": 0,
+            "runtime_env": {"env_vars": environment},
+        }
+
+    def _wait_ready(self, session: RaySession, deadline_s: float, num_total: int) -> None:
+        assert self._router is not None
+        pending = {actor.ready.remote(): worker_id for worker_id, actor in self._actors.items()}
+        while pending:
+            done, _ = session.ray.wait(list(pending), num_returns=1, timeout=0.5)
+            for reference in done:
+                worker_id = pending.pop(reference)
+                self.workers[worker_id] = _ready_or_raise(session, reference, worker_id)
+                num_done = num_total - len(pending)
+                self._on_progress(num_done, num_total, f"{worker_id} is ready")
+            self._router.check()
+            if pending and time.monotonic() > deadline_s:
+                names = ", ".join(sorted(pending.values()))
+                message = f"{names}: not ready within {self.config.start_timeout_s:.0f} s"
+                raise WorkerStartFailed(message, worker_ids=sorted(pending.values()), timed_out=True)
+
+    def _wait_known(self, deadline_s: float) -> None:
+        """Wait until the router has heard every worker's heartbeat."""
+        assert self._router is not None
+        missing = set(self._actors)
+        while True:
+            reply = fetch_status(self.address, timeout_s=5.0)
+            missing -= {worker.state.worker_id for worker in reply.workers if worker.alive}
+            if not missing:
+                return
+            self._router.check()
+            if time.monotonic() > deadline_s:
+                message = f"the router has not heard from {', '.join(sorted(missing))}"
+                raise WorkerStartFailed(message, worker_ids=sorted(missing), timed_out=True)
+            time.sleep(0.05)
+
+    def _call_pid(self, worker_id: str, deadline_s: float) -> int:
+        assert self._ray is not None
+        ray = self._ray.ray
+        while True:
+            try:
+                left_s = max(0.1, deadline_s - time.monotonic())
+                return int(ray.get(self._actors[worker_id].pid.remote(), timeout=left_s))
+            except ray.exceptions.ActorUnavailableError:  # between two lives
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.05)
+
+    def _end_actors(self, session: RaySession) -> None:
+        ray = session.ray
+        if not ray.is_initialized():
+            return
+        calls = [actor.shutdown.remote() for actor in self._actors.values()]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_CALL_S)
+        for actor in self._actors.values():
+            ray.kill(actor, no_restart=True)
+        self._actors.clear()
+
+
+def _ready_or_raise(session: RaySession, reference: Any, worker_id: str) -> dict[str, Any]:
+    try:
+        return dict(session.ray.get(reference))
+    except session.ray.exceptions.RayError as error:
+        cause = error_from_ray(str(error))
+        fields: dict[str, Any] = {"worker_id": worker_id}
+        if isinstance(cause, BatonError):
+            fields |= {"cause": type(cause).__name__, "cause_fields": cause.fields}
+            cause = f"{type(cause).__name__}: {cause.message}"
+        raise WorkerStartFailed(f"{worker_id} did not start: {cause}", **fields) from error
+
+
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """Ending takes a few bounded seconds; a second Ctrl-C must not leave half of it behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

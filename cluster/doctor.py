@@ -1,0 +1,173 @@
+"""`baton doctor`: what on this machine would keep Baton from serving, or make it serve badly; each with a next step.
+
+Every check looks and reports; none changes anything. A failure means that serving cannot work (exit 3), a warning that
+it may not work well or not as tested (exit 4).
+"""
+
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import baton
+from baton.cluster.outcome import ExitCode, Output
+from baton.cluster.ray_session import TESTED_RAY
+from baton.cluster.resolve import require_port_free
+from baton.cluster.table import format_table
+from baton.core.errors import NumericsUnsupported, PortInUse
+
+TESTED = {
+    "torch": ("2.13.0", "2.11.0"),
+    "triton": ("3.7.1", "3.6.0"),
+    "ray": (TESTED_RAY,),
+    "grpcio": ("1.85.1",),
+    "protobuf": ("5.29.6",),
+    "pyzmq": ("27.3.0",),
+}
+MIN_PYTHON = (3, 11)
+MIN_OPEN_FILES = 4096
+MIN_SHM_BYTES = 128 << 20
+SELFTEST_SHAPES = ((256, 256), (1024, 256), (256, 1024), (4096, 512))  # (outputs, inputs)
+FOREIGN_NAMES = ("kernels", "proto")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    level: Literal["ok", "warn", "fail"]
+    detail: str
+    next: str = ""
+
+
+def doctor(output: Output, *, grpc_port: int, selftest: bool) -> ExitCode:
+    """Run every check and print the findings."""
+    findings = list(check_all(grpc_port))
+    if selftest:
+        findings.append(check_numerics())
+    levels = {finding.level for finding in findings}
+    code = ExitCode.PRECONDITION if "fail" in levels else ExitCode.PARTIAL if "warn" in levels else ExitCode.OK
+    rows = [(item.level, item.name, item.detail, item.next) for item in findings]
+    data = {"ok": code is ExitCode.OK, "exit_code": code, "findings": [asdict(item) for item in findings]}
+    output.emit(data, format_table(("", "what", "found", "next"), rows))
+    return code
+
+
+def check_all(grpc_port: int) -> Iterator[Finding]:
+    """The findings of every quick check."""
+    yield check_python()
+    yield from (check_package(name, tested) for name, tested in TESTED.items())
+    yield check_devices()
+    yield check_port(grpc_port)
+    yield check_ray_auth(os.environ.get("RAY_AUTH_MODE"), Path.home() / ".ray" / "auth_token")
+    yield from (check_name(name) for name in FOREIGN_NAMES)
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_shm(Path("/dev/shm"))
+
+
+def check_python() -> Finding:
+    """The interpreter's version."""
+    version = platform.python_version()
+    if sys.version_info < MIN_PYTHON:
+        return Finding("python", "fail", version, "use Python 3.11 or newer")
+    return Finding("python", "ok", version)
+
+
+def check_package(name: str, tested: tuple[str, ...]) -> Finding:
+    """An installed distribution against the versions Baton is tested with."""
+    wanted = " or ".join(tested)
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding(name, "fail", "not installed", f"pip install {name}=={tested[0]}")
+    if version.partition("+")[0] in tested:
+        return Finding(name, "ok", version)
+    if name == "ray":
+        return Finding(name, "fail", f"{version}; tested is {wanted}", f"pip install ray=={tested[0]}")
+    return Finding(name, "warn", f"{version}; tested is {wanted}", "use constraints.txt when installing")
+
+
+def check_devices() -> Finding:
+    """What workers would compute on."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("devices", "fail", "torch is not installed", "pip install torch")
+    import torch
+
+    if not torch.cuda.is_available():
+        has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+        if has_gpu:
+            return Finding("devices", "warn", "a GPU is there, torch cannot use it", "install a CUDA build of torch")
+        return Finding("devices", "ok", f"CPU, {os.cpu_count()} cores")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Finding("devices", "ok", ", ".join(names))
+
+
+def check_port(port: int) -> Finding:
+    """Whether `baton serve` could listen."""
+    try:
+        require_port_free("127.0.0.1", port)
+    except PortInUse as error:
+        return Finding("grpc port", "warn", error.message, "serve with another --grpc-port; 0 picks a free one")
+    return Finding("grpc port", "ok", f"{port} is free")
+
+
+def check_ray_auth(mode: str | None, token: Path) -> Finding:
+    """The trap that makes a head demand tokens which its workers do not have."""
+    if token.exists() and mode is None:
+        return Finding(
+            "ray auth",
+            "warn",
+            f"{token} exists and RAY_AUTH_MODE is unset: `ray start --head` would demand tokens of every worker",
+            "export RAY_AUTH_MODE=disabled (or token, with the file on every node)",
+        )
+    return Finding("ray auth", "ok", f"RAY_AUTH_MODE={mode or 'unset, no token file'}")
+
+
+def check_name(name: str) -> Finding:
+    """Whether `import kernels` or `import proto` would find a folder of Baton's."""
+    spec = importlib.util.find_spec(name)
+    places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
+    root = Path(baton.__file__).resolve().parent
+    if any(root in Path(place).resolve().parents and "site-packages" not in place for place in places if place):
+        detail = f"`import {name}` finds {places[0]}"
+        return Finding(f"name {name}", "fail", detail, "do not put the checkout on PYTHONPATH")
+    return Finding(f"name {name}", "ok", "not ours")
+
+
+def check_open_files(limit: int) -> Finding:
+    """Sockets: every stream, push and Ray connection is one."""
+    if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
+        return Finding("open files", "warn", f"limit {limit}", "ulimit -n 65536")
+    return Finding("open files", "ok", "unlimited" if limit == resource.RLIM_INFINITY else f"limit {limit}")
+
+
+def check_shm(path: Path) -> Finding:
+    """Ray's object store lives in shared memory."""
+    if not path.is_dir():
+        return Finding("shared memory", "warn", f"{path} does not exist", "mount a tmpfs there")
+    free = shutil.disk_usage(path).free
+    if free < MIN_SHM_BYTES:
+        return Finding("shared memory", "warn", f"{free >> 20} MiB free", "run the container with --shm-size=1g")
+    return Finding("shared memory", "ok", f"{free >> 20} MiB free")
+
+
+def check_numerics() -> Finding:
+    """Whether a row's result is independent of its batch on this machine."""
+    import torch
+
+    from baton.kernels.selftest import check_invariance
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        check_invariance(SELFTEST_SHAPES, torch.float32, device)
+    except NumericsUnsupported as error:
+        return Finding("numerics", "fail", error.message, "use --numerics default here, and report this machine")
+    return Finding("numerics", "ok", f"invariant numerics hold on this machine's {device.type}")

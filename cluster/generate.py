@@ -1,0 +1,84 @@
+"""`baton generate`: one completion, streamed to stdout."""
+
+import sys
+from typing import Any
+
+from baton.cluster.completion import Asked, Completion, Interrupted, OnText, complete_remotely
+from baton.cluster.features import refuse_missing_features
+from baton.cluster.outcome import ExitCode, Output, exit_code_of
+from baton.cluster.resolve import find_model, read_config
+from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidText
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt given, or standard input when it is `-`.
+
+    Raises:
+        EmptyPrompt: none was given.
+        InvalidText: standard input is not UTF-8.
+    """
+    if prompt is None:
+        raise EmptyPrompt("no prompt: give --prompt TEXT, or --prompt - to read standard input")
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        message = f"standard input is not valid UTF-8 at byte {error.start}"
+        raise InvalidText(message, at=error.start) from error
+
+
+def check_place(local: bool, address: str | None, local_options: dict[str, Any]) -> None:
+    """Check that the options fit the place that answers.
+
+    Raises:
+        ConflictingOptions: --local with --address, or an option of --local without it.
+    """
+    if local and address is not None:
+        raise ConflictingOptions("--local runs in this process and --address asks a deployment; give one of them")
+    given = sorted(name for name, value in local_options.items() if value is not None)
+    if given and not local:
+        names = ", ".join(f"--{name}" for name in given)
+        raise ConflictingOptions(f"{names}: a deployment has chosen these when it started; they go with --local")
+
+
+def generate(
+    output: Output, asked: Asked, *, local: bool, address: str | None, local_options: dict[str, Any]
+) -> ExitCode:
+    """Run one request in the place chosen and print it.
+
+    Raises:
+        BatonError: refused, or failed before the first token.
+    """
+    try:
+        if local:
+            completion = _complete_locally(asked, local_options, output.write)
+        else:
+            completion = complete_remotely(address or DEFAULT_ADDRESS, asked, output.write)
+    except Interrupted as interrupted:
+        return _report_interrupted(output, interrupted)
+    output.write("\n")
+    output.emit(completion.as_data())
+    return ExitCode.OK
+
+
+def _complete_locally(asked: Asked, options: dict[str, Any], on_text: OnText) -> Completion:
+    config = read_config(None, options)
+    refuse_missing_features(config)
+    find_model(config.model)
+    from baton.cluster.local import LocalCompleter  # imports torch
+
+    return LocalCompleter(config).complete(asked, on_text)
+
+
+def _report_interrupted(output: Output, interrupted: Interrupted) -> ExitCode:
+    output.write("\n")
+    error = interrupted.error
+    code = exit_code_of(error)
+    code = code if code is ExitCode.TIMEOUT else ExitCode.PARTIAL
+    if output.as_json:
+        data = {"text": interrupted.text, "token_ids": interrupted.token_ids, "finish_reason": "error"}
+        output.emit(data | {"error": type(error).__name__, "message": error.message, "exit_code": code})
+    return output.fail(error, code)

@@ -1,0 +1,126 @@
+"""How a command ends: its exit code, its one JSON object, and what to do next when it failed.
+
+Results go to stdout, everything else to stderr. With `--json` stdout holds exactly one object, also after a failure.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+from baton.core.errors import (
+    BatonError,
+    ConfigInvalid,
+    FeatureNotBuilt,
+    InvalidRequest,
+    ModelMissing,
+    NoWorker,
+    NumericsUnsupported,
+    Overloaded,
+    PortInUse,
+    RayUnavailable,
+    RayVersionMismatch,
+    RequestDeadlineExceeded,
+    StartupError,
+    WorkerStartFailed,
+)
+
+
+class ExitCode(IntEnum):
+    """What every command's exit status means."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    PRECONDITION = 3
+    PARTIAL = 4
+    TIMEOUT = 124
+
+
+_NEXT_STEPS: tuple[tuple[type[BatonError], str], ...] = (
+    (ModelMissing, "give --model a Hugging Face model directory, or `tiny` for the bundled one"),
+    (FeatureNotBuilt, "leave the option out"),
+    (PortInUse, "choose another port with --grpc-port (0 picks a free one), or stop what listens there"),
+    (RayUnavailable, "install ray, or start a cluster, or use --ray-address local"),
+    (RayVersionMismatch, "install the Ray version that is named, on every node"),
+    (NumericsUnsupported, "use --numerics default, or run `baton doctor --selftest` for the measurement"),
+    (WorkerStartFailed, "read the worker's own error above; `baton doctor` checks the machine"),
+    (ConfigInvalid, "correct the keys that are named; `baton serve --help` lists all of them"),
+    (StartupError, "run `baton doctor`, then try again"),
+    (RequestDeadlineExceeded, "raise --timeout, or ask for fewer tokens"),
+    (Overloaded, "try again after a pause"),
+    (NoWorker, "see `baton status` for the workers that are missing"),
+    (InvalidRequest, "correct the request"),
+    (BatonError, "see `baton status`, then try again"),
+)
+
+
+def exit_code_of(error: BatonError) -> ExitCode:
+    """The exit status for an error: what the caller typed is usage, what must hold before is precondition."""
+    if isinstance(error, RequestDeadlineExceeded) or error.fields.get("timed_out"):
+        return ExitCode.TIMEOUT
+    if isinstance(error, (ConfigInvalid, InvalidRequest)):
+        return ExitCode.USAGE
+    if isinstance(error, StartupError):
+        return ExitCode.PRECONDITION
+    return ExitCode.FAILED
+
+
+def next_step(error: BatonError) -> str:
+    """What the operator should do about an error."""
+    return next(text for kind, text in _NEXT_STEPS if isinstance(error, kind))
+
+
+class Output:
+    """One command's stdout and stderr."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self._emitted = False
+        self._stdout = sys.stdout
+
+    def emit(self, data: dict[str, Any], text: str = "") -> None:
+        """Print the result: `data` with `--json`, otherwise `text`. At most one object is ever printed."""
+        if self.as_json:
+            if not self._emitted:
+                print(json.dumps(data), file=self._stdout, flush=True)
+        elif text:
+            print(text, file=self._stdout, flush=True)
+        self._emitted = True
+
+    def write(self, text: str) -> None:
+        """Print a piece of text to stdout at once, unless stdout is for the JSON object."""
+        if not self.as_json and text:
+            print(text, end="", file=self._stdout, flush=True)
+
+    def note(self, text: str) -> None:
+        """Print a line to stderr."""
+        print(text, file=sys.stderr, flush=True)
+
+    def fail(self, error: BatonError, code: ExitCode | None = None) -> ExitCode:
+        """Print an error with its next step and return its exit code."""
+        code = exit_code_of(error) if code is None else code
+        step = next_step(error)
+        name = type(error).__name__
+        self.note(f"baton: {name}: {error.message}\nnext: {step}")
+        if self.as_json:
+            data = {"error": name, "message": error.message, "fields": error.fields, "next": step, "exit_code": code}
+            self.emit(data)
+        return code
+
+
+def run_command(as_json: bool, body: Callable[[Output], ExitCode]) -> ExitCode:
+    """Run a command's body; operating errors become messages and exit codes, bugs stay tracebacks."""
+    output = Output(as_json)
+    try:
+        # Stdout is for results. What libraries print (Ray does when a worker dies) goes to stderr.
+        with contextlib.redirect_stdout(sys.stderr):
+            return body(output)
+    except BatonError as error:
+        return output.fail(error)
+    except KeyboardInterrupt:
+        output.note("baton: interrupted")
+        output.emit({"error": "Interrupted", "message": "interrupted", "exit_code": ExitCode.PARTIAL})
+        return ExitCode.PARTIAL

@@ -1,0 +1,44 @@
+"""Finding and ending the processes a deployment started, by process id only."""
+
+from collections.abc import Iterable
+
+import psutil
+
+
+def started_with(marker: str) -> list[psutil.Process]:
+    """This process's children whose command line mentions `marker`, and everything that descends from them.
+
+    A private Ray's processes all name its directory; children that others started are not touched.
+    """
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        try:
+            if any(marker in part for part in child.cmdline()):
+                found += [child, *child.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those of `processes` that still run; a zombie does not."""
+    return [process for process in processes if _runs(process)]
+
+
+def end_processes(processes: Iterable[psutil.Process], *, grace_s: float, kill_wait_s: float = 3.0) -> list[int]:
+    """Wait for processes to end, then kill those that did not; returns the ids that survived even that."""
+    _, left = psutil.wait_procs(alive(processes), timeout=grace_s)
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    _, left = psutil.wait_procs(left, timeout=kill_wait_s)
+    return [process.pid for process in alive(left)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

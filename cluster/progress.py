@@ -1,0 +1,34 @@
+"""What an operator sees while workers start: a bar on a terminal, plain lines elsewhere; always on stderr."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+OnProgress = Callable[[int, int, str], None]
+
+
+def no_progress(num_done: int, num_total: int, text: str) -> None:
+    """Show nothing."""
+
+
+def _print_line(num_done: int, num_total: int, text: str) -> None:
+    print(f"[{num_done}/{num_total}] {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def show_progress() -> Iterator[OnProgress]:
+    """A callback `(num_done, num_total, text)` that shows how far starting has come."""
+    if not sys.stderr.isatty():
+        yield _print_line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def update(num_done: int, num_total: int, text: str) -> None:
+            progress.update(task, description=text, completed=num_done, total=num_total)
+
+        yield update

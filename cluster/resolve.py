@@ -1,0 +1,184 @@
+"""From what an operator set to what each worker gets: every `auto` decided, every path checked.
+
+Nothing is started here and no model is read; what can be refused before anything runs is refused here.
+"""
+
+import json
+import os
+import socket
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from baton.core.config import KVTransferConfig, ServeConfig, WorkerConfig
+from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PortInUse
+
+BUNDLED_MODEL = "tiny"
+TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
+
+
+def read_config(path: Path | None, flags: dict[str, Any]) -> ServeConfig:
+    """The file's keys, overridden by the flags that were given.
+
+    Raises:
+        ConfigInvalid: an unknown key or a bad value, in either.
+    """
+    values = {} if path is None else ServeConfig.read_file(path)
+    values |= {name: value for name, value in flags.items() if value is not None}
+    mtp = values.get("mtp")
+    if isinstance(mtp, str) and mtp.lstrip("-").isdigit():
+        values["mtp"] = int(mtp)
+    return ServeConfig.from_mapping(values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDirectory:
+    """A model directory that holds every file serving needs."""
+
+    path: Path
+    name: str
+    max_model_len: int
+
+
+def find_model(model: str) -> ModelDirectory:
+    """Locate a model and check that its files are there; their content is the loader's business.
+
+    Raises:
+        ModelMissing: the directory or a file of it does not exist.
+        ModelFileDamaged: config.json or the weights' index is not JSON, or lacks the model's length.
+    """
+    bundled = model == BUNDLED_MODEL
+    path = Path(str(resources.files("baton.assets") / BUNDLED_MODEL)) if bundled else Path(model).expanduser()
+    path = path.resolve()
+    if not path.is_dir():
+        raise ModelMissing(f"{path} is not a directory", path=str(path))
+    for name in ("config.json", "tokenizer.json"):
+        if not (path / name).is_file():
+            raise ModelMissing(f"{path / name} does not exist", path=str(path / name))
+    _require_weights(path)
+    config = _read_json(path / "config.json")
+    text_config = config.get("text_config", config)
+    max_model_len = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
+    if not isinstance(max_model_len, int) or max_model_len < 2:
+        raise ModelFileDamaged(f"{path}/config.json holds no max_position_embeddings", path=str(path / "config.json"))
+    return ModelDirectory(path=path, name=model if bundled else path.name, max_model_len=max_model_len)
+
+
+def _require_weights(path: Path) -> None:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        shards = _read_json(index).get("weight_map", {})
+        missing = sorted({str(name) for name in shards.values()} - {item.name for item in path.iterdir()})
+        if missing:
+            raise ModelMissing(f"{path} lacks {', '.join(missing[:3])}", path=str(path), missing=missing)
+    elif not any(path.glob("*.safetensors")):
+        raise ModelMissing(f"{path} holds no .safetensors file", path=str(path))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelFileDamaged(f"{path} is not JSON: {error}", path=str(path)) from error
+    if not isinstance(value, dict):
+        raise ModelFileDamaged(f"{path} is not a JSON object", path=str(path))
+    return value
+
+
+def resolve_device(device: str) -> str:
+    """`auto` becomes cuda where this machine has a GPU that torch can use."""
+    if device != "auto":
+        return device
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+        return "cpu"
+    import torch  # slow to import, and useless without a device file
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """`auto` becomes bfloat16 on a GPU and float32 on a CPU."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def transfer_config() -> KVTransferConfig:
+    """Limits of the hand-off; the test hook named by BATON_TEST_HOOK is switched on.
+
+    Raises:
+        ConfigInvalid: there is no hook of that name.
+    """
+    hook = os.environ.get(TEST_HOOK_VARIABLE, "")
+    if hook not in ("", "drop_pushes"):
+        raise ConfigInvalid(f"{TEST_HOOK_VARIABLE}={hook}: the only hook is drop_pushes", keys=[TEST_HOOK_VARIABLE])
+    return KVTransferConfig(drop_pushes=hook == "drop_pushes")
+
+
+def resolve_worker(
+    config: ServeConfig,
+    model: ModelDirectory,
+    *,
+    worker_id: str,
+    host: str = "127.0.0.1",
+    router_address: str = "",
+    device: str | None = None,
+    workers_per_gpu: int = 1,
+) -> WorkerConfig:
+    """The plain values one worker starts with.
+
+    Raises:
+        ConfigInvalid: `max_model_len` exceeds the model's own length.
+    """
+    assert isinstance(config.mtp, int), "features.refuse_missing_features comes first"
+    device = resolve_device(config.device) if device is None else device
+    max_model_len = model.max_model_len if config.max_model_len is None else config.max_model_len
+    if max_model_len > model.max_model_len:
+        message = f"max_model_len: {max_model_len} exceeds the model's own {model.max_model_len}"
+        raise ConfigInvalid(message, keys=["max_model_len"])
+    return WorkerConfig(
+        worker_id=worker_id,
+        model_path=str(model.path),
+        model_name=model.name,
+        num_draft_tokens=config.mtp,
+        numerics=config.numerics,
+        dtype=resolve_dtype(config.dtype, device),
+        device=device,
+        block_size=config.block_size,
+        kv_memory_mib=config.kv_memory_mib,
+        gpu_memory_share=config.gpu_memory_share / workers_per_gpu,
+        max_num_seqs=config.max_num_seqs,
+        max_queue_len=config.max_queue_len,
+        chunk_len=config.chunk_len,
+        max_model_len=max_model_len,
+        host=host,
+        router_address=router_address,
+        num_threads=config.worker_threads,
+        transfer=transfer_config(),
+    )
+
+
+def worker_ids(config: ServeConfig) -> dict[str, str]:
+    """Worker id to role, prefill workers first."""
+    ids = {f"prefill-{index}": "prefill" for index in range(config.prefill)}
+    return ids | {f"decode-{index}": "decode" for index in range(config.decode)}
+
+
+def require_port_free(host: str, port: int) -> None:
+    """Check that a port could be listened on now; 0 always can.
+
+    Raises:
+        PortInUse: it cannot.
+    """
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As gRPC binds: an old connection in TIME_WAIT is no obstacle, a listener is.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            message = f"cannot listen on {host}:{port}: {error.strerror or error}"
+            raise PortInUse(message, host=host, port=port) from error

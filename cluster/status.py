@@ -1,0 +1,46 @@
+"""`baton status`: the router's view of its workers, as a table or as JSON."""
+
+from typing import Any
+
+from baton.cluster.admin import as_data, fetch_status
+from baton.cluster.outcome import ExitCode, Output
+from baton.cluster.table import format_table
+
+
+def status(address: str, output: Output) -> ExitCode:
+    """Print it. PARTIAL when a worker the router knows is not alive.
+
+    Raises:
+        BatonError: no deployment answers at `address`.
+    """
+    data: dict[str, Any] = as_data(fetch_status(address)) | {"address": address}
+    output.emit(data, format_status(data))
+    return ExitCode.OK if all(worker["alive"] for worker in data["workers"]) else ExitCode.PARTIAL
+
+
+def format_status(data: dict[str, Any]) -> str:
+    """What a person reads."""
+    header = ("worker", "role", "alive", "epoch", "lives", "heartbeat", "running", "waiting", "blocks", "quarantined")
+    rows = []
+    for worker in data["workers"]:
+        state, held = worker["state"], worker["state"]["inventory"]
+        rows.append(
+            (
+                state["worker_id"],
+                state["role"],
+                "yes" if worker["alive"] else "NO",
+                state["epoch"],
+                str(worker["num_epochs"]),
+                f"{worker['heartbeat_age_s']:.1f} s",
+                str(held["num_requests_running"]),
+                str(held["num_requests_waiting"]),
+                f"{held['num_blocks'] - held['num_blocks_free']}/{held['num_blocks']}",
+                str(held["num_blocks_quarantined"]),
+            )
+        )
+    summary = (
+        f"{data['model']} at {data['address']}, up {data['uptime_s']:.0f} s: "
+        f"{data['num_requests_running']} requests running, {data['num_requests_finished']} finished, "
+        f"{data['num_requests_failed']} failed, {data['num_tokens_streamed']} tokens"
+    )
+    return f"{summary}\n{format_table(header, rows)}"

@@ -1,0 +1,195 @@
+"""The command line: every documented flag, exit codes, one JSON object, and what to do next."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cluster import cli
+from baton.core.config import ServeConfig
+
+DESIGN_SERVE_FLAGS = (
+    "model prefill decode tp-prefill tp-decode mtp transport scheduling numerics dtype weights grpc-port http-port "
+    "ray-address config"
+).split()
+DESIGN_GENERATE_FLAGS = (
+    "address local prompt max-tokens temperature top-p top-k min-p seed model mtp numerics dtype".split()
+)
+
+
+def baton(*arguments, stdin=b"", environment=None):
+    """Run the real command; (exit code, stdout, stderr)."""
+    command = [sys.executable, "-P", "-m", "baton.cluster", *arguments]
+    done = subprocess.run(command, input=stdin, capture_output=True, timeout=60, env=environment)
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def flags_of(command):
+    typer_command = next(item for item in cli.app.registered_commands if item.callback.__name__ == command)
+    result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})
+    assert typer_command is not None
+    assert result.exit_code == 0
+    return {word.strip(",") for word in result.output.split() if word.startswith("--")}
+
+
+@pytest.mark.fast
+def test_serve_has_a_flag_for_every_key_and_every_documented_flag():
+    flags = flags_of("serve")
+    assert {f"--{name.replace('_', '-')}" for name in ServeConfig.model_fields} <= flags
+    assert {f"--{name}" for name in DESIGN_SERVE_FLAGS} <= flags
+    assert flags - {"--config", "--json", "--help"} == {f"--{k.replace('_', '-')}" for k in ServeConfig.model_fields}
+
+
+@pytest.mark.fast
+def test_generate_has_every_documented_flag():
+    assert {f"--{name}" for name in DESIGN_GENERATE_FLAGS} <= flags_of("generate")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("command", ["serve", "generate", "bench", "status", "doctor", "top", "plan"])
+def test_every_command_exists_and_has_json(command):
+    assert "--json" in flags_of(command)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        (["bench", "kv"], 3, "FeatureNotBuilt"),
+        (["top"], 3, "FeatureNotBuilt"),
+        (["plan", "--rate", "3"], 3, "FeatureNotBuilt"),
+        (["serve", "--tp-prefill", "2"], 3, "FeatureNotBuilt"),
+        (["serve", "--tp-decode", "2"], 3, "FeatureNotBuilt"),
+        (["serve", "--mtp", "auto"], 3, "FeatureNotBuilt"),
+        (["serve", "--transport", "grpc"], 3, "FeatureNotBuilt"),
+        (["serve", "--transport", "shm"], 3, "FeatureNotBuilt"),
+        (["serve", "--transport", "nvlink"], 3, "FeatureNotBuilt"),
+        (["serve", "--transport", "nixl"], 3, "FeatureNotBuilt"),
+        (["serve", "--scheduling", "async"], 3, "FeatureNotBuilt"),
+        (["serve", "--weights", "random"], 3, "FeatureNotBuilt"),
+        (["serve", "--http-port", "8000"], 3, "FeatureNotBuilt"),
+        (["generate", "--prompt", "x", "--min-p", "0.1"], 3, "FeatureNotBuilt"),
+        (["generate", "--local", "--prompt", "x", "--mtp", "auto"], 3, "FeatureNotBuilt"),
+        (["serve", "--mtp", "5"], 2, "ConfigInvalid"),
+        (["serve", "--prefill", "0"], 2, "ConfigInvalid"),
+        (["serve", "--transport", "pigeon"], 2, "ConfigInvalid"),
+        (["serve", "--config", "/nowhere.yaml"], 2, "ConfigInvalid"),
+        (["serve", "--no-such-flag"], 2, "Usage"),
+        (["serve", "--prefill", "many"], 2, "Usage"),
+        (["serve", "--model", "/nowhere"], 3, "ModelMissing"),
+        (["generate", "--local", "--prompt", "x", "--model", "/nowhere"], 3, "ModelMissing"),
+        (["generate", "--prompt", "x", "--local", "--address", "localhost:1"], 2, "ConflictingOptions"),
+        (["generate", "--prompt", "x", "--model", "tiny"], 2, "ConflictingOptions"),
+        (["generate"], 2, "EmptyPrompt"),
+        (["status", "--address", "127.0.0.1:1"], 3, "StartupError"),
+        (["generate", "--prompt", "x", "--address", "127.0.0.1:1"], 3, "StartupError"),
+    ],
+)
+def test_a_refusal_has_its_code_one_object_and_a_next_step(arguments, code, error, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["baton", *arguments, "--json"])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    captured = capsys.readouterr()
+    assert exit.value.code == code
+    data = json.loads(captured.out)
+    assert captured.out.count("\n") == 1
+    assert (data["error"], data["exit_code"]) == (error, code)
+    assert data["message"]
+    assert data["next"]
+    assert data["message"].splitlines()[0] in captured.err
+    assert "next: " in captured.err
+
+
+@pytest.mark.fast
+def test_keys_of_a_file_are_checked_and_flags_override_them(tmp_path, capsys, monkeypatch):
+    from baton.cluster.resolve import read_config
+
+    path = tmp_path / "serve.yaml"
+    path.write_text("model: /some/model\ngrpc-port: 6000\nprefill: 2\nmtp: 3\n")
+    config = read_config(path, {"grpc_port": 7000, "mtp": "1", "decode": None})
+    assert (config.model, config.grpc_port, config.prefill, config.mtp) == ("/some/model", 7000, 2, 1)
+    path.write_text("prefil: 2\n")
+    monkeypatch.setattr(sys, "argv", ["baton", "serve", "--config", str(path), "--json"])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    data = json.loads(capsys.readouterr().out)
+    assert (data["error"], data["fields"]["keys"]) == ("ConfigInvalid", ["prefil"])
+
+
+@pytest.mark.fast
+def test_a_port_in_use_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        command = ["baton", "serve", "--model", str(tmp_path), "--grpc-port", port, "--json"]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+    assert exit.value.code == 3
+    assert json.loads(capsys.readouterr().out)["error"] == "PortInUse"
+
+
+def test_standard_input_that_is_not_utf8_is_refused():
+    code, out, _ = baton("generate", "--prompt", "-", "--json", stdin=b"ab\xff")
+    assert code == 2
+    assert json.loads(out)["error"] == "InvalidText"
+    assert json.loads(out)["fields"]["at"] == 2
+
+
+def test_without_json_a_failure_leaves_stdout_empty():
+    code, out, err = baton("top")
+    assert (code, out) == (3, "")
+    assert "next: " in err
+
+
+def test_help_starts_fast_and_imports_nothing_heavy():
+    script = (
+        "import sys; sys.argv = ['baton', '--help']\n"
+        "from baton.cluster.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as exit: assert exit.code == 0, exit.code\n"
+        "heavy = {'ray', 'torch', 'grpc', 'pydantic', 'zmq'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    start_s = time.monotonic()
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, capture_output=True)
+    assert time.monotonic() - start_s < 3  # 0.2 s on an idle machine
+
+
+LOCAL = """
+import sys
+sys.argv = ["baton", "generate", "--local", "--prompt", "-", "--max-tokens", "6", "--json", *sys.argv[1:]]
+from baton.cluster.cli import main
+try: main()
+except SystemExit as exit: code = exit.code
+assert "ray" not in sys.modules
+sys.exit(code)
+"""
+
+
+def generate_locally(*arguments, prompt="def f(x):\n"):
+    command = [sys.executable, "-P", "-c", LOCAL, *arguments]
+    done = subprocess.run(command, input=prompt.encode(), capture_output=True, timeout=120)
+    return done.returncode, json.loads(done.stdout), done.stderr.decode()
+
+
+def test_local_generation_needs_no_ray_and_tells_everything():
+    code, data, err = generate_locally()
+    assert (code, err) == (0, "")
+    documented = "text token_ids finish_reason prompt_len ttft_ms tpot_ms num_draft_tokens num_accepted_tokens"
+    assert set(documented.split()) <= data.keys()
+    assert len(data["token_ids"]) == 6
+    assert data["finish_reason"] == "length"
+    assert data["ttft_ms"] > 0
+    code, again, _ = generate_locally("--mtp", "0", "--numerics", "invariant", "--dtype", "float64")
+    assert again["num_draft_tokens"] == 0
+    assert again["prompt_len"] == data["prompt_len"]

@@ -1,0 +1,163 @@
+"""Asking a deployment: the stream, its errors, status and inventory, against a stand-in server."""
+
+import json
+import sys
+from concurrent import futures
+
+import grpc
+import pytest
+
+from baton.cluster import admin, cli, demo
+from baton.cluster.completion import Asked, Completion, Interrupted, complete_remotely
+from baton.core.errors import BatonError, Overloaded, StartupError, WorkerLost
+from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
+
+pytestmark = pytest.mark.fast
+
+
+class Front(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServicer):
+    """Answers with `chunks`, then fails with `error` if there is one."""
+
+    def __init__(self):
+        self.requests = []
+        self.chunks = []
+        self.error = None
+        self.num_blocks_free = 100
+        self.alive = True
+
+    def Generate(self, request, context):
+        self.requests.append(request)
+        yield from self.chunks
+        if self.error is not None:
+            context.set_trailing_metadata((("baton-error", self.error.to_wire()),))
+            context.abort(getattr(grpc.StatusCode, self.error.grpc_code), self.error.message)
+
+    def _worker(self):
+        inventory = worker_pb2.Inventory(num_blocks=100, num_blocks_free=self.num_blocks_free)
+        state = worker_pb2.WorkerState(worker_id="decode-0", role="decode", epoch=2**63 + 1, inventory=inventory)
+        return admin_pb2.WorkerStatus(state=state, alive=self.alive, num_epochs=2, heartbeat_age_s=0.25)
+
+    def Status(self, request, context):
+        return admin_pb2.StatusReply(model="tiny", workers=[self._worker()])
+
+    def Inventory(self, request, context):
+        return admin_pb2.InventoryReply(workers=[self._worker()])
+
+
+@pytest.fixture
+def front():
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    front = Front()
+    inference_pb2_grpc.add_InferenceServicer_to_server(front, server)
+    admin_pb2_grpc.add_AdminServicer_to_server(front, server)
+    front.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield front
+    server.stop(0).wait()
+
+
+def finished_chunks():
+    stats = inference_pb2.RequestStats(
+        prompt_len=3, output_len=3, seed=5, ttft_ms=1.5, tpot_ms=0.5, num_draft_tokens=4, num_accepted_tokens=1
+    )
+    return [
+        inference_pb2.GenerateChunk(index=0, token_ids=[7], text="a"),
+        inference_pb2.GenerateChunk(
+            index=1, token_ids=[8, 9], text="bc", finish=inference_pb2.Finish(reason="length", stats=stats)
+        ),
+    ]
+
+
+def run_cli(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    captured = capsys.readouterr()
+    return exit.value.code, captured.out, captured.err
+
+
+def test_a_stream_becomes_a_completion(front):
+    front.chunks = finished_chunks()
+    shown = []
+    completion = complete_remotely(front.address, Asked(prompt="x", max_tokens=3, stop=("end",)), shown.append)
+    assert shown == ["a", "bc"]
+    assert (completion.text, completion.token_ids, completion.finish_reason) == ("abc", (7, 8, 9), "length")
+    sampling = front.requests[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, list(sampling.stop)) == (3, 0.0, ["end"])
+    assert not sampling.HasField("top_k")
+    assert not sampling.HasField("top_p")
+
+
+def test_the_json_object_holds_what_is_documented(front, monkeypatch, capsys):
+    front.chunks = finished_chunks()
+    code, out, _ = run_cli(monkeypatch, capsys, "generate", "--address", front.address, "--prompt", "x", "--json")
+    assert code == 0
+    documented = "text token_ids finish_reason prompt_len ttft_ms tpot_ms num_draft_tokens num_accepted_tokens"
+    assert set(documented.split()) <= json.loads(out).keys()
+    code, out, _ = run_cli(monkeypatch, capsys, "generate", "--address", front.address, "--prompt", "x")
+    assert (code, out) == (0, "abc\n")
+
+
+def test_an_error_keeps_its_type(front):
+    front.error = Overloaded("the queue is full", limit=256)
+    with pytest.raises(Overloaded) as refused:
+        complete_remotely(front.address, Asked(prompt="x"), lambda text: None)
+    assert refused.value.fields == {"limit": 256}
+
+
+def test_a_stream_that_breaks_is_partial(front, monkeypatch, capsys):
+    front.chunks = finished_chunks()[:1]
+    front.error = WorkerLost("decode-0 is gone")
+    with pytest.raises(Interrupted) as broken:
+        complete_remotely(front.address, Asked(prompt="x"), lambda text: None)
+    assert (broken.value.text, broken.value.token_ids) == ("a", [7])
+    code, out, err = run_cli(monkeypatch, capsys, "generate", "--address", front.address, "--prompt", "x", "--json")
+    assert code == 4
+    assert (json.loads(out)["text"], json.loads(out)["error"]) == ("a", "WorkerLost")
+    assert "decode-0 is gone" in err
+
+
+def test_status_is_a_table_or_an_object(front, monkeypatch, capsys):
+    code, out, _ = run_cli(monkeypatch, capsys, "status", "--address", front.address, "--json")
+    worker = json.loads(out)["workers"][0]
+    assert code == 0
+    assert worker["state"]["epoch"] == "8000000000000001"
+    assert worker["state"]["inventory"]["num_blocks"] == 100
+    front.alive = False
+    code, out, _ = run_cli(monkeypatch, capsys, "status", "--address", front.address)
+    assert code == 4
+    assert "decode-0" in out
+    assert "0/100" in out
+
+
+def test_held_resources_are_counted(front):
+    assert not any(admin.held_resources(admin.fetch_inventory(front.address)).values())
+    front.num_blocks_free = 97
+    assert admin.held_resources(admin.fetch_inventory(front.address))["blocks"] == 3
+
+
+def test_nothing_at_the_address_is_a_precondition():
+    with pytest.raises(StartupError, match="no deployment answers"):
+        admin.fetch_status("127.0.0.1:1")
+
+
+def completion(**values):
+    base = {"text": "", "token_ids": (1,), "finish_reason": "length", "prompt_len": 600, "seed": 0, "ttft_ms": 1.0}
+    base |= {"tpot_ms": 1.0, "num_verify_steps": 1, "num_draft_tokens": 2, "num_accepted_tokens": 1}
+    base |= {"kv_bytes_pushed": 100, "kv_bytes_landed_before_prefill_end": 60}
+    return Completion(**(base | values))
+
+
+def test_the_demo_fails_for_each_of_its_reasons():
+    good = [completion(prompt_len=10), completion(prompt_len=20), completion()]
+    idle = {"blocks": 0}
+    assert demo._problems(good, [True] * 3, idle) == []
+    assert "differ" in demo._problems(good, [True, False, True], idle)[0]
+    assert "still held" in demo._problems(good, [True] * 3, {"blocks": 1})[0]
+    late = [*good[:2], completion(kv_bytes_landed_before_prefill_end=59)]
+    assert "59%" in demo._problems(late, [True] * 3, idle)[0]
+    assert "no prompt" in demo._problems([completion(prompt_len=9)] * 3, [True] * 3, idle)[0]
+
+
+def test_errors_of_calls_that_are_not_ours_are_kept_readable():
+    assert isinstance(admin.error_from_rpc(grpc.RpcError("odd"), "here"), BatonError)

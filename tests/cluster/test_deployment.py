@@ -1,0 +1,218 @@
+"""Starting, watching and ending a deployment, with stand-ins for router and workers. Ray is the real one."""
+
+import importlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.cluster.deployment import Deployment, Parts
+from baton.core.config import ServeConfig
+from baton.core.errors import FeatureNotBuilt, ModelMissing, PortInUse, WorkerStartFailed
+
+sys.path.insert(0, str(Path(__file__).parent))
+stubs = importlib.import_module("stubs")
+sys.path.pop(0)
+
+IGNORED = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def model(tmp_path):
+    return stubs.write_model_directory(tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def workers_find_the_stubs(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+def make(model, prefill=stubs.stub_shell, decode=stubs.stub_shell, **values):
+    config = ServeConfig.from_mapping({"model": str(model), "grpc_port": 0, "start_timeout_s": 60} | values)
+    shells = {"prefill": prefill, "decode": decode}
+    return Deployment(config, parts=Parts(shells=shells, router_command=stubs.stub_router_command))
+
+
+def our_processes():
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def directory_of(processes):
+    """The directory of the private Ray among `processes`; other deployments on this host have others."""
+    for process in processes:
+        for part in process.cmdline():
+            if "--log_dir=/tmp/baton-" in part:
+                return Path(*Path(part.partition("=")[2]).parts[:3])
+    raise AssertionError("no private Ray is running")
+
+
+@pytest.mark.fast
+def test_what_can_be_refused_is_refused_before_anything_starts(model, tmp_path):
+    before = our_processes()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with pytest.raises(PortInUse) as refused, make(model, grpc_port=listener.getsockname()[1]):
+            pass
+        assert refused.value.fields["port"] == listener.getsockname()[1]
+    with pytest.raises(ModelMissing), make(tmp_path / "nowhere"):
+        pass
+    with pytest.raises(FeatureNotBuilt, match="--mtp auto"), make(model, mtp="auto"):
+        pass
+    assert our_processes() == before
+
+
+@pytest.mark.ray
+@IGNORED
+def test_it_starts_serves_restarts_workers_and_leaves_nothing(model):
+    before = our_processes()
+    own_child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    with make(model, worker_threads=2) as deployment:
+        assert set(deployment.workers) == {"prefill-0", "decode-0"}
+        assert deployment.workers["prefill-0"]["OMP_NUM_THREADS"] == "2"
+        assert deployment.workers["prefill-0"]["RAY_AUTH_MODE"] == "disabled"
+        assert {worker["state"]["worker_id"] for worker in deployment.status()["workers"]} == set(deployment.workers)
+        pids = deployment.worker_pids()
+        assert pids["decode-0"] == deployment.workers["decode-0"]["pid"]
+        dead = deployment.kill_actor("decode-0")
+        assert dead == pids["decode-0"]
+        again = deployment.worker_pids()
+        assert again["decode-0"] != dead
+        assert again["prefill-0"] == pids["prefill-0"]
+        deployment.check()
+        directory = directory_of(psutil.Process().children())
+        assert directory.is_dir()
+        start_s = time.monotonic()
+    assert time.monotonic() - start_s < 10
+    assert own_child.poll() is None  # not ours to end
+    own_child.communicate()
+    assert our_processes() == before
+    assert not directory.exists()
+
+
+@pytest.mark.ray
+@IGNORED
+def test_a_worker_that_refuses_to_start_is_reported_with_its_own_error(model):
+    before = our_processes()
+    with pytest.raises(WorkerStartFailed, match=r"lacks lm_head\.weight") as failed:
+        make(model, decode=stubs.refusing_shell).__enter__()
+    assert failed.value.fields["worker_id"] == "decode-0"
+    assert failed.value.fields["cause"] == "ModelTensorMissing"
+    assert failed.value.fields["cause_fields"] == {"tensors": ["lm_head.weight"]}
+    assert our_processes() == before
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@IGNORED
+def test_a_worker_process_that_dies_while_starting_is_reported(model):
+    before = our_processes()
+    with pytest.raises(WorkerStartFailed, match="prefill-0 did not start"):
+        make(model, prefill=stubs.dying_shell).__enter__()
+    assert our_processes() == before
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@IGNORED
+def test_a_worker_that_stays_silent_is_a_timeout(model):
+    before = our_processes()
+    with pytest.raises(WorkerStartFailed, match=r"decode-0.*: not ready within 10 s") as failed:
+        make(model, decode=stubs.slow_shell, start_timeout_s=10).__enter__()
+    assert failed.value.fields["timed_out"] is True
+    assert our_processes() == before
+
+
+@pytest.mark.ray
+@IGNORED
+def test_a_router_that_ends_is_noticed_and_says_why(model):
+    with make(model) as deployment:
+        os.kill(deployment.router_pid(), signal.SIGKILL)
+        deadline_s = time.monotonic() + 5
+        with pytest.raises(WorkerStartFailed, match="the router ended with code -9"):
+            while time.monotonic() < deadline_s:
+                deployment.check()
+                time.sleep(0.05)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@IGNORED
+def test_our_folders_answer_to_no_foreign_name_in_an_actor(model):
+    with make(model, prefill=stubs.probing_shell) as deployment:
+        found = deployment.workers["prefill-0"]
+    root = str(Path(__file__).parents[2])
+    assert not any(found[name].startswith(root) and ".venv" not in found[name] for name in ("kernels", "proto"))
+    assert found["transformers"].startswith("transformers.models.qwen3")
+
+
+SERVE = """
+import sys
+sys.path.insert(0, {here!r})
+import stubs
+from baton.cluster import deployment, serve
+from baton.cluster.outcome import Output
+from baton.core.config import ServeConfig
+parts = deployment.Parts(
+    shells={{"prefill": stubs.stub_shell, "decode": stubs.stub_shell}}, router_command=stubs.stub_router_command
+)
+plain = deployment.Deployment
+serve.Deployment = lambda config, on_progress: plain(config, on_progress=on_progress, parts=parts)
+config = ServeConfig.from_mapping({{"model": {model!r}, "grpc_port": 0}})
+sys.exit(serve.serve(config, Output(True)))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("while_starting", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_signal_ends_everything(model, number, while_starting, tmp_path):
+    script = textwrap.dedent(SERVE).format(here=str(Path(__file__).parent), model=str(model))
+    with (tmp_path / "err").open("wb") as err:
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=err)
+    assert process.stdout is not None
+    if while_starting:
+        while b"starting Ray" not in (tmp_path / "err").read_bytes():
+            time.sleep(0.02)
+        time.sleep(1.0)
+    else:
+        assert b'"address"' in process.stdout.readline()
+    tree = psutil.Process(process.pid).children(recursive=True)
+    directory = directory_of(tree)
+    process.send_signal(number)
+    assert process.wait(15) == (1 if while_starting else 0), (tmp_path / "err").read_text()
+    assert process.stdout.read() == b""
+    process.stdout.close()
+    assert [child for child in tree if child.is_running() and child.status() != "zombie"] == []
+    assert not directory.exists()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_killed_driver_takes_router_and_ray_with_it(model, tmp_path):
+    script = textwrap.dedent(SERVE).format(here=str(Path(__file__).parent), model=str(model))
+    with (tmp_path / "err").open("wb") as err:
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=err)
+    assert process.stdout is not None
+    assert b'"address"' in process.stdout.readline()
+    tree = psutil.Process(process.pid).children(recursive=True)
+    agents = {child for child in tree if "Agent" in child.name()}
+    directory = directory_of(tree)
+    process.kill()
+    process.wait(15)
+    process.stdout.close()
+    # Ray's two agents notice only after half a minute or more, and end then.
+    assert len(agents) == 2
+    _, left = psutil.wait_procs([child for child in tree if child not in agents], timeout=10)
+    assert left == []
+    for agent in agents:
+        agent.kill()
+    shutil.rmtree(directory)

@@ -1,0 +1,134 @@
+"""Each finding of the doctor, one by one."""
+
+import json
+import socket
+import sys
+
+import pytest
+
+from baton.cluster import cli, doctor
+from baton.cluster.actors import error_from_ray
+from baton.cluster.outcome import ExitCode, Output, exit_code_of, next_step, run_command
+from baton.cluster.table import format_table
+from baton.core import errors
+
+pytestmark = pytest.mark.fast
+
+
+def test_versions_are_compared_with_the_tested_ones():
+    assert doctor.check_package("ray", ("2.60.0",)).level == "ok"
+    assert doctor.check_package("ray", ("2.0.0",)).level == "fail"
+    assert doctor.check_package("grpcio", ("1.0.0",)).level == "warn"
+    missing = doctor.check_package("no-such-distribution", ("1.0",))
+    assert (missing.level, missing.next) == ("fail", "pip install no-such-distribution==1.0")
+
+
+def test_a_stray_token_without_a_mode_is_a_trap(tmp_path):
+    token = tmp_path / "auth_token"
+    assert doctor.check_ray_auth(None, token).level == "ok"
+    token.write_text("secret")
+    assert doctor.check_ray_auth(None, token).level == "warn"
+    assert doctor.check_ray_auth("disabled", token).level == "ok"
+    assert "secret" not in str(doctor.check_ray_auth(None, token))
+
+
+def test_limits():
+    assert doctor.check_open_files(1024).level == "warn"
+    assert doctor.check_open_files(65536).level == "ok"
+    assert doctor.check_open_files(-1).detail == "unlimited"
+
+
+def test_shared_memory(tmp_path):
+    assert doctor.check_shm(tmp_path / "none").level == "warn"
+    assert doctor.check_shm(tmp_path).level == "ok"
+
+
+def test_a_port_in_use_is_a_warning():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert doctor.check_port(listener.getsockname()[1]).level == "warn"
+    assert doctor.check_port(0).level == "ok"
+
+
+def test_foreign_names_are_not_ours(monkeypatch):
+    from pathlib import Path
+
+    assert all(doctor.check_name(name).level == "ok" for name in doctor.FOREIGN_NAMES)
+    monkeypatch.syspath_prepend(str(Path(doctor.__file__).parents[1]))
+    assert all(doctor.check_name(name).level == "fail" for name in doctor.FOREIGN_NAMES)
+
+
+@pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warn", 4), ("fail", 3)])
+def test_the_worst_finding_decides_the_exit_code(level, code, capsys, monkeypatch):
+    findings = [doctor.Finding("one", "ok", "fine"), doctor.Finding("two", level, "seen", "do this")]
+    monkeypatch.setattr(doctor, "check_all", lambda port: iter(findings))
+    monkeypatch.setattr(sys, "argv", ["baton", "doctor", "--json"])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == code
+    data = json.loads(capsys.readouterr().out)
+    assert [finding["level"] for finding in data["findings"]] == ["ok", level]
+
+
+def test_every_check_finds_something_here():
+    findings = list(doctor.check_all(0))
+    assert {"python", "torch", "ray", "devices", "grpc port", "ray auth", "shared memory"} <= {f.name for f in findings}
+    assert all(finding.detail for finding in findings)
+    assert all(finding.next for finding in findings if finding.level != "ok")
+
+
+def test_every_error_has_an_exit_code_and_a_next_step():
+    def kinds(kind):
+        return {kind}.union(*(kinds(child) for child in kind.__subclasses__()))
+
+    for kind in kinds(errors.BatonError):
+        error = kind("it broke")
+        assert next_step(error)
+        code = exit_code_of(error)
+        if kind is errors.ConfigInvalid or issubclass(kind, errors.InvalidRequest):
+            assert code is ExitCode.USAGE
+        elif issubclass(kind, errors.StartupError):
+            assert code is ExitCode.PRECONDITION
+        elif kind is errors.RequestDeadlineExceeded:
+            assert code is ExitCode.TIMEOUT
+        else:
+            assert code is ExitCode.FAILED
+
+
+def test_a_worker_that_timed_out_exits_as_a_timeout():
+    assert exit_code_of(errors.WorkerStartFailed("late", timed_out=True)) is ExitCode.TIMEOUT
+
+
+def test_json_is_printed_once(capsys):
+    output = Output(True)
+    output.emit({"a": 1})
+    output.fail(errors.WorkerLost("gone"))
+    assert capsys.readouterr().out == '{"a": 1}\n'
+
+
+def test_what_libraries_print_is_no_result(capsys):
+    def body(output):
+        print("a library's chatter")
+        output.emit({"a": 1})
+        return ExitCode.OK
+
+    assert run_command(True, body) is ExitCode.OK
+    captured = capsys.readouterr()
+    assert captured.out == '{"a": 1}\n'
+    assert "chatter" in captured.err
+
+
+def test_what_ray_passes_on_becomes_the_workers_own_error():
+    wire = errors.ModelMissing("no config.json", path="/m").to_wire()
+    error = error_from_ray(f"The actor died\n\x1b[36mray::A\x1b[39m\n  File x\nRuntimeError: baton-error {wire}")
+    assert isinstance(error, errors.ModelMissing)
+    assert error.fields == {"path": "/m"}
+    assert error_from_ray("trace\nValueError: odd\n\n") == "ValueError: odd"
+    assert error_from_ray("") == "it said nothing"
+
+
+def test_tables_line_up():
+    text = format_table(("name", "n"), [("a", "1"), ("long name", "10")])
+    assert text.splitlines() == ["name        n", "a           1", "long name  10"]
+    assert format_table(("name",), []) == "name"

@@ -1,0 +1,95 @@
+"""From what an operator set to what a worker gets."""
+
+import json
+
+import pytest
+
+from baton.cluster import resolve
+from baton.core.config import ServeConfig
+from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing
+from baton.core.numerics import Numerics
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def test_a_model_is_known_by_its_directory(model):
+    found = resolve.find_model(str(model))
+    assert (found.path, found.name, found.max_model_len) == (model.resolve(), model.name, 512)
+
+
+def test_a_nested_text_config_holds_the_length(model):
+    (model / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 99}}))
+    assert resolve.find_model(str(model)).max_model_len == 99
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file_is_named(model, name):
+    (model / name).unlink()
+    with pytest.raises(ModelMissing, match=name.removeprefix("model")):
+        resolve.find_model(str(model))
+
+
+def test_a_missing_shard_is_named(model):
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelMissing) as missing:
+        resolve.find_model(str(model))
+    assert missing.value.fields["missing"] == ["model-2.safetensors"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"max_position_embeddings": "long"}'])
+def test_a_damaged_config_is_named(model, text):
+    (model / "config.json").write_text(text)
+    with pytest.raises(ModelFileDamaged, match=r"config\.json"):
+        resolve.find_model(str(model))
+
+
+def test_a_worker_gets_resolved_values(model):
+    config = ServeConfig.from_mapping({"model": str(model), "numerics": "invariant", "mtp": 1, "device": "cpu"})
+    worker = resolve.resolve_worker(
+        config, resolve.find_model(str(model)), worker_id="prefill-0", router_address="127.0.0.1:1"
+    )
+    assert (worker.device, worker.dtype, worker.max_model_len) == ("cpu", "float32", 512)
+    assert (worker.numerics, worker.num_draft_tokens) == (Numerics.INVARIANT, 1)
+    assert not worker.transfer.drop_pushes
+
+
+def test_dtype_follows_the_device():
+    assert resolve.resolve_dtype("auto", "cuda") == "bfloat16"
+    assert resolve.resolve_dtype("auto", "cpu") == "float32"
+    assert resolve.resolve_dtype("float64", "cuda") == "float64"
+
+
+def test_workers_that_share_a_gpu_share_its_memory(model):
+    config = ServeConfig.from_mapping({"model": str(model), "gpu_memory_share": 0.8})
+    worker = resolve.resolve_worker(
+        config, resolve.find_model(str(model)), worker_id="d", device="cuda", workers_per_gpu=2
+    )
+    assert worker.gpu_memory_share == pytest.approx(0.4)
+
+
+def test_a_length_beyond_the_model_is_refused(model):
+    config = ServeConfig.from_mapping({"model": str(model), "max_model_len": 513, "device": "cpu"})
+    with pytest.raises(ConfigInvalid, match="513"):
+        resolve.resolve_worker(config, resolve.find_model(str(model)), worker_id="d")
+
+
+def test_the_test_hook_drops_pushes_and_no_other_is_known(monkeypatch):
+    monkeypatch.setenv(resolve.TEST_HOOK_VARIABLE, "drop_pushes")
+    assert resolve.transfer_config().drop_pushes
+    monkeypatch.setenv(resolve.TEST_HOOK_VARIABLE, "drop_everything")
+    with pytest.raises(ConfigInvalid):
+        resolve.transfer_config()
+
+
+def test_worker_ids_name_role_and_number():
+    config = ServeConfig.from_mapping({"prefill": 2, "decode": 1})
+    assert resolve.worker_ids(config) == {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
