@@ -1,0 +1,31 @@
+"""Rotary position embedding, half-split (NeoX) form. Legend: T tokens, H heads, D head size, F = D / 2 frequencies.
+
+Source: Su et al. 2021; transformers `Qwen3RotaryEmbedding`. Angles are float32 as there, because that is what models
+were trained with; a float64 model gets float64 angles. The rotation itself is done in the angles' dtype and rounded
+once (transformers rounds cos and sin to bfloat16 first).
+"""
+
+import torch
+
+from baton.kernels.tiles import wide_dtype
+
+
+def rope_inverse_frequencies(head_dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Frequencies theta ** (-2 i / D) for i = 0 ... F - 1, in the wide dtype of a `dtype` model."""
+    # On the CPU whatever the device: pow is rounded differently on a GPU.
+    steps_F = torch.arange(0, head_dim, 2).to(wide_dtype(dtype)) / head_dim
+    return (1.0 / theta**steps_F).to(device)
+
+
+def rope_angles(positions_T: torch.Tensor, inverse_F: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [T, F] of integer positions."""
+    angles_TF = positions_T.to(inverse_F.dtype)[:, None] * inverse_F
+    return angles_TF.cos(), angles_TF.sin()
+
+
+def rope(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> torch.Tensor:
+    """Rotate every head of every token; the result has the dtype of `x_THD`."""
+    left_THF, right_THF = x_THD.to(cos_TF.dtype).chunk(2, dim=-1)
+    cos_T1F, sin_T1F = cos_TF[:, None], sin_TF[:, None]
+    turned_THD = torch.cat([left_THF * cos_T1F - right_THF * sin_T1F, right_THF * cos_T1F + left_THF * sin_T1F], dim=-1)
+    return turned_THD.to(x_THD.dtype)

@@ -1,0 +1,136 @@
+"""Whether invariant numerics hold on this machine: run at start, before anything is promised.
+
+Each operation is computed for the same rows alone, at the end of a batch, in batches of several sizes, and on a CPU
+with one thread and with all of them; every row must agree bit for bit. It checks shapes a model uses, not every shape
+there is, and knows no model.
+
+Legend: T rows, N outputs, K inputs, B sequences, A query heads, H KV heads, D head size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from baton.core.errors import NumericsUnsupported
+from baton.core.numerics import Numerics
+from baton.kernels.kv_write import kv_write
+from baton.kernels.ops import Ops
+
+_NUM_ROWS = 192
+_BATCHES = ((0, 1), (3, 17), (0, 48), (7, 135), (0, _NUM_ROWS))  # first row, rows
+_MAX_OUTPUTS = 4096  # wider weights are checked on this many outputs; every row of them is computed alike
+_ATTENTION = (8, 4, 32)  # A, H, D
+
+
+def check_invariance(linear_shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
+    """Compare rows across batch shapes, positions and threads for products of these (outputs, inputs).
+
+    Raises:
+        NumericsUnsupported: rows differ, or TF32 is switched on; the operation and shape are named.
+    """
+    if device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        message = "invariant numerics need TF32 switched off (torch.backends.cuda.matmul.allow_tf32)"
+        raise NumericsUnsupported(message, operation="linear", shape=[])
+    ops = Ops(Numerics.INVARIANT)
+    with torch.inference_mode():
+        for num_outputs, num_inputs in linear_shapes:
+            shape = (min(num_outputs, _MAX_OUTPUTS), num_inputs)
+            weight_NK = _values(shape, dtype, device) / num_inputs**0.5
+            _check_rows("linear", shape, lambda x_TK, w_NK=weight_NK: ops.linear(x_TK, w_NK), shape[1], dtype, device)
+        for size in sorted({num_inputs for _, num_inputs in linear_shapes}):
+            weight_D = _values((size,), dtype, device)
+            _check_rows("rms_norm", (size,), lambda x, w=weight_D: ops.rms_norm(x, w, 1e-6), size, dtype, device)
+            if size % 2 == 0:
+                _check_rows("silu_mul", (size,), ops.silu_mul, size, dtype, device)
+        _check_attention(ops, dtype, device)
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers in -1 ... 1 that are the same on every machine, without a random source."""
+    num_values = 1
+    for length in shape:
+        num_values *= length
+    index = torch.arange(num_values, dtype=torch.int64)
+    mixed = (index * 2_654_435_761 + 12_345) % 4_294_967_291
+    return (mixed.to(torch.float64) / 2_147_483_645.5 - 1).view(shape).to(device=device, dtype=dtype)
+
+
+def _check_rows(
+    operation: str,
+    shape: tuple[int, ...],
+    compute: Callable[[torch.Tensor], torch.Tensor],
+    num_inputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    x_TK = _values((_NUM_ROWS, num_inputs), dtype, device)
+    wanted_TN = compute(x_TK)
+    for num_threads in _thread_counts(device):
+        with _threads(num_threads):
+            for first, num_rows in _BATCHES:
+                rows = slice(first, first + num_rows)
+                if not torch.equal(compute(x_TK[rows]), wanted_TN[rows]):
+                    raise _refusal(operation, shape, dtype, device, f"{num_rows} rows from {first} on")
+
+
+def _check_attention(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    """One sequence of 144 positions: whole, in two chunks, and its last rows as decode beside another sequence."""
+    num_heads, num_kv_heads, head_dim = _ATTENTION
+    length, block_size, split = 144, 16, 101
+    pool = torch.zeros(2, 21, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+    key_NHSD, value_NHSD = pool
+    table_BM = torch.arange(18, device=device).view(9, 2).flip(0).T.contiguous()
+    position_T = torch.arange(length, device=device)
+    key_2THD = _values((2, 2 * length, num_kv_heads, head_dim), dtype, device)
+    for sequence in range(2):
+        slots_T = table_BM[sequence][position_T // block_size] * block_size + position_T % block_size
+        rows = slice(sequence * length, (sequence + 1) * length)
+        kv_write(key_2THD[0, rows], key_2THD[1, rows], slots_T, key_NHSD, value_NHSD)
+    query_TAD = _values((length, num_heads, head_dim), dtype, device) * 4
+
+    def prefill(start: int, end: int) -> torch.Tensor:
+        return ops.attention_prefill(query_TAD[start:end], key_NHSD, value_NHSD, table_BM[:1], [end - start], [end])
+
+    wanted_TAD = prefill(0, length)
+    query_2QAD = query_TAD[-3:].expand(2, -1, -1, -1)
+    positions_2Q = position_T[-3:].expand(2, -1)
+    shape = (num_heads, num_kv_heads, head_dim)
+    for num_threads in _thread_counts(device):
+        with _threads(num_threads):
+            chunked_TAD = torch.cat([prefill(0, split), prefill(split, length)])
+            if not torch.equal(chunked_TAD, wanted_TAD):
+                raise _refusal("attention_prefill", shape, dtype, device, f"chunks of {split} and {length - split}")
+            decoded_2QAD = ops.attention_decode(
+                query_2QAD, key_NHSD, value_NHSD, table_BM, positions_2Q, 9 * block_size
+            )
+            if not torch.equal(decoded_2QAD[0], wanted_TAD[-3:]):
+                raise _refusal("attention_decode", shape, dtype, device, "3 rows of 2 sequences")
+
+
+def _refusal(
+    operation: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, where: str
+) -> NumericsUnsupported:
+    message = (
+        f"invariant numerics do not hold on this machine: {operation} of shape {list(shape)} in {dtype} on {device} "
+        f"gives other bits for {where}; serve with --numerics default"
+    )
+    return NumericsUnsupported(message, operation=operation, shape=list(shape), dtype=str(dtype), device=str(device))
+
+
+def _thread_counts(device: torch.device) -> tuple[int, ...]:
+    """1 and what the process uses; prefill and decode workers may differ."""
+    return tuple({1, torch.get_num_threads()}) if device.type == "cpu" else (torch.get_num_threads(),)
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if num_threads == before:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,91 @@
+"""Arithmetic whose result for a row depends on that row alone, bit for bit: the ground invariant numerics stand on.
+
+Libraries choose how to split a product from its shape and the number of threads, so the same row may be rounded
+differently beside other rows. What was measured to hold, and is checked again by `kernels.selftest` at every start:
+
+CPU (MKL, torch 2.13): rows padded to a multiple of 16 and K cut into pieces added in order. Above the piece lengths
+below, MKL splits K between threads; float64 does so from K = 128 on. oneDNN's bfloat16 products depend on M for
+K > 256, and on the place of a row in its tile for tall weights; bfloat16 is therefore computed in float32.
+CUDA (cuBLAS): products of one fixed shape, because the kernel is picked by shape; rows are cut into tiles of 64.
+`torch.sum` and `mean` pick their order by shape on CUDA and CPU: `ordered_sum` adds halves instead.
+`silu`, `sigmoid` and `exp2` differ between vector body and scalar tail on a CPU; `exp` and the basic operations do not.
+
+Legend: T rows, K inner size, N outputs, G groups of one batched product.
+"""
+
+import torch
+from torch.nn import functional
+
+# Longest inner size of one library call on a CPU.
+_PIECE_LEN = {torch.float32: 256, torch.float64: 64}
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype norms, softmax and sums are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_tile(device: torch.device) -> int:
+    """Rows of one tile; rows are padded with zeros to a multiple of it."""
+    return 16 if device.type == "cpu" else 64
+
+
+def pad_rows(x: torch.Tensor, tile: int, dim: int = 0) -> torch.Tensor:
+    """`x` with zeros appended along `dim` to a multiple of `tile`."""
+    missing = -x.shape[dim] % tile
+    if missing == 0:
+        return x
+    return functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
+
+
+def ordered_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension, which is kept with length 1, in an order its length alone decides."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        folded = x[..., :half] + x[..., half : 2 * half]
+        if x.shape[-1] % 2:
+            folded[..., :1] += x[..., -1:]
+        x = folded
+    return x
+
+
+def product_rows(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` -> [T, N] in the dtype of `x`; a row depends on itself alone."""
+    num_rows = x_TK.shape[0]
+    tile = row_tile(x_TK.device)
+    padded_TK = pad_rows(x_TK, tile)
+    if x_TK.device.type != "cpu":
+        tiles = [functional.linear(part_TK, weight_NK) for part_TK in padded_TK.split(tile)]
+        return torch.cat(tiles)[:num_rows] if tiles else x_TK.new_empty(0, weight_NK.shape[0])
+    wide = wide_dtype(x_TK.dtype)
+    piece = _PIECE_LEN[wide]
+    padded_TK = padded_TK.to(wide)
+    out_TN = functional.linear(padded_TK[:, :piece], weight_NK[:, :piece].to(wide))
+    for start in range(piece, x_TK.shape[1], piece):
+        cut = slice(start, start + piece)
+        out_TN += functional.linear(padded_TK[:, cut], weight_NK[:, cut].to(wide))
+    return out_TN[:num_rows].to(x_TK.dtype)
+
+
+def product_groups(left_GTK: torch.Tensor, right_GKN: torch.Tensor, num_fixed_groups: int) -> torch.Tensor:
+    """Batched product [G, T, N]; T is a multiple of the tile, G of `num_fixed_groups`, both operands wide.
+
+    On CUDA every call has the shape [num_fixed_groups, tile, K] x [num_fixed_groups, K, N].
+    """
+    tile = row_tile(left_GTK.device)
+    assert left_GTK.shape[1] % tile == 0
+    assert left_GTK.shape[0] % num_fixed_groups == 0
+    if left_GTK.device.type == "cpu":
+        piece = _PIECE_LEN[left_GTK.dtype]
+        out_GTN = torch.bmm(left_GTK[:, :, :piece], right_GKN[:, :piece])
+        for start in range(piece, left_GTK.shape[2], piece):
+            cut = slice(start, start + piece)
+            out_GTN += torch.bmm(left_GTK[:, :, cut], right_GKN[:, cut])
+        return out_GTN
+    rows = []
+    for group in range(0, left_GTK.shape[0], num_fixed_groups):
+        groups = slice(group, group + num_fixed_groups)
+        fixed_GKN = right_GKN[groups].contiguous()
+        tiles = [torch.bmm(part_GTK.contiguous(), fixed_GKN) for part_GTK in left_GTK[groups].split(tile, dim=1)]
+        rows.append(torch.cat(tiles, dim=1))
+    return torch.cat(rows)

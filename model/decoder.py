@@ -1,0 +1,47 @@
+"""One decoder layer and the trunk of them. Legend: T tokens, D hidden size, V vocabulary."""
+
+import torch
+
+from baton.kernels.ops import Ops
+from baton.model.attention import Attention, AttentionInputs
+from baton.model.config import ModelConfig
+from baton.model.layers import MLP, RMSNorm, WeightSource
+from baton.model.moe import SparseMLP
+
+
+class DecoderLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x)); `layer` is its layer of the pool."""
+
+    def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
+        eps = config.rms_norm_eps
+        self.attention_norm = RMSNorm(source, f"{prefix}.input_layernorm", eps, ops)
+        self.attention = Attention(source, f"{prefix}.self_attn", layer, config, ops)
+        self.mlp_norm = RMSNorm(source, f"{prefix}.post_attention_layernorm", eps, ops)
+        self.mlp: MLP | SparseMLP = (
+            SparseMLP(source, f"{prefix}.mlp", config, ops)
+            if config.is_sparse(layer)
+            else MLP(source, f"{prefix}.mlp", ops)
+        )
+
+    def __call__(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        """[T, D] -> [T, D]."""
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), inputs)
+        return x_TD + self.mlp(self.mlp_norm(x_TD), may_wait=inputs.may_wait)
+
+
+class Decoder:
+    """Embedding, layers, final norm."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig, ops: Ops) -> None:
+        self.embedding_VD = source.take("model.embed_tokens.weight")
+        self.layers = [
+            DecoderLayer(source, f"model.layers.{layer}", layer, config, ops) for layer in range(config.num_layers)
+        ]
+        self.norm = RMSNorm(source, "model.norm", config.rms_norm_eps, ops)
+
+    def __call__(self, token_ids_T: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        """Hidden states after the final norm, [T, D]."""
+        x_TD = self.embedding_VD[token_ids_T]
+        for layer in self.layers:
+            x_TD = layer(x_TD, inputs)
+        return self.norm(x_TD)

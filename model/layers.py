@@ -1,0 +1,74 @@
+"""The parts of a decoder layer that are neither attention nor experts, and where parts get their weights from.
+
+Legend: T tokens, D hidden size, I intermediate size.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from baton.kernels.ops import Ops
+from baton.model.weights import StoredTensor
+
+
+@dataclass(slots=True)
+class WeightSource:
+    """Reads tensors into their place as the parts of the model are built, and reports how far it is."""
+
+    stored: Mapping[str, StoredTensor]
+    dtype: torch.dtype
+    device: torch.device
+    num_total: int
+    on_progress: Callable[[int, int], None] | None = None
+    num_done: int = field(default=0, init=False)
+
+    def take(self, *names: str) -> torch.Tensor:
+        """One tensor, or several one above the other (fused projections)."""
+        parts = [self._read(name) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def take_stacked(self, groups: Sequence[Sequence[str]]) -> torch.Tensor:
+        """[len(groups), ...]: the tensors of each group one above the other, the groups stacked."""
+        stacked: torch.Tensor | None = None
+        for index, names in enumerate(groups):
+            part = self.take(*names)
+            if stacked is None:
+                stacked = part.new_empty(len(groups), *part.shape)
+            stacked[index] = part
+        assert stacked is not None
+        return stacked
+
+    def _read(self, name: str) -> torch.Tensor:
+        tensor = self.stored[name].read().to(device=self.device, dtype=self.dtype)
+        self.num_done += 1
+        if self.on_progress is not None:
+            self.on_progress(self.num_done, self.num_total)
+        return tensor
+
+
+class RMSNorm:
+    """A norm with its weight."""
+
+    def __init__(self, source: WeightSource, prefix: str, eps: float, ops: Ops) -> None:
+        self.weight_D = source.take(f"{prefix}.weight")
+        self._eps = eps
+        self._ops = ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        return self._ops.rms_norm(x, self.weight_D, self._eps)
+
+
+class MLP:
+    """SwiGLU with gate and up projections in one product."""
+
+    def __init__(self, source: WeightSource, prefix: str, ops: Ops) -> None:
+        self.gate_up_JD = source.take(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
+        self.down_DI = source.take(f"{prefix}.down_proj.weight")
+        self._ops = ops
+
+    def __call__(self, x_TD: torch.Tensor, *, may_wait: bool) -> torch.Tensor:
+        """[T, D] -> [T, D]; never waits for the device, whatever `may_wait` allows."""
+        inner_TI = self._ops.silu_mul(self._ops.linear(x_TD, self.gate_up_JD))
+        return self._ops.linear(inner_TI, self.down_DI)

@@ -1,0 +1,55 @@
+"""From a Hugging Face directory to a `Model`. Everything headers can tell is checked before memory is taken."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from baton.core.errors import ModelTensorMissing, ModelUnsupported
+from baton.core.numerics import Numerics
+from baton.model.config import ModelConfig
+from baton.model.layers import WeightSource
+from baton.model.model import Model
+from baton.model.tensor_spec import check_tensors, tensor_spec
+from baton.model.weights import read_headers
+
+
+@torch.inference_mode()
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    numerics: Numerics,
+    with_mtp: bool,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Load config and weights, converted to `dtype`; `on_progress(done, total)` counts tensors.
+
+    Raises:
+        ModelMissing: the directory, or a file it must hold, is not there.
+        ModelFileDamaged: a file is truncated or not what its name says.
+        ModelUnsupported: config.json asks for something that is not implemented.
+        ModelTensorMissing: tensors are not there, among them those of an MTP head that was asked for.
+        ModelTensorUnexpected: the checkpoint holds tensors the architecture has no place for.
+        ModelTensorMisshapen: a tensor's shape or dtype is not the one config.json implies.
+    """
+    config = ModelConfig.from_directory(path)
+    if with_mtp:
+        _require_mtp(config, path)
+    spec = tensor_spec(config, with_mtp=with_mtp)
+    stored = read_headers(path)
+    check_tensors(spec, stored)
+    source = WeightSource(stored, dtype, device, len(spec.required), on_progress)
+    model = Model(source, config, numerics, with_mtp=with_mtp)
+    assert source.num_done == len(spec.required)
+    return model
+
+
+def _require_mtp(config: ModelConfig, path: Path) -> None:
+    if config.num_mtp_layers == 0:
+        message = f"{path} has no MTP head to draft with; --mtp 0 would serve the model without drafts"
+        raise ModelTensorMissing(message, path=str(path), tensors=[])
+    if config.num_mtp_layers > 1:
+        message = f"{path} has {config.num_mtp_layers} MTP layers; this version drafts with one; --mtp 0 would serve it"
+        raise ModelUnsupported(message, option="mtp_num_hidden_layers", value=config.num_mtp_layers)

@@ -1,0 +1,91 @@
+"""A loaded model: what the engine calls. One device, inference only; run it under `torch.inference_mode`.
+
+Legend: T tokens, N rows, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from baton.core.numerics import Numerics
+from baton.kernels.ops import Ops
+from baton.kernels.rope import rope_angles, rope_inverse_frequencies
+from baton.kvcache.layout import KVLayout
+from baton.kvcache.pool import KVPool
+from baton.model.attention import AttentionInputs
+from baton.model.config import ModelConfig
+from baton.model.decoder import Decoder
+from baton.model.inputs import AttentionBatch, DecodeBatch
+from baton.model.layers import WeightSource
+from baton.model.mtp import MTPHead
+
+
+class Model:
+    """Trunk, lm_head and, if loaded with it, the MTP head."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig, numerics: Numerics, *, with_mtp: bool) -> None:
+        self.config = config
+        self.dtype = source.dtype
+        self.device = source.device
+        self.numerics = numerics
+        self.with_mtp = with_mtp
+        self._ops = Ops(numerics)
+        self._decoder = Decoder(source, config, self._ops)
+        self._mtp = MTPHead(source, config, self._ops) if with_mtp else None
+        self._lm_head_VD = self._decoder.embedding_VD if config.tie_word_embeddings else source.take("lm_head.weight")
+        self._inverse_F = rope_inverse_frequencies(config.head_dim, config.rope_theta, self.dtype, self.device)
+
+    def trunk(
+        self, token_ids_T: torch.Tensor, batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]
+    ) -> torch.Tensor:
+        """Hidden states [T, D] after the final norm. Calls `on_layer(layer)` right after a layer's KV is written."""
+        return self._decoder(token_ids_T, self._inputs(batch, pool, on_layer))
+
+    def mtp(
+        self,
+        token_ids_T: torch.Tensor,
+        hidden_TD: torch.Tensor,
+        batch: AttentionBatch,
+        pool: KVPool,
+        on_layer: Callable[[int], None],
+    ) -> torch.Tensor:
+        """MTP entries [T, D] after the head's norm; entry i has the token after position i and the hidden of i."""
+        assert self._mtp is not None, "the model was loaded without its MTP head"
+        embedded_TD = self._decoder.embedding_VD[token_ids_T]
+        return self._mtp(embedded_TD, hidden_TD, self._inputs(batch, pool, on_layer))
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """[N, V], computed in the model's dtype; returned as float32 where that is narrower."""
+        logits_NV = self._ops.linear(hidden_ND, self._lm_head_VD)
+        return logits_NV if logits_NV.dtype.itemsize >= 4 else logits_NV.float()
+
+    def kv_layout(self, block_size: int) -> KVLayout:
+        """Layout of a pool for this model; the MTP layer is the last."""
+        return KVLayout(
+            model_hash=self.config.model_hash,
+            num_layers=self.config.num_layers + self.with_mtp,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            block_size=block_size,
+            dtype=self.dtype,
+        )
+
+    def linear_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of every kind of product, for `kernels.selftest.check_invariance`."""
+        config = self.config
+        hidden, queries = config.hidden_size, config.num_heads * config.head_dim
+        shapes = {(queries + 2 * config.num_kv_heads * config.head_dim, hidden), (hidden, queries)}
+        shapes.add((config.vocab_size, hidden))
+        if len(config.sparse_layers) < config.num_layers:
+            shapes |= {(2 * config.intermediate_size, hidden), (hidden, config.intermediate_size)}
+        if config.num_experts:
+            shapes |= {(2 * config.moe_intermediate_size, hidden), (hidden, config.moe_intermediate_size)}
+            shapes.add((config.num_experts, hidden))
+        if self.with_mtp:
+            shapes.add((hidden, 2 * hidden))
+        return tuple(sorted(shapes))
+
+    def _inputs(self, batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]) -> AttentionInputs:
+        positions = batch.positions_BQ.flatten() if isinstance(batch, DecodeBatch) else batch.positions_T
+        cos_TF, sin_TF = rope_angles(positions, self._inverse_F)
+        return AttentionInputs(batch, pool, cos_TF, sin_TF, on_layer)

@@ -1,0 +1,104 @@
+"""Names and shapes of the tensors a checkpoint must hold, and the errors when it does not. Reads no file itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelTensorUnexpected
+from baton.model.config import ModelConfig
+from baton.model.weights import StoredTensor
+
+Shape = tuple[int, ...]
+_NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Tensors to load, and tensors that may be there and are not needed."""
+
+    required: dict[str, Shape]
+    optional: dict[str, Shape]
+
+
+def tensor_spec(config: ModelConfig, *, with_mtp: bool) -> TensorSpec:
+    """What the architecture needs, with or without its MTP head."""
+    vocab = (config.vocab_size, config.hidden_size)
+    required: dict[str, Shape] = {"model.embed_tokens.weight": vocab, "model.norm.weight": (config.hidden_size,)}
+    optional: dict[str, Shape] = {}
+    (optional if config.tie_word_embeddings else required)["lm_head.weight"] = vocab
+    for layer in range(config.num_layers):
+        required |= _layer_spec(config, f"model.layers.{layer}", layer)
+    if with_mtp:
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            required[f"mtp.{name}.weight"] = (config.hidden_size,)
+        required["mtp.fc.weight"] = (config.hidden_size, 2 * config.hidden_size)
+        required |= _layer_spec(config, "mtp.layers.0", config.num_layers)
+    return TensorSpec(required, optional)
+
+
+def _layer_spec(config: ModelConfig, prefix: str, layer: int) -> dict[str, Shape]:
+    hidden, head = config.hidden_size, config.head_dim
+    queries, keys = config.num_heads * head, config.num_kv_heads * head
+    spec: dict[str, Shape] = {
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+        f"{prefix}.self_attn.q_proj.weight": (queries, hidden),
+        f"{prefix}.self_attn.k_proj.weight": (keys, hidden),
+        f"{prefix}.self_attn.v_proj.weight": (keys, hidden),
+        f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
+        f"{prefix}.self_attn.q_norm.weight": (head,),
+        f"{prefix}.self_attn.k_norm.weight": (head,),
+    }
+    if not config.is_sparse(layer):
+        return spec | _mlp_spec(f"{prefix}.mlp", hidden, config.intermediate_size)
+    spec[f"{prefix}.mlp.gate.weight"] = (config.num_experts, hidden)
+    for expert in range(config.num_experts):
+        spec |= _mlp_spec(f"{prefix}.mlp.experts.{expert}", hidden, config.moe_intermediate_size)
+    return spec
+
+
+def _mlp_spec(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
+    return {
+        f"{prefix}.gate_proj.weight": (inner, hidden),
+        f"{prefix}.up_proj.weight": (inner, hidden),
+        f"{prefix}.down_proj.weight": (hidden, inner),
+    }
+
+
+def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
+    """Compare a checkpoint's headers with what is needed.
+
+    Raises:
+        ModelTensorMissing: tensors are not there; if only the MTP head's, the message says how to serve without it.
+        ModelTensorUnexpected: tensors the architecture has no place for (those of an unused MTP head excepted).
+        ModelTensorMisshapen: a shape differs, or a dtype is not a plain float of 16 to 64 bits.
+    """
+    missing = sorted(set(spec.required) - set(stored))
+    if missing:
+        message = f"the checkpoint lacks {_named(missing)}"
+        if all(name.startswith("mtp.") for name in missing):
+            message += "; its MTP head cannot be used, but --mtp 0 would serve the model without it"
+        raise ModelTensorMissing(message, tensors=missing)
+    known = spec.required | spec.optional
+    unexpected = sorted(name for name in stored if name not in known and not _is_ignored(name, spec))
+    if unexpected:
+        message = f"the checkpoint holds {_named(unexpected)}, for which the architecture has no place"
+        raise ModelTensorUnexpected(message, tensors=unexpected)
+    for name, shape in known.items():
+        tensor = stored.get(name)
+        if tensor is not None and tensor.shape != shape:
+            message = f"{name} has shape {list(tensor.shape)} where config.json implies {list(shape)}"
+            raise ModelTensorMisshapen(message, tensor=name, shape=list(tensor.shape), wanted_shape=list(shape))
+        if tensor is not None and tensor.dtype is None:
+            message = f"{name} is stored as {tensor.dtype_name}; weights must be F64, F32, BF16 or F16"
+            raise ModelTensorMisshapen(message, tensor=name, dtype=tensor.dtype_name)
+
+
+def _is_ignored(name: str, spec: TensorSpec) -> bool:
+    if name.endswith(".rotary_emb.inv_freq"):  # old checkpoints store this constant
+        return True
+    return name.startswith("mtp.") and "mtp.fc.weight" not in spec.required
+
+
+def _named(names: list[str]) -> str:
+    shown = ", ".join(names[:_NUM_NAMED])
+    return shown if len(names) <= _NUM_NAMED else f"{shown} and {len(names) - _NUM_NAMED} more"

@@ -1,0 +1,141 @@
+"""Reading safetensors: what a checkpoint holds, whether its files are whole, and its tensors one by one.
+
+Knows files and names, not architectures. Everything that can be told from headers is told before a tensor is read.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.core.errors import ModelFileDamaged, ModelMissing, ModelTensorMissing
+
+_INDEX_NAME = "model.safetensors.index.json"
+_SINGLE_NAME = "model.safetensors"
+_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+_SAMPLE_BYTES = 64
+_STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies; `dtype` is None for a kind no weight may have."""
+
+    file: Path
+    dtype_name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The torch dtype, or None if weights of this kind are not supported."""
+        return _STORED_DTYPES.get(self.dtype_name)
+
+    def read(self) -> torch.Tensor:
+        """The tensor, on the CPU, as stored."""
+        assert self.dtype is not None
+        data = bytearray(self.end - self.start)
+        with self.file.open("rb") as stream:
+            stream.seek(self.start)
+            if stream.readinto(data) != len(data):
+                raise ModelFileDamaged(f"{self.file} shrank while it was read", path=str(self.file))
+        if not data:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(data, dtype=self.dtype).view(self.shape)
+
+
+def read_headers(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the directory's checkpoint, by name.
+
+    Raises:
+        ModelMissing: no safetensors file, or a shard the index names is not there.
+        ModelFileDamaged: a file is truncated or not a safetensors file.
+        ModelTensorMissing: the index promises a tensor its shard does not hold.
+    """
+    if (path / _SINGLE_NAME).is_file():
+        return _read_header(path / _SINGLE_NAME)
+    if not (path / _INDEX_NAME).is_file():
+        raise ModelMissing(f"{path} holds neither {_SINGLE_NAME} nor {_INDEX_NAME}", path=str(path))
+    weight_map = _read_index(path / _INDEX_NAME)
+    absent = sorted({name for name in weight_map.values() if not (path / name).is_file()})
+    if absent:
+        raise ModelMissing(f"{path} lacks {', '.join(absent)}", path=str(path), files=absent)
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(set(weight_map.values())):
+        tensors |= _read_header(path / name)
+    missing = sorted(set(weight_map) - set(tensors))
+    if missing:
+        message = f"the shards of {path} lack tensors their index names: {', '.join(missing[:5])}"
+        raise ModelTensorMissing(message, path=str(path), tensors=missing)
+    return tensors
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(shard) for name, shard in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileDamaged(f"{file} is not an index of shards: {error!r}", path=str(file)) from error
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_len = int.from_bytes(stream.read(8), "little")
+        if size < 8 or header_len > min(size - 8, _MAX_HEADER_BYTES):
+            message = f"{file} is truncated or no safetensors file: {size} bytes cannot hold its header"
+            raise ModelFileDamaged(message, path=str(file), size_bytes=size)
+        raw = stream.read(header_len)
+    begin = 8 + header_len
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        tensors = {name: _stored(file, begin, entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileDamaged(f"{file}: its header is not that of a safetensors file", path=str(file)) from error
+    promised = max((tensor.end for tensor in tensors.values()), default=begin)
+    if promised != size:
+        kind = "truncated" if size < promised else "longer than its header says"
+        message = f"{file} is {kind}: {size} bytes where the header promises {promised}"
+        raise ModelFileDamaged(message, path=str(file), size_bytes=size, promised_bytes=promised)
+    return tensors
+
+
+def _stored(file: Path, begin: int, entry: Mapping[str, Any]) -> StoredTensor:
+    shape = tuple(int(length) for length in entry["shape"])
+    start, end = (int(offset) for offset in entry["data_offsets"])
+    tensor = StoredTensor(file, str(entry["dtype"]), shape, begin + start, begin + end)
+    num_elements = 1
+    for length in shape:
+        num_elements *= length
+    if tensor.dtype is not None and num_elements * tensor.dtype.itemsize != end - start:
+        raise ValueError(f"{end - start} bytes for shape {shape}")
+    return tensor
+
+
+def checkpoint_identity(path: Path, config: Mapping[str, Any]) -> str:
+    """sha256 over config.json, every tensor's name, dtype and shape, and 64 bytes from the middle of each.
+
+    Two checkpoints of one architecture have equal headers, so headers alone would not tell a fine-tune from its base.
+    Where the tensors lie (one file or shards) does not matter.
+    """
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
+    tensors = read_headers(path)
+    streams = {file: file.open("rb") for file in sorted({tensor.file for tensor in tensors.values()})}
+    try:
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            digest.update(repr((name, tensor.dtype_name, tensor.shape)).encode())
+            middle = (tensor.start + tensor.end) // 2
+            stream = streams[tensor.file]
+            stream.seek(middle)
+            digest.update(stream.read(min(_SAMPLE_BYTES, tensor.end - middle)))
+    finally:
+        for stream in streams.values():
+            stream.close()
+    return digest.hexdigest()

@@ -1,0 +1,47 @@
+"""The start-up self-test passes where invariance holds, and names what breaks it where it does not."""
+
+import time
+
+import pytest
+import torch
+
+from baton.core.errors import NumericsUnsupported
+from baton.kernels import linear, selftest
+from baton.kernels.selftest import check_invariance
+
+pytestmark = pytest.mark.fast
+CPU = torch.device("cpu")
+SHAPES = [(512, 256), (256, 80), (160, 256), (8, 256), (256, 512), (4096, 256)]  # the bundled model's
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_it_holds_here_and_leaves_threads_alone(dtype):
+    torch.set_num_threads(2)
+    start_s = time.process_time()
+    check_invariance(SHAPES, dtype, CPU)
+    assert time.process_time() - start_s < 5
+    assert torch.get_num_threads() == 2
+
+
+def test_a_product_that_depends_on_its_batch_is_named(monkeypatch):
+    def careless(x_TK, weight_NK):
+        return linear.linear(x_TK, weight_NK) * (1 + 1e-6 * x_TK.shape[0])
+
+    monkeypatch.setattr(linear, "linear_invariant", careless)
+    with pytest.raises(NumericsUnsupported, match="linear of shape") as caught:
+        check_invariance([(40, 32)], torch.float32, CPU)
+    assert caught.value.fields["operation"] == "linear"
+    assert caught.value.fields["shape"] == [40, 32]
+
+
+def test_attention_that_depends_on_its_chunk_is_named(monkeypatch):
+    from baton.kernels import attention, attention_invariant
+
+    monkeypatch.setattr(attention_invariant, "attention_decode_invariant", attention.attention_decode)
+    with pytest.raises(NumericsUnsupported, match="attention_decode"):
+        check_invariance([(16, 16)], torch.float32, CPU)
+
+
+def test_wide_weights_are_checked_in_part():
+    assert selftest._MAX_OUTPUTS < 150_000
+    check_invariance([(150_000, 16)], torch.float32, CPU)

@@ -1,0 +1,227 @@
+"""Directories that cannot be served: each fault has its own error, which names the file or the tensors."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.core.errors import (
+    ModelFileDamaged,
+    ModelMissing,
+    ModelTensorMisshapen,
+    ModelTensorMissing,
+    ModelTensorUnexpected,
+    ModelUnsupported,
+)
+from baton.core.numerics import Numerics
+from baton.model.config import ModelConfig
+from baton.model.loader import load_model
+from baton.tests.model.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.fast
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def load(path, *, with_mtp=True, dtype=torch.float32, on_progress=None):
+    return load_model(
+        path,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        numerics=Numerics.DEFAULT,
+        with_mtp=with_mtp,
+        on_progress=on_progress,
+    )
+
+
+@pytest.fixture
+def copy(tiny_checkpoint, tmp_path):
+    """A copy of a good directory that a test may spoil."""
+    return shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+
+
+def rewrite_config(path, **changes):
+    values = json.loads((path / "config.json").read_text())
+    for key, value in changes.items():
+        if value is ...:
+            del values[key]
+        else:
+            values[key] = value
+    (path / "config.json").write_text(json.dumps(values))
+
+
+def rewrite_tensors(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def shard(path):
+    """The same checkpoint in two shards; returns their names."""
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    parts = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, path / name)
+    weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return names
+
+
+def test_missing_directory_config_and_weights(copy, tmp_path):
+    with pytest.raises(ModelMissing, match="no model directory") as caught:
+        load(tmp_path / "nowhere")
+    assert caught.value.fields["path"] == str(tmp_path / "nowhere")
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelMissing, match=r"neither model\.safetensors nor"):
+        load(copy)
+    (copy / "config.json").unlink()
+    with pytest.raises(ModelMissing, match=r"no config\.json"):
+        load(copy)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"qwen3"', "\xff"])
+def test_damaged_config(copy, text):
+    (copy / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelFileDamaged, match=r"config\.json"):
+        load(copy)
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", ...), ("rope_theta", ...), ("num_hidden_layers", "two")])
+def test_config_without_a_key_or_with_nonsense(copy, key, value):
+    rewrite_config(copy, **{key: value})
+    with pytest.raises(ModelFileDamaged, match=r"config\.json"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
+        ({"architectures": None}, "architectures"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(copy, changes, option):
+    rewrite_config(copy, **changes)
+    with pytest.raises(ModelUnsupported, match=option.removesuffix("s")) as caught:
+        load(copy)
+    assert caught.value.fields["option"] == option
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated_weights(copy, keep):
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ModelFileDamaged, match="truncated") as caught:
+        load(copy)
+    assert caught.value.fields["path"] == str(file)
+
+
+def test_weights_that_are_none(copy):
+    file = copy / "model.safetensors"
+    good = file.read_bytes()
+    for data in (good + b"\0", b"\x02\0\0\0\0\0\0\0[]", b"\x04\0\0\0\0\0\0\0junk", b"GGUF" + bytes(64)):
+        file.write_bytes(data)
+        with pytest.raises(ModelFileDamaged, match=r"model\.safetensors"):
+            load(copy)
+
+
+def test_missing_tensors_are_named(copy):
+    rewrite_tensors(copy, lambda tensors: (tensors.pop(EXPERT), tensors.pop("model.norm.weight")))
+    with pytest.raises(ModelTensorMissing, match=r"model\.norm\.weight") as caught:
+        load(copy)
+    assert caught.value.fields["tensors"] == [EXPERT, "model.norm.weight"]
+    assert "--mtp 0" not in str(caught.value)
+
+
+def test_unexpected_tensors_are_named(copy):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)  # old checkpoints hold it
+
+    rewrite_tensors(copy, add)
+    with pytest.raises(ModelTensorUnexpected) as caught:
+        load(copy)
+    assert caught.value.fields["tensors"] == ["model.layers.0.self_attn.q_proj.bias"]
+
+
+def test_misshapen_tensors(copy):
+    rewrite_tensors(copy, lambda tensors: tensors.update({EXPERT: tensors[EXPERT].T.contiguous()}))
+    with pytest.raises(ModelTensorMisshapen, match=r"\[32, 24\].*\[24, 32\]") as caught:
+        load(copy)
+    assert caught.value.fields["tensor"] == EXPERT
+
+
+def test_integer_weights(copy):
+    rewrite_tensors(copy, lambda tensors: tensors.update({EXPERT: tensors[EXPERT].to(torch.int8)}))
+    with pytest.raises(ModelTensorMisshapen, match="I8"):
+        load(copy)
+
+
+def test_a_missing_mtp_head_says_how_to_go_on(copy):
+    rewrite_tensors(copy, lambda tensors: tensors.pop("mtp.fc.weight"))
+    with pytest.raises(ModelTensorMissing, match="--mtp 0 would serve"):
+        load(copy)
+    assert load(copy, with_mtp=False).config.num_mtp_layers == 1
+    rewrite_config(copy, mtp_num_hidden_layers=...)
+    with pytest.raises(ModelTensorMissing, match="--mtp 0 would serve"):
+        load(copy)
+    rewrite_config(copy, num_nextn_predict_layers=2)
+    with pytest.raises(ModelUnsupported, match="2 MTP layers"):
+        load(copy)
+
+
+def test_shards(copy, tiny_checkpoint):
+    names = shard(copy)
+    model = load(copy)
+    assert model.config == ModelConfig.from_directory(tiny_checkpoint())  # and so is the hash
+    (copy / names[1]).rename(copy / "elsewhere")
+    with pytest.raises(ModelMissing, match=names[1]):
+        load(copy)
+    shutil.copy(copy / names[0], copy / names[1])
+    with pytest.raises(ModelTensorMissing, match="their index names"):
+        load(copy)
+    (copy / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelFileDamaged, match="index"):
+        load(copy)
+
+
+def test_the_hash_tells_weights_and_config_apart(copy, tiny_checkpoint):
+    base = ModelConfig.from_directory(copy)
+    assert base.model_hash == ModelConfig.from_directory(tiny_checkpoint()).model_hash
+    other = ModelConfig.from_directory(tiny_checkpoint(seed=1))
+    assert other.model_hash != base.model_hash
+    assert other.vocab_size == base.vocab_size
+    rewrite_config(copy, rope_theta=20000.0)
+    assert ModelConfig.from_directory(copy).model_hash != base.model_hash
+
+
+def test_both_spellings_of_rope_and_experts(copy):
+    base = ModelConfig.from_directory(copy)
+    rewrite_config(copy, rope_theta=..., rope_scaling=..., rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    rewrite_config(copy, num_experts=..., num_local_experts=8)
+    config = ModelConfig.from_directory(copy)
+    assert (base.rope_theta, config.rope_theta) == (1e4, 5e5)
+    assert config.num_experts == base.num_experts == 8
+
+
+def test_a_tied_checkpoint_may_store_its_lm_head(copy):
+    rewrite_tensors(copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load(copy)
+
+
+def test_progress_counts_every_tensor(tmp_path):
+    path = write_checkpoint(tmp_path / "model", kind="qwen3", tie=False)
+    seen = []
+    load(path, on_progress=lambda done, total: seen.append((done, total)))
+    total = len(load_file(path / "model.safetensors"))
+    assert seen == [(done, total) for done in range(1, total + 1)]

@@ -1,0 +1,54 @@
+"""The MTP head against a reference without paging, over a prompt and in chained drafts."""
+
+import pytest
+import torch
+
+from baton.core.numerics import Numerics
+from baton.tests.model.harness import Paged, prompt
+from baton.tests.model.test_logits import CASES, CONFIGURATIONS, TOLERANCES
+
+
+@pytest.mark.parametrize("numerics", list(Numerics))
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_entries_over_a_prompt(name, dtype, numerics, tiny_checkpoint, load, reference):
+    path = tiny_checkpoint(**CONFIGURATIONS[name])
+    model, truth = load(path, dtype, numerics), reference(path, dtype)
+    ids = prompt(62)
+    wanted = truth.lm_head(truth.mtp(ids[1:], truth.hidden(ids)[:-1]))
+    for chunk_len in (61, 1, 7, 16, 48):
+        paged = Paged(model)
+        hidden = paged.prefill(ids)[:-1]
+        parts = [(0, start, min(start + chunk_len, 61)) for start in range(0, 61, chunk_len)]
+        out = [paged.mtp(ids[s + 1 : e + 1], hidden[s:e], paged.prefill_batch([(q, s, e)])) for q, s, e in parts]
+        assert (paged.logits(torch.cat(out)) - wanted).abs().max() <= TOLERANCES[dtype], chunk_len
+
+
+@pytest.mark.parametrize("numerics", list(Numerics))
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_chained_drafts(name, dtype, numerics, tiny_checkpoint, load, reference):
+    """Each further entry takes a drafted token and the head's own output, as one decode row."""
+    path = tiny_checkpoint(**CONFIGURATIONS[name])
+    model, truth = load(path, dtype, numerics), reference(path, dtype)
+    ids = prompt(50)
+    paged = Paged(model)
+    hidden = paged.prefill(ids)[:-1]
+    out = paged.mtp(ids[1:], hidden, paged.prefill_batch([(0, 0, 49)]))[-1:]
+    next_ids, true_hidden = ids[1:], truth.hidden(ids)[:-1]
+    for draft in range(3):
+        true_out = truth.mtp(next_ids, true_hidden)[-1:]
+        true_logits = truth.lm_head(true_out)
+        assert (paged.logits(out) - true_logits).abs().max() <= TOLERANCES[dtype], draft
+        token = true_logits.argmax(dim=-1)
+        next_ids, true_hidden = torch.cat([next_ids, token]), torch.cat([true_hidden, true_out])
+        out = paged.mtp(token, out, paged.decode_batch([0], [49 + draft], 1, bound=100))
+
+
+@pytest.mark.fast
+def test_a_model_loaded_without_its_head_has_none(tiny_checkpoint, load):
+    path = tiny_checkpoint()
+    model = load(path, with_mtp=False)
+    assert model.kv_layout(16).num_layers == model.config.num_layers
+    assert load(path).kv_layout(16).num_layers == model.config.num_layers + 1
+    paged = Paged(model)
+    with pytest.raises(AssertionError, match="without its MTP head"):
+        paged.mtp(prompt(3), torch.zeros(3, 32), paged.prefill_batch([(0, 0, 3)]))
