@@ -1,0 +1,156 @@
+"""The records of the landing side: what is here, and what was here not long ago.
+
+Bookkeeping only; every rule about when a record changes is in `landing_protocol`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.core.request import AttemptKey
+from baton.kvtransfer.coverage import Coverage
+from baton.proto import kv_pb2
+
+TOMBSTONE_S = 60.0
+MAX_TOMBSTONES = 65_536
+
+
+class LandingState(Enum):
+    """Where one attempt is. What leaves the last two is gone, but for a tombstone."""
+
+    WANTED = auto()  # RESERVE seen; holds nothing
+    FILLING = auto()  # blocks granted; frames may land
+    SEALED = auto()  # complete and verified; the sequence owns the blocks, nothing is written
+    QUARANTINED = auto()  # fenced while a frame was being written
+
+
+@dataclass(slots=True)
+class Landing:
+    """One attempt at this decode worker. Counts of positions and bytes start with the grant."""
+
+    attempt: AttemptKey
+    peer: str
+    p_epoch: int
+    prompt_len: int
+    capacity_len: int
+    deadline_s: float
+    renewed_s: float
+    coverage: Coverage
+    digests: list[int | None]
+    state: LandingState = LandingState.WANTED
+    landing_id: int = 0
+    bytes_landed: int = 0
+    charged_bytes: int = 0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # (moment, payload bytes)
+    commit: kv_pb2.Commit | None = None
+    nack_due_s: float | None = None
+    nacked_round: int = -1
+    has_failed: bool = False  # LandingFailed was said
+    ack_abort: bool = False  # the peer waits for an AbortAck
+    reason: str = ""
+
+    def bytes_before(self, moment_s: float) -> int:
+        """Payload bytes that had landed by then."""
+        return sum(num_bytes for arrived_s, num_bytes in self.arrivals if arrived_s <= moment_s)
+
+
+@dataclass(slots=True)
+class Tombstone:
+    """What is still answered for an attempt that has ended."""
+
+    landing_id: int
+    was_sealed: bool
+    ended_s: float
+    reason: str
+    told_s: float = float("-inf")  # when the peer was last told that the landing is gone
+
+
+class LandingTable:
+    """All live landings, and tombstones of those that ended."""
+
+    def __init__(self) -> None:
+        self._live: dict[AttemptKey, Landing] = {}
+        self._by_id: dict[int, Landing] = {}
+        self._ended: OrderedDict[AttemptKey, Tombstone] = OrderedDict()
+        self._ended_by_id: dict[int, Tombstone] = {}
+        self._highest: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Landing]:
+        return iter(tuple(self._live.values()))
+
+    def get(self, attempt: AttemptKey) -> Landing | None:
+        """The live landing of an attempt."""
+        return self._live.get(attempt)
+
+    def by_id(self, landing_id: int) -> Landing | None:
+        """The live landing that was granted this id."""
+        return self._by_id.get(landing_id)
+
+    def tombstone(self, attempt: AttemptKey) -> Tombstone | None:
+        """What is left of an attempt that has ended."""
+        return self._ended.get(attempt)
+
+    def tombstone_by_id(self, landing_id: int) -> Tombstone | None:
+        """What is left of the landing that was granted this id."""
+        return self._ended_by_id.get(landing_id)
+
+    def highest_attempt(self, request_id: str) -> int:
+        """The highest attempt of a request that was seen; -1 for none."""
+        return self._highest.get(request_id, (-1, 0.0))[0]
+
+    def add(self, landing: Landing, now_s: float) -> None:
+        """Note an attempt that was never seen."""
+        key = landing.attempt
+        assert key not in self._live
+        assert key not in self._ended
+        self._live[key] = landing
+        self._see(key, now_s)
+
+    def index(self, landing: Landing) -> None:
+        """Make a landing findable by the id it was just granted."""
+        assert landing.landing_id not in self._by_id
+        self._by_id[landing.landing_id] = landing
+
+    def end(self, landing: Landing, now_s: float) -> None:
+        """Replace a live landing by its tombstone."""
+        del self._live[landing.attempt]
+        self._by_id.pop(landing.landing_id, None)
+        sealed = landing.state is LandingState.SEALED
+        self.bury(landing.attempt, Tombstone(landing.landing_id, sealed, now_s, landing.reason))
+
+    def bury(self, attempt: AttemptKey, tombstone: Tombstone) -> None:
+        """Note that an attempt has ended, whether or not it was ever here."""
+        self._ended[attempt] = tombstone
+        if tombstone.landing_id:
+            self._ended_by_id[tombstone.landing_id] = tombstone
+        self._see(attempt, tombstone.ended_s)
+        if len(self._ended) > MAX_TOMBSTONES:
+            self._forget_oldest()
+
+    def others_of(self, attempt: AttemptKey) -> list[Landing]:
+        """Live landings of the same request."""
+        return [live for live in self if live.attempt.request_id == attempt.request_id]
+
+    def prune(self, now_s: float) -> None:
+        """Forget tombstones that no message in flight can ask about any more."""
+        while self._ended and next(iter(self._ended.values())).ended_s < now_s - TOMBSTONE_S:
+            self._forget_oldest()
+        while len(self._highest) > MAX_TOMBSTONES or (
+            self._highest and next(iter(self._highest.values()))[1] < now_s - TOMBSTONE_S
+        ):
+            request_id, (attempt, _) = self._highest.popitem(last=False)
+            if AttemptKey(request_id, attempt) in self._live:
+                self._highest[request_id] = (attempt, now_s)
+
+    def _see(self, attempt: AttemptKey, now_s: float) -> None:
+        highest = max(self.highest_attempt(attempt.request_id), attempt.attempt)
+        self._highest[attempt.request_id] = (highest, now_s)
+        self._highest.move_to_end(attempt.request_id)
+
+    def _forget_oldest(self) -> None:
+        _, tombstone = self._ended.popitem(last=False)
+        self._ended_by_id.pop(tombstone.landing_id, None)

@@ -1,0 +1,138 @@
+"""How events and commands of the landing look in a ring: plain bytes, so that the two sides may be two processes.
+
+A record is a kind, a slot, and the fields of one dataclass in their order. Both ends are of one version.
+"""
+
+import struct
+from dataclasses import dataclass, fields
+
+from baton.core.request import AttemptKey
+from baton.kvcache.allocator import BlockTable
+from baton.kvtransfer.landing_actions import Drained, LandingEvent, LandingFailed, ReserveWanted, Sealed
+from baton.proto import kv_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class GrantCommand:
+    """Blocks for an attempt."""
+
+    attempt: AttemptKey
+    table: BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class DenyCommand:
+    """No blocks for an attempt."""
+
+    attempt: AttemptKey
+    reason: kv_pb2.Deny.Reason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortCommand:
+    """Give an attempt up."""
+
+    attempt: AttemptKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseCommand:
+    """A sealed landing's sequence has ended."""
+
+    attempt: AttemptKey
+
+
+Command = GrantCommand | DenyCommand | AbortCommand | ReleaseCommand
+Record = LandingEvent | Command
+NO_SLOT = 0xFFFFFFFF
+_KINDS: tuple[type[Record], ...] = (
+    ReserveWanted,
+    Sealed,
+    LandingFailed,
+    Drained,
+    GrantCommand,
+    DenyCommand,
+    AbortCommand,
+    ReleaseCommand,
+)
+_HEAD = struct.Struct("<BI")
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_F64 = struct.Struct("<d")
+
+
+def encode_record(record: Record, slot: int = NO_SLOT) -> bytes:
+    """The bytes of an event or a command."""
+    parts = [_HEAD.pack(_KINDS.index(type(record)), slot)]
+    for field in fields(record):
+        parts.append(_encode(getattr(record, field.name)))
+    return b"".join(parts)
+
+
+def decode_record(data: bytes) -> tuple[Record, int]:
+    """The event or command, and its slot."""
+    kind, slot = _HEAD.unpack_from(data)
+    reader = _Reader(data, _HEAD.size)
+    cls = _KINDS[kind]
+    record = cls(*(reader.read(field.type) for field in fields(cls)))
+    return record, slot
+
+
+def _encode(value: object) -> bytes:
+    match value:
+        case AttemptKey():
+            return _encode(value.request_id) + _U32.pack(value.attempt)
+        case BlockTable():
+            count = len(value.blocks)
+            return struct.pack(f"<II{count}I", value.block_size, count, *value.blocks)
+        case str():
+            return _sized(value.encode())
+        case kv_pb2.SequenceState():
+            return _sized(value.SerializeToString())
+        case float():
+            return _F64.pack(value)
+        case int():
+            return _U64.pack(value)
+    raise AssertionError(f"no encoding for {type(value).__name__}")
+
+
+def _sized(data: bytes) -> bytes:
+    return _U32.pack(len(data)) + data
+
+
+class _Reader:
+    """Takes one value after the other from a record."""
+
+    def __init__(self, data: bytes, start: int) -> None:
+        self._data = data
+        self._start = start
+
+    def read(self, kind: object) -> object:
+        """The next value, of a field annotated as `kind`."""
+        if kind is AttemptKey:
+            return AttemptKey(self._sized().decode(), self._number(_U32))
+        if kind is BlockTable:
+            block_size, count = self._number(_U32), self._number(_U32)
+            blocks = struct.unpack_from(f"<{count}I", self._data, self._start)
+            return BlockTable(blocks, block_size)
+        if kind is str:
+            return self._sized().decode()
+        if kind is kv_pb2.SequenceState:
+            return kv_pb2.SequenceState.FromString(self._sized())
+        if kind is float:
+            (value,) = _F64.unpack_from(self._data, self._start)
+            self._start += _F64.size
+            return value
+        return self._number(_U64)
+
+    def _number(self, form: struct.Struct) -> int:
+        (value,) = form.unpack_from(self._data, self._start)
+        self._start += form.size
+        return int(value)
+
+    def _sized(self) -> bytes:
+        size = self._number(_U32)
+        start, self._start = self._start, self._start + size
+        return self._data[start : self._start]

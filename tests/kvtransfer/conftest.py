@@ -1,0 +1,154 @@
+"""Two services with real pools, in one process."""
+
+import time
+
+import pytest
+import torch
+
+from baton.core.clock import MonotonicClock
+from baton.core.config import KVTransferConfig
+from baton.core.request import AttemptKey
+from baton.kvcache.allocator import BlockAllocator
+from baton.kvcache.layout import KVLayout
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.async_writer import PushPart
+from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed
+from baton.kvtransfer.loopback import LoopbackHub
+from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
+from baton.proto import kv_pb2
+
+P_EPOCH, D_EPOCH = 0xFEDCBA9876543210, 0x8000000000000001
+STEP_S = 0.001
+
+
+def make_layout(**changes):
+    fields = {
+        "model_hash": "model",
+        "num_layers": 3,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "block_size": 4,
+        "dtype": torch.float32,
+    }
+    return KVLayout(**{**fields, **changes})
+
+
+class Pair:
+    """A prefill worker's and a decode worker's end, and loops as simple as they can be."""
+
+    def __init__(self, kind, layout, num_blocks=64, **config):
+        self.layout = layout
+        self.config = KVTransferConfig(**config)
+        self.hub = LoopbackHub()
+        if kind == "zmq":
+            at_p, at_d = ZmqTransport(), ZmqTransport("tcp://127.0.0.1:0")
+        else:
+            at_p, at_d = self.hub.join("prefill"), self.hub.join("decode")
+        self.at_p, self.at_d = at_p, at_d
+        device = torch.device("cpu")
+        self.source, self.target = KVPool(layout, num_blocks, device), KVPool(layout, num_blocks, device)
+        generator = torch.Generator().manual_seed(1)
+        random = torch.randn(self.source.data_L2NHSD.shape, generator=generator)
+        self.source.data_L2NHSD.copy_(random)
+        self.from_blocks = BlockAllocator(num_blocks, layout.block_size)
+        self.to_blocks = BlockAllocator(num_blocks, layout.block_size)
+        common = {"layout": layout, "config": self.config, "clock": MonotonicClock()}
+        self.push = PushService(pool=self.source, epoch=P_EPOCH, transport=at_p, **common)
+        self.landing = LandingService(pool=self.target, epoch=D_EPOCH, transport=at_d, **common)
+        self.peer = DecodePeer("d0", self.landing.address, D_EPOCH)
+        self.tables, self.landed_tables, self.sizes = {}, {}, {}
+        self.events = []  # (moment, event), of both sides
+        self.is_granting = True
+        self.push.start()
+        self.landing.start()
+
+    def reserve(self, prompt_len, request_id="r", attempt=0, wait_s=10.0, capacity_len=None):
+        key = AttemptKey(request_id, attempt)
+        self.tables[key] = self.from_blocks.reserve(prompt_len)
+        self.sizes[key] = prompt_len
+        self.push.reserve(key, self.peer, self.tables[key], prompt_len, capacity_len or prompt_len + 3, wait_s)
+        return key
+
+    def turn(self):
+        for event in self.landing.poll():
+            self.events.append((time.monotonic(), event))
+            if isinstance(event, ReserveWanted) and self.is_granting:
+                self.landed_tables[event.attempt] = self.to_blocks.reserve(event.capacity_len)
+                self.landing.grant(event.attempt, self.landed_tables[event.attempt])
+            elif isinstance(event, Drained):
+                self.to_blocks.release(self.landed_tables.pop(event.attempt))
+        for event in self.push.poll():
+            self.events.append((time.monotonic(), event))
+            if isinstance(event, Acked | Denied | PushDrained):
+                self.from_blocks.release(self.tables.pop(event.attempt))
+
+    def find(self, kind, key):
+        return next((event for _, event in self.events if isinstance(event, kind) and event.attempt == key), None)
+
+    def wait_for(self, kind, key, timeout_s=15.0):
+        end_s = time.monotonic() + timeout_s
+        while (event := self.find(kind, key)) is None:
+            self.turn()
+            assert time.monotonic() < end_s, f"no {kind} for {key}: {self.events[-8:]}"
+            time.sleep(STEP_S)
+        return event
+
+    def compute(self, key, chunk_len=None):
+        """What a prefill loop does once the landing is granted."""
+        prompt_len = self.sizes[key]
+        chunk_len = chunk_len or prompt_len
+        for first in range(0, prompt_len, chunk_len):
+            with self.push.writer.step([PushPart(key, first, min(chunk_len, prompt_len - first))]) as step:
+                for layer in range(self.layout.num_layers):
+                    step.submit(layer)
+
+    def commit(self, key, **state):
+        self.push.commit(key, kv_pb2.SequenceState(first_token=7, **state), time.monotonic())
+
+    def hand_over(self, prompt_len, chunk_len=None, **reserve):
+        key = self.reserve(prompt_len, **reserve)
+        self.wait_for(Granted, key)
+        self.compute(key, chunk_len)
+        self.commit(key)
+        return key
+
+    def rows(self, pool, table, prompt_len):
+        """[L, 2, H, prompt_len, D] of a table."""
+        blocks = pool.data_L2NHSD[:, :, list(table.blocks)]
+        return blocks.transpose(2, 3).flatten(3, 4)[:, :, :, :prompt_len]
+
+    def release(self, key):
+        self.landing.release(key)
+        self.to_blocks.release(self.landed_tables.pop(key))
+
+    def assert_clean(self, timeout_s=8.0):
+        """Nothing is held on either side."""
+        end_s = time.monotonic() + timeout_s
+        while self.push.inventory()["num_pushes"] or self.landing.inventory()["num_landings"]:
+            self.turn()
+            assert time.monotonic() < end_s, (self.push.inventory(), self.landing.inventory())
+            time.sleep(STEP_S)
+        self.turn()
+        assert self.from_blocks.num_free == self.from_blocks.num_blocks
+        assert self.to_blocks.num_free == self.to_blocks.num_blocks
+
+    def close(self):
+        self.push.close()
+        self.landing.close()
+
+
+@pytest.fixture
+def make_pair():
+    pairs = []
+
+    def make(kind="loopback", layout=None, **options):
+        pairs.append(Pair(kind, layout or make_layout(), **options))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+__all__ = ["LandingFailed", "PushFailed", "Sealed"]

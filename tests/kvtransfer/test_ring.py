@@ -1,0 +1,103 @@
+"""Rings, completion words and the records in them."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.request import AttemptKey
+from baton.kvcache.allocator import BlockTable
+from baton.kvtransfer.landing_actions import Drained, LandingFailed, ReserveWanted, Sealed
+from baton.kvtransfer.records import (
+    NO_SLOT,
+    AbortCommand,
+    DenyCommand,
+    GrantCommand,
+    ReleaseCommand,
+    decode_record,
+    encode_record,
+)
+from baton.kvtransfer.ring import HEADER_BYTES, CompletionWords, Ring
+from baton.proto import kv_pb2
+
+pytestmark = pytest.mark.fast
+KEY = AttemptKey("réq", 3)
+
+
+@given(st.lists(st.one_of(st.none(), st.binary(max_size=60)), max_size=60))
+def test_a_ring_is_a_bounded_queue(steps):
+    ring, model = Ring(bytearray(HEADER_BYTES + 128)), []
+    for record in steps:  # None pops
+        if record is None:
+            assert ring.pop() == (model.pop(0) if model else None)
+            continue
+        fits = sum(4 + len(r) for r in model) + 4 + len(record) <= 128
+        assert ring.push(record) == fits
+        if fits:
+            model.append(record)
+    while model:
+        assert ring.pop() == model.pop(0)
+    assert ring.pop() is None
+
+
+def test_both_ends_see_each_other_through_the_buffer_alone():
+    buffer = bytearray(HEADER_BYTES + 64)
+    producer, consumer = Ring(buffer), Ring(memoryview(buffer))
+    assert producer.push(b"one")
+    assert consumer.pop() == b"one"
+    assert consumer.pop() is None
+
+
+def test_a_producer_and_a_consumer_thread_lose_nothing():
+    ring, num = Ring(bytearray(HEADER_BYTES + 256)), 5000
+
+    records = [index.to_bytes(4, "little") * (1 + index % 9) for index in range(num)]
+
+    def produce():
+        for record in records:
+            while not ring.push(record):
+                time.sleep(0)
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    seen = []
+    while len(seen) < num:
+        record = ring.pop()
+        if record is None:
+            time.sleep(0)
+        else:
+            seen.append(record)
+    thread.join()
+    assert seen == records
+
+
+def test_a_record_that_never_fits_is_a_bug():
+    with pytest.raises(AssertionError):
+        Ring(bytearray(HEADER_BYTES + 16)).push(bytes(13))
+
+
+def test_words():
+    words = CompletionWords(bytearray(CompletionWords.num_bytes(4)))
+    assert len(words) == 4
+    words.set(3, 2**64 - 1)
+    assert [words.get(slot) for slot in range(4)] == [0, 0, 0, 2**64 - 1]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        ReserveWanted(KEY, 7, 12, 1234.5),
+        Sealed(KEY, 2**40, 7, kv_pb2.SequenceState(first_token=5, hidden=bytes(64)), 100, 60, 99.25),
+        LandingFailed(KEY, "because"),
+        Drained(KEY),
+        GrantCommand(KEY, BlockTable(tuple(range(3, 300)), 16)),
+        DenyCommand(KEY, kv_pb2.Deny.BUSY, "no blocks"),
+        AbortCommand(KEY, ""),
+        ReleaseCommand(KEY),
+    ],
+)
+def test_records_come_back_as_they_were(record):
+    assert decode_record(encode_record(record)) == (record, NO_SLOT)
+    assert decode_record(encode_record(record, 17)) == (record, 17)
