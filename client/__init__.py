@@ -1,0 +1,6 @@
+"""A small typed client of Baton's gRPC API."""
+
+from baton.client.aio_client import AsyncBatonClient
+from baton.client.sync_client import BatonClient
+
+__all__ = ["AsyncBatonClient", "BatonClient"]

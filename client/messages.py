@@ -1,0 +1,82 @@
+"""What both clients say and check; no connection of its own."""
+
+from collections.abc import Sequence
+
+from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest, InvalidText, ProtocolError
+from baton.core.sampling import SamplingParams
+from baton.proto import inference_pb2, wire
+
+Sampling = SamplingParams | inference_pb2.Sampling
+OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
+
+
+def generate_request(
+    prompt: str | None, token_ids: Sequence[int] | None, sampling: Sampling | None, model: str
+) -> inference_pb2.GenerateRequest:
+    """The message for one answer. Without `sampling` the server's defaults hold, a fresh seed among them.
+
+    Raises:
+        ConflictingOptions: both a text and token ids.
+        EmptyPrompt: neither.
+        InvalidRequest: a value that no message can carry.
+    """
+    if prompt is not None and token_ids is not None:
+        raise ConflictingOptions("give a text or token ids, not both")
+    message = inference_pb2.GenerateRequest(model=model)
+    if isinstance(sampling, SamplingParams):
+        sampling = wire.sampling_to_proto(sampling)
+    if sampling is not None:
+        message.sampling.CopyFrom(sampling)
+    if prompt is not None:
+        message.text = checked_text(prompt)
+    elif token_ids is not None:
+        try:
+            message.token_ids.ids.extend(token_ids)
+        except ValueError as error:
+            raise InvalidRequest(f"a token id is out of range: {error}", field="token_ids") from error
+        message.token_ids.SetInParent()
+    else:
+        raise EmptyPrompt("give a text or token ids")
+    return message
+
+
+def checked_text(text: str) -> str:
+    """The text itself.
+
+    Raises:
+        InvalidText: it holds lone surrogates, so it is no Unicode text.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidText(f"the text is not valid UTF-8 at character {error.start}", at=error.start) from error
+    return text
+
+
+class ChunkCheck:
+    """Checks that a stream has no gap, no repetition, and an end."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._finished = False
+
+    def take(self, chunk: inference_pb2.GenerateChunk) -> inference_pb2.GenerateChunk:
+        """The chunk, if it is the next.
+
+        Raises:
+            ProtocolError: a token was lost or repeated on the way.
+        """
+        if chunk.index != self._num_tokens:
+            raise ProtocolError(f"expected token {self._num_tokens}, got {chunk.index}", index=chunk.index)
+        self._num_tokens += len(chunk.token_ids)
+        self._finished = chunk.HasField("finish")
+        return chunk
+
+    def end(self) -> None:
+        """The stream ended without an error.
+
+        Raises:
+            ProtocolError: its last chunk was not the last.
+        """
+        if not self._finished:
+            raise ProtocolError("the stream ended without a finish", num_tokens=self._num_tokens)

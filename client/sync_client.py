@@ -1,0 +1,100 @@
+"""Baton for ordinary code: one connection, typed errors, answers as they come."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from baton.client.messages import OPTIONS, ChunkCheck, Sampling, checked_text, generate_request
+from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire
+
+
+class BatonClient:
+    """A connection to a deployment, made when first needed. Threads may share it.
+
+    Every method raises the typed error of `baton.core.errors` that the server sent, and WorkerLost if nobody answers
+    at the address.
+
+    Args:
+        address: "host:port" of the router.
+        timeout_s: of each call, a whole answer included.
+    """
+
+    def __init__(self, address: str, timeout_s: float = 600.0) -> None:
+        self._timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+
+    def __enter__(self) -> "BatonClient":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; open answers end."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        model: str = "",
+    ) -> Iterator[inference_pb2.GenerateChunk]:
+        """Chunks of one answer; the last has `finish`. Dropping the iterator cancels the request."""
+        request = generate_request(prompt, token_ids, sampling, model)
+        return self._chunks(request)
+
+    def generate_text(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        model: str = "",
+    ) -> str:
+        """The whole text of one answer."""
+        chunks = self.generate(prompt, token_ids=token_ids, sampling=sampling, model=model)
+        return "".join(chunk.text for chunk in chunks)
+
+    def tokenize(self, text: str, model: str = "") -> list[int]:
+        """Token ids of a text."""
+        request = inference_pb2.TokenizeRequest(model=model, text=checked_text(text))
+        reply: inference_pb2.TokenizeReply = self._call(self._inference.Tokenize, request)
+        return list(reply.token_ids)
+
+    def model(self) -> inference_pb2.Model:
+        """What is served."""
+        reply: inference_pb2.Model = self._call(self._inference.GetModel, inference_pb2.GetModelRequest())
+        return reply
+
+    def status(self) -> admin_pb2.StatusReply:
+        """The router and its workers."""
+        reply: admin_pb2.StatusReply = self._call(self._admin.Status, admin_pb2.StatusRequest())
+        return reply
+
+    def inventory(self) -> admin_pb2.InventoryReply:
+        """What every live worker holds right now."""
+        reply: admin_pb2.InventoryReply = self._call(self._admin.Inventory, admin_pb2.InventoryRequest())
+        return reply
+
+    def _chunks(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateChunk]:
+        stream = self._inference.Generate(request, timeout=self._timeout_s)
+        check = ChunkCheck()
+        try:
+            for chunk in stream:
+                yield check.take(chunk)
+        except grpc.RpcError as error:
+            raise wire.error_from_rpc(error) from error
+        finally:
+            stream.cancel()
+        check.end()
+
+    def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise wire.error_from_rpc(error) from error

@@ -1,0 +1,61 @@
+"""The metrics of one process, under their public names; each instance owns its registry, so tests run several.
+
+Names keep vLLM's meanings under `baton_`. Only what is fed is defined here.
+"""
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+
+TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
+ITL_BUCKETS_S: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048)
+
+
+class RouterMetrics:
+    """What the router counts. Feeding is by the named attributes; reading is `render` or `total`."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.ttft_s = Histogram(
+            "baton_time_to_first_token_seconds",
+            "From the request's arrival to its first token",
+            buckets=TTFT_BUCKETS_S,
+            registry=self._registry,
+        )
+        self.itl_s = Histogram(
+            "baton_inter_token_latency_seconds",
+            "Between two chunks of one stream after the first; a chunk holds what one step emitted",
+            buckets=ITL_BUCKETS_S,
+            registry=self._registry,
+        )
+        self.num_requests_running = Gauge(
+            "baton_num_requests_running", "Streams open at the router", registry=self._registry
+        )
+        self.requests_finished = self._counter("requests_finished", "Requests that ended well", "reason")
+        self.requests_failed = self._counter("requests_failed", "Requests that ended with an error", "error")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens streamed to clients")
+        self.spec_decode_num_drafts = self._counter("spec_decode_num_drafts", "Verify steps of finished requests")
+        self.spec_decode_num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts proposed")
+        self.spec_decode_num_accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
+        self.kv_transfer_bytes = self._counter("kv_transfer_bytes", "KV pushed for finished requests")
+
+    def render(self) -> str:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self._registry).decode("utf-8")
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """For an exporter."""
+        return self._registry
+
+    def total(self, name: str) -> int:
+        """Sum of a counter over its labels; `name` as in the attributes."""
+        family = f"baton_{name}"
+        metrics = (metric for metric in self._registry.collect() if metric.name == family)
+        samples = (sample for metric in metrics for sample in metric.samples if sample.name == f"{family}_total")
+        return int(sum(sample.value for sample in samples))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"baton_{name}", text, labels, registry=self._registry)

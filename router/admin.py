@@ -1,0 +1,93 @@
+"""`baton.v1.Admin` of the router: what it knows of itself and its workers."""
+
+import asyncio
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from baton.core.clock import Clock
+from baton.core.metrics import RouterMetrics
+from baton.proto import admin_pb2, admin_pb2_grpc
+from baton.router.channels import Channels
+from baton.router.members import Member, Members
+
+INVENTORY_TIMEOUT_S: Final = 1.0
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """Status from heartbeats, Inventory asked afresh."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        members: Members,
+        channels: Channels,
+        metrics: RouterMetrics,
+        num_running: Callable[[], int],
+        clock: Clock,
+    ) -> None:
+        self._model = model
+        self._members = members
+        self._channels = channels
+        self._metrics = metrics
+        self._num_running = num_running
+        self._clock = clock
+        self._start_s = clock.now_s()
+
+    async def Status(
+        self, request: admin_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.StatusReply:
+        """Everything the router has heard, dead workers included."""
+        return admin_pb2.StatusReply(
+            model=self._model,
+            version=_version(),
+            uptime_s=self._clock.now_s() - self._start_s,
+            num_requests_running=self._num_running(),
+            num_requests_finished=self._metrics.total("requests_finished"),
+            num_requests_failed=self._metrics.total("requests_failed"),
+            num_tokens_streamed=self._metrics.total("generation_tokens"),
+            workers=[self._status(member) for member in self._members.all()],
+        )
+
+    async def Inventory(
+        self, request: admin_pb2.InventoryRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.InventoryReply:
+        """What every live worker holds right now; one that does not answer is shown as last heard, not alive.
+
+        A dead worker is left out: its process holds nothing.
+        """
+        live = [member for member in self._members.all() if member.alive]
+        asking = [self._ask(member, self._channels.to(member)) for member in live]
+        return admin_pb2.InventoryReply(workers=await asyncio.gather(*asking))
+
+    async def _ask(self, member: Member, channel: grpc.aio.Channel) -> admin_pb2.WorkerStatus:
+        stub = admin_pb2_grpc.AdminStub(channel)
+        try:
+            reply = await stub.Inventory(admin_pb2.InventoryRequest(), timeout=INVENTORY_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            status = self._status(member)
+            status.alive = False
+            return status
+        status = self._status(member)
+        if reply.workers:
+            status.state.CopyFrom(reply.workers[0].state)
+        return status
+
+    def _status(self, member: Member) -> admin_pb2.WorkerStatus:
+        return admin_pb2.WorkerStatus(
+            state=member.state,
+            alive=member.alive,
+            heartbeat_age_s=self._members.heartbeat_age_s(member),
+            num_epochs=member.num_epochs,
+        )
+
+
+def _version() -> str:
+    try:
+        return version("baton-pd")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,33 @@
+"""How many requests the router holds at once. Those beyond are refused at once, never queued here."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from baton.core.errors import Overloaded
+
+RETRY_AFTER_S = 1.0
+
+
+class Admission:
+    """Counts requests in flight against a limit."""
+
+    def __init__(self, limit: int) -> None:
+        assert limit >= 1
+        self.limit = limit
+        self.num_in_flight = 0
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Hold one of the places.
+
+        Raises:
+            Overloaded: all are taken; try again after `retry_after_s`.
+        """
+        if self.num_in_flight >= self.limit:
+            message = f"{self.num_in_flight} requests are in flight, the limit; try again in {RETRY_AFTER_S:g} s"
+            raise Overloaded(message, limit=self.limit, retry_after_s=RETRY_AFTER_S)
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1

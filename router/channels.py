@@ -1,0 +1,55 @@
+"""One gRPC channel to each life of each worker, opened when first needed and closed when the life is lost."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from baton.router.members import Life, Member, Members
+
+OPTIONS: Final = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.enable_retries", 0),  # an attempt is sent once; trying again is the router's decision, with a new attempt
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),  # a new life at an old address gets a connection of its own
+)
+
+
+class Channels:
+    """Channels by life.
+
+    Args:
+        members: says when a life is lost.
+        spawn: runs a coroutine in the background and keeps hold of it.
+    """
+
+    def __init__(self, members: Members, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        self._members = members
+        self._spawn = spawn
+        self._channels: dict[Life, grpc.aio.Channel] = {}
+
+    def to(self, member: Member) -> grpc.aio.Channel:
+        """The channel to the life `member` is in. The member must be alive."""
+        assert member.alive
+        life = member.life
+        channel = self._channels.get(life)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(member.state.address, options=OPTIONS)
+            self._channels[life] = channel
+            self._members.watch(life, lambda: self._spawn(self._close(life)))
+        return channel
+
+    async def close(self) -> None:
+        """Close all; calls still open on them end."""
+        for life in tuple(self._channels):
+            await self._close(life)
+
+    async def _close(self, life: Life) -> None:
+        channel = self._channels.pop(life, None)
+        if channel is not None:
+            await channel.close(None)

@@ -1,0 +1,153 @@
+"""Who is alive: the table of workers by heartbeat. Pure; the clock is given, nobody is called over a wire.
+
+A worker has a name (`worker_id`) and a life (`epoch`). A life is lost when it is silent for `alive_s`, or when its
+worker reports under a new epoch; a replaced life never comes back, a silent one may.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.core.clock import Clock
+from baton.core.errors import InvalidRequest, Overloaded
+from baton.proto import worker_pb2
+
+ALIVE_S: Final = 1.5
+FORGET_S: Final = 600.0
+MAX_WORKERS: Final = 4096
+MAX_RETIRED_EPOCHS: Final = 64
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One life of one worker."""
+
+    worker_id: str
+    epoch: int
+
+
+@dataclass(slots=True)
+class Member:
+    """The last that was heard of a worker."""
+
+    state: worker_pb2.WorkerState
+    heartbeat_s: float
+    alive: bool = True
+    num_epochs: int = 1
+    retired_epochs: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_RETIRED_EPOCHS))
+
+    @property
+    def life(self) -> Life:
+        """The life it is in."""
+        return Life(self.state.worker_id, self.state.epoch)
+
+    @property
+    def capacity_len(self) -> int:
+        """Positions in its whole pool."""
+        return self.state.inventory.num_blocks * self.state.block_size
+
+
+class Members:
+    """Workers known and alive."""
+
+    def __init__(self, clock: Clock, alive_s: float = ALIVE_S) -> None:
+        self._clock = clock
+        self._alive_s = alive_s
+        self._members: dict[str, Member] = {}
+        self._watches: dict[Life, list[Callable[[], None]]] = {}
+
+    def heartbeat(self, state: worker_pb2.WorkerState) -> bool:
+        """Take a worker's report; returns whether this life was known and alive until now.
+
+        Raises:
+            InvalidRequest: the report lacks what the table needs.
+            Overloaded: more workers than the table holds.
+        """
+        _check(state)
+        now_s = self._clock.now_s()
+        member = self._members.get(state.worker_id)
+        if member is None:
+            if len(self._members) >= MAX_WORKERS:
+                raise Overloaded(f"the router knows {MAX_WORKERS} workers, no more", limit=MAX_WORKERS)
+            self._members[state.worker_id] = Member(state, now_s)
+            return False
+        if state.epoch in member.retired_epochs:
+            return False  # of a life that was replaced: a report that was late, or a process that should be dead
+        known = member.alive and state.epoch == member.state.epoch
+        if state.epoch != member.state.epoch:
+            self._lose(member)
+            member.retired_epochs.append(member.state.epoch)
+            member.num_epochs += 1
+        member.state, member.heartbeat_s, member.alive = state, now_s, True
+        return known
+
+    def expire(self) -> list[Life]:
+        """Give up who has been silent too long; returns the lives lost. Call it often."""
+        now_s = self._clock.now_s()
+        lost = []
+        for worker_id, member in tuple(self._members.items()):
+            age_s = now_s - member.heartbeat_s
+            if member.alive and age_s >= self._alive_s:
+                self._lose(member)
+                lost.append(member.life)
+            elif age_s >= FORGET_S:
+                del self._members[worker_id]
+        return lost
+
+    def watch(self, life: Life, on_lost: Callable[[], None]) -> Callable[[], None]:
+        """Have `on_lost` called once if this life is lost, at once if it is already; returns what ends the watch."""
+        member = self._members.get(life.worker_id)
+        if member is None or not member.alive or member.life != life:
+            on_lost()
+            return lambda: None
+        self._watches.setdefault(life, []).append(on_lost)
+
+        def unwatch() -> None:
+            watches = self._watches.get(life, [])
+            if on_lost in watches:
+                watches.remove(on_lost)
+            if not watches:
+                self._watches.pop(life, None)
+
+        return unwatch
+
+    def live(self, role: str) -> list[Member]:
+        """Live workers of a role, by name."""
+        members = (self._members[worker_id] for worker_id in sorted(self._members))
+        return [member for member in members if member.alive and member.state.role == role]
+
+    def all(self) -> list[Member]:
+        """Every worker heard of, by name."""
+        return [self._members[worker_id] for worker_id in sorted(self._members)]
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request could be served: a live worker of each role."""
+        return bool(self.live(PREFILL)) and bool(self.live(DECODE))
+
+    def heartbeat_age_s(self, member: Member) -> float:
+        """Seconds since a worker was last heard."""
+        return max(0.0, self._clock.now_s() - member.heartbeat_s)
+
+    def _lose(self, member: Member) -> None:
+        member.alive = False
+        for on_lost in self._watches.pop(member.life, []):
+            on_lost()
+
+
+def _check(state: worker_pb2.WorkerState) -> None:
+    problems = {
+        "worker_id": not state.worker_id,
+        "role": state.role not in (PREFILL, DECODE),
+        "epoch": not state.epoch,
+        "address": not state.address,
+        "kv_address": state.role == DECODE and not state.kv_address,
+        "max_model_len": not state.max_model_len,
+        "block_size": not state.block_size,
+    }
+    for name, wrong in problems.items():
+        if wrong:
+            raise InvalidRequest(f"a heartbeat without a usable {name}", field=name, worker_id=state.worker_id)

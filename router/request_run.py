@@ -1,0 +1,232 @@
+"""One request's life between two workers: both legs opened, tokens put in order, one end for whatever happens.
+
+It owns the two streams of one attempt. It never touches blocks or text, and it never retries. Whatever ends the
+request ends both legs: a leg is cancelled unless it has nothing left but to report, and then it is given a moment.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Final
+
+from baton.core.clock import Clock
+from baton.core.errors import (
+    BatonError,
+    ProtocolError,
+    RequestCancelled,
+    RequestDeadlineExceeded,
+    TransferFailed,
+    WorkerLost,
+)
+from baton.core.request import FinishReason, GenerationRequest
+from baton.proto import wire, worker_pb2, worker_pb2_grpc
+from baton.router.channels import Channels
+from baton.router.leg import Leg
+from baton.router.members import Members
+from baton.router.policy import Pair
+from baton.router.token_order import TokenOrder
+
+LEG_GRACE_S: Final = 2.0  # a leg's own deadline is this much later than the request's: the backstop, not the rule
+DRAIN_S: Final = 2.0
+_FINISH_REASONS: Final = frozenset((FinishReason.STOP.value, FinishReason.LENGTH.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """Tokens that are certain, in order; the last holds the reason."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str = ""
+
+
+class RequestRun:
+    """One attempt. `start`, iterate `events`, then `close` in any case, and `drain` if it ended well.
+
+    At most `max_tokens` events wait for a slow reader, so the queue needs no other bound; the workers are free as
+    soon as they are done, however slow the reader is.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, pair: Pair, *, channels: Channels, members: Members, clock: Clock
+    ) -> None:
+        self.request = request
+        self.first: worker_pb2.FirstToken | None = None
+        self.first_received_ns = 0
+        self.prefill_done: worker_pb2.PrefillDone | None = None
+        self.decode_stats: worker_pb2.DecodeStats | None = None
+        self._clock = clock
+        self._members = members
+        self._prefill = Leg("prefill", pair.prefill)
+        self._decode = Leg("decode", pair.decode)
+        self._channels = (channels.to(pair.prefill), channels.to(pair.decode))
+        self._peer = worker_pb2.Peer(
+            worker_id=pair.decode.state.worker_id, kv_address=pair.decode.state.kv_address, epoch=pair.decode.life.epoch
+        )
+        self._order = TokenOrder(request.sampling.max_tokens)
+        self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
+        self._queue: asyncio.Queue[Emitted | BatonError] = asyncio.Queue()
+        self._decode_finished = False
+        self._ended = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def prefill_worker(self) -> str:
+        """Who computes the prompt."""
+        return self._prefill.worker_id
+
+    @property
+    def decode_worker(self) -> str:
+        """Who writes the answer; empty once the request has ended at its first token."""
+        ended_at_prefill = self.first is not None and self.first.finish_reason != ""
+        return "" if ended_at_prefill else self._decode.worker_id
+
+    def start(self) -> None:
+        """Open both legs: decode attends first, but nothing waits for it."""
+        now_s = self._clock.now_s()
+        left_s = self.request.deadline_s - now_s
+        self._timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire)
+        self._decode.start(self._read_decode(now_s, left_s + LEG_GRACE_S), self._on_leg_ended)
+        self._prefill.start(self._read_prefill(now_s, left_s + LEG_GRACE_S), self._on_leg_ended)
+        for leg in (self._decode, self._prefill):
+            leg.watch(self._members, self._fail)
+
+    async def events(self) -> AsyncIterator[Emitted]:
+        """Tokens in order; ends after the one with a finish reason.
+
+        Raises:
+            BatonError: what ended the request; all tokens that had arrived were yielded before.
+        """
+        while True:
+            item = await self._queue.get()
+            if isinstance(item, BatonError):
+                raise item
+            yield item
+            if item.finish_reason:
+                return
+
+    def close(self) -> None:
+        """The reader is gone: if the request has not ended, it ends now."""
+        self._fail(RequestCancelled("the client went away or cancelled"))
+
+    async def drain(self) -> None:
+        """Give the legs of an ended request a moment to end by themselves, then cancel them."""
+        tasks = [leg.task for leg in (self._prefill, self._decode) if leg.task is not None and not leg.task.done()]
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=DRAIN_S)
+        finally:
+            self._prefill.cancel()
+            self._decode.cancel()
+
+    # Each leg is a task that reads one stream; an error in it ends the request.
+
+    async def _read_prefill(self, now_s: float, timeout_s: float) -> None:
+        message = wire.prefill_request(self.request, self._peer, now_s)
+        call = worker_pb2_grpc.PrefillStub(self._channels[0]).Run(message, timeout=timeout_s)
+        try:
+            async for event in call:
+                if event.HasField("first_token"):
+                    self._on_first_token(event.first_token)
+                elif event.HasField("done"):
+                    self._on_prefill_done(event.done)
+        finally:
+            call.cancel()
+        if self.prefill_done is None:
+            raise ProtocolError(f"{self._prefill} ended its stream before it was done")
+
+    async def _read_decode(self, now_s: float, timeout_s: float) -> None:
+        message = wire.attend_request(self.request, now_s)
+        call = worker_pb2_grpc.DecodeStub(self._channels[1]).Attend(message, timeout=timeout_s)
+        try:
+            async for event in call:
+                if event.HasField("tokens"):
+                    self._decode_finished = event.tokens.finish_reason != ""
+                    self._on_decode_tokens(event.tokens)
+                elif event.HasField("attending") and event.attending.epoch != self._peer.epoch:
+                    raise WorkerLost(f"{self._decode} was restarted", worker_id=self._decode.worker_id)
+        finally:
+            call.cancel()
+        if not self._ended and not self._decode_finished:
+            raise ProtocolError(f"{self._decode} ended its stream without a finish")
+
+    def _on_first_token(self, first: worker_pb2.FirstToken) -> None:
+        if self._ended:
+            return
+        if self.first is not None:
+            raise ProtocolError(f"{self._prefill} sent a second first token")
+        self.first = first
+        self.first_received_ns = int(self._clock.now_s() * 1e9)
+        self._emit(0, [first.token], first.finish_reason)
+        early, self._early = self._early, []
+        for tokens in early:
+            self._on_decode_tokens(tokens)
+
+    def _on_prefill_done(self, done: worker_pb2.PrefillDone) -> None:
+        if self.first is None:
+            raise ProtocolError(f"{self._prefill} was done before its first token")
+        self.prefill_done = done
+        if not self._ended and not done.handed_off:
+            raise TransferFailed(f"{self._prefill} was done without handing over")
+        self._prefill.unwatch()
+
+    def _on_decode_tokens(self, tokens: worker_pb2.DecodeTokens) -> None:
+        if self._ended:
+            return
+        if self.first is None:
+            if len(self._early) >= self.request.sampling.max_tokens:
+                raise ProtocolError(f"{self._decode} sent more than {self.request.sampling.max_tokens} events")
+            self._early.append(tokens)
+            return
+        self._prefill.unwatch()  # what decode emits rests on a verified hand-off: prefill is not needed any more
+        if tokens.finish_reason:
+            self._check_counts(tokens)
+            self.decode_stats = tokens.stats
+        self._emit(tokens.index, list(tokens.token_ids), tokens.finish_reason)
+
+    def _emit(self, index: int, token_ids: list[int], finish_reason: str) -> None:
+        if finish_reason and finish_reason not in _FINISH_REASONS:
+            raise ProtocolError(f"a worker ended the request with {finish_reason!r}, which is no reason")
+        first = len(self._order)
+        new = self._order.take(index, token_ids)
+        if new or finish_reason:
+            self._queue.put_nowait(Emitted(first, new, finish_reason))
+        if finish_reason:
+            self._end()
+            if self.first is not None and self.first.finish_reason:
+                self._decode.cancel()
+
+    def _check_counts(self, tokens: worker_pb2.DecodeTokens) -> None:
+        num_streamed = tokens.index + len(tokens.token_ids)
+        num_emitted = 1 + tokens.stats.num_emitted_tokens
+        if num_streamed != num_emitted:
+            message = f"{self._decode} emitted {num_emitted} tokens and streamed {num_streamed}"
+            raise ProtocolError(message, num_emitted=num_emitted, num_streamed=num_streamed)
+
+    # The end: once, for one reason.
+
+    def _on_leg_ended(self, leg: Leg, error: BaseException | None) -> None:
+        needed = leg is self._decode or self.prefill_done is None
+        if leg is self._prefill and self.first is not None and len(self._order) > 1:
+            needed = False  # decode has the hand-off already
+        if error is None or self._ended or not needed:
+            return
+        self._fail(leg.explain(error))
+
+    def _expire(self) -> None:
+        self._fail(RequestDeadlineExceeded("the request's deadline passed", num_tokens=len(self._order)))
+
+    def _fail(self, error: BatonError) -> None:
+        if self._ended:
+            return
+        self._end()
+        self._queue.put_nowait(error)
+        self._prefill.cancel()
+        self._decode.cancel()
+
+    def _end(self) -> None:
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._prefill.unwatch()
+        self._decode.unwatch()

@@ -1,0 +1,77 @@
+"""What one stream's last chunk says of its time and tokens, measured where the client's tokens leave: here."""
+
+from baton.core.clock import Clock
+from baton.core.metrics import RouterMetrics
+from baton.proto import inference_pb2
+from baton.router.request_run import RequestRun
+
+
+class StreamStats:
+    """Marks the chunks of one stream as they are handed to gRPC."""
+
+    def __init__(self, clock: Clock, metrics: RouterMetrics, received_s: float) -> None:
+        self._clock = clock
+        self._metrics = metrics
+        self._received_s = received_s
+        self._first_s = 0.0
+        self._last_s = 0.0
+        self._num_tokens = 0
+        self.counted = False
+
+    def mark(self, num_tokens: int) -> None:
+        """A chunk with this many tokens leaves now."""
+        now_s = self._clock.now_s()
+        if self._num_tokens == 0:
+            self._first_s = now_s
+            self._metrics.ttft_s.observe(now_s - self._received_s)
+        else:
+            self._metrics.itl_s.observe(now_s - self._last_s)
+        self._last_s = now_s
+        self._num_tokens += num_tokens
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def summary(self, run: RequestRun, *, same_host: bool) -> inference_pb2.RequestStats:
+        """The stats of a finished request.
+
+        Args:
+            run: finished.
+            same_host: the prefill worker's clock is ours, so its stamps can be compared.
+        """
+        assert run.first is not None
+        first, done, decode = run.first, run.prefill_done, run.decode_stats
+        num_later = self._num_tokens - 1
+        stats = inference_pb2.RequestStats(
+            prompt_len=run.request.prompt_len,
+            output_len=self._num_tokens,
+            seed=run.request.sampling.seed,
+            prefill_worker=run.prefill_worker,
+            decode_worker=run.decode_worker,
+            ttft_ms=1e3 * (self._first_s - self._received_s),
+            tpot_ms=1e3 * (self._last_s - self._first_s) / num_later if num_later else 0.0,
+            kv_bytes_pushed=done.kv_bytes_pushed if done is not None else 0,
+            queue_ms=first.queue_ms,
+            landing_ms=first.landing_ms,
+            prefill_ms=first.prefill_ms,
+            publish_ms=max(0.0, (run.first_received_ns - first.sent_ns) / 1e6) if same_host else 0.0,
+        )
+        if decode is not None:
+            stats.num_verify_steps = decode.num_verify_steps
+            stats.num_draft_tokens = decode.num_draft_tokens
+            stats.num_accepted_tokens = decode.num_accepted_tokens
+            stats.num_decode_tokens = decode.num_emitted_tokens
+            stats.kv_bytes_landed_before_prefill_end = decode.kv_bytes_landed_before_prefill_end
+            stats.handoff_ms = decode.handoff_ms
+            if done is None:  # its report is still on the way; what landed was pushed
+                stats.kv_bytes_pushed = decode.kv_bytes_landed
+        return stats
+
+    def count(self, stats: inference_pb2.RequestStats, reason: str) -> None:
+        """Add a finished request to the process's metrics."""
+        self.counted = True
+        metrics = self._metrics
+        metrics.requests_finished.labels(reason).inc()
+        metrics.prompt_tokens.inc(stats.prompt_len)
+        metrics.spec_decode_num_drafts.inc(stats.num_verify_steps)
+        metrics.spec_decode_num_draft_tokens.inc(stats.num_draft_tokens)
+        metrics.spec_decode_num_accepted_tokens.inc(stats.num_accepted_tokens)
+        metrics.kv_transfer_bytes.inc(stats.kv_bytes_pushed)

@@ -1,0 +1,131 @@
+"""Requests that do not parse: answered with a typed error, where gRPC would only say UNKNOWN.
+
+gRPC calls a method's deserializer before the method, and an exception there ends the RPC without a type. The
+interceptor here makes every deserializer return the error instead, and refuses it in front of the method.
+"""
+
+from collections.abc import Awaitable, Callable
+from functools import cache
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from baton.core.errors import InvalidRequest, InvalidText, MalformedMessage
+from baton.proto import admin_pb2, inference_pb2, wire
+
+Handler = Any  # the stubs make the class generic; at run time it is not
+
+
+class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Ends an RPC whose request does not parse with MalformedMessage, or InvalidText if only its UTF-8 is wrong."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Wrap the method's deserializer and behaviour. Methods with request streams are left as they are."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        parse = _returning_errors(handler.request_deserializer)
+        method: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+        async def refuse(request: InvalidRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await wire.abort_with(context, request)
+
+        if handler.response_streaming:
+            # The methods write to the context, so that a cancel reaches them wherever they wait.
+            async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+                await (refuse if isinstance(request, InvalidRequest) else method)(request, context)
+
+            make = grpc.unary_stream_rpc_method_handler
+            return make(stream, request_deserializer=parse, response_serializer=handler.response_serializer)
+
+        async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            return await (refuse if isinstance(request, InvalidRequest) else method)(request, context)
+
+        make_unary = grpc.unary_unary_rpc_method_handler
+        return make_unary(unary, request_deserializer=parse, response_serializer=handler.response_serializer)
+
+
+def explain(data: bytes, type_name: str) -> InvalidRequest:
+    """What is wrong with bytes that do not parse as the message `type_name`."""
+    twin = _bytes_twins().get(type_name)
+    if twin is not None:
+        message = twin()
+        try:
+            message.ParseFromString(data)
+        except DecodeError:
+            pass
+        else:
+            field = _first_bad_text(message)
+            return InvalidText(f"{field or 'a string'} in {type_name} is not valid UTF-8", field=field)
+    return MalformedMessage(f"{len(data)} bytes that are no {type_name}", type=type_name)
+
+
+def _returning_errors(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    owner = getattr(parse, "__self__", None)  # FromString is bound to its message class
+    type_name = owner.DESCRIPTOR.full_name if owner is not None else "message"
+
+    def parse_or_explain(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return explain(data, type_name)
+
+    return parse_or_explain
+
+
+@cache
+def _bytes_twins() -> dict[str, type[Message]]:
+    """Message classes like ours with `bytes` for `string`: they parse what is wrong only in its text."""
+    pool = descriptor_pool.DescriptorPool()
+    added: set[str] = set()
+    for module in (inference_pb2, admin_pb2):
+        _add_file(pool, module.DESCRIPTOR, added)
+    names = [name for module in added for name in pool.FindFileByName(module).message_types_by_name]
+    found = (pool.FindMessageTypeByName(f"baton.v1.{name}") for name in names)
+    return {descriptor.full_name: message_factory.GetMessageClass(descriptor) for descriptor in found}
+
+
+def _add_file(pool: descriptor_pool.DescriptorPool, file: FileDescriptor, added: set[str]) -> None:
+    if file.name in added:
+        return
+    added.add(file.name)
+    for dependency in file.dependencies:
+        _add_file(pool, dependency, added)
+    proto = descriptor_pb2.FileDescriptorProto()
+    file.CopyToProto(proto)
+    for message in proto.message_type:
+        for field in message.field:
+            if field.type == field.TYPE_STRING:
+                field.type = field.TYPE_BYTES
+    pool.Add(proto)
+
+
+def _first_bad_text(message: Message) -> str:
+    for field, value in message.ListFields():
+        for item in value if isinstance(value, (list, tuple)) or _is_repeated(value) else (value,):
+            if isinstance(item, Message):
+                if found := _first_bad_text(item):
+                    return f"{field.name}.{found}"
+            elif isinstance(item, bytes) and not _is_utf8(item):
+                return str(field.name)
+    return ""
+
+
+def _is_repeated(value: Any) -> bool:
+    return hasattr(value, "__iter__") and not isinstance(value, bytes | str | Message)
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

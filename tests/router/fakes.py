@@ -1,0 +1,299 @@
+"""Workers that follow a script, in this process over real gRPC, and a router in front of them."""
+
+import asyncio
+import itertools
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from baton.core.clock import MonotonicClock
+from baton.core.tokenizer import Tokenizer
+from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
+from baton.router.served_model import ServedModel
+from baton.router.server import RouterConfig, RouterServer
+
+MODEL = "toy"
+EPOCHS = itertools.count(1000)
+
+
+def toy_tokenizer():
+    """One token per byte, and an end-of-sequence token, 256."""
+    vocab = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    fast = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<eos>"])
+    return Tokenizer(fast, (256,))
+
+
+TOKENIZER = toy_tokenizer()
+
+
+@dataclass
+class Script:
+    """What the workers do with a request. The answer is `answer`'s bytes, `step` tokens per decode event."""
+
+    answer: str = "hello world"
+    step: int = 2
+    first_delay_s: float = 0.0
+    done_delay_s: float = 0.0
+    token_delay_s: float = 0.0
+    finish_at_first: str = ""
+    prefill_error: BaseException | None = None
+    prefill_error_after_first: BaseException | None = None
+    decode_error: BaseException | None = None
+    decode_error_after: int = 0  # tokens
+    prefill_hangs: bool = False
+    decode_hangs_after: int | None = None
+    handed_off: bool = True
+    decode_before_first: bool = False
+    events: list | None = None  # DecodeTokens, sent as they are
+    attending_epoch: int | None = None
+    no_done: bool = False
+    no_finish: bool = False
+
+
+@dataclass
+class Seen:
+    """What a worker saw of one request."""
+
+    request: object
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: bool = False
+    hang: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Bench:
+    """Both roles share the script and what they know of each attempt."""
+
+    def __init__(self):
+        self.script = Script()
+        self.first_sent = {}
+
+    def sent(self, request):
+        return self.first_sent.setdefault(request.attempt.request_id, asyncio.Event())
+
+
+class FakeWorker:
+    """Either role: a gRPC server, heartbeats on demand, and a record of what was asked."""
+
+    def __init__(self, bench, role, worker_id, **state):
+        self.bench = bench
+        self.role = role
+        self.worker_id = worker_id
+        self.epoch = next(EPOCHS)
+        self.seen = []
+        self.server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        worker_pb2_grpc.add_PrefillServicer_to_server(Prefill(self), self.server)
+        worker_pb2_grpc.add_DecodeServicer_to_server(Decode(self), self.server)
+        admin_pb2_grpc.add_AdminServicer_to_server(Admin(self), self.server)
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        self.overrides = state
+
+    @property
+    def script(self):
+        return self.bench.script
+
+    def state(self):
+        state = worker_pb2.WorkerState(
+            worker_id=self.worker_id,
+            role=self.role,
+            epoch=self.epoch,
+            address=f"127.0.0.1:{self.port}",
+            kv_address="tcp://127.0.0.1:1" if self.role == "decode" else "",
+            model=MODEL,
+            max_model_len=200,
+            num_draft_tokens=2,
+            block_size=16,
+            numerics="default",
+            dtype="float32",
+            inventory=worker_pb2.Inventory(num_blocks=10, num_blocks_free=10, num_attends=len(self.running())),
+        )
+        for name, value in self.overrides.items():
+            setattr(state, name, value)
+        return state
+
+    def running(self):
+        return [seen for seen in self.seen if not seen.ended.is_set()]
+
+    @asynccontextmanager
+    async def record(self, request, context):
+        seen = Seen(request)
+        self.seen.append(seen)
+        try:
+            yield seen
+        except asyncio.CancelledError:
+            seen.cancelled = True
+            raise
+        finally:
+            seen.ended.set()
+
+
+class Prefill(worker_pb2_grpc.PrefillServicer):
+    def __init__(self, worker):
+        self.worker = worker
+
+    async def Run(self, request, context):
+        script = self.worker.script
+        async with self.worker.record(request, context) as seen:
+            await asyncio.sleep(script.first_delay_s)
+            if script.prefill_error is not None:
+                await wire.abort_with(context, script.prefill_error)
+            if script.prefill_hangs:
+                await seen.hang.wait()
+            token = TOKENIZER.encode(script.answer)[0]
+            first = worker_pb2.FirstToken(
+                token=token,
+                finish_reason=script.finish_at_first,
+                queue_ms=1.0,
+                landing_ms=2.0,
+                prefill_ms=3.0,
+                sent_ns=int(MonotonicClock().now_s() * 1e9),
+            )
+            if script.decode_before_first:
+                self.worker.bench.sent(request).set()
+                await asyncio.sleep(0.1)
+            await context.write(worker_pb2.PrefillEvent(first_token=first))
+            self.worker.bench.sent(request).set()
+            if script.prefill_error_after_first is not None:
+                await asyncio.sleep(0.05)
+                await wire.abort_with(context, script.prefill_error_after_first)
+            await asyncio.sleep(script.done_delay_s)
+            if not script.no_done:
+                handed_off = script.handed_off and not script.finish_at_first
+                done = worker_pb2.PrefillDone(kv_bytes_pushed=4096, handed_off=handed_off)
+                await context.write(worker_pb2.PrefillEvent(done=done))
+
+
+class Decode(worker_pb2_grpc.DecodeServicer):
+    def __init__(self, worker):
+        self.worker = worker
+
+    async def Attend(self, request, context):
+        script = self.worker.script
+        async with self.worker.record(request, context) as seen:
+            epoch = self.worker.epoch if script.attending_epoch is None else script.attending_epoch
+            await context.write(worker_pb2.DecodeEvent(attending=worker_pb2.Attending(epoch=epoch)))
+            if script.decode_error is not None and script.decode_error_after == 0:
+                await wire.abort_with(context, script.decode_error)
+            await self.worker.bench.sent(request).wait()
+            if script.events is not None:
+                for tokens in script.events:
+                    await context.write(worker_pb2.DecodeEvent(tokens=tokens))
+                return
+            await self.answer(request, context, seen)
+
+    async def answer(self, request, context, seen):
+        script = self.worker.script
+        token_ids = TOKENIZER.encode(script.answer)[: request.sampling.max_tokens]
+        num_steps = 0
+        for index in range(1, len(token_ids), script.step):
+            if script.decode_error is not None and index > script.decode_error_after:
+                await wire.abort_with(context, script.decode_error)
+            if script.decode_hangs_after is not None and index > script.decode_hangs_after:
+                await seen.hang.wait()
+            await asyncio.sleep(script.token_delay_s)
+            num_steps += 1
+            tokens = decode_tokens(index, token_ids[index : index + script.step])
+            if index + script.step >= len(token_ids) and not script.no_finish:
+                tokens = finished(tokens, len(token_ids) - 1, num_steps)
+            await context.write(worker_pb2.DecodeEvent(tokens=tokens))
+
+
+class Admin(admin_pb2_grpc.AdminServicer):
+    def __init__(self, worker):
+        self.worker = worker
+
+    async def Inventory(self, request, context):
+        return admin_pb2.InventoryReply(workers=[admin_pb2.WorkerStatus(state=self.worker.state(), alive=True)])
+
+
+def decode_tokens(index, token_ids):
+    return worker_pb2.DecodeTokens(index=index, token_ids=token_ids)
+
+
+def finished(tokens, num_emitted, num_steps=1, reason="length"):
+    tokens.finish_reason = reason
+    tokens.stats.CopyFrom(
+        worker_pb2.DecodeStats(
+            num_verify_steps=num_steps,
+            num_draft_tokens=2 * num_steps,
+            num_accepted_tokens=num_emitted - num_steps,
+            num_emitted_tokens=num_emitted,
+            kv_bytes_landed=4096,
+            kv_bytes_landed_before_prefill_end=1024,
+            handoff_ms=4.0,
+        )
+    )
+    return tokens
+
+
+class Cluster:
+    """A router and fake workers that report to it."""
+
+    def __init__(self, router):
+        self.router = router
+        self.bench = Bench()
+        self.workers = []
+        self.silent = set()
+        self.address = f"127.0.0.1:{router.port}"
+        self.channel = grpc.aio.insecure_channel(self.address, options=(("grpc.use_local_subchannel_pool", 1),))
+        self._heartbeats = asyncio.create_task(self._beat())
+
+    @property
+    def script(self):
+        return self.bench.script
+
+    async def add(self, role, worker_id, **state):
+        worker = FakeWorker(self.bench, role, worker_id, **state)
+        await worker.server.start()
+        self.workers.append(worker)
+        self.router.members.heartbeat(worker.state())
+        return worker
+
+    def of(self, role):
+        return [worker for worker in self.workers if worker.role == role]
+
+    async def _beat(self):
+        membership = worker_pb2_grpc.MembershipStub(self.channel)
+        while True:
+            await asyncio.sleep(0.1)
+            for worker in tuple(self.workers):
+                if worker.worker_id not in self.silent:
+                    await membership.Heartbeat(worker.state(), timeout=2.0)
+
+    async def idle(self, timeout_s=1.0):
+        """Wait until no worker has a stream; returns what each saw, by role."""
+        async with asyncio.timeout(timeout_s):
+            while any(worker.running() for worker in self.workers):
+                await asyncio.sleep(0.005)
+        return [[seen for worker in self.of(role) for seen in worker.seen] for role in ("prefill", "decode")]
+
+    async def close(self):
+        self._heartbeats.cancel()
+        await asyncio.gather(self._heartbeats, return_exceptions=True)
+        await self.channel.close()
+        await self.router.stop(0.0)
+        for worker in self.workers:
+            await worker.server.stop(None)
+
+
+@asynccontextmanager
+async def cluster(num_prefill=1, num_decode=1, **config):
+    """A running cluster of fakes."""
+    values = {"host": "127.0.0.1", "port": 0, "max_queue_len": 64, "request_timeout_s": 20.0, "alive_s": 1.5} | config
+    router = RouterServer(RouterConfig(**values), ServedModel(MODEL, TOKENIZER, 257))
+    await router.start()
+    running = Cluster(router)
+    try:
+        for index in range(num_prefill):
+            await running.add("prefill", f"prefill-{index}")
+        for index in range(num_decode):
+            await running.add("decode", f"decode-{index}")
+        yield running
+    finally:
+        await running.close()
