@@ -8,6 +8,7 @@ import torch
 
 from baton.core.config import WorkerConfig
 from baton.core.errors import ConfigInvalid
+from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.kernels.selftest import check_invariance
 from baton.kvcache.layout import DTYPES, KVLayout
@@ -45,6 +46,8 @@ def load_worker(config: WorkerConfig, on_progress: Callable[[int, int], None] | 
         with_mtp=config.num_draft_tokens > 0,
         on_progress=on_progress,
     )
+    if config.numerics is Numerics.INVARIANT:
+        check_invariance(model.linear_shapes(), model.dtype, device)
     layout = model.kv_layout(config.block_size)
     num_blocks = num_blocks_for_memory(layout, _kv_memory_bytes(config, device))
     if num_blocks < 1:

@@ -1,0 +1,27 @@
+"""The bundled model, loaded once per dtype and numerics, for the end-to-end suites."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.core.numerics import Numerics
+from baton.core.tokenizer import Tokenizer
+from baton.model.loader import load_model
+
+TINY = Path(__file__).parents[2] / "assets" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return Tokenizer.from_directory(TINY)
+
+
+@pytest.fixture(scope="session")
+def load_tiny():
+    @cache
+    def load(dtype=torch.float64, numerics=Numerics.DEFAULT, with_mtp=True, device="cpu"):
+        return load_model(TINY, dtype=dtype, device=torch.device(device), numerics=numerics, with_mtp=with_mtp)
+
+    return load

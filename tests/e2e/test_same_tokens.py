@@ -1,0 +1,154 @@
+"""The flagship: disaggregated output equals one-process output, token for token.
+
+Requests run over the plain worker classes with real ZMQ between them, in every combination of verification, number of
+drafts, chunk size and topology. The reference is the one-process engine without speculation and without chunking.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from baton.core.numerics import Numerics
+from baton.engine.local import LocalEngine
+from baton.tests.e2e.prompts import requests_for, token_prompts
+from baton.tests.e2e.topology import Topology
+
+NUM_PROMPTS = 48
+MAX_TOKENS = 20
+WHOLE = 4096
+SAMPLED = {"greedy": False, "coupled": True}
+DRAFTS = (0, 1, 2, 4)
+CHUNKS = (16, 48, WHOLE)
+TOPOLOGIES = {"1P1D": (1, 1), "2P1D": (2, 1), "1P2D": (1, 2)}
+CELLS = list(itertools.product(SAMPLED, DRAFTS, CHUNKS, TOPOLOGIES))
+
+
+def uncovered_pairs(cell, seen):
+    pairs = {(i, cell[i], j, cell[j]) for i, j in itertools.combinations(range(len(cell)), 2)}
+    return pairs - seen
+
+
+def pairwise(cells):
+    """A small subset in which every pair of values of two factors occurs (greedy choice, deterministic)."""
+    chosen, seen = [], set()
+    while True:
+        best = max(cells, key=lambda cell: len(uncovered_pairs(cell, seen)))
+        gain = uncovered_pairs(best, seen)
+        if not gain:
+            return chosen
+        chosen.append(best)
+        seen |= gain
+
+
+PAIRWISE = pairwise(CELLS)
+
+
+def local_tokens(model, tokenizer, requests, *, num_drafts=0, chunk_len=WHOLE):
+    engine = LocalEngine(
+        model,
+        tokenizer,
+        num_blocks=2048,
+        block_size=16,
+        num_draft_tokens=num_drafts,
+        chunk_len=chunk_len,
+        max_num_sequences=16,
+    )
+    return [list(result.token_ids) for result in engine.generate(requests)]
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
+    return token_prompts(tokenizer, NUM_PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def reference(load_tiny, tokenizer, prompts):
+    """Tokens of every prompt, by sampling and numerics; made without speculation, chunking or hand-off."""
+    made = {}
+
+    def get(mode, dtype=torch.float64, numerics=Numerics.DEFAULT):
+        if (mode, dtype, numerics) not in made:
+            requests = requests_for(prompts, sampled=SAMPLED[mode], num_drafts=0, max_tokens=MAX_TOKENS)
+            model = load_tiny(dtype, numerics, with_mtp=False)
+            made[mode, dtype, numerics] = local_tokens(model, tokenizer, requests)
+        return made[mode, dtype, numerics]
+
+    return get
+
+
+def disaggregated(load_tiny, tokenizer, prompts, cell, dtype=torch.float64, numerics=Numerics.DEFAULT):
+    mode, num_drafts, chunk_len, topology = cell
+    model = load_tiny(dtype, numerics, with_mtp=num_drafts > 0)
+    requests = requests_for(prompts, sampled=SAMPLED[mode], num_drafts=num_drafts, max_tokens=MAX_TOKENS)
+    num_prefill, num_decode = TOPOLOGIES[topology]
+    with Topology(
+        model,
+        tokenizer,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        num_drafts=num_drafts,
+        chunk_len=chunk_len,
+    ) as deployment:
+        outcomes = deployment.generate(requests)
+        deployment.wait_idle()
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    return [outcome.token_ids for outcome in outcomes]
+
+
+def cell_id(cell):
+    mode, num_drafts, chunk_len, topology = cell
+    return f"{mode}-k{num_drafts}-{'whole' if chunk_len == WHOLE else chunk_len}-{topology}"
+
+
+def test_the_pairwise_subset_covers_every_pair():
+    seen = set()
+    for cell in PAIRWISE:
+        seen |= uncovered_pairs(cell, seen)
+    assert all(not uncovered_pairs(cell, seen) for cell in CELLS)
+    assert len(PAIRWISE) < len(CELLS) / 3
+
+
+@pytest.mark.parametrize("cell", PAIRWISE, ids=cell_id)
+def test_float64_tokens_are_identical(load_tiny, tokenizer, prompts, reference, cell):
+    assert disaggregated(load_tiny, tokenizer, prompts, cell) == reference(cell[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in PAIRWISE], ids=cell_id)
+def test_float64_tokens_are_identical_in_every_other_cell(load_tiny, tokenizer, prompts, reference, cell):
+    assert disaggregated(load_tiny, tokenizer, prompts, cell) == reference(cell[0])
+
+
+@pytest.mark.parametrize("mode", SAMPLED)
+@pytest.mark.parametrize(("num_drafts", "chunk_len"), [(1, 16), (4, 48)])
+def test_the_one_process_engine_agrees_with_itself(
+    load_tiny, tokenizer, prompts, reference, mode, num_drafts, chunk_len
+):
+    requests = requests_for(prompts, sampled=SAMPLED[mode], num_drafts=num_drafts, max_tokens=MAX_TOKENS)
+    model = load_tiny(torch.float64)
+    assert local_tokens(model, tokenizer, requests, num_drafts=num_drafts, chunk_len=chunk_len) == reference(mode)
+
+
+INVARIANT_CELLS = [("greedy", 2, 48, "2P1D"), ("coupled", 4, 16, "1P2D")]
+
+
+@pytest.mark.parametrize("cell", INVARIANT_CELLS, ids=cell_id)
+def test_invariant_float32_tokens_are_identical(load_tiny, tokenizer, prompts, reference, cell):
+    expected = reference(cell[0], torch.float32, Numerics.INVARIANT)
+    assert disaggregated(load_tiny, tokenizer, prompts, cell, torch.float32, Numerics.INVARIANT) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", PAIRWISE, ids=cell_id)
+def test_invariant_float32_tokens_are_identical_pairwise(load_tiny, tokenizer, prompts, reference, cell):
+    expected = reference(cell[0], torch.float32, Numerics.INVARIANT)
+    assert disaggregated(load_tiny, tokenizer, prompts, cell, torch.float32, Numerics.INVARIANT) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", SAMPLED)
+def test_invariant_bfloat16_tokens_are_identical(load_tiny, tokenizer, prompts, reference, mode):
+    cell = (mode, 2, 48, "2P1D")
+    expected = reference(mode, torch.bfloat16, Numerics.INVARIANT)
+    assert disaggregated(load_tiny, tokenizer, prompts, cell, torch.bfloat16, Numerics.INVARIANT) == expected

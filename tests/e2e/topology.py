@@ -1,0 +1,239 @@
+"""A whole deployment in one process: the plain worker classes over real ZMQ, and a minimal router.
+
+Everything is the product's own but the front door: no Ray, no gRPC. The model is loaded once and shared, pools are
+each worker's own.
+"""
+
+import itertools
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.core.clock import MonotonicClock
+from baton.core.config import KVTransferConfig
+from baton.core.errors import BatonError
+from baton.core.request import GenerationRequest
+from baton.decode_worker.worker import DecodeWorker
+from baton.engine.decode import DecodeRunner
+from baton.engine.prefill import PrefillRunner
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.landing import LandingService
+from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.push import DecodePeer, PushService
+from baton.prefill_worker.worker import PrefillWorker
+
+
+class QueueSink:
+    """An EventSink that a test thread reads."""
+
+    def __init__(self):
+        self.queue = queue.Queue()
+        self.ended = False
+
+    def emit(self, event):
+        self.queue.put(event)
+
+    def end(self, error=None):
+        if not self.ended:
+            self.ended = True
+            self.queue.put(error)
+
+    def events(self, timeout_s=60.0):
+        """Events until the end; raises the error the stream ended with."""
+        while (item := self.queue.get(timeout=timeout_s)) is not None:
+            if isinstance(item, BatonError):
+                raise item
+            yield item
+
+
+@dataclass
+class Outcome:
+    """What one request produced."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    decode_stats: Any = None
+    prefill_done: Any = None
+    error: BatonError | None = None
+
+
+class PrefillSide:
+    """One prefill worker and its parts."""
+
+    def __init__(self, model, tokenizer, *, epoch, num_blocks, block_size, chunk_len, transfer, fatal):
+        clock = MonotonicClock()
+        self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
+        self.push = PushService(
+            pool=self.pool,
+            layout=self.pool.layout,
+            epoch=epoch,
+            transport=ZmqTransport(),
+            config=transfer,
+            clock=clock,
+        )
+        self.worker = PrefillWorker(
+            runner=PrefillRunner(model, self.pool),
+            pool=self.pool,
+            tokenizer=tokenizer,
+            push=self.push,
+            chunk_len=chunk_len,
+            max_num_seqs=16,
+            max_queue_len=1024,
+            clock=clock,
+            on_fatal=fatal,
+        )
+        self.worker.start()
+
+
+class DecodeSide:
+    """One decode worker and its parts."""
+
+    def __init__(self, model, tokenizer, *, epoch, num_blocks, block_size, num_drafts, max_num_seqs, transfer, fatal):
+        clock = MonotonicClock()
+        self.epoch = epoch
+        self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
+        self.landing = LandingService(
+            pool=self.pool,
+            layout=self.pool.layout,
+            epoch=epoch,
+            transport=ZmqTransport(bind="tcp://127.0.0.1:0"),
+            config=transfer,
+            clock=clock,
+        )
+        self.worker = DecodeWorker(
+            runner=DecodeRunner(model, self.pool, max_num_seqs, num_drafts),
+            pool=self.pool,
+            tokenizer=tokenizer,
+            landing=self.landing,
+            max_num_seqs=max_num_seqs,
+            max_queue_len=1024,
+            clock=clock,
+            on_fatal=fatal,
+        )
+        self.worker.start()
+
+    @property
+    def peer(self):
+        return DecodePeer("decode", self.landing.address, self.epoch)
+
+
+class Topology:
+    """`num_prefill` x `num_decode` workers; `generate` runs requests round robin over them."""
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        *,
+        num_prefill=1,
+        num_decode=1,
+        num_drafts=0,
+        chunk_len=256,
+        num_blocks=1024,
+        block_size=16,
+        max_num_seqs=16,
+        transfer=None,
+    ):
+        self.fatal = []
+        transfer = transfer or KVTransferConfig()
+        common = {"num_blocks": num_blocks, "block_size": block_size, "transfer": transfer, "fatal": self.fatal.append}
+        self.prefill = [
+            PrefillSide(model, tokenizer, epoch=100 + index, chunk_len=chunk_len, **common)
+            for index in range(num_prefill)
+        ]
+        self.decode = [
+            DecodeSide(model, tokenizer, epoch=200 + index, num_drafts=num_drafts, max_num_seqs=max_num_seqs, **common)
+            for index in range(num_decode)
+        ]
+        self._turn = itertools.count()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def close(self):
+        for side in (*self.prefill, *self.decode):
+            side.worker.close()
+        assert not self.fatal, self.fatal
+
+    def start(self, request: GenerationRequest):
+        """Begin one request; returns what `cancel` and `finish` need."""
+        turn = next(self._turn)
+        prefill = self.prefill[turn % len(self.prefill)]
+        decode = self.decode[turn % len(self.decode)]
+        decode_sink, prefill_sink = QueueSink(), QueueSink()
+        decode.worker.attend(request, decode_sink)
+        prefill.worker.submit(request, decode.peer, prefill_sink)
+        return request, prefill, decode, prefill_sink, decode_sink
+
+    def cancel(self, running):
+        request, prefill, decode, _, _ = running
+        prefill.worker.cancel(request.key)
+        decode.worker.cancel(request.key)
+
+    def finish(self, running, timeout_s=120.0) -> Outcome:
+        """Wait for a request's end, as a router would: the first token from prefill, the others from decode."""
+        request, _, decode, prefill_sink, decode_sink = running
+        outcome = Outcome()
+        try:
+            for event in prefill_sink.events(timeout_s):
+                if event.HasField("first_token"):
+                    outcome.token_ids.append(event.first_token.token)
+                    outcome.finish_reason = event.first_token.finish_reason
+                else:
+                    outcome.prefill_done = event.done
+            if outcome.finish_reason:
+                decode.worker.cancel(request.key)
+                return outcome
+            for event in decode_sink.events(timeout_s):
+                tokens = event.tokens
+                assert tokens.index == len(outcome.token_ids)
+                outcome.token_ids.extend(tokens.token_ids)
+                if tokens.finish_reason:
+                    outcome.finish_reason = tokens.finish_reason
+                    outcome.decode_stats = tokens.stats
+        except BatonError as error:
+            outcome.error = error
+            self.cancel(running)
+        return outcome
+
+    def generate(self, requests, timeout_s=120.0) -> list[Outcome]:
+        """All requests at once; every emitted token is accounted for."""
+        outcomes = [self.finish(running, timeout_s) for running in [self.start(request) for request in requests]]
+        for outcome in outcomes:
+            stats = outcome.decode_stats
+            if stats is not None:
+                assert stats.num_emitted_tokens + 1 == len(outcome.token_ids)
+                assert 0 <= stats.num_accepted_tokens <= stats.num_draft_tokens
+        return outcomes
+
+    def inventories(self):
+        return [side.worker.inventory() for side in (*self.prefill, *self.decode)]
+
+    def idle(self) -> bool:
+        """Whether no worker holds anything of any request."""
+        return all(
+            inventory.num_blocks_free == inventory.num_blocks
+            and inventory.num_attends == 0
+            and inventory.num_landings == 0
+            and inventory.num_slots_in_use == 0
+            and inventory.num_blocks_quarantined == 0
+            for inventory in self.inventories()
+        )
+
+    def wait_idle(self, timeout_s=2.0) -> float:
+        """Seconds until everything is released."""
+        start_s = time.monotonic()
+        while not self.idle():
+            assert time.monotonic() - start_s < timeout_s, self.inventories()
+            time.sleep(0.005)
+        return time.monotonic() - start_s
+
+
+def live_threads():
+    """Names of the threads that are alive, for leak checks."""
+    return sorted(thread.name for thread in threading.enumerate())

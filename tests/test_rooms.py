@@ -1,0 +1,143 @@
+"""The import order of the rooms, the libraries each may use, their names, and their sizes."""
+
+import ast
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).parents[1]
+WORKER = {"core", "proto", "kernels", "kvcache", "model", "engine", "kvtransfer"}
+ROLE = {"core", "proto", "kvcache", "engine", "kvtransfer", "worker"}
+ALLOWED = {
+    "core": set(),
+    "proto": {"core"},
+    "assets": set(),
+    "kernels": {"core"},
+    "kvcache": {"core", "kernels"},
+    "model": {"core", "kernels", "kvcache"},
+    "engine": {"core", "kernels", "kvcache", "model"},
+    "kvtransfer": {"core", "proto", "kernels", "kvcache"},
+    "worker": WORKER,
+    "prefill_worker": ROLE,
+    "decode_worker": ROLE,
+    "router": {"core", "proto"},
+    "client": {"core", "proto"},
+    "cluster": WORKER | ROLE | {"assets", "router", "client", "prefill_worker", "decode_worker"},
+}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 70
+TENSORS = {"kernels", "kvcache", "model", "engine", "kvtransfer", "worker", "prefill_worker", "decode_worker"}
+
+
+def sources(room):
+    return [path for path in sorted((ROOT / room).rglob("*.py")) if "_pb2" not in path.name]
+
+
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+def imported_names(path):
+    """Dotted names of everything a file imports, wherever in it."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def rooms_imported_by(path):
+    return {name.split(".")[1] for name in imported_names(path) if name.startswith("baton.")}
+
+
+def libraries_imported_by(path):
+    return {name.split(".")[0] for name in imported_names(path)}
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_only_lower_rooms(room):
+    for path in sources(room):
+        assert rooms_imported_by(path) <= ALLOWED[room] | {room}, path
+
+
+def test_the_order_has_no_circle():
+    done = set()
+    while rest := ALLOWED.keys() - done:
+        ready = {room for room in rest if ALLOWED[room] <= done}
+        assert ready, f"circle among {sorted(rest)}"
+        done |= ready
+
+
+def test_every_room_is_declared_and_shipped():
+    import tomllib
+
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert folders == set(ALLOWED)
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(packages) == {"baton"} | {f"baton.{room}" for room in ALLOWED}
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_uses_only_its_libraries(room):
+    for path in sources(room):
+        libraries = libraries_imported_by(path)
+        if room != "cluster" and path.name != "actor.py":
+            assert "ray" not in libraries, f"{path}: ray belongs to cluster and the actor shells"
+        assert "transformers" not in libraries, f"{path}: transformers costs half a gigabyte a process"
+        if room not in TENSORS | {"cluster"}:
+            assert not {"torch", "triton"} & libraries, f"{path}: no tensors here"
+
+
+def test_cluster_imports_ray_and_torch_only_when_they_are_used():
+    for path in sources("cluster"):
+        for node in tree_of(path).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {"ray", "torch"} & {name.split(".")[0] for name in names}, path
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_files_and_functions_stay_small(room):
+    for path in sources(room):
+        assert len(path.read_text().splitlines()) < MAX_FILE_LINES, path
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                length = node.end_lineno - node.lineno + 1
+                assert length < MAX_FUNCTION_LINES, f"{path}:{node.lineno} {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_every_file_says_what_it_is(room):
+    for path in sources(room):
+        assert ast.get_docstring(tree_of(path)), f"{path} has no docstring"
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_answers_to_its_full_name_only(room):
+    import baton  # noqa: F401  (drops the checkout from sys.path)
+
+    spec = importlib.util.find_spec(room)
+    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    assert not any(ROOT / room in (Path(place), *Path(place).parents) for place in places if place)
+
+
+def test_tests_for_gpus_are_marked_so_that_none_is_left_out():
+    for path in (ROOT / "tests" / "gpu").rglob("test_*.py"):
+        marks = [
+            ast.unparse(node.value)
+            for node in tree_of(path).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+        ]
+        assert any("pytest.mark.gpu" in mark for mark in marks), f"{path} sets no pytestmark with gpu"
+
+
+def test_tests_marked_gpu_are_where_test_gpu_looks():
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if "gpu" not in path.relative_to(ROOT / "tests").parts and path != Path(__file__):
+            assert "mark.gpu" not in path.read_text(), path

@@ -1,0 +1,242 @@
+"""Whole workers over real gRPC and ZMQ in this process: tokens, heartbeats, refusals, a dropped stream."""
+
+import threading
+import time
+from concurrent import futures
+
+import grpc
+import pytest
+import torch
+
+from baton.core.config import WorkerConfig
+from baton.core.errors import ConfigInvalid, MalformedMessage, Overloaded, PromptTooLong, RequestCancelled
+from baton.core.numerics import Numerics
+from baton.core.request import AttemptKey, GenerationRequest
+from baton.core.sampling import SamplingParams
+from baton.decode_worker.node import DecodeNode
+from baton.engine.local import LocalEngine
+from baton.prefill_worker.node import PrefillNode
+from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.proto.wire import attend_request, error_from_rpc, prefill_request
+from baton.tests.e2e.conftest import TINY
+from baton.worker.loading import load_worker
+
+PROMPT = tuple(range(300, 340))
+
+
+class Membership(worker_pb2_grpc.MembershipServicer):
+    """A router that only listens."""
+
+    def __init__(self):
+        self.states = {}
+
+    def Heartbeat(self, request, context):
+        self.states[request.worker_id] = request
+        return worker_pb2.HeartbeatReply(known=True)
+
+
+def worker_config(worker_id, router_address="", **changes):
+    values = {
+        "worker_id": worker_id,
+        "model_path": str(TINY),
+        "model_name": "tiny",
+        "num_draft_tokens": 2,
+        "numerics": Numerics.DEFAULT,
+        "dtype": "float64",
+        "device": "cpu",
+        "block_size": 16,
+        "kv_memory_mib": 24,
+        "gpu_memory_share": 0.5,
+        "max_num_seqs": 4,
+        "max_queue_len": 8,
+        "chunk_len": 16,
+        "max_model_len": 2048,
+        "host": "127.0.0.1",
+        "router_address": router_address,
+        "num_threads": 1,
+    }
+    return WorkerConfig(**{**values, **changes})
+
+
+def request(name, max_tokens=12, prompt=PROMPT):
+    return GenerationRequest(
+        key=AttemptKey(name, 1),
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        deadline_s=time.monotonic() + 60.0,
+        num_draft_tokens=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def membership():
+    servicer = Membership()
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    worker_pb2_grpc.add_MembershipServicer_to_server(servicer, server)
+    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield servicer
+    server.stop(0).wait()
+
+
+@pytest.fixture(scope="module")
+def nodes(membership):
+    fatal = []
+    prefill = PrefillNode(worker_config("prefill-0", membership.address), fatal.append)
+    decode = DecodeNode(worker_config("decode-0", membership.address), fatal.append)
+    yield prefill, decode
+    prefill.close()
+    decode.close()
+    assert fatal == []
+
+
+@pytest.fixture
+def stubs(nodes):
+    prefill, decode = nodes
+    with (
+        grpc.insecure_channel(prefill.host.address) as to_prefill,
+        grpc.insecure_channel(decode.host.address) as to_decode,
+    ):
+        yield worker_pb2_grpc.PrefillStub(to_prefill), worker_pb2_grpc.DecodeStub(to_decode)
+
+
+def peer_of(decode):
+    return worker_pb2.Peer(worker_id="decode-0", kv_address=decode.state().kv_address, epoch=decode.epoch)
+
+
+def inventory(node):
+    with grpc.insecure_channel(node.host.address) as channel:
+        reply = admin_pb2_grpc.AdminStub(channel).Inventory(admin_pb2.InventoryRequest())
+    return reply.workers[0].state.inventory
+
+
+def wait_idle(nodes, timeout_s=2.0):
+    deadline_s = time.monotonic() + timeout_s
+    while any(
+        (held := inventory(node)).num_blocks_free != held.num_blocks or held.num_attends or held.num_landings
+        for node in nodes
+    ):
+        assert time.monotonic() < deadline_s, [inventory(node) for node in nodes]
+        time.sleep(0.01)
+
+
+def test_tokens_over_grpc_equal_the_one_process_engine(nodes, stubs):
+    prefill_stub, decode_stub = stubs
+    wanted = request("whole")
+    attending = decode_stub.Attend(attend_request(wanted, time.monotonic()))
+    assert next(attending).attending.epoch == nodes[1].epoch
+    events = list(prefill_stub.Run(prefill_request(wanted, peer_of(nodes[1]), time.monotonic())))
+    assert [event.WhichOneof("event") for event in events] == ["first_token", "done"]
+    assert events[1].done.handed_off
+    token_ids = [events[0].first_token.token]
+    for event in attending:
+        assert event.tokens.index == len(token_ids)
+        token_ids.extend(event.tokens.token_ids)
+    stats = event.tokens.stats
+    assert event.tokens.finish_reason == "length"
+    assert stats.num_emitted_tokens == len(token_ids) - 1 == 11
+    assert stats.kv_bytes_landed == events[1].done.kv_bytes_pushed == 6 * 2 * 4 * 32 * 8 * len(PROMPT)
+    loaded = load_worker(worker_config("reference"))
+    engine = LocalEngine(
+        loaded.model,
+        loaded.tokenizer,
+        num_blocks=64,
+        block_size=16,
+        num_draft_tokens=0,
+        chunk_len=64,
+        max_num_sequences=1,
+    )
+    assert list(engine.generate([wanted])[0].token_ids) == token_ids
+    wait_idle(nodes)
+
+
+def test_heartbeats_tell_the_router_who_is_there(nodes, membership):
+    deadline_s = time.monotonic() + 5.0
+    while set(membership.states) != {"prefill-0", "decode-0"}:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    prefill, decode = membership.states["prefill-0"], membership.states["decode-0"]
+    assert (prefill.role, decode.role) == ("prefill", "decode")
+    assert prefill.layout_hash == decode.layout_hash
+    assert prefill.kv_address == ""
+    assert decode.kv_address.startswith("tcp://127.0.0.1:")
+    assert decode.epoch == nodes[1].epoch != prefill.epoch
+    assert decode.inventory.num_blocks > 0
+
+
+def test_a_dropped_stream_cancels_on_both_sides(nodes, stubs):
+    prefill_stub, decode_stub = stubs
+    wanted = request("dropped", max_tokens=500, prompt=tuple(range(300, 900)))
+    attending = decode_stub.Attend(attend_request(wanted, time.monotonic()))
+    running = prefill_stub.Run(prefill_request(wanted, peer_of(nodes[1]), time.monotonic()))
+    assert next(attending).HasField("attending")
+    running.cancel()
+    attending.cancel()
+    wait_idle(nodes)
+
+
+def test_the_same_attempt_twice_is_refused(nodes, stubs):
+    _, decode_stub = stubs
+    wanted = request("twice")
+    first = decode_stub.Attend(attend_request(wanted, time.monotonic()))
+    next(first)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(decode_stub.Attend(attend_request(wanted, time.monotonic())))
+    assert isinstance(error_from_rpc(caught.value), RequestCancelled)
+    first.cancel()
+    wait_idle(nodes)
+
+
+def test_bad_messages_get_typed_errors(nodes, stubs):
+    prefill_stub, decode_stub = stubs
+    with pytest.raises(grpc.RpcError) as caught:
+        list(decode_stub.Attend(worker_pb2.AttendRequest()))
+    assert isinstance(error_from_rpc(caught.value), MalformedMessage)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(prefill_stub.Run(worker_pb2.PrefillRequest()))
+    assert isinstance(error_from_rpc(caught.value), MalformedMessage)
+    capacity_len = inventory(nodes[0]).num_blocks * 16
+    huge = request("huge", prompt=(300,) * (capacity_len + 1))
+    with pytest.raises(grpc.RpcError) as caught:
+        list(prefill_stub.Run(prefill_request(huge, peer_of(nodes[1]), time.monotonic())))
+    assert isinstance(error_from_rpc(caught.value), PromptTooLong)
+    wait_idle(nodes)
+
+
+def test_a_full_queue_refuses_and_loses_nothing(nodes, stubs):
+    _, decode_stub = stubs
+    streams = [decode_stub.Attend(attend_request(request(f"many{n}"), time.monotonic())) for n in range(8)]
+    for stream in streams:
+        next(stream)
+    deadline_s = time.monotonic() + 2.0
+    while inventory(nodes[1]).num_attends < 8:
+        assert time.monotonic() < deadline_s
+    with pytest.raises(grpc.RpcError) as caught:
+        list(decode_stub.Attend(attend_request(request("one-too-many"), time.monotonic())))
+    assert isinstance(error_from_rpc(caught.value), Overloaded)
+    for stream in streams:
+        stream.cancel()
+    wait_idle(nodes)
+
+
+def test_closing_ends_open_streams(membership):
+    decode = DecodeNode(worker_config("decode-1"), pytest.fail)
+    with grpc.insecure_channel(decode.host.address) as channel:
+        stream = worker_pb2_grpc.DecodeStub(channel).Attend(attend_request(request("open"), time.monotonic()))
+        next(stream)
+        closing = threading.Thread(target=decode.close)
+        closing.start()
+        with pytest.raises(grpc.RpcError):
+            list(stream)
+        closing.join(10.0)
+        assert not closing.is_alive()
+
+
+def test_a_pool_too_small_for_one_block_is_refused():
+    with pytest.raises(ConfigInvalid, match="kv_memory_mib"):
+        load_worker(worker_config("small", kv_memory_mib=0))
+
+
+def test_invariant_numerics_are_checked_at_start():
+    loaded = load_worker(worker_config("invariant", numerics=Numerics.INVARIANT, dtype="float32"))
+    assert loaded.model.dtype == torch.float32
