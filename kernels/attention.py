@@ -88,4 +88,5 @@ def attention_decode(
     visible_B1RC = visible_BQC.repeat_interleave(group, dim=1)[:, None]
     mixed_BHRD = functional.scaled_dot_product_attention(query_BHRD, key_BHCD, value_BHCD, attn_mask=visible_B1RC)
     mixed_BHQGD = mixed_BHRD.unflatten(2, (num_rows, group))
-    return mixed_BHQGD.permute(0, 2, 1, 3, 4).reshape(num_sequences, num_rows, num_heads, head_dim)
+    mixed_BQHGD: torch.Tensor = mixed_BHQGD.permute(0, 2, 1, 3, 4)
+    return mixed_BQHGD.reshape(num_sequences, num_rows, num_heads, head_dim)

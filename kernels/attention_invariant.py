@@ -159,5 +159,5 @@ def attention_decode_invariant(
     keys = _Keys(key_NHSD, value_NHSD, block_tables_BM, positions_BQ.amax(dim=1))
     mixed_PRD = _attend(query_PRD, position_PR, keys, max_context_len, ascent=None)
     mixed_BHQGD = mixed_PRD[:, : num_rows * group].unflatten(0, (-1, num_kv_heads)).unflatten(2, (num_rows, group))
-    mixed_BQAD = mixed_BHQGD.permute(0, 2, 1, 3, 4).reshape(num_sequences, num_rows, num_heads, head_dim)
+    mixed_BQAD: torch.Tensor = mixed_BHQGD.permute(0, 2, 1, 3, 4).reshape(num_sequences, num_rows, num_heads, head_dim)
     return mixed_BQAD.to(query_BQAD.dtype)

@@ -19,6 +19,7 @@ MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SALT_LAYER, _SALT_POSITION, _SALT_ELEMENT = 1 << 60, 2 << 60, 3 << 60
+_MAX_ROWS = 1 << 16  # of a block
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}  # on a CPU the widened copy stays in the cache
 
@@ -74,6 +75,8 @@ class Digester:
         head_H1 = torch.arange(num_kv_heads, dtype=torch.int64, device=device)[:, None]
         element_D = torch.arange(head_dim, dtype=torch.int64, device=device)
         self._element_HD = _weights(_SALT_ELEMENT + (head_H1 << 16) + element_D)
+        self._offset_S = torch.arange(_MAX_ROWS, dtype=torch.int64, device=device)
+        self._position_P = torch.empty(0, dtype=torch.int64, device=device)
         self._device = device
 
     def of(
@@ -100,24 +103,52 @@ class Digester:
         element_HD = self._element_HD[head_first : head_first + num_heads]
         assert element_HD.shape == (num_heads, head_dim)
         bits_NHSD = values_NHSD.view(_BITS[values_NHSD.dtype.itemsize])
-        offset_S = torch.arange(num_positions, dtype=torch.int64, device=self._device)
-        position_NS = _weights(_SALT_POSITION + first_position_N[:, None] + offset_S)
+        position_NS = self._position_weights(first_position_N, num_positions)
         chunk = max(1, _CHUNK_ELEMENTS[self._device.type] // (num_heads * num_positions * head_dim))
-        dot = _dot_on_cpu if self._device.type == "cpu" else _dot
-        total = position_NS.sum() * element_HD.sum()  # the `+ 1` of every element
-        for start in range(0, len(position_NS), chunk):
-            rows = slice(start, start + chunk)
-            part_NHSD = bits_NHSD[rows] if blocks_N is None else bits_NHSD[blocks_N[rows]]
-            total += dot(part_NHSD, element_HD).mul_(position_NS[rows]).sum()
-        return int(total.item()) * layer_weight(layer, kv) & MASK
+        sum_of = _sum_on_cpu if self._device.type == "cpu" else _sum
+        total = int(position_NS.sum()) * int(element_HD.sum())  # the `+ 1` of every element
+        total += sum_of(bits_NHSD, blocks_N, position_NS, element_HD, chunk)
+        return total * layer_weight(layer, kv) & MASK
+
+    def _position_weights(self, first_position_N: torch.Tensor, num_positions: int) -> torch.Tensor:
+        """Weights [N, S], out of a table that grows with the longest prompt seen."""
+        needed = int(first_position_N.max()) + num_positions
+        if needed > len(self._position_P):
+            position_P = torch.arange(2 * needed, dtype=torch.int64, device=self._device)
+            self._position_P = _weights(_SALT_POSITION + position_P)
+        return self._position_P[first_position_N[:, None] + self._offset_S[:num_positions]]
 
 
-def _dot(bits_NHSD: torch.Tensor, element_HD: torch.Tensor) -> torch.Tensor:
-    """Sum of bits times weights over heads and elements, [N, S]; on any device."""
-    return bits_NHSD.to(torch.int64, copy=True).mul_(element_HD[:, None]).sum((1, 3))
+def _sum(
+    bits_NHSD: torch.Tensor,
+    blocks_N: torch.Tensor | None,
+    position_NS: torch.Tensor,
+    element_HD: torch.Tensor,
+    chunk: int,
+) -> int:
+    """Sum of bits times weights of position and element; on any device."""
+    total = torch.zeros((), dtype=torch.int64, device=bits_NHSD.device)
+    for start in range(0, len(position_NS), chunk):
+        rows = slice(start, start + chunk)
+        part_NHSD = bits_NHSD[rows] if blocks_N is None else bits_NHSD[blocks_N[rows]]
+        row_NS = part_NHSD.to(torch.int64, copy=True).mul_(element_HD[:, None]).sum((1, 3))
+        total += row_NS.mul_(position_NS[rows]).sum()
+    return int(total)
 
 
-def _dot_on_cpu(bits_NHSD: torch.Tensor, element_HD: torch.Tensor) -> torch.Tensor:
-    """The same through NumPy, which multiplies and adds in one pass: twice as fast."""
-    wide_NHSD = bits_NHSD.numpy().astype(np.int64)
-    return torch.from_numpy(np.einsum("nhsd,hd->ns", wide_NHSD, element_HD.numpy()))
+def _sum_on_cpu(
+    bits_NHSD: torch.Tensor,
+    blocks_N: torch.Tensor | None,
+    position_NS: torch.Tensor,
+    element_HD: torch.Tensor,
+    chunk: int,
+) -> int:
+    """The same through NumPy, which multiplies and adds in one pass and starts sooner: twice as fast."""
+    bits, element, position = bits_NHSD.numpy(), element_HD.numpy(), position_NS.numpy()
+    blocks = None if blocks_N is None else blocks_N.numpy()
+    total = 0
+    for start in range(0, len(position), chunk):
+        rows = slice(start, start + chunk)
+        wide = (bits[rows] if blocks is None else bits[blocks[rows]]).astype(np.int64)
+        total += int((np.einsum("nhsd,hd->ns", wide, element) * position[rows]).sum())
+    return total

@@ -91,7 +91,7 @@ def _run_sorted(
         row += count
     scattered_RD = torch.empty_like(output_RD)
     scattered_RD[order_R] = output_RD
-    return scattered_RD.unflatten(0, expert_TK.shape)
+    return scattered_RD.view(*expert_TK.shape, -1)
 
 
 def _run_dense(x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp) -> torch.Tensor:

@@ -9,6 +9,7 @@ Legend: T rows, N outputs, K inputs, B sequences, A query heads, H KV heads, D h
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -17,8 +18,8 @@ from baton.core.numerics import Numerics
 from baton.kernels.kv_write import kv_write
 from baton.kernels.ops import Ops
 
-_NUM_ROWS = 192
-_BATCHES = ((0, 1), (3, 17), (0, 48), (7, 135), (0, _NUM_ROWS))  # first row, rows
+_NUM_ROWS = 512
+_BATCHES = ((0, 1), (3, 17), (0, 48), (7, 135), (60, 300), (0, _NUM_ROWS))  # first row, rows
 _MAX_OUTPUTS = 4096  # wider weights are checked on this many outputs; every row of them is computed alike
 _ATTENTION = (8, 4, 32)  # A, H, D
 
@@ -37,10 +38,10 @@ def check_invariance(linear_shapes: Sequence[tuple[int, int]], dtype: torch.dtyp
         for num_outputs, num_inputs in linear_shapes:
             shape = (min(num_outputs, _MAX_OUTPUTS), num_inputs)
             weight_NK = _values(shape, dtype, device) / num_inputs**0.5
-            _check_rows("linear", shape, lambda x_TK, w_NK=weight_NK: ops.linear(x_TK, w_NK), shape[1], dtype, device)
+            _check_rows("linear", shape, partial(ops.linear, weight_NK=weight_NK), shape[1], dtype, device)
         for size in sorted({num_inputs for _, num_inputs in linear_shapes}):
             weight_D = _values((size,), dtype, device)
-            _check_rows("rms_norm", (size,), lambda x, w=weight_D: ops.rms_norm(x, w, 1e-6), size, dtype, device)
+            _check_rows("rms_norm", (size,), partial(ops.rms_norm, weight_D=weight_D, eps=1e-6), size, dtype, device)
             if size % 2 == 0:
                 _check_rows("silu_mul", (size,), ops.silu_mul, size, dtype, device)
         _check_attention(ops, dtype, device)

@@ -3,9 +3,10 @@
 Libraries choose how to split a product from its shape and the number of threads, so the same row may be rounded
 differently beside other rows. What was measured to hold, and is checked again by `kernels.selftest` at every start:
 
-CPU (MKL, torch 2.13): rows padded to a multiple of 16 and K cut into pieces added in order. Above the piece lengths
-below, MKL splits K between threads; float64 does so from K = 128 on. oneDNN's bfloat16 products depend on M for
-K > 256, and on the place of a row in its tile for tall weights; bfloat16 is therefore computed in float32.
+CPU (MKL, torch 2.13, 1 to 4 threads, up to 1024 rows): rows padded to a multiple of 16 and K cut into pieces added in
+order. MKL splits longer inner sizes between threads: seen from K = 1024 on in float32, from K = 256 on in float64,
+where one thread changes kernels at 192 rows too. oneDNN's bfloat16 products depend on M from K = 512 on, and with two
+threads on a row's place in its tile; bfloat16 is therefore computed in float32.
 CUDA (cuBLAS): products of one fixed shape, because the kernel is picked by shape; rows are cut into tiles of 64.
 `torch.sum` and `mean` pick their order by shape on CUDA and CPU: `ordered_sum` adds halves instead.
 `silu`, `sigmoid` and `exp2` differ between vector body and scalar tail on a CPU; `exp` and the basic operations do not.

@@ -1,7 +1,13 @@
-"""The whole product on real Ray: actors, router process, gRPC; one cell of the flagship test, and what kills do."""
+"""The whole product on real Ray: actors, router process, gRPC; one cell of the flagship test, and every kind of end.
+
+Faults here are real ones: signals to real processes, clients that vanish. What a fault may leave behind is nothing.
+"""
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -10,36 +16,56 @@ import torch
 from baton.client import BatonClient
 from baton.cluster.deployment import Deployment
 from baton.core.config import ServeConfig
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, RequestCancelled
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import MAX_TOKENS, local_tokens
 
 pytestmark = pytest.mark.ray
 
+RELEASE_S = 2.0  # after a cancel
+RELEASE_AFTER_DEATH_S = 5.0
+CONFIG = {"mtp": 2, "dtype": "float64", "grpc_port": 0, "chunk_len": 48, "kv_memory_mib": 64}
+
 
 @pytest.fixture(scope="module")
 def deployment():
-    config = ServeConfig.from_mapping(
-        {"prefill": 1, "decode": 1, "mtp": 2, "dtype": "float64", "grpc_port": 0, "chunk_len": 48, "kv_memory_mib": 64}
-    )
-    with Deployment(config) as running:
+    with Deployment(ServeConfig.from_mapping(CONFIG)) as running:
         yield running
 
 
-def idle(client):
-    return all(
-        worker.state.inventory.num_blocks_free == worker.state.inventory.num_blocks
-        and worker.state.inventory.num_attends == 0
-        and worker.state.inventory.num_landings == 0
+@pytest.fixture
+def client(deployment):
+    with BatonClient(deployment.address) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def long_request(tokenizer):
+    """1500 prompt tokens in 32 chunks: more than a second of pushing."""
+    prompt = token_prompts(tokenizer, 8, max_len=1500)[7]
+    return requests_for([prompt], sampled=False, num_drafts=2, max_tokens=200)[0]
+
+
+def held(client):
+    """What live workers hold of any request."""
+    return [
+        (worker.state.worker_id, worker.state.inventory)
         for worker in client.inventory().workers
         if worker.alive
-    )
+        and (
+            worker.state.inventory.num_blocks_free != worker.state.inventory.num_blocks
+            or worker.state.inventory.num_attends
+            or worker.state.inventory.num_landings
+            or worker.state.inventory.num_slots_in_use
+            or worker.state.inventory.num_blocks_quarantined
+        )
+    ]
 
 
 def wait_idle(client, timeout_s):
     start_s = time.monotonic()
-    while not idle(client):
-        assert time.monotonic() - start_s < timeout_s, client.inventory()
+    while left := held(client):
+        assert time.monotonic() - start_s < timeout_s, left
         time.sleep(0.02)
     return time.monotonic() - start_s
 
@@ -49,47 +75,139 @@ def generate(client, request):
     return [token for chunk in chunks for token in chunk.token_ids], chunks[-1].finish
 
 
+class Reader(threading.Thread):
+    """Reads one stream in a thread; keeps the tokens, and the error it ended with."""
+
+    def __init__(self, client, request):
+        super().__init__(daemon=True)
+        self.token_ids, self.error, self.first_s, self.ended_s = [], None, None, None
+        self._chunks = client.generate(token_ids=request.prompt_token_ids, sampling=request.sampling)
+        self.start()
+
+    def run(self):
+        try:
+            for chunk in self._chunks:
+                self.first_s = self.first_s or time.monotonic()
+                self.token_ids.extend(chunk.token_ids)
+        except BatonError as error:
+            self.error = error
+        self.ended_s = time.monotonic()
+
+
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "coupled"])
-def test_tokens_through_ray_equal_one_process(deployment, tokenizer, load_tiny, sampled):
+def test_tokens_through_ray_equal_one_process(client, tokenizer, load_tiny, sampled):
     prompts = token_prompts(tokenizer, 10)
     requests = requests_for(prompts, sampled=sampled, num_drafts=0, max_tokens=MAX_TOKENS)
     want = local_tokens(load_tiny(torch.float64, with_mtp=False), tokenizer, requests)
-    with BatonClient(deployment.address) as client:
-        for request, expected in zip(requests, want, strict=True):
-            token_ids, finish = generate(client, request)
-            assert token_ids == expected
-            assert finish.stats.output_len == len(token_ids)
-            if finish.stats.decode_worker:
-                assert finish.stats.num_decode_tokens + 1 == len(token_ids)
-        wait_idle(client, 2.0)
+    for request, expected in zip(requests, want, strict=True):
+        token_ids, finish = generate(client, request)
+        assert token_ids == expected
+        assert finish.stats.output_len == len(token_ids)
+        if finish.stats.decode_worker:
+            assert finish.stats.num_decode_tokens + 1 == len(token_ids)
+    wait_idle(client, RELEASE_S)
+
+
+def test_cancel_at_ten_points_leaves_nothing(deployment, client, tokenizer, long_request):
+    start_s = time.monotonic()
+    want, _ = generate(client, long_request)
+    duration_s = time.monotonic() - start_s
+    for tenth in range(10):
+        with BatonClient(deployment.address) as other:
+            reader = Reader(other, long_request)
+            time.sleep(duration_s * tenth / 10)
+        # Leaving the block closed the client's channel: every leg of the request must hear of it.
+        reader.join(5.0)
+        assert not reader.is_alive()
+        assert reader.error is None or isinstance(reader.error, BatonError)
+        assert reader.token_ids == want[: len(reader.token_ids)]
+        wait_idle(client, RELEASE_S)
+    assert generate(client, long_request)[0] == want
+
+
+CLIENT = """
+import sys
+from baton.client import BatonClient
+from baton.core.sampling import SamplingParams
+with BatonClient(sys.argv[1]) as client:
+    for chunk in client.generate(token_ids=[300] * 600, sampling=SamplingParams(max_tokens=1200, ignore_eos=True)):
+        print(len(chunk.token_ids), flush=True)
+"""
+
+
+def test_a_client_that_is_killed_leaves_nothing(deployment, client):
+    process = subprocess.Popen([sys.executable, "-c", CLIENT, deployment.address], stdout=subprocess.PIPE, text=True)
+    with process:
+        for _ in range(3):
+            assert process.stdout.readline()
+        assert held(client)
+        process.kill()
+        killed_s = time.monotonic()
+    wait_idle(client, RELEASE_S)
+    assert time.monotonic() - killed_s < RELEASE_S + 1.0
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_worker_ends_its_stream_and_comes_back(deployment, tokenizer, role):
-    prompt = token_prompts(tokenizer, 8, max_len=1200)[7]
-    request = requests_for([prompt], sampled=False, num_drafts=2, max_tokens=400)[0]
-    with BatonClient(deployment.address) as client:
-        before = {worker.state.worker_id: worker.state.epoch for worker in client.status().workers}
-        pid = next(pid for name, pid in deployment.worker_pids().items() if role in name)
-        start_s = None
-        with pytest.raises(BatonError):
-            for index, _ in enumerate(client.generate(token_ids=request.prompt_token_ids, sampling=request.sampling)):
-                if role == "decode" and index == 1:
-                    os.kill(pid, signal.SIGKILL)
-                    start_s = time.monotonic()
-                elif role == "prefill" and index == 0:
-                    # Its stream may already be handed over; a second request meets the dead worker either way.
-                    os.kill(pid, signal.SIGKILL)
-                    start_s = time.monotonic()
-            generate(client, request)
-        assert time.monotonic() - start_s < 5.0
-        wait_idle(client, 5.0)
-        deadline_s = time.monotonic() + 60.0
-        while True:
-            states = {w.state.worker_id: w for w in client.status().workers if w.alive}
-            if len(states) == len(before) and any(w.state.epoch != before[name] for name, w in states.items()):
-                break
-            assert time.monotonic() < deadline_s, "the worker did not come back under a new epoch"
-            time.sleep(0.1)
-        token_ids, _ = generate(client, request)
-        assert len(token_ids) > 1
+def test_a_worker_killed_mid_push_ends_its_stream_and_comes_back(deployment, client, long_request, role, capsys):
+    want, _ = generate(client, long_request)
+    wait_idle(client, RELEASE_S)
+    before = {worker.state.worker_id: worker.state for worker in client.inventory().workers}
+    worker_id = next(name for name in before if role in name)
+    landed = before["decode-0"].inventory.kv_bytes
+    reader = Reader(client, long_request)
+    while client.inventory().workers and kv_bytes(client, "decode-0") <= landed + 100_000:
+        assert reader.is_alive(), "the prompt was through before a push was seen"
+    assert not reader.token_ids, "the kill must hit the pushes, not the decoding"
+    deployment.kill_actor(worker_id)
+    killed_s = time.monotonic()
+    reader.join(RELEASE_AFTER_DEATH_S)
+    assert not reader.is_alive(), "the stream hangs"
+    assert isinstance(reader.error, BatonError)
+    assert not isinstance(reader.error, RequestCancelled)
+    ended_after_s = reader.ended_s - killed_s
+    wait_idle(client, RELEASE_AFTER_DEATH_S)
+    released_after_s = time.monotonic() - killed_s
+    assert released_after_s < RELEASE_AFTER_DEATH_S
+    wait_new_epoch(client, worker_id, before[worker_id].epoch)
+    assert generate(client, long_request)[0] == want
+    with capsys.disabled():
+        print(f"\n{role} killed mid-push: stream ended after {ended_after_s:.2f} s with")
+        print(f"{type(reader.error).__name__}, everything released after {released_after_s:.2f} s")
+
+
+def kv_bytes(client, worker_id):
+    return next(w.state.inventory.kv_bytes for w in client.inventory().workers if w.state.worker_id == worker_id)
+
+
+def wait_new_epoch(client, worker_id, old_epoch, timeout_s=60.0):
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        for worker in client.status().workers:
+            if worker.state.worker_id == worker_id and worker.alive and worker.state.epoch != old_epoch:
+                return
+        assert time.monotonic() < deadline_s, "the worker did not come back under a new epoch"
+        time.sleep(0.05)
+
+
+def test_a_stopped_worker_is_fenced_by_its_silence(deployment, client, long_request):
+    """SIGSTOP: the process lives, its connections stay open, and it says nothing. Ray would never notice."""
+    pid = deployment.worker_pids()["decode-0"]
+    reader = Reader(client, long_request)
+    while reader.first_s is None:
+        assert reader.is_alive()
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        stopped_s = time.monotonic()
+        reader.join(5.0)
+        assert not reader.is_alive(), "the stream hangs on a stopped worker"
+        assert isinstance(reader.error, BatonError)
+        assert time.monotonic() - stopped_s < 5.0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_idle(client, RELEASE_AFTER_DEATH_S)
+    deadline_s = time.monotonic() + 10.0
+    while not all(worker.alive for worker in client.status().workers):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert len(generate(client, long_request)[0]) > 1

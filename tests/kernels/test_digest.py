@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.kernels import digest
 from baton.kernels.digest import MASK, Digester, element_weight, layer_weight, position_weight, weight
 
 CPU = torch.device("cpu")
@@ -91,3 +92,13 @@ def test_large_content_is_digested_in_chunks_alike():
     first = [16 * n for n in range(40)]
     parts = [of(values[n : n + 1], 0, 0, [16 * n]) for n in range(40)]
     assert of(values, 0, 0, first) == sum(parts) & MASK
+
+
+def test_the_form_for_any_device_and_the_one_for_cpus_agree(monkeypatch):
+    values, blocks = random((9, 4, 16, 8), torch.bfloat16), torch.tensor([7, 0, 3])
+    digester = Digester(4, 8, CPU)
+    first_N = torch.tensor([0, 16, 32])
+    fast = digester.of(values, layer=1, kv=1, first_position_N=first_N, blocks_N=blocks)
+    monkeypatch.setattr(digest, "_sum_on_cpu", digest._sum)
+    assert digester.of(values, layer=1, kv=1, first_position_N=first_N, blocks_N=blocks) == fast
+    assert digester.of(values[blocks], layer=1, kv=1, first_position_N=first_N) == fast

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.kernels.selftest import check_invariance
 from baton.tests.model.harness import Paged, prompt
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -125,3 +126,22 @@ def test_default_numerics_do_move(tiny_checkpoint, load):
     )
     assert not torch.equal(whole, cut)
     assert (whole - cut).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_the_self_test_knows_every_product_of_a_model(name, tiny_checkpoint, load, monkeypatch):
+    model = load(tiny_checkpoint(**SHAPES[name]), torch.float32, Numerics.INVARIANT)
+    check_invariance(model.linear_shapes(), torch.float32, model.device)
+    seen = set()
+
+    def spy(x_TK, weight_NK):
+        seen.add(tuple(weight_NK.shape))
+        return torch.nn.functional.linear(x_TK, weight_NK)
+
+    monkeypatch.setattr(model._ops, "linear", spy)
+    monkeypatch.setattr("baton.kernels.moe.product_rows", spy)
+    paged = Paged(model)
+    ids = prompt(5)
+    hidden = paged.prefill(ids)
+    paged.logits(paged.mtp(ids, hidden, paged.prefill_batch([(0, 0, 5)])))
+    assert seen == set(model.linear_shapes())
