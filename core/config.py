@@ -20,7 +20,7 @@ DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
 class ServeConfig(BaseModel):
     """Every key of `baton serve`, its flags and its `--config` file (same names, `-` as `_`)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = Field("tiny", description="a Hugging Face model directory, or `tiny`, the bundled model")
     prefill: int = Field(1, ge=1, le=1024, description="prefill workers")

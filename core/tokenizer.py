@@ -36,7 +36,7 @@ class Tokenizer:
         try:
             fast = _FastTokenizer.from_str(path.read_text(encoding="utf-8"))
         # The library raises bare Exception for every kind of bad content.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             raise ModelFileDamaged(f"{path} is not a tokenizer: {error}", path=str(path)) from error
         return cls(fast, _eos_token_ids(directory))
 
@@ -131,10 +131,8 @@ def _eos_token_ids(directory: Path) -> tuple[int, ...]:
             continue
         try:
             value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except ValueError as error:
-            raise ModelFileDamaged(f"{path} is not JSON: {error}", path=str(path)) from error
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list):
-            return tuple(int(item) for item in value)
+            if value is not None:
+                return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ModelFileDamaged(f"{path} holds no usable eos_token_id: {error}", path=str(path)) from error
     return ()

@@ -194,7 +194,7 @@ class LandingProtocol:
         landing = self._rules.table.get(attempt)
         if landing is None or landing.state is not LandingState.WANTED:
             return []
-        landing.reason = detail
+        landing.reason, landing.deny_reason = detail, reason
         self._rules.table.end(landing, now_s)
         return [self._rules.replies.deny(landing.peer, attempt, reason, detail)]
 
@@ -260,9 +260,11 @@ class LandingProtocol:
                     actions += self._rules.fence(landing, "the prefill worker restarted", now_s)
             known.retired.add(known.epoch)
             known.epoch = hello.epoch
-        if known is not None:
+        if refused:
+            self._peers.pop(peer, None)
+        elif known is not None:
             known.heard_s = now_s
-        elif not refused:
+        else:
             if len(self._peers) >= MAX_PEERS:
                 refused = f"{MAX_PEERS} prefill workers are connected already"
             else:
@@ -281,7 +283,7 @@ class LandingProtocol:
             return self._repeated_reserve(peer, landing, reserve, now_s)
         tombstone = self._rules.table.tombstone(attempt)
         if tombstone is not None:
-            return [self._rules.replies.deny(peer, attempt, kv_pb2.Deny.STALE, f"it has ended: {tombstone.reason}")]
+            return [self._rules.replies.deny(peer, attempt, tombstone.deny_reason, tombstone.reason or "it has ended")]
         if attempt.attempt < self._rules.table.highest_attempt(attempt.request_id):
             return [self._rules.replies.deny(peer, attempt, kv_pb2.Deny.STALE, "a later attempt was seen")]
         if reserve.capacity_len > self._max_capacity_len:

@@ -1,7 +1,6 @@
 """When a landing ends, seals, drains or asks again: the rules that messages, frames, workers and time all lead to.
 
-`landing_protocol` decides which rule applies; this module is the only one that changes a landing's state for the worse
-or for good.
+`landing_protocol` decides which rule applies.
 """
 
 from collections.abc import Iterable

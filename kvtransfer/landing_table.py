@@ -49,6 +49,7 @@ class Landing:
     has_failed: bool = False  # LandingFailed was said
     ack_abort: bool = False  # the peer waits for an AbortAck
     reason: str = ""
+    deny_reason: kv_pb2.Deny.Reason = kv_pb2.Deny.STALE
 
     def bytes_before(self, moment_s: float) -> int:
         """Payload bytes that had landed by then."""
@@ -63,6 +64,7 @@ class Tombstone:
     was_sealed: bool
     ended_s: float
     reason: str
+    deny_reason: kv_pb2.Deny.Reason = kv_pb2.Deny.STALE
     told_s: float = float("-inf")  # when the peer was last told that the landing is gone
 
 
@@ -120,7 +122,7 @@ class LandingTable:
         del self._live[landing.attempt]
         self._by_id.pop(landing.landing_id, None)
         sealed = landing.state is LandingState.SEALED
-        self.bury(landing.attempt, Tombstone(landing.landing_id, sealed, now_s, landing.reason))
+        self.bury(landing.attempt, Tombstone(landing.landing_id, sealed, now_s, landing.reason, landing.deny_reason))
 
     def bury(self, attempt: AttemptKey, tombstone: Tombstone) -> None:
         """Note that an attempt has ended, whether or not it was ever here."""

@@ -148,7 +148,8 @@ class LandingThread:
         match command:
             case GrantCommand():
                 self._tables[attempt] = command.table
-                self._slots[attempt] = self._free_slots.popleft()
+                if self._free_slots:  # none are left only if the landing has ended meanwhile
+                    self._slots[attempt] = self._free_slots.popleft()
                 return self._protocol.grant(attempt, now_s)
             case DenyCommand():
                 return self._protocol.deny(attempt, command.reason, command.detail, now_s)
@@ -170,7 +171,8 @@ class LandingThread:
                 raise ProtocolError(f"a frame of {len(delivery.parts)} parts")
             actions = self._protocol.on_frame(delivery.peer, decode(*delivery.parts), now_s)
         except BatonError as error:
-            self._protocol.on_corrupt_frame()
+            if is_frame(delivery.parts[0]):
+                self._protocol.on_corrupt_frame()
             log.warning("a message from %s is refused: %s", delivery.peer, error)
             return
         self._do(actions, delivery)

@@ -18,6 +18,7 @@ from baton.kvtransfer.transport import Delivery
 
 HIGH_WATER_MESSAGES = 4096  # above what a window allows (frame.FRAME_OVERHEAD_BYTES), so that credits are the limit
 MAX_BATCH = 64  # messages a `receive` returns at most, so that ticks and commands get their turn
+MAX_BATCH_BYTES = 16 << 20
 _COPY_BELOW_BYTES = 64 << 10
 # A full queue; a peer that is gone; addresses that are none. A peer's name is data, so it cannot be a bug here.
 _LOST = (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.EINVAL, zmq.EPROTONOSUPPORT, errno.ENODEV)
@@ -67,16 +68,22 @@ class ZmqTransport:
             self.num_lost += 1
 
     def receive(self, timeout_s: float) -> list[Delivery]:
-        """Up to MAX_BATCH messages."""
+        """Up to MAX_BATCH messages, or about MAX_BATCH_BYTES."""
         deliveries: list[Delivery] = []
+        num_bytes = 0
         for socket, _ in self._poller.poll(max(0, int(timeout_s * 1e3))):
             if socket is self._waker:
                 with self._wake_lock:
                     self._is_woken = False
                     self._waker.recv(zmq.DONTWAIT)
                 continue
-            while len(deliveries) < MAX_BATCH and (delivery := self._take(socket)) is not None:
+            while (
+                len(deliveries) < MAX_BATCH
+                and num_bytes < MAX_BATCH_BYTES
+                and (delivery := self._take(socket)) is not None
+            ):
                 deliveries.append(delivery)
+                num_bytes += len(delivery.parts[-1])
         return deliveries
 
     def wake(self) -> None:

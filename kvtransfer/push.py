@@ -195,12 +195,13 @@ class PushService:
         self._transport.wake()
 
     def _keep(self, attempt: AttemptKey, layer: int, first: int, count: int, data: memoryview) -> None:
+        payload = _Payload(count, data, payload_crc(data))
         with self._payload_lock:
             if self._payload_bytes + len(data) > self._config.window_bytes:
                 self._counts["frames_not_kept"] += 1
                 return
             self._payload_bytes += len(data)
-        self._payloads[attempt, layer, first] = _Payload(count, data, payload_crc(data))
+            self._payloads[attempt, layer, first] = payload
 
     def _hold(self, parts: Sequence[PushPart]) -> None:
         attempts = {part.attempt for part in parts}
@@ -242,9 +243,10 @@ class PushService:
         # A commit may only overtake what was pushed before it; so the commands are taken first, and run last.
         commands = _take_all(self._commands)
         for pushed in _take_all(self._pushed):
-            self._do(
-                self._protocol.pushed(pushed.attempt, pushed.layer, pushed.first, pushed.count, pushed.digest, now_s)
-            )
+            where = (pushed.attempt, pushed.layer, pushed.first, pushed.count)
+            self._do(self._protocol.pushed(*where, pushed.digest, now_s))
+            if pushed.attempt not in self._tables:
+                self._forget(pushed.attempt)  # it ended while the writer was reading
         for command in commands:
             self._do(command(now_s))
         for delivery in self._transport.receive(IDLE_S):
@@ -290,22 +292,20 @@ class PushService:
         self._transport.send(action.peer, [encode(header, payload.crc), payload.data])
 
     def _take_payload(self, attempt: AttemptKey, header: FrameHeader) -> _Payload:
-        kept = self._payloads.pop((attempt, header.layer, header.first), None)
-        if kept is not None:
-            with self._payload_lock:
+        with self._payload_lock:
+            kept = self._payloads.pop((attempt, header.layer, header.first), None)
+            if kept is not None:
                 self._payload_bytes -= len(kept.data)
-            if kept.count == header.count:
-                return kept
+        if kept is not None and kept.count == header.count:
+            return kept
         data = to_bytes(self._io.gather(self._tables[attempt], header.layer, header.first, header.count))
         return _Payload(header.count, data, payload_crc(data))
 
     def _forget(self, attempt: AttemptKey) -> None:
         self._tables.pop(attempt, None)
-        for key in [key for key in tuple(self._payloads) if key[0] == attempt]:
-            kept = self._payloads.pop(key, None)
-            if kept is not None:
-                with self._payload_lock:
-                    self._payload_bytes -= len(kept.data)
+        with self._payload_lock:
+            for key in [key for key in self._payloads if key[0] == attempt]:
+                self._payload_bytes -= len(self._payloads.pop(key).data)
 
 
 def _take_all(queue: deque[T]) -> list[T]:

@@ -276,10 +276,8 @@ class PushProtocol:
         transfer.renewed_s = now_s
         if not transfer.is_commit_posted or nack.round != transfer.round:
             return []  # about an earlier COMMIT
-        if transfer.num_resends >= self._config.max_resends:
-            lost = f"{len(nack.missing)} gaps, {len(nack.corrupt_layers)} corrupt layers"
-            return self._rules.fail(transfer, f"still incomplete after {transfer.num_resends} resends: {lost}", now_s)
-        transfer.num_resends += 1
+        if not nack.missing:
+            return self._rules.fail(transfer, "the decode worker lacks something and does not say what", now_s)
         transfer.round += 1
         transfer.is_commit_posted = False
         return self._rules.send_again(transfer, nack.missing, now_s)
@@ -292,9 +290,6 @@ class PushProtocol:
         if not transfer.is_resume_posted:
             return []  # it answers a repeated RESUME
         transfer.is_resume_posted = False
-        if have.missing and transfer.num_resends >= self._config.max_resends:
-            return self._rules.fail(transfer, f"no credit after {transfer.num_resends} resends", now_s)
-        transfer.num_resends += 1
         return self._rules.send_again(transfer, have.missing, now_s)
 
     def _on_credit(self, address: str, credit: kv_pb2.Credit, now_s: float) -> Actions:

@@ -78,9 +78,13 @@ class PushRules:
             for first, count in transfer.coverage.present(gap.layer, gap.first, gap.count):
                 pieces += [Gap(gap.layer, *piece) for piece in self._shape.split(first, count)]
         not_posted = set(transfer.to_send)
-        self.num_bytes_resent += sum(
-            piece.count * self._layout.bytes_per_position for piece in pieces if piece not in not_posted
-        )
+        lost = [piece for piece in pieces if piece not in not_posted]
+        if lost:
+            if transfer.num_resends >= self._config.max_resends:
+                what = f"{len(lost)} frames, first in layer {lost[0].layer} at position {lost[0].first}"
+                return self.fail(transfer, f"still incomplete after {transfer.num_resends} resends: {what}", now_s)
+            transfer.num_resends += 1
+            self.num_bytes_resent += sum(piece.count for piece in lost) * self._layout.bytes_per_position
         transfer.to_send.clear()  # of it, everything is missing over there
         transfer.to_send.extend(pieces)
         transfer.charged_bytes = transfer.credited_bytes

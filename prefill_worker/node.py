@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable
 
 import grpc
+import grpc.aio
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import grpc.aio
 
 from baton.core.clock import Clock
 from baton.core.errors import BatonError

@@ -28,6 +28,7 @@ from baton.router.token_order import TokenOrder
 
 LEG_GRACE_S: Final = 2.0  # a leg's own deadline is this much later than the request's: the backstop, not the rule
 DRAIN_S: Final = 2.0
+CAUSE_WAIT_S: Final = 0.25  # a failed hand-off seen by decode has its cause at prefill, whose word may be on its way
 _FINISH_REASONS: Final = frozenset((FinishReason.STOP.value, FinishReason.LENGTH.value))
 
 
@@ -68,7 +69,8 @@ class RequestRun:
         self._queue: asyncio.Queue[Emitted | BatonError] = asyncio.Queue()
         self._decode_finished = False
         self._ended = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self._suspended: BatonError | None = None  # decode's, until prefill has had its word
 
     @property
     def prefill_worker(self) -> str:
@@ -85,7 +87,7 @@ class RequestRun:
         """Open both legs: decode attends first, but nothing waits for it."""
         now_s = self._clock.now_s()
         left_s = self.request.deadline_s - now_s
-        self._timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire)
+        self._timers.append(asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire))
         self._decode.start(self._read_decode(now_s, left_s + LEG_GRACE_S), self._on_leg_ended)
         self._prefill.start(self._read_prefill(now_s, left_s + LEG_GRACE_S), self._on_leg_ended)
         for leg in (self._decode, self._prefill):
@@ -158,6 +160,8 @@ class RequestRun:
         self.first = first
         self.first_received_ns = int(self._clock.now_s() * 1e9)
         self._emit(0, [first.token], first.finish_reason)
+        if self._suspended is not None:
+            self._fail(self._suspended)
         early, self._early = self._early, []
         for tokens in early:
             self._on_decode_tokens(tokens)
@@ -165,9 +169,9 @@ class RequestRun:
     def _on_prefill_done(self, done: worker_pb2.PrefillDone) -> None:
         if self.first is None:
             raise ProtocolError(f"{self._prefill} was done before its first token")
-        self.prefill_done = done
         if not self._ended and not done.handed_off:
             raise TransferFailed(f"{self._prefill} was done without handing over")
+        self.prefill_done = done
         self._prefill.unwatch()
 
     def _on_decode_tokens(self, tokens: worker_pb2.DecodeTokens) -> None:
@@ -211,7 +215,13 @@ class RequestRun:
             needed = False  # decode has the hand-off already
         if error is None or self._ended or not needed:
             return
-        self._fail(leg.explain(error))
+        explained = leg.explain(error)
+        if leg is self._decode and self.first is None and isinstance(explained, TransferFailed):
+            # The landing was aborted. Perhaps the request ended at its first token, or prefill knows why it failed.
+            self._suspended = explained
+            self._timers.append(asyncio.get_running_loop().call_later(CAUSE_WAIT_S, self._fail, explained))
+            return
+        self._fail(explained)
 
     def _expire(self) -> None:
         self._fail(RequestDeadlineExceeded("the request's deadline passed", num_tokens=len(self._order)))
@@ -226,7 +236,7 @@ class RequestRun:
 
     def _end(self) -> None:
         self._ended = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
         self._prefill.unwatch()
         self._decode.unwatch()

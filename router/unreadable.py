@@ -4,7 +4,7 @@ gRPC calls a method's deserializer before the method, and an exception there end
 interceptor here makes every deserializer return the error instead, and refuses it in front of the method.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -110,17 +110,14 @@ def _add_file(pool: descriptor_pool.DescriptorPool, file: FileDescriptor, added:
 
 def _first_bad_text(message: Message) -> str:
     for field, value in message.ListFields():
-        for item in value if isinstance(value, (list, tuple)) or _is_repeated(value) else (value,):
+        repeated = isinstance(value, Sequence) and not isinstance(value, bytes | str)
+        for item in value if repeated else (value,):
             if isinstance(item, Message):
                 if found := _first_bad_text(item):
                     return f"{field.name}.{found}"
             elif isinstance(item, bytes) and not _is_utf8(item):
                 return str(field.name)
     return ""
-
-
-def _is_repeated(value: Any) -> bool:
-    return hasattr(value, "__iter__") and not isinstance(value, bytes | str | Message)
 
 
 def _is_utf8(data: bytes) -> bool:

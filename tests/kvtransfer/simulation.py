@@ -206,6 +206,8 @@ class DecodeNode:
         attempt = landing.attempt
         assert attempt in self.tables, "invariants 1 and 6: a write without a grant, or after it drained"
         assert attempt not in self.sealed, "invariant 9: a write after the seal"
+        landed = list(landing.coverage.present(header.layer, header.first, header.count))
+        assert not landed, "the first good write wins: a good position is written again"
         values = struct.unpack(f"<{2 * header.count}Q", payload)
         for kv in range(2):
             for offset in range(header.count):

@@ -51,7 +51,7 @@ class Script:
     decode_hangs_after: int | None = None
     handed_off: bool = True
     decode_before_first: bool = False
-    events: list | None = None  # DecodeTokens, sent as they are
+    events: list[worker_pb2.DecodeTokens] | None = None  # DecodeTokens, sent as they are
     attending_epoch: int | None = None
     no_done: bool = False
     no_finish: bool = False

@@ -1,0 +1,96 @@
+"""Both clients against a real router and scripted workers; the ordinary one from a thread of its own."""
+
+import asyncio
+
+import pytest
+
+from baton.client import AsyncBatonClient, BatonClient
+from baton.client.messages import ChunkCheck
+from baton.core.errors import (
+    ConflictingOptions,
+    EmptyPrompt,
+    InvalidText,
+    ModelNotFound,
+    ProtocolError,
+    RequestDeadlineExceeded,
+    WorkerLost,
+)
+from baton.core.sampling import SamplingParams
+from baton.proto import inference_pb2
+from baton.tests.router.fakes import TOKENIZER, cluster
+
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+
+
+@pytest.mark.fast
+@pytest.mark.asyncio
+async def test_the_ordinary_client():
+    async with cluster() as running:
+        with BatonClient(running.address, timeout_s=5.0) as client:
+
+            def use():
+                chunks = list(client.generate("hi", sampling=GREEDY, model="toy"))
+                assert "".join(chunk.text for chunk in chunks) == "hello world"
+                assert chunks[-1].finish.reason == "length"
+                assert client.generate_text(token_ids=[1, 2], sampling=GREEDY) == "hello world"
+                assert client.generate_text("hi", sampling=inference_pb2.Sampling(max_tokens=4)) == "hell"
+                assert client.tokenize("hi") == TOKENIZER.encode("hi")
+                assert client.model().max_model_len == 200
+                assert client.status().num_requests_finished == 3
+                assert len(client.inventory().workers) == 2
+                for kind, call in (
+                    (ModelNotFound, lambda: client.generate_text("hi", model="x")),
+                    (ModelNotFound, lambda: client.tokenize("hi", model="x")),
+                    (ConflictingOptions, lambda: client.generate("hi", token_ids=[1])),
+                    (EmptyPrompt, client.generate),
+                    (InvalidText, lambda: client.generate("\ud800")),
+                    (InvalidText, lambda: client.tokenize("\ud800")),
+                ):
+                    with pytest.raises(kind):
+                        call()
+
+            await asyncio.to_thread(use)
+
+
+@pytest.mark.fast
+@pytest.mark.asyncio
+async def test_dropping_the_iterator_cancels_the_request():
+    async with cluster() as running:
+        running.script.decode_hangs_after = 2
+        with BatonClient(running.address) as client:
+
+            def leave():
+                for chunk in client.generate("hi", sampling=GREEDY):
+                    assert chunk.text == "h"
+                    break
+
+            await asyncio.to_thread(leave)
+            _, decode = await running.idle()
+            assert decode[0].cancelled
+
+
+@pytest.mark.asyncio
+async def test_a_deadline_and_an_address_where_nobody_is():
+    async with cluster() as running:
+        running.script.prefill_hangs = True
+        with BatonClient(running.address, timeout_s=0.2) as client, pytest.raises(RequestDeadlineExceeded):
+            await asyncio.to_thread(client.generate_text, "hi")
+        address = running.address
+    with BatonClient(address, timeout_s=2.0) as client, pytest.raises(WorkerLost):
+        await asyncio.to_thread(client.status)
+    async with AsyncBatonClient(address, timeout_s=2.0) as client:
+        with pytest.raises(WorkerLost):
+            await client.generate_text("hi")
+
+
+@pytest.mark.fast
+def test_a_stream_with_a_gap_or_without_an_end_is_refused():
+    check = ChunkCheck()
+    check.take(inference_pb2.GenerateChunk(index=0, token_ids=[1, 2]))
+    with pytest.raises(ProtocolError):
+        check.end()
+    for index in (1, 3):
+        with pytest.raises(ProtocolError):
+            check.take(inference_pb2.GenerateChunk(index=index, token_ids=[1]))
+    check.take(inference_pb2.GenerateChunk(index=2, finish=inference_pb2.Finish(reason="stop")))
+    check.end()

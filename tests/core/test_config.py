@@ -1,0 +1,80 @@
+import math
+
+import pytest
+
+from baton.core.clock import MonotonicClock, VirtualClock
+from baton.core.config import ServeConfig
+from baton.core.errors import ConfigInvalid
+from baton.core.request import SpeculationCounts
+
+pytestmark = pytest.mark.fast
+
+
+def test_defaults_hold():
+    assert ServeConfig.from_mapping({}) == ServeConfig.from_mapping({"model": "tiny", "mtp": 2})
+    assert ServeConfig.from_mapping({"mtp": "auto"}).mtp == "auto"
+
+
+@pytest.mark.parametrize(
+    ("values", "keys"),
+    [
+        ({"modle": "tiny"}, ["modle"]),
+        ({"prefill": 0}, ["prefill"]),
+        ({"prefill": "many"}, ["prefill"]),
+        ({"mtp": 5}, ["mtp"]),
+        ({"mtp": -1}, ["mtp"]),
+        ({"block_size": 17}, ["block_size"]),
+        ({"grpc_port": 65536}, ["grpc_port"]),
+        ({"transport": "pigeon"}, ["transport"]),
+        ({"numerics": "exact"}, ["numerics"]),
+        ({"request_timeout_s": math.nan}, ["request_timeout_s"]),
+        ({"request_timeout_s": math.inf}, ["request_timeout_s"]),
+        ({"request_timeout_s": 0}, ["request_timeout_s"]),
+        ({"gpu_memory_share": math.nan}, ["gpu_memory_share"]),
+        ({"prefill": 0, "other": 1}, ["other", "prefill"]),
+    ],
+)
+def test_bad_keys_and_values_are_all_named(values, keys):
+    with pytest.raises(ConfigInvalid) as caught:
+        ServeConfig.from_mapping(values)
+    assert sorted(set(caught.value.fields["keys"])) == keys
+    for key in keys:
+        assert key in caught.value.message
+
+
+def test_files(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text("grpc-port: 0\nmtp: auto\n")
+    assert ServeConfig.read_file(path) == {"grpc_port": 0, "mtp": "auto"}
+    path.write_text("")
+    assert ServeConfig.read_file(path) == {}
+    for bad in ("- a\n", "a: [", "3"):
+        path.write_text(bad)
+        with pytest.raises(ConfigInvalid, match=r"serve\.yaml"):
+            ServeConfig.read_file(path)
+    path.write_bytes(b"a: \xff\xfe")
+    with pytest.raises(ConfigInvalid):
+        ServeConfig.read_file(path)
+    with pytest.raises(ConfigInvalid):
+        ServeConfig.read_file(tmp_path)
+
+
+def test_clocks():
+    clock = VirtualClock(5.0)
+    clock.advance(0.5)
+    assert clock.now_s() == 5.5
+    with pytest.raises(AssertionError):
+        clock.advance(-1)
+    real = MonotonicClock()
+    assert real.now_s() <= real.now_s()
+
+
+def test_speculation_is_conserved():
+    counts = SpeculationCounts()
+    counts.add_step(num_proposed=2, num_accepted=1, num_emitted=2)
+    counts.add_step(num_proposed=2, num_accepted=2, num_emitted=2)  # a stop cut the bonus token
+    assert (counts.num_draft_tokens, counts.num_accepted_tokens, counts.num_rejected_tokens) == (4, 3, 1)
+    assert (counts.num_verify_steps, counts.num_emitted_tokens) == (2, 4)
+    for bad in ((1, 2, 2), (2, 1, 3), (2, 1, 0)):
+        with pytest.raises(AssertionError):
+            counts.add_step(num_proposed=bad[0], num_accepted=bad[1], num_emitted=bad[2])

@@ -1,0 +1,97 @@
+import json
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from baton.core.errors import InvalidText, ModelFileDamaged, ModelMissing
+from baton.core.tokenizer import StopMatcher, Tokenizer
+from baton.tests.router.fakes import TOKENIZER
+
+pytestmark = pytest.mark.fast
+
+
+@given(st.lists(st.integers(0, 260), max_size=40))
+@example([256, 104])
+@example([195])
+def test_a_stream_of_any_tokens_is_their_text(token_ids):
+    stream = TOKENIZER.stream()
+    text = "".join(stream.push(token_id) for token_id in token_ids)
+    assert text + stream.flush() == TOKENIZER.decode(token_ids)
+    assert stream.flush() == ""
+
+
+@settings(max_examples=50)
+@given(st.text(max_size=40))
+def test_text_survives_and_no_piece_is_shown_too_early(text):
+    stream = TOKENIZER.stream()
+    shown = ""
+    for token_id in TOKENIZER.encode(text):
+        shown += stream.push(token_id)
+        assert text.startswith(shown)
+    assert shown + stream.flush() == text
+
+
+def test_special_tokens_spelled_out_or_generated():
+    assert TOKENIZER.decode([256]) == ""
+    assert TOKENIZER.decode([*TOKENIZER.encode("ab"), 256]) == "ab"
+
+
+def test_lone_surrogates_are_no_text():
+    with pytest.raises(InvalidText) as caught:
+        TOKENIZER.encode("ab\udc80")
+    assert caught.value.fields == {"at": 2}
+
+
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 3), max_size=40),
+)
+def test_text_ends_before_the_first_stop_string_however_it_is_cut(text, stop, cuts):
+    found = [at for item in stop if (at := text.find(item)) >= 0]
+    matcher = StopMatcher(tuple(stop))
+    shown, rest = "", text
+    for cut in cuts:
+        shown += matcher.push(rest[:cut])
+        rest = rest[cut:]
+    shown += matcher.push(rest)
+    assert text.startswith(shown)
+    assert (matcher.matched is not None) == bool(found)
+    whole = shown + matcher.flush()
+    if not found:
+        assert whole == text
+    elif not cuts:
+        assert whole == text[: min(found)]
+    else:
+        assert not any(item in whole for item in stop)
+        assert len(whole) >= min(found)
+
+
+def write(directory, **files):
+    (directory / "tokenizer.json").write_text(TOKENIZER._fast.to_str(), encoding="utf-8")
+    for name, value in files.items():
+        (directory / f"{name}.json").write_text(value if isinstance(value, str) else json.dumps(value))
+    return directory
+
+
+def test_eos_comes_from_generation_config_then_config(tmp_path):
+    def eos(**files):
+        return Tokenizer.from_directory(write(tmp_path, **files)).eos_token_ids
+
+    assert eos() == ()
+    assert eos(config={"eos_token_id": 7}) == (7,)
+    assert eos(generation_config={}) == (7,)
+    assert eos(generation_config={"eos_token_id": [1, 2]}) == (1, 2)
+    assert eos(generation_config={"eos_token_id": 0}) == (0,)
+
+
+@pytest.mark.parametrize("bad", ["", "[]", "3", '{"eos_token_id": ["x"]}', '{"eos_token_id": {}}'])
+def test_damaged_files_are_named(tmp_path, bad):
+    with pytest.raises(ModelFileDamaged, match=r"config\.json"):
+        Tokenizer.from_directory(write(tmp_path, config=bad))
+    with pytest.raises(ModelMissing):
+        Tokenizer.from_directory(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ModelFileDamaged, match=r"tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)

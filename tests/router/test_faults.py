@@ -1,0 +1,313 @@
+"""What goes wrong under a request: both legs end, and the client gets the reason in time."""
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from baton.client import AsyncBatonClient
+from baton.core.errors import (
+    Overloaded,
+    ProtocolError,
+    RequestCancelled,
+    RequestDeadlineExceeded,
+    TransferFailed,
+    WorkerLost,
+)
+from baton.core.sampling import SamplingParams
+from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.tests.router.fakes import cluster
+
+pytestmark = pytest.mark.asyncio
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+
+
+async def fails(running, kind, timeout_s=5.0):
+    """Run a request that must end with `kind`; returns the error and the text that came before it."""
+    text = []
+    async with AsyncBatonClient(running.address, timeout_s=timeout_s) as client:
+        with pytest.raises(kind) as caught:
+            async for chunk in client.generate("hi", sampling=GREEDY):
+                text.append(chunk.text)
+    assert type(caught.value) is kind
+    return caught.value, "".join(text)
+
+
+async def works(running):
+    async with AsyncBatonClient(running.address, timeout_s=5.0) as client:
+        return await client.generate_text("hi", sampling=GREEDY) == running.script.answer
+
+
+def hang(running, point):
+    """Make the script stop at a point of a request's life."""
+    if point == "before the first token":
+        running.script.prefill_hangs = True
+    elif point == "before done":
+        running.script.done_delay_s = 30.0
+        running.script.decode_hangs_after = 0
+    elif point == "before decode":
+        running.script.decode_hangs_after = 0
+    else:
+        running.script.decode_hangs_after = 4
+
+
+def heal(running):
+    running.script.prefill_hangs = False
+    running.script.done_delay_s = 0.0
+    running.script.decode_hangs_after = None
+
+
+POINTS = {"before the first token": 0, "before done": 1, "before decode": 1, "during decode": 5}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("point", POINTS)
+async def test_a_client_that_leaves_ends_both_legs(point):
+    async with cluster() as running, AsyncBatonClient(running.address) as client:
+        hang(running, point)
+        got = []
+
+        async def read():
+            async for chunk in client.generate("hi", sampling=GREEDY):
+                got.extend(chunk.token_ids)
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.08)
+        assert len(got) == POINTS[point]
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        prefill, decode = await running.idle()
+        assert decode[0].cancelled
+        assert prefill[0].cancelled == (point in ("before the first token", "before done"))
+        status = await client.status()
+        assert (status.num_requests_running, status.num_requests_failed) == (0, 1)
+        heal(running)
+        assert await works(running)
+
+
+async def test_a_connection_that_breaks_ends_both_legs():
+    async with cluster() as running:
+        hang(running, "during decode")
+        client = AsyncBatonClient(running.address)
+        stream = client.generate("hi", sampling=GREEDY)
+        await anext(stream)
+        await client.close()
+        _, decode = await running.idle()
+        assert decode[0].cancelled
+
+
+@pytest.mark.parametrize("point", POINTS)
+async def test_the_routers_deadline_ends_both_legs_with_a_type(point):
+    async with cluster(request_timeout_s=0.2) as running:
+        hang(running, point)
+        start_s = time.monotonic()
+        error, text = await fails(running, RequestDeadlineExceeded)
+        assert 0.19 < time.monotonic() - start_s < 1.0
+        assert error.fields == {"num_tokens": POINTS[point]}
+        assert len(text) == POINTS[point]
+        _, decode = await running.idle()
+        assert decode[0].cancelled
+
+
+async def test_the_clients_deadline_goes_to_the_workers():
+    async with cluster() as running:
+        hang(running, "before the first token")
+        await fails(running, RequestDeadlineExceeded, timeout_s=0.3)
+        prefill, decode = await running.idle()
+        assert prefill[0].cancelled
+        assert decode[0].cancelled
+        assert 100 < prefill[0].request.timeout_ms <= 300
+
+
+@pytest.mark.fast
+async def test_a_prefill_error_keeps_its_type_and_cancels_decode():
+    async with cluster() as running:
+        running.script.prefill_error = Overloaded("no room", limit=3)
+        error, text = await fails(running, Overloaded)
+        assert (error.message, error.fields, text) == ("no room", {"limit": 3}, "")
+        _, decode = await running.idle()
+        assert decode[0].cancelled
+        running.script.prefill_error = None
+        running.script.prefill_error_after_first = TransferFailed("nack")
+        running.script.decode_hangs_after = 0
+        error, text = await fails(running, TransferFailed)
+        assert (error.message, text) == ("nack", "h")
+        running.script.prefill_error_after_first = None
+        running.script.decode_hangs_after = None
+        running.script.handed_off = False
+        running.script.token_delay_s = 0.2
+        await fails(running, TransferFailed)
+        running.script.no_done = True
+        await fails(running, ProtocolError)
+        await running.idle()
+
+
+async def test_a_prefill_error_after_decode_has_begun_is_nobodys_loss():
+    async with cluster() as running:
+        running.script.prefill_error_after_first = TransferFailed("its ack was lost")
+        running.script.token_delay_s = 0.03
+        assert await works(running)
+
+
+@pytest.mark.fast
+async def test_a_decode_error_keeps_its_type_and_cancels_prefill():
+    async with cluster() as running:
+        running.script.decode_error = Overloaded("too many", limit=9)
+        running.script.prefill_hangs = True
+        error, text = await fails(running, Overloaded)
+        assert (error.fields, text) == ({"limit": 9}, "")
+        prefill, _ = await running.idle()
+        assert prefill[0].cancelled
+        running.script.prefill_hangs = False
+        running.script.decode_error = TransferFailed("corrupt")
+        running.script.decode_error_after = 4
+        error, text = await fails(running, TransferFailed)
+        assert text == "hello", "what was made is streamed"
+        running.script.decode_error = RequestCancelled("shutting down")
+        error, _ = await fails(running, WorkerLost)
+        assert error.fields == {"worker_id": "decode-0", "role": "decode"}, "the client did not cancel"
+
+
+@pytest.mark.fast
+async def test_a_failed_hand_off_seen_by_decode_waits_for_prefills_word():
+    async with cluster() as running:
+        script = running.script
+        script.decode_error, script.first_delay_s = TransferFailed("the landing was aborted"), 0.05
+        script.finish_at_first = "stop"
+        async with AsyncBatonClient(running.address) as client:
+            assert await client.generate_text("hi", sampling=GREEDY) == "h", (
+                "it ended there; its landing was given back"
+            )
+        script.finish_at_first, script.prefill_error = "", Overloaded("the cause")
+        await fails(running, Overloaded)
+        script.prefill_error = None
+        _, text = await fails(running, TransferFailed)
+        assert text == "h"
+        script.prefill_hangs = True
+        start_s = time.monotonic()
+        await fails(running, TransferFailed)
+        assert time.monotonic() - start_s < 1.0
+        await running.idle()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_that_is_killed(role):
+    async with cluster() as running:
+        hang(running, "before the first token" if role == "prefill" else "during decode")
+        running.silent.add(f"{role}-0")
+        failing = asyncio.create_task(fails(running, WorkerLost))
+        await asyncio.sleep(0.1)
+        start_s = time.monotonic()
+        await running.of(role)[0].server.stop(None)
+        error, text = await failing
+        assert time.monotonic() - start_s < 1.0, "a broken connection needs no heartbeat to be seen"
+        assert (error.fields["worker_id"], error.fields["role"]) == (f"{role}-0", role)
+        assert text == ("" if role == "prefill" else "hello")
+        heal(running)
+        running.workers = [worker for worker in running.workers if worker.role != role]
+        await running.idle()
+        await running.add(role, f"{role}-1")
+        assert await works(running)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_silent_worker_ends_its_requests_within_two_seconds(role):
+    async with cluster() as running:
+        hang(running, "before the first token")
+        start_s = time.monotonic()
+        running.silent.add(f"{role}-0")
+        error, _ = await fails(running, WorkerLost)
+        assert 1.3 < time.monotonic() - start_s < 2.0
+        assert error.fields == {"worker_id": f"{role}-0", "role": role}
+        prefill, decode = await running.idle()
+        assert prefill[0].cancelled
+        assert decode[0].cancelled
+
+
+async def test_a_silent_prefill_worker_that_has_handed_over_is_not_needed():
+    async with cluster(alive_s=0.4) as running:
+        running.script.token_delay_s = 0.2
+        running.silent.add("prefill-0")
+        assert await works(running)
+        assert not running.router.members.live("prefill")
+
+
+@pytest.mark.fast
+async def test_a_worker_that_comes_back_under_a_new_epoch_ends_the_old_requests():
+    async with cluster() as running:
+        hang(running, "during decode")
+        failing = asyncio.create_task(fails(running, WorkerLost))
+        await asyncio.sleep(0.1)
+        worker = running.of("decode")[0]
+        worker.epoch += 500_000
+        error, text = await failing
+        assert (error.fields["worker_id"], text) == ("decode-0", "hello")
+        heal(running)
+        assert await works(running)
+        async with AsyncBatonClient(running.address) as client:
+            status = await client.status()
+        assert [worker.num_epochs for worker in status.workers] == [2, 1]
+
+
+async def test_an_attend_answered_by_another_life_fails_the_request():
+    async with cluster() as running:
+        running.script.attending_epoch = 1
+        running.script.prefill_hangs = True
+        await fails(running, WorkerLost)
+        await running.idle()
+
+
+async def test_a_router_that_stops_ends_open_streams_and_legs():
+    async with cluster() as running:
+        hang(running, "during decode")
+        client = AsyncBatonClient(running.address)
+        stream = client.generate("hi", sampling=GREEDY)
+        await anext(stream)
+        running._heartbeats.cancel()
+        await running.router.stop(0.05)
+        with pytest.raises((WorkerLost, RequestCancelled)):
+            async for _ in stream:
+                pass
+        await client.close()
+        _, decode = await running.idle()
+        assert decode[0].cancelled
+
+
+async def test_cancels_at_random_times_leave_nothing():
+    async with cluster(num_prefill=2, num_decode=2) as running, AsyncBatonClient(running.address) as client:
+        running.script.token_delay_s = 0.005
+
+        async def leave_after(seconds):
+            try:
+                async with asyncio.timeout(seconds):
+                    async for _ in client.generate("hi", sampling=GREEDY):
+                        pass
+            except TimeoutError:
+                pass
+
+        await asyncio.gather(*(leave_after(0.001 * step) for step in range(40)))
+        await running.idle(2.0)
+        status = await client.status()
+        assert status.num_requests_running == 0
+        assert status.num_requests_finished + status.num_requests_failed <= 40
+        running.script.token_delay_s = 0.0
+        assert await works(running)
+        assert not running.router.members._watches or all(
+            len(watches) == 1 for watches in running.router.members._watches.values()
+        ), "only the channels watch on"
+
+
+async def test_a_worker_of_another_model_or_without_an_address_is_refused():
+    async with cluster() as running:
+        membership = worker_pb2_grpc.MembershipStub(running.channel)
+        good = running.workers[0].state()
+        for change in ({"model": "other"}, {"address": ""}, {"role": "router"}, {"epoch": 0}, {"worker_id": ""}):
+            state = worker_pb2.WorkerState()
+            state.CopyFrom(good)
+            for name, value in change.items():
+                setattr(state, name, value)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await membership.Heartbeat(state)
+            assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+        assert len(running.router.members.all()) == 2

@@ -1,0 +1,168 @@
+"""The table of workers, the policy, admission and token order: pure, under virtual time."""
+
+import pytest
+
+from baton.core.clock import VirtualClock
+from baton.core.errors import InvalidRequest, NoWorker, Overloaded, ProtocolError
+from baton.proto import worker_pb2
+from baton.router.admission import Admission
+from baton.router.members import ALIVE_S, FORGET_S, MAX_WORKERS, Life, Members
+from baton.router.policy import RoundRobin
+from baton.router.text import IncrementalText
+from baton.router.token_order import TokenOrder
+from baton.tests.router.fakes import TOKENIZER
+
+pytestmark = pytest.mark.fast
+
+
+def state(worker_id, epoch=1, role="prefill"):
+    return worker_pb2.WorkerState(
+        worker_id=worker_id,
+        role=role,
+        epoch=epoch,
+        address="h:1",
+        kv_address="tcp://h:2" if role == "decode" else "",
+        max_model_len=100,
+        block_size=16,
+    )
+
+
+@pytest.fixture
+def clock():
+    return VirtualClock()
+
+
+@pytest.fixture
+def members(clock):
+    return Members(clock)
+
+
+def test_alive_until_silent_for_too_long(members, clock):
+    assert not members.heartbeat(state("p"))
+    assert members.heartbeat(state("p"))
+    clock.advance(ALIVE_S - 0.01)
+    assert members.expire() == []
+    assert [member.state.worker_id for member in members.live("prefill")] == ["p"]
+    clock.advance(0.01)
+    assert members.expire() == [Life("p", 1)]
+    assert members.expire() == [], "lost once"
+    assert members.live("prefill") == []
+    assert members.heartbeat_age_s(members.all()[0]) == pytest.approx(ALIVE_S)
+    assert not members.heartbeat(state("p")), "it is told that it had been given up"
+    assert members.live("prefill")
+    assert members.all()[0].num_epochs == 1
+
+
+def test_a_new_epoch_replaces_the_old_and_the_old_never_returns(members):
+    lost = []
+    members.heartbeat(state("d", 7, "decode"))
+    members.watch(Life("d", 7), lambda: lost.append(7))
+    assert not members.heartbeat(state("d", 3, "decode")), "epochs are names, not numbers"
+    assert lost == [7]
+    assert not members.heartbeat(state("d", 7, "decode"))
+    assert members.all()[0].life == Life("d", 3)
+    assert members.all()[0].num_epochs == 2
+    assert members.heartbeat(state("d", 3, "decode"))
+
+
+def test_watches_are_called_once_and_can_be_ended(members, clock):
+    members.heartbeat(state("p"))
+    told = []
+    members.watch(Life("p", 1), lambda: told.append("a"))
+    end = members.watch(Life("p", 1), lambda: told.append("b"))
+    end()
+    end()
+    members.watch(Life("p", 9), lambda: told.append("unknown life"))
+    assert told == ["unknown life"]
+    clock.advance(ALIVE_S)
+    members.expire()
+    assert told == ["unknown life", "a"]
+    members.watch(Life("p", 1), lambda: told.append("dead"))
+    assert told[-1] == "dead"
+    assert members._watches == {}
+
+
+def test_dead_workers_are_forgotten_in_time(members, clock):
+    members.heartbeat(state("p"))
+    clock.advance(ALIVE_S)
+    members.expire()
+    clock.advance(FORGET_S)
+    members.expire()
+    assert members.all() == []
+
+
+def test_reports_that_lack_something_are_refused(members):
+    for name in ("worker_id", "role", "epoch", "address", "kv_address", "max_model_len", "block_size"):
+        bad = state("d", role="decode")
+        bad.ClearField(name)
+        with pytest.raises(InvalidRequest) as caught:
+            members.heartbeat(bad)
+        assert caught.value.fields["field"] == name
+    assert members.all() == []
+
+
+def test_the_table_is_bounded(members):
+    for index in range(MAX_WORKERS):
+        members.heartbeat(state(f"p{index}"))
+    with pytest.raises(Overloaded):
+        members.heartbeat(state("one more"))
+    assert members.heartbeat(state("p0"))
+
+
+def test_round_robin_goes_on_while_workers_come_and_go(members, clock):
+    policy = RoundRobin()
+    for name in "ac":
+        members.heartbeat(state(name))
+    with pytest.raises(NoWorker) as caught:
+        policy.pick(members.live("prefill"), members.live("decode"))
+    assert caught.value.fields == {"role": "decode"}
+    members.heartbeat(state("d", role="decode"))
+
+    def pick():
+        pair = policy.pick(members.live("prefill"), members.live("decode"))
+        assert pair.decode.state.worker_id == "d"
+        return pair.prefill.state.worker_id
+
+    assert [pick() for _ in range(3)] == ["a", "c", "a"]
+    members.heartbeat(state("b"))
+    assert [pick() for _ in range(3)] == ["b", "c", "a"]
+    clock.advance(ALIVE_S)
+    for name in ("a", "c"):
+        members.heartbeat(state(name))
+    members.heartbeat(state("d", role="decode"))
+    members.expire()
+    assert [pick() for _ in range(2)] == ["c", "a"]
+
+
+def test_admission_counts_and_gives_back():
+    admission = Admission(2)
+    with admission.slot(), admission.slot():
+        with pytest.raises(Overloaded), admission.slot():
+            pass
+        assert admission.num_in_flight == 2
+    with pytest.raises(KeyError), admission.slot():
+        raise KeyError
+    assert admission.num_in_flight == 0
+
+
+def test_each_token_once_and_in_order():
+    order = TokenOrder(5)
+    assert order.take(0, [1]) == [1]
+    assert order.take(0, [1, 2]) == [2]
+    assert order.take(0, [1, 2]) == []
+    assert order.take(2, []) == []
+    for index, token_ids in [(3, [9]), (1, [9]), (2, [1, 2, 3, 4])]:
+        with pytest.raises(ProtocolError):
+            order.take(index, token_ids)
+    assert order.take(1, [2, 3, 4, 5]) == [3, 4, 5]
+    assert order.token_ids == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("stop", [(), ("zzz",), ("é",), ("rld", "lo w")])
+def test_text_in_pieces_is_the_text_whole(stop):
+    whole = "héllo wörld 🎉 end\N{REPLACEMENT CHARACTER}"
+    want = min((whole.split(item)[0] for item in stop), key=len, default=whole)
+    text = IncrementalText(TOKENIZER, stop)
+    got = "".join(text.push([token_id]) for token_id in TOKENIZER.encode(whole))
+    assert want.startswith(got)
+    assert got + text.finish() == want
