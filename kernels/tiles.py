@@ -8,7 +8,7 @@ order. MKL splits longer inner sizes between threads: seen from K = 1024 on in f
 where one thread changes kernels at 192 rows too. oneDNN's bfloat16 products depend on M from K = 512 on, and with two
 threads on a row's place in its tile; bfloat16 is therefore computed in float32.
 CUDA (cuBLAS): products of one fixed shape, because the kernel is picked by shape; rows are cut into tiles of 64.
-`torch.sum` and `mean` pick their order by shape on CUDA and CPU: `ordered_sum` adds halves instead.
+`torch.sum` and `mean` promise no order that ignores the shape, so `ordered_sum` adds halves instead.
 `silu`, `sigmoid` and `exp2` differ between vector body and scalar tail on a CPU; `exp` and the basic operations do not.
 
 Legend: T rows, K inner size, N outputs, G groups of one batched product.

@@ -13,6 +13,15 @@ from baton.model.loader import load_model
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Workers run with one torch thread each; two that wait for each other on busy cores cost ten times the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return Tokenizer.from_directory(TINY)

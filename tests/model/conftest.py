@@ -1,4 +1,4 @@
-"""Models and their transformers references, one each per directory and dtype."""
+"""Models and their transformers references, one each per directory and dtype; the largest logit differences seen."""
 
 from functools import cache
 
@@ -31,3 +31,28 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+LARGEST = pytest.StashKey[dict]()
+TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+@pytest.fixture
+def check_logits(request):
+    """Assert that logits are within the tolerance of their dtype; the summary shows how near they were."""
+    largest = request.config.stash.setdefault(LARGEST, {})
+
+    def check(what, got, wanted):
+        difference = float((got - wanted).abs().max())
+        largest[what, got.dtype] = max(largest.get((what, got.dtype), 0.0), difference)
+        assert difference <= TOLERANCES[got.dtype], f"{what}: {difference}"
+
+    return check
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for (what, dtype), difference in sorted(config.stash.get(LARGEST, {}).items(), key=str):
+        limit = TOLERANCES[dtype]
+        terminalreporter.write_line(
+            f"max |Δlogit| against transformers, {what}, {dtype}: {difference:.1e} of {limit:g}"
+        )

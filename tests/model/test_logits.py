@@ -21,19 +21,19 @@ CONFIGURATIONS = {
     },
     "moe, every second layer": {"kind": "qwen3_moe", "layers": 4, "overrides": {"decoder_sparse_step": 2}},
 }
-TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
+DTYPES = (torch.float32, torch.float64)
 QUICK = ("moe, tied, group 2", torch.float64)
 CASES = [
     pytest.param(name, dtype, id=f"{name}, {dtype}", marks=[pytest.mark.fast] if (name, dtype) == QUICK else [])
     for name in CONFIGURATIONS
-    for dtype in TOLERANCES
+    for dtype in DTYPES
 ]
 PROMPT_LEN = 90
 
 
 @pytest.mark.parametrize("numerics", list(Numerics))
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_prefill_in_any_chunks(name, dtype, numerics, tiny_checkpoint, load, reference):
+def test_prefill_in_any_chunks(name, dtype, numerics, tiny_checkpoint, load, reference, check_logits):
     path = tiny_checkpoint(**CONFIGURATIONS[name])
     model = load(path, dtype, numerics)
     ids = prompt(PROMPT_LEN)
@@ -42,12 +42,12 @@ def test_prefill_in_any_chunks(name, dtype, numerics, tiny_checkpoint, load, ref
     for chunk_len in (None, 1, 7, 16, 48):
         paged = Paged(model)
         logits = paged.logits(paged.prefill(ids, chunk_len=chunk_len))
-        assert (logits - wanted).abs().max() <= TOLERANCES[dtype], chunk_len
+        check_logits("trunk", logits, wanted)
 
 
 @pytest.mark.parametrize("numerics", list(Numerics))
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_decode_rows(name, dtype, numerics, tiny_checkpoint, load, reference):
+def test_decode_rows(name, dtype, numerics, tiny_checkpoint, load, reference, check_logits):
     """Two sequences of different length and a padding one; of Q rows the last may be garbage."""
     path = tiny_checkpoint(**CONFIGURATIONS[name])
     model = load(path, dtype, numerics)
@@ -64,11 +64,10 @@ def test_decode_rows(name, dtype, numerics, tiny_checkpoint, load, reference):
         hidden = paged.trunk(torch.stack([rows[0], garbage, rows[1]]), batch)
         logits = paged.logits(hidden).unflatten(0, (3, num_rows))[:, :num_real]
         for row, sequence in ((0, 1), (2, 0)):
-            difference = (logits[row] - wanted[sequence][starts[sequence] :]).abs().max()
-            assert difference <= TOLERANCES[dtype], (num_rows, sequence)
+            check_logits("trunk", logits[row], wanted[sequence][starts[sequence] :])
 
 
-def test_several_prompts_in_one_batch(tiny_checkpoint, load, reference):
+def test_several_prompts_in_one_batch(tiny_checkpoint, load, reference, check_logits):
     path = tiny_checkpoint(**CONFIGURATIONS["moe, tied, group 2"])
     paged = Paged(load(path, torch.float64), num_sequences=3)
     prompts = [prompt(length, seed=length) for length in (20, 64, 41)]
@@ -76,7 +75,7 @@ def test_several_prompts_in_one_batch(tiny_checkpoint, load, reference):
     parts = [(0, 0, 20), (1, 30, 64), (2, 0, 41)]
     hidden = paged.trunk(torch.cat([prompts[s][start:end] for s, start, end in parts]), paged.prefill_batch(parts))
     wanted = torch.cat([reference(path, torch.float64).logits(prompts[s])[start:end] for s, start, end in parts])
-    assert (paged.logits(hidden) - wanted).abs().max() <= 1e-9
+    check_logits("trunk", paged.logits(hidden), wanted)
 
 
 @pytest.mark.fast

@@ -5,12 +5,12 @@ import torch
 
 from baton.core.numerics import Numerics
 from baton.tests.model.harness import Paged, prompt
-from baton.tests.model.test_logits import CASES, CONFIGURATIONS, TOLERANCES
+from baton.tests.model.test_logits import CASES, CONFIGURATIONS
 
 
 @pytest.mark.parametrize("numerics", list(Numerics))
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_entries_over_a_prompt(name, dtype, numerics, tiny_checkpoint, load, reference):
+def test_entries_over_a_prompt(name, dtype, numerics, tiny_checkpoint, load, reference, check_logits):
     path = tiny_checkpoint(**CONFIGURATIONS[name])
     model, truth = load(path, dtype, numerics), reference(path, dtype)
     ids = prompt(62)
@@ -20,12 +20,12 @@ def test_entries_over_a_prompt(name, dtype, numerics, tiny_checkpoint, load, ref
         hidden = paged.prefill(ids)[:-1]
         parts = [(0, start, min(start + chunk_len, 61)) for start in range(0, 61, chunk_len)]
         out = [paged.mtp(ids[s + 1 : e + 1], hidden[s:e], paged.prefill_batch([(q, s, e)])) for q, s, e in parts]
-        assert (paged.logits(torch.cat(out)) - wanted).abs().max() <= TOLERANCES[dtype], chunk_len
+        check_logits("MTP head", paged.logits(torch.cat(out)), wanted)
 
 
 @pytest.mark.parametrize("numerics", list(Numerics))
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_chained_drafts(name, dtype, numerics, tiny_checkpoint, load, reference):
+def test_chained_drafts(name, dtype, numerics, tiny_checkpoint, load, reference, check_logits):
     """Each further entry takes a drafted token and the head's own output, as one decode row."""
     path = tiny_checkpoint(**CONFIGURATIONS[name])
     model, truth = load(path, dtype, numerics), reference(path, dtype)
@@ -37,7 +37,7 @@ def test_chained_drafts(name, dtype, numerics, tiny_checkpoint, load, reference)
     for draft in range(3):
         true_out = truth.mtp(next_ids, true_hidden)[-1:]
         true_logits = truth.lm_head(true_out)
-        assert (paged.logits(out) - true_logits).abs().max() <= TOLERANCES[dtype], draft
+        check_logits("MTP head", paged.logits(out), true_logits)
         token = true_logits.argmax(dim=-1)
         next_ids, true_hidden = torch.cat([next_ids, token]), torch.cat([true_hidden, true_out])
         out = paged.mtp(token, out, paged.decode_batch([0], [49 + draft], 1, bound=100))
