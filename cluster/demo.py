@@ -15,6 +15,7 @@ from baton.cluster.deployment import Deployment
 from baton.cluster.outcome import ExitCode, Output, next_step
 from baton.cluster.progress import show_progress
 from baton.cluster.reference import ReferenceProcess
+from baton.cluster.resolve import resolve_device
 from baton.cluster.serve import terminable
 from baton.cluster.table import format_table
 from baton.core.config import ServeConfig
@@ -31,7 +32,6 @@ CONFIG = {
     "mtp": 2,
     "numerics": "invariant",
     "dtype": "float32",
-    "device": "cpu",
     "chunk_len": 128,
     "start_timeout_s": 60,
 }
@@ -74,7 +74,8 @@ def demo(output: Output) -> ExitCode:
     try:
         with terminable(), show_progress() as on_progress, Deployment(config, on_progress=on_progress) as deployment:
             up_s = time.monotonic() - start_s
-            output.write(f"serving at {deployment.address} after {up_s:.1f} s; numerics invariant, float32\n")
+            about = f"numerics invariant, float32, on {resolve_device(config.device)}"
+            output.write(f"serving at {deployment.address} after {up_s:.1f} s; {about}\n")
             completions = [_stream(deployment.address, request, output) for request in REQUESTS]
             reference = ReferenceProcess(config, [request.asked for request in REQUESTS])
             held = _wait_idle(deployment.address)

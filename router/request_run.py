@@ -163,8 +163,11 @@ class RequestRun:
         if self._suspended is not None:
             self._fail(self._suspended)
         early, self._early = self._early, []
-        for tokens in early:
-            self._on_decode_tokens(tokens)
+        try:
+            for tokens in early:
+                self._on_decode_tokens(tokens)
+        except ProtocolError as error:  # decode's, though it is found while prefill's stream is read
+            self._fail(error)
 
     def _on_prefill_done(self, done: worker_pb2.PrefillDone) -> None:
         if self.first is None:

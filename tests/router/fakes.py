@@ -52,6 +52,7 @@ class Script:
     handed_off: bool = True
     decode_before_first: bool = False
     events: list[worker_pb2.DecodeTokens] | None = None  # DecodeTokens, sent as they are
+    events_end: bool = False  # then the stream ends well; otherwise it waits to be cancelled
     attending_epoch: int | None = None
     no_done: bool = False
     no_finish: bool = False
@@ -184,6 +185,8 @@ class Decode(worker_pb2_grpc.DecodeServicer):
             if script.events is not None:
                 for tokens in script.events:
                     await context.write(worker_pb2.DecodeEvent(tokens=tokens))
+                if not script.events_end:
+                    await seen.hang.wait()
                 return
             await self.answer(request, context, seen)
 
