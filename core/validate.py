@@ -1,4 +1,4 @@
-"""Whether a deployment can serve a request at all: the one check the router and the one-process engine share.
+"""Whether a deployment can serve a request at all: the one check that all front ends and workers share.
 
 It compares lengths and token ids with limits and asks `core.sampling` about the rest. It knows nothing of load: a
 request that fits an idle deployment passes.
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
+from baton.core.request import GenerationRequest
 from baton.core.sampling import SamplingParams
 
 
@@ -54,6 +55,18 @@ def validate_request(prompt_token_ids: Sequence[int], sampling: SamplingParams, 
         if not 0 <= token_id < limits.vocab_size:
             message = f"token {token_id} at position {position} is not one of the model's {limits.vocab_size}"
             raise InvalidRequest(message, field="prompt_token_ids", at=position, value=token_id)
+
+
+def validate_attempt(request: GenerationRequest, limits: RequestLimits) -> None:
+    """Check what a router sent to a worker: the worker trusts no peer to have checked it.
+
+    Raises:
+        InvalidRequest: as `validate_request`, or more drafts than the deployment makes.
+    """
+    validate_request(request.prompt_token_ids, request.sampling, limits)
+    if not 0 <= request.num_draft_tokens <= limits.num_draft_tokens:
+        message = f"{request.num_draft_tokens} draft tokens; this deployment makes at most {limits.num_draft_tokens}"
+        raise InvalidRequest(message, field="num_draft_tokens", value=request.num_draft_tokens)
 
 
 def _require_len(length: int, limit: int, what: str, why: str) -> None:

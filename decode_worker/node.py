@@ -16,7 +16,7 @@ from baton.kvtransfer.landing import LandingService
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.host import WorkerHost
-from baton.worker.loading import load_worker
+from baton.worker.loading import load_worker, request_limits
 
 
 class DecodeNode:
@@ -48,6 +48,9 @@ class DecodeNode:
             runner=DecodeRunner(loaded.model, loaded.pool, config.max_num_seqs, config.num_draft_tokens),
             pool=loaded.pool,
             tokenizer=loaded.tokenizer,
+            limits=request_limits(
+                loaded.model, max_model_len=config.max_model_len, num_draft_tokens=config.num_draft_tokens
+            ),
             landing=self._landing,
             max_num_seqs=config.max_num_seqs,
             max_queue_len=config.max_queue_len,
@@ -60,7 +63,7 @@ class DecodeNode:
             worker_pb2_grpc.add_DecodeServicer_to_server(service, server)
 
         self.worker.start()
-        self.host = WorkerHost(config.host, register, self.state, config.router_address)
+        self.host = WorkerHost(config.host, register, self.state, config.router_address, on_fatal)
         self.host.start()
 
     def state(self) -> worker_pb2.WorkerState:
@@ -76,6 +79,8 @@ class DecodeNode:
             max_model_len=self.config.max_model_len,
             num_draft_tokens=self.config.num_draft_tokens,
             block_size=self.config.block_size,
+            numerics=self.config.numerics.value,
+            dtype=self.config.dtype,
             inventory=self.worker.inventory(),
         )
 

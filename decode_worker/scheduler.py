@@ -12,6 +12,7 @@ from enum import Enum, auto
 
 from baton.core.request import AttemptKey, GenerationRequest, SpeculationCounts
 from baton.engine.finish import FinishChecker
+from baton.engine.prefill import SequenceStart
 from baton.kvcache.allocator import BlockAllocator, BlockTable
 from baton.kvtransfer.landing import ReserveWanted, Sealed
 from baton.proto import worker_pb2
@@ -42,6 +43,7 @@ class DecodeSequence:
     state: DecodeState = DecodeState.ATTENDING
     table: BlockTable | None = None
     sealed: Sealed | None = None
+    start: SequenceStart | None = None
     slot: int = -1
     num_output: int = 0  # tokens of the output so far, the first one included
     handoff_ms: float = 0.0
@@ -94,20 +96,25 @@ class DecodeScheduler:
         self._reserves.append(reserve)
         return True
 
+    def open_reserves(self) -> Iterable[tuple[ReserveWanted, DecodeSequence]]:
+        """RESERVEs whose stream is open, oldest first."""
+        for reserve in tuple(self._reserves):
+            sequence = self._sequences.get(reserve.attempt)
+            if sequence is not None and sequence.state is DecodeState.ATTENDING:
+                yield reserve, sequence
+
     def next_grant(self) -> DecodeSequence | None:
         """The oldest RESERVE that can be granted now, with its blocks taken; None when none can.
 
         A RESERVE whose stream is not open yet does not hold up those behind it; one that waits for blocks does, so
         that a long prompt is not starved by short ones.
         """
-        for reserve in tuple(self._reserves):
-            sequence = self._sequences.get(reserve.attempt)
-            if sequence is None or sequence.state is not DecodeState.ATTENDING:
-                continue
-            if self._allocator.num_blocks_for(reserve.capacity_len) > self._allocator.num_free:
+        for reserve, sequence in self.open_reserves():
+            capacity_len = sequence.request.capacity_len
+            if self._allocator.num_blocks_for(capacity_len) > self._allocator.num_free:
                 return None
             self._reserves.remove(reserve)
-            sequence.table = self._allocator.reserve(reserve.capacity_len)
+            sequence.table = self._allocator.reserve(capacity_len)
             sequence.state = DecodeState.LANDING
             return sequence
         return None
@@ -126,12 +133,14 @@ class DecodeScheduler:
             self._reserves.remove(reserve)
         return gone
 
-    def seal(self, sequence: DecodeSequence, sealed: Sealed) -> None:
-        """The landing is complete and verified; the sequence waits for a slot."""
+    def seal(self, sequence: DecodeSequence, sealed: Sealed, start: SequenceStart | None) -> None:
+        """The landing is complete and verified; the sequence waits for a slot, if its commit made sense."""
         assert sequence.state is DecodeState.LANDING
         sequence.state = DecodeState.READY
         sequence.sealed = sealed
-        self._ready.append(sequence)
+        sequence.start = start
+        if start is not None:
+            self._ready.append(sequence)
 
     def next_admission(self) -> DecodeSequence | None:
         """The oldest ready sequence, given a slot; None when there is none, or no slot."""

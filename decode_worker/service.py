@@ -1,7 +1,6 @@
 """The decode worker's RPCs: bytes in, tokens out; every decision is the worker's."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -23,9 +22,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self._epoch = epoch
         self._clock = clock
 
-    async def Attend(
-        self, request: worker_pb2.AttendRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[worker_pb2.DecodeEvent]:
+    async def Attend(self, request: worker_pb2.AttendRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Stream one attempt's tokens. A stream that the router drops cancels the attempt."""
         stream: EventStream[worker_pb2.DecodeEvent] = EventStream(asyncio.get_running_loop())
         try:
@@ -33,13 +30,12 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             self._worker.attend(attempt, stream)
         except BatonError as error:
             await abort_with(context, error)
-            return
-        yield worker_pb2.DecodeEvent(attending=worker_pb2.Attending(epoch=self._epoch))
         try:
+            await context.write(worker_pb2.DecodeEvent(attending=worker_pb2.Attending(epoch=self._epoch)))
             async for event in stream.events():
-                yield event
+                await context.write(event)
         except BatonError as error:
             await abort_with(context, error)
         finally:
             if not stream.ended:
-                self._worker.cancel(attempt.key)
+                self._worker.cancel(attempt.key, stream)

@@ -5,21 +5,16 @@ is not sealed: a sequence enters a slot only through `Sealed`, which kvtransfer 
 layer is there and its digest matches.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable
 
-import torch
-
 from baton.core.clock import Clock
-from baton.core.errors import (
-    BatonError,
-    Overloaded,
-    RequestCancelled,
-    RequestDeadlineExceeded,
-    TransferFailed,
-)
+from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded, TransferFailed
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.core.tokenizer import Tokenizer
+from baton.core.validate import RequestLimits, validate_attempt
+from baton.decode_worker.handover import check_reserve, sequence_start
 from baton.decode_worker.scheduler import DecodeScheduler, DecodeSequence, DecodeState, DecodeStream
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
@@ -28,6 +23,7 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed
 from baton.proto import kv_pb2, worker_pb2
+from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
 
 log = logging.getLogger(__name__)
@@ -42,6 +38,7 @@ class DecodeWorker:
         runner: DecodeRunner,
         pool: KVPool,
         tokenizer: Tokenizer,
+        limits: RequestLimits,
         landing: LandingService,
         max_num_seqs: int,
         max_queue_len: int,
@@ -53,9 +50,11 @@ class DecodeWorker:
         self._tokenizer = tokenizer
         self._landing = landing
         self._clock = clock
-        self._max_queue_len = max_queue_len
         self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size)
         self._scheduler = DecodeScheduler(self._allocator, max_num_seqs)
+        capacity_len = pool.num_blocks * pool.layout.block_size
+        self._limits = dataclasses.replace(limits, decode_capacity_len=capacity_len)
+        self._gate = Gate("the decode worker is full", max_queue_len)
         self._counts = SpeculationCounts()
         self._num_finished = 0
         self._num_failed = 0
@@ -78,15 +77,21 @@ class DecodeWorker:
         """Expect this attempt's landing and send its tokens to `stream`. Allocates nothing.
 
         Raises:
+            InvalidRequest: it can never be served here.
             Overloaded: too many streams are open.
         """
-        if len(self._scheduler.sequences()) >= self._max_queue_len:
-            raise Overloaded("the decode worker attends too many requests", limit=self._max_queue_len)
-        self._loop.post(lambda: self._add(request, stream))
+        validate_attempt(request, self._limits)
+        self._gate.enter()
+        self._loop.post(lambda: self._add(request, stream), always=True)
 
-    def cancel(self, key: AttemptKey) -> None:
-        """Give a request up, wherever it is. Unknown keys are fine: it may have ended."""
-        self._loop.post(lambda: self._cancel(key))
+    def cancel(self, key: AttemptKey, stream: DecodeStream | None = None) -> None:
+        """Give a request up, wherever it is. Unknown keys are fine: it may have ended.
+
+        Args:
+            key: the attempt.
+            stream: if given, only the request that this stream was opened for.
+        """
+        self._loop.post(lambda: self._cancel(key, stream), always=True)
 
     def inventory(self) -> worker_pb2.Inventory:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
@@ -127,6 +132,7 @@ class DecodeWorker:
     def _add(self, request: GenerationRequest, stream: DecodeStream) -> None:
         if self._scheduler.get(request.key) is not None:
             stream.end(RequestCancelled(f"{request.key} is already here", key=str(request.key)))
+            self._gate.leave()
             return
         checker = FinishChecker(request.sampling, self._tokenizer.eos_token_ids, self._tokenizer)
         self._scheduler.add(DecodeSequence(request, stream, checker))
@@ -138,6 +144,8 @@ class DecodeWorker:
                 if not self._scheduler.want(event):
                     self._landing.deny(event.attempt, kv_pb2.Deny.STALE, "the attempt has ended")
                 continue
+            if isinstance(event, LandingFailed):
+                self._scheduler.drop_reserves(event.attempt)
             sequence = self._scheduler.get(event.attempt)
             if sequence is None:
                 continue
@@ -149,12 +157,19 @@ class DecodeWorker:
                 case Drained():
                     # A landing ends by itself when its prefill worker dies; that is reported failed first.
                     assert sequence.stream.ended
-                    self._scheduler.remove(sequence)
+                    self._forget(sequence)
         return bool(events)
 
     def _sealed(self, sequence: DecodeSequence, event: Sealed) -> None:
-        if sequence.state is DecodeState.LANDING:
-            self._scheduler.seal(sequence, event)
+        if sequence.state is not DecodeState.LANDING:
+            return
+        try:
+            start = self._sequence_start(sequence, event)
+        except TransferFailed as error:
+            self._scheduler.seal(sequence, event, None)
+            self._fail(sequence, error)
+        else:
+            self._scheduler.seal(sequence, event, start)
 
     def _expire(self) -> None:
         now_s = self._clock.now_s()
@@ -165,19 +180,21 @@ class DecodeWorker:
             self._landing.deny(reserve.attempt, kv_pb2.Deny.BUSY, "no blocks, or no stream, in time")
 
     def _grant(self) -> None:
+        for reserve, attending in self._scheduler.open_reserves():
+            try:
+                check_reserve(reserve, attending.request)
+            except TransferFailed as error:
+                self._fail(attending, error)
         while (sequence := self._scheduler.next_grant()) is not None:
             assert sequence.table is not None
             self._landing.grant(sequence.key, sequence.table)
 
     def _admit(self) -> None:
         while (sequence := self._scheduler.next_admission()) is not None:
-            sealed, table = sequence.sealed, sequence.table
+            sealed, table, start = sequence.sealed, sequence.table, sequence.start
             assert sealed is not None
             assert table is not None
-            start = self._sequence_start(sealed)
-            kept, reason = sequence.checker.accept([start.first_token])
-            assert kept == [start.first_token]
-            assert reason is None, "a request that ends at its first token is never committed"
+            assert start is not None
             sequence.num_output = 1
             sequence.handoff_ms = 1e3 * max(self._clock.now_s() - sealed.prefill_end_s, 0.0)
             self._runner.admit(
@@ -189,16 +206,18 @@ class DecodeWorker:
                 draft_cap=sequence.request.num_draft_tokens,
             )
 
-    def _sequence_start(self, sealed: Sealed) -> SequenceStart:
-        state = sealed.state
-        draft_token, hidden_D = None, None
-        if state.draft_tokens:
-            data = self._pool.data_L2NHSD
-            draft_token = state.draft_tokens[0]
-            hidden_D = torch.frombuffer(bytearray(state.hidden), dtype=data.dtype).to(data.device)
-        return SequenceStart(
-            first_token=state.first_token, draft_token=draft_token, hidden_D=hidden_D, prompt_len=sealed.prompt_len
+    def _sequence_start(self, sequence: DecodeSequence, sealed: Sealed) -> SequenceStart:
+        start = sequence_start(
+            sealed,
+            sequence.request,
+            vocab_size=self._limits.vocab_size,
+            hidden_size=self._runner.hidden_size,
+            dtype=self._pool.layout.dtype,
         )
+        _, reason = sequence.checker.accept([start.first_token])
+        if reason is not None:
+            raise TransferFailed("the commit of the prefill worker cannot be: its first token ends the request")
+        return start
 
     def _forward(self, running: list[DecodeSequence]) -> None:
         output = self._runner.step([sequence.slot for sequence in running])
@@ -235,15 +254,15 @@ class DecodeWorker:
             handoff_ms=sequence.handoff_ms,
         )
 
-    def _cancel(self, key: AttemptKey) -> None:
+    def _cancel(self, key: AttemptKey, stream: DecodeStream | None) -> None:
         sequence = self._scheduler.get(key)
-        if sequence is not None:
+        if sequence is not None and stream in (None, sequence.stream):
             self._fail(sequence, RequestCancelled("cancelled"))
 
     def _fail(self, sequence: DecodeSequence, error: BatonError) -> None:
         if not sequence.stream.ended:
             sequence.stream.end(error)
-            self._num_failed += 1
+            self._num_failed += not isinstance(error, RequestCancelled)
         self._give_up(sequence, error.message)
 
     def _give_up(self, sequence: DecodeSequence, why: str) -> None:
@@ -257,10 +276,14 @@ class DecodeWorker:
             case DecodeState.ABORTING:
                 pass
             case DecodeState.ATTENDING:
-                self._scheduler.remove(sequence)
+                self._forget(sequence)
             case DecodeState.READY | DecodeState.RUNNING:
                 # Sealed: nothing of this landing is written any more, so its blocks are free at once.
                 if sequence.state is DecodeState.RUNNING:
                     self._runner.release(sequence.slot)
                 self._landing.release(sequence.key)
-                self._scheduler.remove(sequence)
+                self._forget(sequence)
+
+    def _forget(self, sequence: DecodeSequence) -> None:
+        self._scheduler.remove(sequence)
+        self._gate.leave()

@@ -134,6 +134,7 @@ class DecodeRunner:
         assert max_num_sequences >= 1
         assert num_draft_tokens == 0 or pool.layout.num_layers > model.config.num_layers, "drafts need an MTP layer"
         self.max_num_sequences = max_num_sequences
+        self.hidden_size = model.config.hidden_size
         self.num_draft_tokens = num_draft_tokens
         self._model = model
         self._pool = pool
@@ -188,6 +189,8 @@ class DecodeRunner:
         if not slots:
             return DecodeOutput(token_ids=(), accepted_lens=(), proposed_lens=())
         running = [self._running[slot] for slot in slots]
+        # Past its room a sequence would write to the scratch block and read back nothing: never a wrong token instead.
+        assert all(item.length <= item.limit for item in running)
         num_drafts = max(item.draft_cap for item in running)
         max_context_len = max(min(item.length + num_drafts, item.limit) for item in running)
         plan = DecodePlan(

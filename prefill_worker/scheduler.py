@@ -2,15 +2,19 @@
 
 Pure bookkeeping over host values: no tensors, no sockets, no clock of its own. Blocks are never held while a request
 queues: a sequence gets its own blocks, and asks the decode worker for a landing, only when fewer prompt tokens than
-the lookahead are ahead of it.
+the lookahead are ahead of it. Only granted ones count as ahead: a decode worker that has no room must hold up nobody
+else's requests, so it gets a few askers at most, and those at most half of the blocks.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.kvcache.allocator import BlockAllocator, BlockTable
+
+MAX_ASKERS = 2  # sequences that wait for a landing on one decode worker; more would only hold blocks
 
 
 class PrefillState(Enum):
@@ -28,6 +32,7 @@ class PrefillSequence:
     """One request's progress."""
 
     request: GenerationRequest
+    peer: str = ""  # the decode worker its KV goes to
     state: PrefillState = PrefillState.WAITING
     table: BlockTable | None = None
     num_computed: int = 0
@@ -83,15 +88,28 @@ class PrefillScheduler:
 
     def next_to_reserve(self) -> PrefillSequence | None:
         """The oldest waiting sequence if its turn is near and its blocks are free; its blocks are then held."""
-        active = [s for s in self._sequences.values() if s.state in (PrefillState.RESERVING, PrefillState.READY)]
-        ahead_len = sum(sequence.num_left for sequence in active)
+        ready = [s for s in self._sequences.values() if s.state is PrefillState.READY]
+        ahead_len = sum(sequence.num_left for sequence in ready)
         # One chunk of lookahead hides the round trip of RESERVE behind the step before.
-        if ahead_len >= 2 * self._chunk_len or len(active) >= self._max_num_seqs:
+        if ahead_len >= 2 * self._chunk_len or len(ready) >= self._max_num_seqs:
             return None
-        waiting = next((s for s in self._sequences.values() if s.state is PrefillState.WAITING), None)
+        askers = [s for s in self._sequences.values() if s.state is PrefillState.RESERVING]
+        num_asking = Counter(sequence.peer for sequence in askers)
+        waiting = next(
+            (
+                s
+                for s in self._sequences.values()
+                if s.state is PrefillState.WAITING and num_asking[s.peer] < MAX_ASKERS
+            ),
+            None,
+        )
         if waiting is None:
             return None
-        if self._allocator.num_blocks_for(waiting.request.prompt_len) > self._allocator.num_free:
+        num_blocks = self._allocator.num_blocks_for(waiting.request.prompt_len)
+        num_held = sum(len(sequence.table.blocks) for sequence in askers if sequence.table is not None)
+        if num_blocks > self._allocator.num_free or (
+            askers and num_held + num_blocks > self._allocator.num_blocks // 2
+        ):
             return None
         waiting.table = self._allocator.reserve(waiting.request.prompt_len)
         waiting.state = PrefillState.RESERVING

@@ -1,7 +1,6 @@
 """The prefill worker's RPCs: bytes in, events out; every decision is the worker's."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -23,9 +22,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self._worker = worker
         self._clock = clock
 
-    async def Run(
-        self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[worker_pb2.PrefillEvent]:
+    async def Run(self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Prefill one attempt. A stream that the router drops cancels it."""
         stream: EventStream[worker_pb2.PrefillEvent] = EventStream(asyncio.get_running_loop())
         try:
@@ -34,12 +31,11 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             self._worker.submit(attempt, peer, stream)
         except BatonError as error:
             await abort_with(context, error)
-            return
         try:
             async for event in stream.events():
-                yield event
+                await context.write(event)
         except BatonError as error:
             await abort_with(context, error)
         finally:
             if not stream.ended:
-                self._worker.cancel(attempt.key)
+                self._worker.cancel(attempt.key, stream)

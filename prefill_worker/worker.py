@@ -4,6 +4,7 @@ A plain class around one loop thread, so that tests run it without Ray. It owns 
 arithmetic is engine's, the hand-off kvtransfer's.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from baton.core.errors import (
 )
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.tokenizer import Tokenizer
+from baton.core.validate import RequestLimits, validate_attempt
 from baton.engine.finish import FinishChecker
 from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
 from baton.kvcache.allocator import BlockAllocator
@@ -29,6 +31,7 @@ from baton.kvtransfer.async_writer import PushPart
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
 from baton.prefill_worker.scheduler import ChunkPlan, PrefillScheduler, PrefillSequence, PrefillState
 from baton.proto import kv_pb2, worker_pb2
+from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
 from baton.worker.stream import EventSink
 
@@ -58,6 +61,7 @@ class PrefillWorker:
         runner: PrefillRunner,
         pool: KVPool,
         tokenizer: Tokenizer,
+        limits: RequestLimits,
         push: PushService,
         chunk_len: int,
         max_num_seqs: int,
@@ -69,9 +73,11 @@ class PrefillWorker:
         self._tokenizer = tokenizer
         self._push = push
         self._clock = clock
-        self._max_queue_len = max_queue_len
         self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size)
         self._scheduler = PrefillScheduler(self._allocator, chunk_len, max_num_seqs)
+        capacity_len = pool.num_blocks * pool.layout.block_size
+        self._limits = dataclasses.replace(limits, prefill_capacity_len=capacity_len)
+        self._gate = Gate("the prefill worker is full", max_queue_len)
         self._runs: dict[AttemptKey, _Run] = {}
         self._num_finished = 0
         self._num_failed = 0
@@ -94,23 +100,21 @@ class PrefillWorker:
         """Queue a request whose KV goes to `peer`; events and errors go to `stream`.
 
         Raises:
+            InvalidRequest: it can never be served here.
             Overloaded: the queue is full.
-            PromptTooLong: the prompt exceeds the whole pool of this worker.
         """
-        capacity_len = self._allocator.num_blocks * self._allocator.block_size
-        if request.prompt_len > capacity_len:
-            raise PromptTooLong(
-                f"the prompt has {request.prompt_len} tokens; the prefill worker's whole pool holds {capacity_len}",
-                prompt_len=request.prompt_len,
-                limit=capacity_len,
-            )
-        if len(self._runs) >= self._max_queue_len:
-            raise Overloaded("the prefill worker's queue is full", limit=self._max_queue_len)
-        self._loop.post(lambda: self._add(request, peer, stream))
+        validate_attempt(request, self._limits)
+        self._gate.enter()
+        self._loop.post(lambda: self._add(request, peer, stream), always=True)
 
-    def cancel(self, key: AttemptKey) -> None:
-        """Give a request up, wherever it is. Unknown keys are fine: it may have ended."""
-        self._loop.post(lambda: self._fail_key(key, RequestCancelled("cancelled")))
+    def cancel(self, key: AttemptKey, stream: PrefillStream | None = None) -> None:
+        """Give a request up, wherever it is. Unknown keys are fine: it may have ended.
+
+        Args:
+            key: the attempt.
+            stream: if given, only the request that this stream was submitted with.
+        """
+        self._loop.post(lambda: self._cancel(key, stream), always=True)
 
     def inventory(self) -> worker_pb2.Inventory:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
@@ -143,8 +147,9 @@ class PrefillWorker:
     def _add(self, request: GenerationRequest, peer: DecodePeer, stream: PrefillStream) -> None:
         if request.key in self._runs:
             stream.end(RequestCancelled(f"{request.key} is already here", key=str(request.key)))
+            self._gate.leave()
             return
-        sequence = PrefillSequence(request, marks_s={"submitted": self._clock.now_s()})
+        sequence = PrefillSequence(request, peer.worker_id, marks_s={"submitted": self._clock.now_s()})
         self._runs[request.key] = _Run(sequence, peer, stream)
         self._scheduler.add(sequence)
 
@@ -180,9 +185,7 @@ class PrefillWorker:
             error = PromptTooLong(f"the decode worker's pool is too small: {event.detail}")
         else:
             error = TransferFailed(f"the decode worker refused the landing: {event.detail}")
-        if not run.stream.ended:
-            run.stream.end(error)
-            self._num_failed += 1
+        self._end(run, error)
         self._forget(run)
 
     def _acked(self, run: _Run, event: Acked) -> None:
@@ -269,7 +272,8 @@ class PrefillWorker:
             queue_ms=1e3 * (marks["reserved"] - marks["submitted"]),
             landing_ms=1e3 * (marks["granted"] - marks["reserved"]),
             prefill_ms=1e3 * (now_s - marks["granted"]),
-            sent_ns=int(now_s * 1e9),
+            received_ns=int(1e9 * marks["submitted"]),
+            sent_ns=int(1e9 * now_s),
         )
         run.stream.emit(worker_pb2.PrefillEvent(first_token=first))
         if reason is not None:
@@ -293,16 +297,19 @@ class PrefillWorker:
         run.sequence.state = PrefillState.COMMITTING
         self._push.commit(run.sequence.key, state, first_token_s)
 
-    def _fail_key(self, key: AttemptKey, error: BatonError) -> None:
+    def _cancel(self, key: AttemptKey, stream: PrefillStream | None) -> None:
         run = self._runs.get(key)
-        if run is not None:
-            self._fail(run, error)
+        if run is not None and stream in (None, run.stream):
+            self._fail(run, RequestCancelled("cancelled"))
 
     def _fail(self, run: _Run, error: BatonError) -> None:
+        self._end(run, error)
+        self._give_up(run, error.message)
+
+    def _end(self, run: _Run, error: BatonError) -> None:
         if not run.stream.ended:
             run.stream.end(error)
-            self._num_failed += 1
-        self._give_up(run, error.message)
+            self._num_failed += not isinstance(error, RequestCancelled)
 
     def _give_up(self, run: _Run, why: str) -> None:
         """Stop working on a request. Blocks that a push may still read are freed when it has drained."""
@@ -317,3 +324,4 @@ class PrefillWorker:
     def _forget(self, run: _Run) -> None:
         del self._runs[run.sequence.key]
         self._scheduler.remove(run.sequence)
+        self._gate.leave()

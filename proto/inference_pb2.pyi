@@ -70,7 +70,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., stats: _Optional[_Union[RequestStats, _Mapping]] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("prompt_len", "output_len", "seed", "prefill_worker", "decode_worker", "ttft_ms", "tpot_ms", "num_verify_steps", "num_draft_tokens", "num_accepted_tokens", "kv_bytes_pushed", "kv_bytes_landed_before_prefill_end", "queue_ms", "landing_ms", "prefill_ms", "publish_ms", "handoff_ms", "num_decode_tokens")
+    __slots__ = ("prompt_len", "output_len", "seed", "prefill_worker", "decode_worker", "ttft_ms", "tpot_ms", "num_verify_steps", "num_draft_tokens", "num_accepted_tokens", "kv_bytes_pushed", "kv_bytes_landed_before_prefill_end", "queue_ms", "landing_ms", "prefill_ms", "publish_ms", "handoff_ms", "num_decode_tokens", "router_ms")
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_LEN_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,7 @@ class RequestStats(_message.Message):
     PUBLISH_MS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_MS_FIELD_NUMBER: _ClassVar[int]
     prompt_len: int
     output_len: int
     seed: int
@@ -107,7 +108,8 @@ class RequestStats(_message.Message):
     publish_ms: float
     handoff_ms: float
     num_decode_tokens: int
-    def __init__(self, prompt_len: _Optional[int] = ..., output_len: _Optional[int] = ..., seed: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., kv_bytes_pushed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., queue_ms: _Optional[float] = ..., landing_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., publish_ms: _Optional[float] = ..., handoff_ms: _Optional[float] = ..., num_decode_tokens: _Optional[int] = ...) -> None: ...
+    router_ms: float
+    def __init__(self, prompt_len: _Optional[int] = ..., output_len: _Optional[int] = ..., seed: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., kv_bytes_pushed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., queue_ms: _Optional[float] = ..., landing_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., publish_ms: _Optional[float] = ..., handoff_ms: _Optional[float] = ..., num_decode_tokens: _Optional[int] = ..., router_ms: _Optional[float] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text")

@@ -283,22 +283,26 @@ class AbortAck(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., drained: bool = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("epoch", "landing_id")
+    __slots__ = ("epoch", "landing_id", "round")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     landing_id: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ...) -> None: ...
+    round: int
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class Have(_message.Message):
-    __slots__ = ("epoch", "landing_id", "missing")
+    __slots__ = ("epoch", "landing_id", "missing", "round")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LANDING_ID_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     landing_id: int
     missing: _containers.RepeatedCompositeFieldContainer[LayerGap]
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[LayerGap, _Mapping]]] = ...) -> None: ...
+    round: int
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[LayerGap, _Mapping]]] = ..., round: _Optional[int] = ...) -> None: ...
 
 class Packet(_message.Message):
     __slots__ = ("control", "header", "payload")

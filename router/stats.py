@@ -52,8 +52,10 @@ class StreamStats:
             queue_ms=first.queue_ms,
             landing_ms=first.landing_ms,
             prefill_ms=first.prefill_ms,
-            publish_ms=max(0.0, (run.first_received_ns - first.sent_ns) / 1e6) if same_host else 0.0,
         )
+        if same_host:
+            stats.router_ms = max(0.0, first.received_ns / 1e6 - 1e3 * self._received_s)
+            stats.publish_ms = max(0.0, 1e3 * self._first_s - first.sent_ns / 1e6)
         if decode is not None:
             stats.num_verify_steps = decode.num_verify_steps
             stats.num_draft_tokens = decode.num_draft_tokens

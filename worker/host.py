@@ -34,6 +34,7 @@ class WorkerHost:
         register: adds the role's servicer to the server; called on the host's event loop.
         state: the worker's current state; called from the host's thread.
         router_address: where heartbeats go; empty sends none (tests that need no router).
+        on_fatal: told, on the host's thread, what ended it: a worker that nobody can reach must not live on.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class WorkerHost:
         register: Callable[[grpc.aio.Server], None],
         state: Callable[[], worker_pb2.WorkerState],
         router_address: str,
+        on_fatal: Callable[[BaseException], None],
     ) -> None:
+        self._on_fatal = on_fatal
         self._host = host
         self._register = register
         self._state = state
@@ -76,6 +79,13 @@ class WorkerHost:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve())
+        # The boundary of the thread: whoever waits for the start gets the error, and later the worker ends.
+        except BaseException as error:
+            if not self._started.is_set():
+                self._error = error
+            else:
+                log.exception("the worker's gRPC host failed")
+                self._on_fatal(error)
         finally:
             self._started.set()
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
@@ -88,19 +98,23 @@ class WorkerHost:
         try:
             port = server.add_insecure_port(f"{self._host}:0")
         except RuntimeError as error:
-            self._error = PortInUse(f"cannot bind {self._host}: {error}", host=self._host)
-            return
+            raise PortInUse(f"cannot bind {self._host}: {error}", host=self._host) from error
         self.address = f"{self._host}:{port}"
         await server.start()
         self._started.set()
         heartbeats = asyncio.create_task(self._heartbeat())
-        await self._stopping.wait()
-        heartbeats.cancel()
-        await asyncio.gather(heartbeats, return_exceptions=True)
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({heartbeats, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (heartbeats, stopping):
+            task.cancel()
+        await asyncio.wait({heartbeats, stopping})
         await server.stop(STOP_GRACE_S)
+        if not heartbeats.cancelled():
+            heartbeats.result()  # raises what ended them
 
     async def _heartbeat(self) -> None:
         if not self._router_address:
+            await self._stopping.wait()
             return
         reached = True
         async with grpc.aio.insecure_channel(self._router_address) as channel:

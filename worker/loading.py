@@ -10,6 +10,7 @@ from baton.core.config import WorkerConfig
 from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
+from baton.core.validate import RequestLimits
 from baton.kernels.selftest import check_invariance
 from baton.kvcache.layout import DTYPES, KVLayout
 from baton.kvcache.pool import KVPool, num_blocks_for_memory
@@ -56,6 +57,18 @@ def load_worker(config: WorkerConfig, on_progress: Callable[[int, int], None] | 
             keys=["kv_memory_mib"],
         )
     return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=KVPool(layout, num_blocks, device))
+
+
+def request_limits(model: Model, *, max_model_len: int, num_draft_tokens: int) -> RequestLimits:
+    """What one request may be, as far as the model goes; each role puts its own pool's capacity in."""
+    max_model_len = min(max_model_len, model.config.max_model_len)
+    return RequestLimits(
+        max_model_len=max_model_len,
+        vocab_size=model.config.vocab_size,
+        num_draft_tokens=num_draft_tokens,
+        prefill_capacity_len=max_model_len,
+        decode_capacity_len=max_model_len + num_draft_tokens,
+    )
 
 
 def _kv_memory_bytes(config: WorkerConfig, device: torch.device) -> int:

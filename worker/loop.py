@@ -51,13 +51,17 @@ class LoopThread:
         """Begin to run."""
         self._thread.start()
 
-    def post(self, command: Command) -> None:
+    def post(self, command: Command, *, always: bool = False) -> None:
         """Have `command` run on the loop thread before its next step. Any thread may call this.
+
+        Args:
+            command: what to run.
+            always: even with a full inbox: for what gives up a request that was let in, so bounded by those.
 
         Raises:
             Overloaded: the inbox is full.
         """
-        if len(self._commands) >= self._max_commands:
+        if len(self._commands) >= self._max_commands and not always:
             raise Overloaded("the worker's inbox is full", limit=self._max_commands)
         self._commands.append(command)
         self._wake.set()

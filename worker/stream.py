@@ -1,6 +1,7 @@
 """From the worker's loop thread to one gRPC stream: events in order, ending with the last one or an error."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Generic, Protocol, TypeVar
 
@@ -54,7 +55,8 @@ class EventStream(Generic[Event]):
             self._put(error)
 
     def _put(self, item: Event | BatonError | None) -> None:
-        if not self._loop.is_closed():
+        # A closed event loop has no reader left, and closing may come between a check and the call.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     async def events(self) -> AsyncIterator[Event]:

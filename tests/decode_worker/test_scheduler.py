@@ -5,6 +5,7 @@ import pytest
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
 from baton.decode_worker.scheduler import MAX_ENDED, DecodeScheduler, DecodeSequence, DecodeState
+from baton.engine.prefill import SequenceStart
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvtransfer.landing import ReserveWanted
 
@@ -21,11 +22,11 @@ class Sink:
         self.ended = True
 
 
-def sequence(name, prompt_len=16):
+def sequence(name, prompt_len=16, capacity_len=32):
     request = GenerationRequest(
         key=AttemptKey(name, 1),
         prompt_token_ids=tuple(range(prompt_len)),
-        sampling=SamplingParams(max_tokens=16),
+        sampling=SamplingParams(max_tokens=capacity_len - prompt_len),
         deadline_s=1e9,
     )
     return DecodeSequence(request, Sink(), checker=None)
@@ -33,6 +34,9 @@ def sequence(name, prompt_len=16):
 
 def want(name, capacity_len=32, deadline_s=100.0):
     return ReserveWanted(AttemptKey(name, 1), prompt_len=16, capacity_len=capacity_len, deadline_s=deadline_s)
+
+
+START = SequenceStart(first_token=1, draft_token=None, hidden_D=None, prompt_len=16)
 
 
 def scheduler(num_blocks=8, max_num_seqs=2):
@@ -56,7 +60,7 @@ def test_a_reserve_that_waits_for_blocks_is_not_overtaken():
     plan, allocator = scheduler(num_blocks=4)
     held = allocator.reserve(48)
     for name, capacity_len in (("long", 64), ("short", 16)):
-        plan.add(sequence(name))
+        plan.add(sequence(name, 8, capacity_len))
         plan.want(want(name, capacity_len))
     assert plan.next_grant() is None
     allocator.release(held)
@@ -87,12 +91,12 @@ def test_the_memory_of_ended_attempts_is_bounded():
 
 def test_slots_are_given_in_order_and_come_back():
     plan, allocator = scheduler()
-    items = [sequence(name) for name in "abc"]
+    items = [sequence(name, 8, 16) for name in "abc"]
     for item in items:
         plan.add(item)
         plan.want(want(item.key.request_id, 16))
         assert plan.next_grant() is item
-        plan.seal(item, sealed=None)
+        plan.seal(item, sealed=None, start=START)
     assert plan.next_admission() is items[0]
     assert plan.next_admission() is items[1]
     assert plan.next_admission() is None, "two slots"

@@ -23,6 +23,7 @@ from baton.kvtransfer.landing import LandingService
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import DecodePeer, PushService
 from baton.prefill_worker.worker import PrefillWorker
+from baton.worker.loading import request_limits
 
 
 class QueueSink:
@@ -77,6 +78,7 @@ class PrefillSide:
             runner=PrefillRunner(model, self.pool),
             pool=self.pool,
             tokenizer=tokenizer,
+            limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=4),
             push=self.push,
             chunk_len=chunk_len,
             max_num_seqs=16,
@@ -106,6 +108,7 @@ class DecodeSide:
             runner=DecodeRunner(model, self.pool, max_num_seqs, num_drafts),
             pool=self.pool,
             tokenizer=tokenizer,
+            limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=num_drafts),
             landing=self.landing,
             max_num_seqs=max_num_seqs,
             max_queue_len=1024,

@@ -33,7 +33,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-LARGEST = pytest.StashKey[dict]()
+LARGEST = pytest.StashKey[dict[tuple[str, torch.dtype], float]]()
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 

@@ -12,14 +12,14 @@ from baton.prefill_worker.scheduler import PrefillScheduler, PrefillSequence, Pr
 pytestmark = pytest.mark.fast
 
 
-def sequence(name, prompt_len):
+def sequence(name, prompt_len, peer="d0"):
     request = GenerationRequest(
         key=AttemptKey(name, 1),
         prompt_token_ids=tuple(range(prompt_len)),
         sampling=SamplingParams(max_tokens=4),
         deadline_s=1e9,
     )
-    return PrefillSequence(request)
+    return PrefillSequence(request, peer)
 
 
 def scheduler(num_blocks=64, chunk_len=32, max_num_seqs=8):
@@ -81,6 +81,25 @@ def test_removing_frees_the_blocks():
     plan.remove(taken)
     assert allocator.num_reserved == 0
     assert plan.get(taken.key) is None
+
+
+def test_a_busy_decode_worker_holds_up_nobody_else():
+    plan, allocator = scheduler(chunk_len=16)
+    for number in range(5):
+        plan.add(sequence(f"busy{number}", 64, "d0"))
+    plan.add(sequence("free", 64, "d1"))
+    askers = [plan.next_to_reserve() for _ in range(3)]
+    assert [asker.key.request_id for asker in askers] == ["busy0", "busy1", "free"]
+    assert plan.next_to_reserve() is None
+    assert allocator.num_reserved == 12, "the others hold nothing"
+
+
+def test_those_who_ask_hold_at_most_half_of_the_blocks():
+    plan, _ = scheduler(num_blocks=8, chunk_len=16)
+    plan.add(sequence("big", 80, "d0"))
+    plan.add(sequence("other", 16, "d1"))
+    assert plan.next_to_reserve().key.request_id == "big", "alone it may take what it needs"
+    assert plan.next_to_reserve() is None
 
 
 @given(

@@ -1,0 +1,58 @@
+"""What a prefill worker's commit must say before its sequence is decoded.
+
+The KV is fenced and digested, but the few values beside it come from another process over a network: a peer of
+another build must cost its own request, never this worker. Everything here is checked before a slot is taken.
+"""
+
+import torch
+
+from baton.core.errors import TransferFailed
+from baton.core.request import GenerationRequest
+from baton.engine.prefill import SequenceStart
+from baton.kvtransfer.landing import ReserveWanted, Sealed
+
+
+def check_reserve(reserve: ReserveWanted, request: GenerationRequest) -> None:
+    """Both workers heard of the request from the router; they must have heard the same.
+
+    Raises:
+        TransferFailed: the lengths differ. A landing smaller than the sequence would silently lose its end.
+    """
+    wanted = (reserve.prompt_len, reserve.capacity_len)
+    own = (request.prompt_len, request.capacity_len)
+    if wanted != own:
+        raise TransferFailed(f"the prefill worker reserves (prompt, capacity) {wanted}; the router said {own}")
+
+
+def sequence_start(
+    sealed: Sealed, request: GenerationRequest, *, vocab_size: int, hidden_size: int, dtype: torch.dtype
+) -> SequenceStart:
+    """The start of decoding that a commit describes.
+
+    Raises:
+        TransferFailed: a value is missing, out of range or of the wrong size.
+    """
+    state = sealed.state
+    _require(sealed.prompt_len == request.prompt_len, f"a prompt of {sealed.prompt_len} tokens")
+    _require(state.first_token < vocab_size, f"first token {state.first_token}")
+    if not state.draft_tokens:
+        _require(request.num_draft_tokens == 0, "no draft, and the request has drafts")
+        return SequenceStart(
+            first_token=state.first_token, draft_token=None, hidden_D=None, prompt_len=sealed.prompt_len
+        )
+    _require(len(state.draft_tokens) == 1, f"{len(state.draft_tokens)} drafts")
+    _require(state.draft_tokens[0] < vocab_size, f"draft token {state.draft_tokens[0]}")
+    num_bytes = hidden_size * dtype.itemsize
+    _require(len(state.hidden) == num_bytes, f"a hidden state of {len(state.hidden)} bytes for {num_bytes}")
+    hidden_D = torch.frombuffer(bytearray(state.hidden), dtype=dtype)
+    return SequenceStart(
+        first_token=state.first_token,
+        draft_token=state.draft_tokens[0],
+        hidden_D=hidden_D,
+        prompt_len=sealed.prompt_len,
+    )
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise TransferFailed(f"the commit of the prefill worker cannot be: {what}")
