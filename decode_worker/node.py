@@ -40,7 +40,7 @@ class DecodeNode:
             pool=loaded.pool,
             layout=loaded.layout,
             epoch=self.epoch,
-            transport=ZmqTransport(bind=f"tcp://{config.host}:0"),
+            transport=ZmqTransport(bind=f"tcp://{config.host}:0", config=config.transfer),
             config=config.transfer,
             clock=clock,
         )

@@ -153,12 +153,19 @@ class DecodeWorker:
                 case Sealed():
                     self._sealed(sequence, event)
                 case LandingFailed():
-                    self._fail(sequence, TransferFailed(f"the KV hand-off failed: {event.reason}"))
+                    self._landing_failed(sequence, event)
                 case Drained():
                     # A landing ends by itself when its prefill worker dies; that is reported failed first.
                     assert sequence.stream.ended
                     self._forget(sequence)
         return bool(events)
+
+    def _landing_failed(self, sequence: DecodeSequence, event: LandingFailed) -> None:
+        error = TransferFailed(f"the KV hand-off failed: {event.reason}")
+        if event.by_peer and not sequence.stream.ended:
+            # The prefill worker gave the request up and counts it itself: finished at its first token, or failed.
+            sequence.stream.end(error)
+        self._fail(sequence, error)
 
     def _sealed(self, sequence: DecodeSequence, event: Sealed) -> None:
         if sequence.state is not DecodeState.LANDING:

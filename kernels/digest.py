@@ -113,10 +113,13 @@ class Digester:
     def _position_weights(self, first_position_N: torch.Tensor, num_positions: int) -> torch.Tensor:
         """Weights [N, S], out of a table that grows with the longest prompt seen."""
         needed = int(first_position_N.max()) + num_positions
-        if needed > len(self._position_P):
-            position_P = torch.arange(2 * needed, dtype=torch.int64, device=self._device)
-            self._position_P = _weights(_SALT_POSITION + position_P)
-        return self._position_P[first_position_N[:, None] + self._offset_S[:num_positions]]
+        weight_P = self._position_P
+        if needed > len(weight_P):
+            # Several threads may grow it at once: each indexes its own, and a shorter one that comes late is not kept.
+            weight_P = _weights(_SALT_POSITION + torch.arange(2 * needed, dtype=torch.int64, device=self._device))
+            if len(weight_P) > len(self._position_P):
+                self._position_P = weight_P
+        return weight_P[first_position_N[:, None] + self._offset_S[:num_positions]]
 
 
 def _sum(

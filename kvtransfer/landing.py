@@ -16,6 +16,7 @@ from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing_actions import Drained, LandingEvent, LandingFailed, ReserveWanted, Sealed
 from baton.kvtransfer.landing_thread import LandingThread
+from baton.kvtransfer.messages import shorten
 from baton.kvtransfer.records import (
     AbortCommand,
     Command,
@@ -32,7 +33,8 @@ from baton.proto import kv_pb2
 __all__ = ["Drained", "LandingEvent", "LandingFailed", "LandingService", "ReserveWanted", "Sealed"]
 
 RING_BYTES_PER_SLOT = 1024
-MIN_RING_BYTES = 1 << 20
+RING_BYTES_PER_BLOCK = 8  # a grant names each of its blocks with four
+MIN_RING_BYTES = 1 << 20  # four of the largest states (messages.MAX_STATE_BYTES)
 
 
 def _do_nothing() -> None:
@@ -64,7 +66,8 @@ class LandingService:
         assert pool.layout == layout
         self.wakeup: Callable[[], None] = _do_nothing
         self.address = transport.address
-        ring_bytes = HEADER_BYTES + max(MIN_RING_BYTES, config.ring_slots * RING_BYTES_PER_SLOT)
+        sizes = (MIN_RING_BYTES, config.ring_slots * RING_BYTES_PER_SLOT, pool.num_blocks * RING_BYTES_PER_BLOCK)
+        ring_bytes = HEADER_BYTES + max(sizes)
         self._command_ring = Ring(bytearray(ring_bytes))
         self._event_ring = Ring(bytearray(ring_bytes))
         self._words = CompletionWords(bytearray(CompletionWords.num_bytes(config.ring_slots)))
@@ -114,11 +117,11 @@ class LandingService:
 
     def deny(self, attempt: AttemptKey, reason: kv_pb2.Deny.Reason, detail: str) -> None:
         """No blocks for a `ReserveWanted`. Nothing follows."""
-        self._command(DenyCommand(attempt, reason, detail))
+        self._command(DenyCommand(attempt, reason, shorten(detail)))
 
     def abort(self, attempt: AttemptKey, reason: str) -> None:
         """Give a granted attempt up. `Drained` follows, unless it was said already."""
-        self._command(AbortCommand(attempt, reason))
+        self._command(AbortCommand(attempt, shorten(reason)))
 
     def release(self, attempt: AttemptKey) -> None:
         """The sequence of a sealed landing has ended. Nothing follows; the worker has its blocks already."""

@@ -42,10 +42,17 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class LandingFailed:
-    """Stop the request. If blocks were granted and the landing was not sealed, they stay taken until `Drained`."""
+    """Stop the request. If blocks were granted and the landing was not sealed, they stay taken until `Drained`.
+
+    Attributes:
+        attempt: whose.
+        reason: one sentence.
+        by_peer: the prefill worker gave it up, and counts the failure itself.
+    """
 
     attempt: AttemptKey
     reason: str
+    by_peer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

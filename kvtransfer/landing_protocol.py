@@ -6,6 +6,8 @@ worker (`landing_actions`); a caller that obeys keeps the promises:
 - nothing is written without a grant, after a seal, or once a landing has drained;
 - SEALED means that every position of every layer is there and that each layer's digest, computed from the pool, equals
   what the prefill worker announced;
+- after SEALED the sequence needs nothing of its prefill worker any more: that one's ABORT is acknowledged, its silence
+  and its restart are ignored. Only the worker here, or a higher attempt at the same request, ends it;
 - replays of old messages and frames of old epochs, landings and attempts change nothing.
 
 The transport is two-sided: this side writes, so a fenced landing has drained as soon as the write in progress is over.
@@ -13,7 +15,6 @@ That evidence, never a timer, ends quarantine.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ProtocolError
@@ -30,22 +31,14 @@ from baton.kvtransfer.landing_actions import (
     WriteFrame,
 )
 from baton.kvtransfer.landing_rules import LandingCounts, LandingRules
-from baton.kvtransfer.landing_table import Landing, LandingState, Tombstone
+from baton.kvtransfer.landing_table import Landing, LandingPeer, LandingState, Tombstone
+from baton.kvtransfer.last_sign import LastSign
 from baton.kvtransfer.messages import attempt_of, hello_problem
 from baton.proto import kv_pb2
 
 MAX_PEERS = 4096
 PEER_FORGOTTEN_S = 60.0
 Actions = list[LandingAction]
-
-
-@dataclass(slots=True)
-class _Peer:
-    """One prefill worker, by the name its transport gives it."""
-
-    epoch: int
-    heard_s: float
-    retired: set[int] = field(default_factory=set)
 
 
 class LandingProtocol:
@@ -65,7 +58,7 @@ class LandingProtocol:
         self._max_capacity_len = max_capacity_len
         self._shape = FrameShape(layout, config.max_frame_bytes)
         self._rules = LandingRules(epoch, layout, config)
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, LandingPeer] = {}
         self._next_landing_id = 1
         self._uncredited: set[int] = set()
         self._heartbeat_s = float("-inf")
@@ -134,7 +127,7 @@ class LandingProtocol:
         self._shape.check(header)
         if header.end > landing.prompt_len:
             raise ProtocolError(f"a frame up to position {header.end} of a prompt of {landing.prompt_len}")
-        landing.renewed_s = now_s
+        landing.renewed.renew(now_s)
         landing.charged_bytes += header.charge_bytes
         self._uncredited.add(header.landing_id)
         # A frame lands whole or not at all: one that overlaps what is there would write good positions twice.
@@ -184,7 +177,7 @@ class LandingProtocol:
         assert landing.state is LandingState.WANTED, f"{attempt} was granted twice"
         landing.state = LandingState.FILLING
         landing.landing_id = self._next_landing_id
-        landing.renewed_s = now_s
+        landing.renewed.renew(now_s)
         self._next_landing_id += 1
         self._rules.table.index(landing)
         return [self._rules.replies.grant(landing)]
@@ -235,10 +228,11 @@ class LandingProtocol:
                     del self._peers[name]
         return actions
 
-    def forgive(self, pause_s: float) -> None:
-        """This process itself was stopped for so long: peers must not be blamed for the silence."""
-        for landing in self._rules.table:
-            landing.renewed_s += pause_s
+    def forgive(self, pause_s: float, now_s: float) -> None:
+        """This process did nothing for so long: peers must not be blamed for a silence that is mostly its own."""
+        if pause_s > self._config.lease_s / 2:
+            for landing in self._rules.table:
+                landing.renewed.forgive(pause_s, self._config.lease_s, now_s)
 
     def flush(self) -> Actions:
         """Credits for what was taken since the last call; to be called after every batch of frames."""
@@ -256,9 +250,10 @@ class LandingProtocol:
         actions: Actions = []
         if known is not None and known.epoch != hello.epoch:
             for landing in self._rules.table:
-                if landing.peer == peer and landing.p_epoch == known.epoch:
+                is_theirs = landing.peer == peer and landing.p_epoch == known.epoch
+                if is_theirs and landing.state is not LandingState.SEALED:
                     actions += self._rules.fence(landing, "the prefill worker restarted", now_s)
-            known.retired.add(known.epoch)
+            known.retired.append(known.epoch)
             known.epoch = hello.epoch
         if refused:
             self._peers.pop(peer, None)
@@ -268,13 +263,11 @@ class LandingProtocol:
             if len(self._peers) >= MAX_PEERS:
                 refused = f"{MAX_PEERS} prefill workers are connected already"
             else:
-                self._peers[peer] = _Peer(hello.epoch, now_s)
+                self._peers[peer] = LandingPeer(hello.epoch, now_s)
         return [*actions, self._rules.replies.hello(peer, hello, refused, now_s)]
 
-    def _on_reserve(self, peer: str, known: _Peer, reserve: kv_pb2.Reserve, now_s: float) -> Actions:
+    def _on_reserve(self, peer: str, known: LandingPeer, reserve: kv_pb2.Reserve, now_s: float) -> Actions:
         attempt = attempt_of(reserve.attempt)
-        if not 0 < reserve.prompt_len <= reserve.capacity_len:
-            raise ProtocolError(f"a RESERVE of {reserve.capacity_len} positions for {reserve.prompt_len}")
         if reserve.epoch != known.epoch:
             self._rules.counts.messages_refused += 1
             return []
@@ -286,9 +279,8 @@ class LandingProtocol:
             return [self._rules.replies.deny(peer, attempt, tombstone.deny_reason, tombstone.reason or "it has ended")]
         if attempt.attempt < self._rules.table.highest_attempt(attempt.request_id):
             return [self._rules.replies.deny(peer, attempt, kv_pb2.Deny.STALE, "a later attempt was seen")]
-        if reserve.capacity_len > self._max_capacity_len:
-            detail = f"{reserve.capacity_len} positions; the whole pool has {self._max_capacity_len}"
-            return [self._rules.replies.deny(peer, attempt, kv_pb2.Deny.TOO_LONG, detail)]
+        if not 0 < reserve.prompt_len <= reserve.capacity_len <= self._max_capacity_len:
+            return [self._rules.replies.deny_sizes(peer, attempt, reserve, self._max_capacity_len)]
         if len(self._rules.table) >= self._config.ring_slots:
             return [
                 self._rules.replies.deny(peer, attempt, kv_pb2.Deny.BUSY, f"{len(self._rules.table)} landings are here")
@@ -305,7 +297,7 @@ class LandingProtocol:
             prompt_len=reserve.prompt_len,
             capacity_len=reserve.capacity_len,
             deadline_s=deadline_s,
-            renewed_s=now_s,
+            renewed=LastSign(now_s),
             coverage=Coverage(layers, heads, reserve.prompt_len),
             digests=[None] * layers,
         )
@@ -321,10 +313,10 @@ class LandingProtocol:
             ]
         match landing.state:
             case LandingState.WANTED:
-                landing.renewed_s = now_s
+                landing.renewed.renew(now_s)
                 return []
             case LandingState.FILLING:
-                landing.renewed_s = now_s
+                landing.renewed.renew(now_s)
                 return [self._rules.replies.grant(landing)]
             case LandingState.SEALED:
                 return [self._rules.replies.grant(landing)]
@@ -346,7 +338,7 @@ class LandingProtocol:
             raise ProtocolError(f"a COMMIT of {attempt_of(commit.attempt)} for the landing of {landing.attempt}")
         if landing.state is LandingState.SEALED:
             return [self._rules.replies.ack(peer, commit.landing_id)]
-        landing.renewed_s = now_s
+        landing.renewed.renew(now_s)
         manifest = (commit.prompt_len, commit.num_layers, len(commit.layer_digests))
         if manifest != (landing.prompt_len, self._layout.num_layers, self._layout.num_layers):
             return self._rules.fence(landing, f"the COMMIT does not describe this landing: {manifest}", now_s)
@@ -359,13 +351,13 @@ class LandingProtocol:
             return [self._rules.nack(landing)]
         return []
 
-    def _on_lease(self, known: _Peer, lease: kv_pb2.Lease, now_s: float) -> Actions:
+    def _on_lease(self, known: LandingPeer, lease: kv_pb2.Lease, now_s: float) -> Actions:
         if lease.epoch != known.epoch:
             return []
         for landing_id in lease.landing_ids:
             landing = self._rules.table.by_id(landing_id)
             if landing is not None and landing.p_epoch == lease.epoch:
-                landing.renewed_s = now_s
+                landing.renewed.renew(now_s)
         return []
 
     def _on_abort(self, peer: str, abort: kv_pb2.Abort, now_s: float) -> Actions:
@@ -381,14 +373,19 @@ class LandingProtocol:
             return [self._rules.replies.abort_ack(peer, attempt, abort.landing_id)]
         if abort.landing_id not in (0, landing.landing_id):
             raise ProtocolError(f"an ABORT of landing {abort.landing_id} for {landing.landing_id}")
-        landing.ack_abort = landing.state is LandingState.FILLING or landing.state is LandingState.QUARANTINED
-        actions = [] if landing.ack_abort else [self._rules.replies.abort_ack(peer, attempt, landing.landing_id)]
-        return [*self._rules.fence(landing, f"the prefill worker gave up: {abort.reason}", now_s), *actions]
+        landing.ack_abort = landing.state in (LandingState.FILLING, LandingState.QUARANTINED)
+        actions: Actions = (
+            [] if landing.ack_abort else [self._rules.replies.abort_ack(peer, attempt, landing.landing_id)]
+        )
+        if landing.state is LandingState.SEALED:
+            return actions  # the sequence has all it needs
+        reason = f"the prefill worker gave up: {abort.reason}"
+        return [*self._rules.fence(landing, reason, now_s, by_peer=True), *actions]
 
     def _on_resume(self, peer: str, resume: kv_pb2.Resume, now_s: float) -> Actions:
         landing = self._rules.table.by_id(resume.landing_id) if resume.epoch == self._epoch else None
         if landing is None or landing.state is not LandingState.FILLING:
             return []
-        landing.renewed_s = now_s
+        landing.renewed.renew(now_s)
         self._uncredited.add(landing.landing_id)
-        return [*self.flush(), self._rules.replies.have(landing)]
+        return [*self.flush(), self._rules.replies.have(landing, resume.round)]

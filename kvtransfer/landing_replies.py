@@ -51,6 +51,12 @@ class LandingReplies:
         deny = kv_pb2.Deny(attempt=wire_attempt(attempt), epoch=self._epoch, reason=reason, detail=detail)
         return SendControl(peer, control_of(deny))
 
+    def deny_sizes(self, peer: str, attempt: AttemptKey, reserve: kv_pb2.Reserve, limit: int) -> SendControl:
+        """DENY of a RESERVE whose numbers are more than the pool, or make no sense."""
+        sizes = f"{reserve.prompt_len} positions of a prompt in {reserve.capacity_len}; the whole pool has {limit}"
+        reason = kv_pb2.Deny.TOO_LONG if reserve.capacity_len > limit else kv_pb2.Deny.UNSPECIFIED
+        return self.deny(peer, attempt, reason, sizes)
+
     def ack(self, peer: str, landing_id: int) -> SendControl:
         """COMMIT_ACK."""
         return SendControl(peer, control_of(kv_pb2.CommitAck(epoch=self._epoch, landing_id=landing_id)))
@@ -67,9 +73,9 @@ class LandingReplies:
         )
         return SendControl(landing.peer, control_of(nack))
 
-    def have(self, landing: Landing) -> SendControl:
-        """HAVE."""
-        have = kv_pb2.Have(epoch=self._epoch, landing_id=landing.landing_id, missing=_gaps(landing))
+    def have(self, landing: Landing, round: int) -> SendControl:
+        """HAVE, for the RESUME with this round."""
+        have = kv_pb2.Have(epoch=self._epoch, landing_id=landing.landing_id, missing=_gaps(landing), round=round)
         return SendControl(landing.peer, control_of(have))
 
     def abort(self, peer: str, attempt: AttemptKey | None, landing_id: int, reason: str) -> SendControl:

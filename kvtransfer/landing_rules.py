@@ -47,7 +47,7 @@ class LandingRules:
         if landing.nack_due_s is not None and now_s >= landing.nack_due_s and landing.state is LandingState.FILLING:
             actions.append(self.nack(landing))
         lease_s = self._config.lease_s
-        if landing.state in (LandingState.WANTED, LandingState.FILLING) and now_s - landing.renewed_s > lease_s:
+        if landing.state in (LandingState.WANTED, LandingState.FILLING) and landing.renewed.silence_s(now_s) > lease_s:
             actions += self.fence(landing, f"nothing heard of it from its prefill worker for {lease_s} s", now_s)
         elif landing.state is LandingState.WANTED and now_s > landing.deadline_s + lease_s:
             actions += self.fence(landing, "it was neither granted nor denied in time", now_s)
@@ -79,12 +79,15 @@ class LandingRules:
         )
         return [sealed, self.replies.ack(landing.peer, landing.landing_id)]
 
-    def fence(self, landing: Landing, reason: str, now_s: float) -> Actions:
-        """End a landing that will not be used; its blocks go back when nothing writes them."""
+    def fence(self, landing: Landing, reason: str, now_s: float, *, by_peer: bool = False) -> Actions:
+        """End a landing that will not be used; its blocks go back when nothing writes them.
+
+        `by_peer`: its prefill worker gave it up.
+        """
         actions: Actions = []
         if not landing.has_failed:
             landing.has_failed = True
-            actions.append(LandingFailed(landing.attempt, reason))
+            actions.append(LandingFailed(landing.attempt, reason, by_peer))
         match landing.state:
             case LandingState.WANTED:
                 landing.reason = reason

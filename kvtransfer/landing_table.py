@@ -3,17 +3,19 @@
 Bookkeeping only; every rule about when a record changes is in `landing_protocol`.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.core.request import AttemptKey
 from baton.kvtransfer.coverage import Coverage
+from baton.kvtransfer.last_sign import LastSign
 from baton.proto import kv_pb2
 
 TOMBSTONE_S = 60.0
 MAX_TOMBSTONES = 65_536
+MAX_RETIRED_EPOCHS = 16  # of a peer; a HELLO of one before those would take a very long way
 
 
 class LandingState(Enum):
@@ -35,7 +37,7 @@ class Landing:
     prompt_len: int
     capacity_len: int
     deadline_s: float
-    renewed_s: float
+    renewed: LastSign
     coverage: Coverage
     digests: list[int | None]
     state: LandingState = LandingState.WANTED
@@ -54,6 +56,15 @@ class Landing:
     def bytes_before(self, moment_s: float) -> int:
         """Payload bytes that had landed by then."""
         return sum(num_bytes for arrived_s, num_bytes in self.arrivals if arrived_s <= moment_s)
+
+
+@dataclass(slots=True)
+class LandingPeer:
+    """One prefill worker, by the name its transport gives it."""
+
+    epoch: int
+    heard_s: float
+    retired: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_RETIRED_EPOCHS))  # its lives before
 
 
 @dataclass(slots=True)

@@ -129,8 +129,7 @@ class LandingThread:
 
     def _turn(self) -> None:
         now_s = self._clock.now_s()
-        if now_s - self._turn_s > self._config.heartbeat_s:
-            self._protocol.forgive(now_s - self._turn_s)
+        self._protocol.forgive(now_s - self._turn_s, now_s)
         self._turn_s = now_s
         while (data := self._commands.pop()) is not None:
             command, _ = decode_record(data)

@@ -24,6 +24,12 @@ Message = (
     | kv_pb2.Resume
     | kv_pb2.Have
 )
+# What a peer may make this side keep. A record of it fits the landing's rings (landing.MIN_RING_BYTES) many times.
+MAX_REQUEST_ID_BYTES = 512  # every id the router lets in: 128 characters
+MAX_TEXT_BYTES = 1024
+MAX_STATE_BYTES = 256 << 10
+MAX_DRAFT_TOKENS = 16
+_TEXTS = {"abort": "reason", "deny": "detail", "hello_reply": "refused"}
 _FIELDS = {field.message_type.name: field.name for field in kv_pb2.Control.DESCRIPTOR.fields if field.message_type}
 
 
@@ -35,10 +41,10 @@ def control_of(message: Message) -> kv_pb2.Control:
 
 
 def parse_control(data: Bytes) -> kv_pb2.Control:
-    """The Control that `data` holds.
+    """The Control that `data` holds; explanations in it are shortened.
 
     Raises:
-        MalformedMessage: it holds none, or an empty one.
+        MalformedMessage: it holds none, an empty one, or one with an id or a state beyond the limits.
     """
     try:
         control = kv_pb2.Control.FromString(bytes(data))
@@ -46,7 +52,36 @@ def parse_control(data: Bytes) -> kv_pb2.Control:
         raise MalformedMessage(f"not a Control: {error}") from error
     if control.WhichOneof("message") is None:
         raise MalformedMessage("a Control without a message")
+    _bound(control)
     return control
+
+
+def shorten(text: str) -> str:
+    """`text`, or as much of it as an explanation may have."""
+    return text if len(text) * 4 <= MAX_TEXT_BYTES else text.encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
+
+
+def request_id_problem(request_id: str) -> str:
+    """Why this cannot be the id of a request; empty if it can."""
+    size = len(request_id.encode())
+    return (
+        "" if 0 < size <= MAX_REQUEST_ID_BYTES else f"a request id of {size} bytes, {MAX_REQUEST_ID_BYTES} are the most"
+    )
+
+
+def _bound(control: kv_pb2.Control) -> None:
+    kind = str(control.WhichOneof("message"))
+    message = getattr(control, kind)
+    if kind in _TEXTS:
+        setattr(message, _TEXTS[kind], shorten(getattr(message, _TEXTS[kind])))
+    if "attempt" in message.DESCRIPTOR.fields_by_name and message.HasField("attempt"):
+        problem = request_id_problem(message.attempt.request_id)
+        if problem:
+            raise MalformedMessage(problem)
+    if kind == "commit":
+        size, num_drafts = message.state.ByteSize(), len(message.state.draft_tokens)
+        if size > MAX_STATE_BYTES or num_drafts > MAX_DRAFT_TOKENS:
+            raise MalformedMessage(f"a COMMIT with a state of {size} bytes and {num_drafts} drafts")
 
 
 def attempt_of(attempt: kv_pb2.Attempt) -> AttemptKey:
@@ -91,4 +126,4 @@ def hello_problem(version: int, theirs: kv_pb2.Layout, ours: KVLayout) -> str:
         for name in fields
         if getattr(theirs, name) != getattr(mine, name)
     ]
-    return "KV layouts differ: " + ("; ".join(differ) or "layout hash")
+    return shorten("KV layouts differ: " + ("; ".join(differ) or "layout hash"))

@@ -5,13 +5,15 @@ repairs or reports. One message is one or two parts; a frame's payload is one fl
 large parts two to three times faster than many small ones.
 """
 
-import errno
+import hashlib
+import logging
 import secrets
 import threading
 from collections.abc import Sequence
 
 import zmq
 
+from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse
 from baton.kvtransfer.frame import Bytes
 from baton.kvtransfer.transport import Delivery
@@ -20,8 +22,13 @@ HIGH_WATER_MESSAGES = 4096  # above what a window allows (frame.FRAME_OVERHEAD_B
 MAX_BATCH = 64  # messages a `receive` returns at most, so that ticks and commands get their turn
 MAX_BATCH_BYTES = 16 << 20
 _COPY_BELOW_BYTES = 64 << 10
-# A full queue; a peer that is gone; addresses that are none. A peer's name is data, so it cannot be a bug here.
-_LOST = (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.EINVAL, zmq.EPROTONOSUPPORT, errno.ENODEV)
+_MIN_MESSAGE_BYTES = 1 << 20  # control messages must fit even where frames are small
+_HEADROOM_BYTES = 64 << 10
+_MIN_HEARTBEAT_TIMEOUT_S = 1.0
+_MAX_WARNED = 1024
+_LOST = (zmq.EAGAIN, zmq.EHOSTUNREACH)  # a full queue, a peer that is gone
+
+log = logging.getLogger(__name__)
 
 
 class ZmqTransport:
@@ -29,12 +36,14 @@ class ZmqTransport:
 
     Args:
         bind: `tcp://HOST:PORT` to listen on, PORT 0 for a free one; None for the side that connects.
+        config: limits and times; the defaults if not given.
 
     Raises:
         PortInUse: the address cannot be bound.
     """
 
-    def __init__(self, bind: str | None = None) -> None:
+    def __init__(self, bind: str | None = None, config: KVTransferConfig | None = None) -> None:
+        self._config = config or KVTransferConfig()
         self.num_lost = 0
         self.address = ""
         self._context = zmq.Context(io_threads=1)
@@ -42,6 +51,8 @@ class ZmqTransport:
         self._poller = zmq.Poller()
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
+        self._warned: set[str] = set()  # about peers that could not be connected to
+        self._token = secrets.token_hex(8)
         self._router: zmq.Socket[bytes] | None = None
         self._wake_lock = threading.Lock()
         name = f"inproc://wake-{secrets.token_hex(8)}"
@@ -57,15 +68,35 @@ class ZmqTransport:
     def send(self, peer: str, parts: Sequence[Bytes]) -> None:
         """Post without waiting; a peer never heard of is connected to, on the side that connects."""
         copy = len(parts[-1]) < _COPY_BELOW_BYTES
+        if self._router is None and self.problem(peer):
+            self.num_lost += 1
+            return
         try:
             if self._router is not None:
                 self._router.send_multipart([peer.encode("latin-1"), *parts], zmq.DONTWAIT, copy=copy)
             else:
-                self._dealer(peer).send_multipart(parts, zmq.DONTWAIT, copy=copy)
+                self._dealers[peer].send_multipart(parts, zmq.DONTWAIT, copy=copy)
         except zmq.ZMQError as error:
             if error.errno not in _LOST:
                 raise
             self.num_lost += 1
+
+    def problem(self, peer: str) -> str:
+        """Connects, on the side that does: an address is data, so nothing about it can be a bug here."""
+        if self._router is not None or peer in self._dealers:
+            return ""
+        if not peer.startswith("tcp://"):
+            found = f"{peer[:100]!r} is no tcp:// address"
+        else:
+            try:
+                self._dealers[peer] = self._connect(peer)
+                return ""
+            except zmq.ZMQError as error:
+                found = f"cannot connect to {peer[:100]!r}: {error.strerror}"
+        if found not in self._warned and len(self._warned) < _MAX_WARNED:
+            self._warned.add(found)
+            log.warning("%s", found)
+        return found
 
     def receive(self, timeout_s: float) -> list[Delivery]:
         """Up to MAX_BATCH messages, or about MAX_BATCH_BYTES."""
@@ -113,9 +144,21 @@ class ZmqTransport:
         socket.set(zmq.RCVHWM, HIGH_WATER_MESSAGES)
         return socket
 
+    def _network_socket(self, kind: int) -> "zmq.Socket[bytes]":
+        """A socket that takes no message beyond the limit, and notices a connection that is dead at one end only."""
+        socket = self._socket(kind)
+        socket.set(zmq.MAXMSGSIZE, max(self._config.max_frame_bytes, _MIN_MESSAGE_BYTES) + _HEADROOM_BYTES)
+        timeout_ms = int(max(self._config.lease_s, _MIN_HEARTBEAT_TIMEOUT_S) * 1e3)
+        socket.set(zmq.HEARTBEAT_IVL, timeout_ms // 2)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+        socket.set(zmq.HEARTBEAT_TTL, timeout_ms)
+        return socket
+
     def _listen(self, bind: str) -> None:
-        self._router = self._socket(zmq.ROUTER)
+        self._router = self._network_socket(zmq.ROUTER)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
+        # A peer that comes again by its name takes over from a connection that only this end believes alive.
+        self._router.set(zmq.ROUTER_HANDOVER, 1)
         try:
             self._router.bind(bind)
         except zmq.ZMQError as error:
@@ -126,20 +169,18 @@ class ZmqTransport:
         self.address = endpoint.rstrip(b"\0").decode()
         self._poller.register(self._router, zmq.POLLIN)
 
-    def _dealer(self, peer: str) -> "zmq.Socket[bytes]":
-        socket = self._dealers.get(peer)
-        if socket is None:
-            socket = self._socket(zmq.DEALER)
-            socket.set(zmq.ROUTING_ID, secrets.token_hex(8).encode())
+    def _connect(self, peer: str) -> "zmq.Socket[bytes]":
+        socket = self._network_socket(zmq.DEALER)
+        try:
+            # One name for each peer as long as this process lives, so that a new connection replaces the old one there.
+            socket.set(zmq.ROUTING_ID, hashlib.sha256(f"{self._token} {peer}".encode()).hexdigest()[:16].encode())
             socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-            try:
-                socket.connect(peer)
-            except zmq.ZMQError:
-                socket.close(linger=0)
-                raise
-            self._dealers[peer] = socket
-            self._names[socket] = peer
-            self._poller.register(socket, zmq.POLLIN)
+            socket.connect(peer)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        self._names[socket] = peer
+        self._poller.register(socket, zmq.POLLIN)
         return socket
 
     def _take(self, socket: "zmq.Socket[bytes]") -> Delivery | None:

@@ -162,11 +162,16 @@ class PushService:
         """Ask for a landing. One of `Granted`, `Denied`, `PushFailed` follows within `wait_s`, or a lease."""
         assert 0 < prompt_len <= min(capacity_len, table.capacity_len)
         self._tables[attempt] = table
-        self._post(
-            lambda now_s: self._protocol.reserve(
+
+        def reserve(now_s: float) -> list[PushAction]:
+            problem = self._transport.problem(peer.kv_address)
+            if problem:
+                return [PushFailed(attempt, problem), PushDrained(attempt)]
+            return self._protocol.reserve(
                 attempt, peer, prompt_len=prompt_len, capacity_len=capacity_len, wait_s=wait_s, now_s=now_s
             )
-        )
+
+        self._post(reserve)
 
     def commit(self, attempt: AttemptKey, state: kv_pb2.SequenceState, prefill_end_s: float) -> None:
         """The prompt is computed and its last step has ended: hand over. `Acked` or `PushFailed` follows."""
@@ -237,8 +242,7 @@ class PushService:
 
     def _turn(self) -> None:
         now_s = self._clock.now_s()
-        if now_s - self._turn_s > self._config.heartbeat_s:
-            self._protocol.forgive(now_s - self._turn_s)
+        self._protocol.forgive(now_s - self._turn_s, now_s)
         self._turn_s = now_s
         # A commit may only overtake what was pushed before it; so the commands are taken first, and run last.
         commands = _take_all(self._commands)

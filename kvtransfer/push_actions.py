@@ -86,7 +86,7 @@ class SendFrame:
 
 @dataclass(frozen=True, slots=True)
 class DropPeer:
-    """No transfer uses this peer any more; close what leads to it."""
+    """Close what leads to this peer: it is not used any more, or silent. What is sent later connects anew."""
 
     peer: str
 

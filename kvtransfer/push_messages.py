@@ -9,6 +9,9 @@ from baton.kvtransfer.messages import control_of, layout_message, wire_attempt
 from baton.kvtransfer.push_table import Transfer
 from baton.proto import kv_pb2
 
+MAX_U32 = (1 << 32) - 1
+MAX_I64 = (1 << 63) - 1
+
 
 class PushMessages:
     """Builds what one prefill worker's life sends."""
@@ -37,7 +40,7 @@ class PushMessages:
             epoch=self._epoch,
             prompt_len=transfer.prompt_len,
             capacity_len=transfer.capacity_len,
-            wait_ms=max(1, int((transfer.deadline_s - now_s) * 1e3)),
+            wait_ms=min(max(1, int((transfer.deadline_s - now_s) * 1e3)), MAX_U32),
         )
         return control_of(reserve)
 
@@ -68,7 +71,7 @@ class PushMessages:
             num_layers=self._layout.num_layers,
             layer_digests=transfer.digests,
             state=transfer.state_message,
-            prefill_end_ns=int((transfer.prefill_end_s + clock_offset_s) * 1e9),
+            prefill_end_ns=max(0, min(int((transfer.prefill_end_s + clock_offset_s) * 1e9), MAX_I64)),
             payload_bytes=transfer.bytes_pushed,
             round=transfer.round,
         )
@@ -76,7 +79,9 @@ class PushMessages:
 
     def resume(self, transfer: Transfer) -> kv_pb2.Control:
         """RESUME: which of the frames posted have landed?"""
-        return control_of(kv_pb2.Resume(epoch=transfer.peer.epoch, landing_id=transfer.landing_id))
+        return control_of(
+            kv_pb2.Resume(epoch=transfer.peer.epoch, landing_id=transfer.landing_id, round=transfer.resume_round)
+        )
 
     def lease(self, landing_ids: Iterable[int]) -> kv_pb2.Control:
         """LEASE."""

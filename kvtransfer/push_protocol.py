@@ -16,7 +16,8 @@ from baton.core.request import AttemptKey
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.coverage import Coverage, Gap
 from baton.kvtransfer.frame import FrameShape
-from baton.kvtransfer.messages import attempt_of, hello_problem
+from baton.kvtransfer.last_sign import LastSign
+from baton.kvtransfer.messages import attempt_of, hello_problem, request_id_problem
 from baton.kvtransfer.push_actions import (
     Acked,
     DecodePeer,
@@ -24,6 +25,7 @@ from baton.kvtransfer.push_actions import (
     Granted,
     PushAction,
 )
+from baton.kvtransfer.push_messages import MAX_U32
 from baton.kvtransfer.push_rules import PushRules
 from baton.kvtransfer.push_table import PushPeer, Transfer, TransferState
 from baton.proto import kv_pb2
@@ -70,10 +72,14 @@ class PushProtocol:
         assert attempt not in self._rules.transfers, f"{attempt} is here already"
         known = self._rules.peers.get(peer.kv_address)
         if known is None:
-            known = self._rules.peers[peer.kv_address] = PushPeer(heard_s=now_s)
-        elif not self._rules.live_on(peer.kv_address) and now_s - known.heard_s > self._config.lease_s:
+            known = self._rules.peers[peer.kv_address] = PushPeer(heard=LastSign(now_s))
+        elif not self._rules.active_on(peer.kv_address) and known.heard.silence_s(now_s) > self._config.lease_s:
             known.epoch = 0  # out of touch: it may have forgotten us, or be another life
-            known.heard_s = now_s
+            known.heard.renew(now_s)
+        problem = request_id_problem(attempt.request_id)
+        if problem or capacity_len > MAX_U32:
+            reason = kv_pb2.Deny.UNSPECIFIED if problem else kv_pb2.Deny.TOO_LONG
+            return [Denied(attempt, reason, problem or f"{capacity_len} positions are more than any pool has")]
         transfer = Transfer(
             attempt=attempt,
             peer=peer,
@@ -81,8 +87,8 @@ class PushProtocol:
             capacity_len=capacity_len,
             deadline_s=now_s + wait_s,
             retry_s=now_s,
-            renewed_s=now_s,
-            progress_s=now_s,
+            renewed=LastSign(now_s),
+            progress=LastSign(now_s),
             coverage=Coverage(self._layout.num_layers, 1, prompt_len),
             digests=[0] * self._layout.num_layers,
         )
@@ -121,7 +127,7 @@ class PushProtocol:
         transfer.state = TransferState.COMMITTING
         transfer.state_message = state
         transfer.prefill_end_s = prefill_end_s
-        transfer.progress_s = now_s
+        transfer.progress.renew(now_s)
         return self._rules.pump(transfer.peer.kv_address, now_s)
 
     def abort(self, attempt: AttemptKey, reason: str, now_s: float) -> Actions:
@@ -164,7 +170,7 @@ class PushProtocol:
         if peer.epoch == 0 or message.epoch != peer.epoch:
             self.num_messages_refused += 1
             return []
-        peer.heard_s = now_s
+        peer.heard.renew(now_s)
         return self._dispatch(address, peer, control, now_s)
 
     # From time
@@ -181,13 +187,16 @@ class PushProtocol:
             actions += self._rules.peer_due(address, peer, now_s, is_heartbeat)
         return actions
 
-    def forgive(self, pause_s: float) -> None:
-        """This process itself was stopped for so long: peers must not be blamed for the silence."""
+    def forgive(self, pause_s: float, now_s: float) -> None:
+        """This process did nothing for so long: peers must not be blamed for a silence that is mostly its own."""
+        lease_s = self._config.lease_s
+        if pause_s <= lease_s / 2:
+            return
         for peer in self._rules.peers.values():
-            peer.heard_s += pause_s
+            peer.heard.forgive(pause_s, lease_s, now_s)
         for transfer in self._rules.transfers.values():
-            transfer.renewed_s += pause_s
-            transfer.progress_s += pause_s
+            transfer.renewed.forgive(pause_s, lease_s, now_s)
+            transfer.progress.forgive(pause_s, lease_s, now_s)
 
     def clock_offset_s(self, address: str) -> float:
         """What to add to a reading here to get the decode worker's."""
@@ -223,7 +232,7 @@ class PushProtocol:
         if reply.peer_epoch != self._epoch or reply.echo_sent_ns not in peer.hellos:
             self.num_messages_refused += 1
             return []
-        peer.heard_s = now_s
+        peer.heard.renew(now_s)
         sent_s, receiver_s = reply.echo_sent_ns / 1e9, reply.receiver_ns / 1e9
         refused = reply.refused or hello_problem(reply.version, reply.layout, self._layout)
         is_new = peer.epoch != reply.epoch
@@ -247,13 +256,13 @@ class PushProtocol:
         transfer = self._rules.transfers.get(attempt_of(grant.attempt))
         if transfer is None or transfer.peer.kv_address != address:
             return []  # it ended; its ABORT is on the way or done
-        transfer.renewed_s = now_s
+        transfer.renewed.renew(now_s)
         if transfer.state is not TransferState.RESERVING or transfer.peer.epoch != grant.epoch:
             return []
         transfer.state = TransferState.PUSHING
         transfer.landing_id = grant.landing_id
         transfer.window_bytes = grant.credit_bytes
-        transfer.progress_s = now_s
+        transfer.progress.renew(now_s)
         self._rules.by_landing[address, grant.landing_id] = transfer
         return [Granted(transfer.attempt)]
 
@@ -273,7 +282,7 @@ class PushProtocol:
         transfer = self._rules.by_landing.get((address, nack.landing_id))
         if transfer is None or transfer.state is not TransferState.COMMITTING:
             return []
-        transfer.renewed_s = now_s
+        transfer.renewed.renew(now_s)
         if not transfer.is_commit_posted or nack.round != transfer.round:
             return []  # about an earlier COMMIT
         if not nack.missing:
@@ -286,10 +295,11 @@ class PushProtocol:
         transfer = self._rules.by_landing.get((address, have.landing_id))
         if transfer is None or transfer.state not in (TransferState.PUSHING, TransferState.COMMITTING):
             return []
-        transfer.renewed_s = now_s
-        if not transfer.is_resume_posted:
-            return []  # it answers a repeated RESUME
+        transfer.renewed.renew(now_s)
+        if not transfer.is_resume_posted or have.round != transfer.resume_round:
+            return []  # it answers a RESUME that was answered before
         transfer.is_resume_posted = False
+        transfer.resume_round += 1
         return self._rules.send_again(transfer, have.missing, now_s)
 
     def _on_credit(self, address: str, credit: kv_pb2.Credit, now_s: float) -> Actions:
@@ -297,14 +307,16 @@ class PushProtocol:
             transfer = self._rules.by_landing.get((address, entry.landing_id))
             if transfer is not None and entry.charged_bytes > transfer.credited_bytes:
                 transfer.credited_bytes = entry.charged_bytes
-                transfer.renewed_s = transfer.progress_s = self._rules.peers[address].progress_s = now_s
+                transfer.renewed.renew(now_s)
+                transfer.progress.renew(now_s)
+                self._rules.peers[address].progress_s = now_s
         return self._rules.pump(address, now_s)
 
     def _on_lease(self, address: str, lease: kv_pb2.Lease, now_s: float) -> Actions:
         for landing_id in lease.landing_ids:
             transfer = self._rules.by_landing.get((address, landing_id))
             if transfer is not None:
-                transfer.renewed_s = now_s
+                transfer.renewed.renew(now_s)
         return []
 
     def _on_abort(self, address: str, abort: kv_pb2.Abort, now_s: float) -> Actions:

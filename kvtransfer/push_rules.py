@@ -47,6 +47,10 @@ class PushRules:
         """Transfers to the decode worker at `address`, oldest first."""
         return [transfer for transfer in self.transfers.values() if transfer.peer.kv_address == address]
 
+    def active_on(self, address: str) -> list[Transfer]:
+        """Those of them that were not given up."""
+        return [transfer for transfer in self.live_on(address) if transfer.state is not TransferState.ABORTING]
+
     def pump(self, address: str, now_s: float) -> Actions:
         """Post what the window allows, oldest transfer first, and every COMMIT whose frames are all posted."""
         actions: Actions = []
@@ -60,7 +64,7 @@ class PushRules:
                     break
                 transfer.to_send.popleft()
                 if not transfer.in_flight_bytes:
-                    transfer.progress_s = now_s  # the wait for credit begins
+                    transfer.progress.renew(now_s)  # the wait for credit begins
                 transfer.next_seq += 1
                 transfer.charged_bytes += header.charge_bytes
                 in_flight_bytes += header.charge_bytes
@@ -88,25 +92,29 @@ class PushRules:
         transfer.to_send.clear()  # of it, everything is missing over there
         transfer.to_send.extend(pieces)
         transfer.charged_bytes = transfer.credited_bytes
-        transfer.progress_s = now_s
+        transfer.progress.renew(now_s)
         return self.pump(transfer.peer.kv_address, now_s)
 
     def due(self, transfer: Transfer, now_s: float) -> Actions:
         """What time makes necessary for one transfer: a repeat, a question, or its end."""
         config = self._config
+        address = transfer.peer.kv_address
+        peer = self.peers[address]
         if transfer.state is TransferState.ABORTING:
             return []
         if transfer.state is TransferState.RESERVING:
             if now_s > transfer.deadline_s:
-                return self.fail(transfer, "the decode worker did not answer a RESERVE in time", now_s)
-            is_connected = self.peers[transfer.peer.kv_address].epoch == transfer.peer.epoch
+                # No HELLO answered either: the connection may be dead, and short waits must not hide that for ever.
+                dropped: Actions = [] if peer.epoch else [DropPeer(address)]
+                return [*dropped, *self.fail(transfer, "the decode worker did not answer a RESERVE in time", now_s)]
+            is_connected = peer.epoch == transfer.peer.epoch
             return [self.reserve_message(transfer, now_s)] if is_connected and now_s >= transfer.retry_s else []
-        if now_s - transfer.renewed_s > config.lease_s:
+        if transfer.renewed.silence_s(now_s) > config.lease_s:
             return self.fail(transfer, f"the decode worker did not name it for {config.lease_s} s", now_s)
-        progress_s = transfer.progress_s
+        progress_s = transfer.progress.at_s
         if transfer.to_send and not transfer.in_flight_bytes:
             # Others have the window; as long as they get on, it is only not this one's turn.
-            progress_s = max(progress_s, self.peers[transfer.peer.kv_address].progress_s)
+            progress_s = max(progress_s, peer.progress_s)
         is_waiting = transfer.in_flight_bytes or transfer.to_send or transfer.state is TransferState.COMMITTING
         if is_waiting and now_s - progress_s > config.commit_timeout_s:
             return self.fail(transfer, f"no progress for {config.commit_timeout_s} s", now_s)
@@ -114,17 +122,19 @@ class PushRules:
             return []
         if transfer.is_commit_posted:
             return [self._commit_message(transfer, now_s)]
-        if transfer.in_flight_bytes and now_s - transfer.progress_s > self._retry_s:
+        if transfer.in_flight_bytes and transfer.progress.silence_s(now_s) > self._retry_s:
             transfer.is_resume_posted = True
             transfer.retry_s = now_s + self._retry_s
-            return [SendControl(transfer.peer.kv_address, self._messages.resume(transfer))]
+            return [SendControl(address, self._messages.resume(transfer))]
         return []
 
     def peer_due(self, address: str, peer: PushPeer, now_s: float, is_heartbeat: bool) -> Actions:
         """What time makes necessary for one decode worker: signs of life, farewells, its end."""
         actions: Actions = []
-        live = [t for t in self.live_on(address) if t.state is not TransferState.ABORTING]
-        if live and now_s - peer.heard_s > self._config.lease_s:
+        live = self.active_on(address)
+        if live and peer.heard.silence_s(now_s) > self._config.lease_s:
+            # The connection may be dead at the other end only; what is said from now on goes over a new one.
+            actions.append(DropPeer(address))
             for transfer in live:
                 reason = f"nothing heard from the decode worker for {self._config.lease_s} s"
                 actions += self.fail(transfer, reason, now_s)
@@ -144,7 +154,7 @@ class PushRules:
             ids = [transfer.landing_id for transfer in live if transfer.landing_id]
             if peer.epoch:
                 actions.append(SendControl(address, self._messages.lease(ids)))
-        if not self.live_on(address) and not peer.farewells and now_s - peer.heard_s > 5 * self._config.lease_s:
+        if not self.live_on(address) and not peer.farewells and peer.heard.silence_s(now_s) > 5 * self._config.lease_s:
             del self.peers[address]
             actions.append(DropPeer(address))
         return actions

@@ -9,6 +9,7 @@ from enum import Enum, auto
 
 from baton.core.request import AttemptKey
 from baton.kvtransfer.coverage import Coverage, Gap
+from baton.kvtransfer.last_sign import LastSign
 from baton.kvtransfer.push_actions import DecodePeer
 from baton.proto import kv_pb2
 
@@ -35,8 +36,8 @@ class Transfer:
     capacity_len: int
     deadline_s: float  # for the answer to RESERVE
     retry_s: float  # when RESERVE or COMMIT is repeated
-    renewed_s: float  # when the decode worker last showed that it knows this transfer
-    progress_s: float  # when it last did something about it
+    renewed: LastSign  # when the decode worker last showed that it knows this transfer
+    progress: LastSign  # when it last did something about it
     coverage: Coverage
     digests: list[int]
     state: TransferState = TransferState.RESERVING
@@ -54,6 +55,7 @@ class Transfer:
     num_holds: int = 0
     is_commit_posted: bool = False
     is_resume_posted: bool = False
+    resume_round: int = 0
 
     @property
     def in_flight_bytes(self) -> int:
@@ -74,7 +76,7 @@ class Farewell:
 class PushPeer:
     """What is known of one decode worker, by its address."""
 
-    heard_s: float
+    heard: LastSign
     progress_s: float = float("-inf")  # when credit last came from it
     epoch: int = 0  # 0 until a HELLO was answered
     hello_s: float = float("-inf")

@@ -121,6 +121,8 @@ class _Reader:
             return self._sized().decode()
         if kind is kv_pb2.SequenceState:
             return kv_pb2.SequenceState.FromString(self._sized())
+        if kind is bool:
+            return bool(self._number(_U64))
         if kind is float:
             (value,) = _F64.unpack_from(self._data, self._start)
             self._start += _F64.size

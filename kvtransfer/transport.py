@@ -37,6 +37,10 @@ class Transport(Protocol):
         """Post a message; it is lost if the peer is gone or its queue is full. Parts must not change afterwards."""
         ...
 
+    def problem(self, peer: str) -> str:
+        """Why `peer` can never be talked to, as one sentence; empty if it may be."""
+        ...
+
     def receive(self, timeout_s: float) -> list[Delivery]:
         """What arrived; waits for the first at most `timeout_s`, and not at all after a `wake`."""
         ...

@@ -40,7 +40,7 @@ class PrefillNode:
             pool=loaded.pool,
             layout=loaded.layout,
             epoch=self.epoch,
-            transport=ZmqTransport(),
+            transport=ZmqTransport(config=config.transfer),
             config=config.transfer,
             clock=clock,
         )

@@ -4,6 +4,7 @@ Values from outside are carried over as they are, so that validation can refuse 
 all (no request id, no deadline, a number too wide for its field) is refused here.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -69,7 +70,7 @@ def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.Sampling:
     except UnicodeEncodeError as error:
         raise InvalidText(f"a stop string is not valid UTF-8 at character {error.start}", at=error.start) from error
     except ValueError as error:
-        raise InvalidSampling(f"a sampling value is out of range: {error}") from error
+        raise _misfit(sampling) from error
 
 
 def sampling_from_proto(message: inference_pb2.Sampling) -> SamplingParams:
@@ -196,6 +197,15 @@ def _request(message: worker_pb2.PrefillRequest | worker_pb2.AttendRequest, now_
         deadline_s=now_s + message.timeout_ms / 1e3,
         num_draft_tokens=message.num_draft_tokens,
     )
+
+
+def _misfit(sampling: SamplingParams) -> InvalidSampling:
+    for field in dataclasses.fields(sampling):
+        try:
+            inference_pb2.Sampling(**{field.name: getattr(sampling, field.name)})
+        except ValueError:
+            return InvalidSampling(f"{field.name} is out of range: no message can carry it", field=field.name)
+    return InvalidSampling("a sampling value is out of range")
 
 
 def _timeout_ms(request: GenerationRequest, now_s: float) -> int:

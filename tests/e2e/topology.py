@@ -70,7 +70,7 @@ class PrefillSide:
             pool=self.pool,
             layout=self.pool.layout,
             epoch=epoch,
-            transport=ZmqTransport(),
+            transport=ZmqTransport(config=transfer),
             config=transfer,
             clock=clock,
         )
@@ -100,7 +100,7 @@ class DecodeSide:
             pool=self.pool,
             layout=self.pool.layout,
             epoch=epoch,
-            transport=ZmqTransport(bind="tcp://127.0.0.1:0"),
+            transport=ZmqTransport(bind="tcp://127.0.0.1:0", config=transfer),
             config=transfer,
             clock=clock,
         )

@@ -1,5 +1,8 @@
 """The digest against a plain-integer reference, and the properties the hand-off relies on."""
 
+import sys
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,3 +105,29 @@ def test_the_form_for_any_device_and_the_one_for_cpus_agree(monkeypatch):
     monkeypatch.setattr(digest, "_sum_on_cpu", digest._sum)
     assert digester.of(values, layer=1, kv=1, first_position_N=first_N, blocks_N=blocks) == fast
     assert digester.of(values[blocks], layer=1, kv=1, first_position_N=first_N) == fast
+
+
+def test_threads_that_grow_the_table_at_once_get_their_own_weights():
+    errors = []
+
+    def grow(digester, first, gate):
+        gate.wait()
+        try:
+            weight_NS = digester._position_weights(torch.tensor([first]), 16)
+            assert int(weight_NS[0, 3]) & MASK == position_weight(first + 3)
+        except (AssertionError, IndexError) as error:
+            errors.append(error)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            digester, gate = Digester(2, 8, CPU), threading.Barrier(4)
+            threads = [threading.Thread(target=grow, args=(digester, first, gate)) for first in (0, 5000, 0, 3000)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert errors == []

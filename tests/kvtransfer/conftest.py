@@ -42,7 +42,7 @@ class Pair:
         self.config = KVTransferConfig(**config)
         self.hub = LoopbackHub()
         if kind == "zmq":
-            at_p, at_d = ZmqTransport(), ZmqTransport("tcp://127.0.0.1:0")
+            at_p, at_d = ZmqTransport(config=self.config), ZmqTransport("tcp://127.0.0.1:0", self.config)
         else:
             at_p, at_d = self.hub.join("prefill"), self.hub.join("decode")
         self.at_p, self.at_d = at_p, at_d

@@ -235,7 +235,7 @@ class DecodeNode:
                     self.write = (header, payload)
                 case at_d.DigestLayer(landing_id, layer):
                     landing = self.protocol.landing(landing_id)
-                    held = self.held(landing.attempt, landing.prompt_len, [layer])
+                    held = self.held(landing.attempt, landing.prompt_len, range(layer, layer + 1))
                     self.do(self.protocol.digested(landing_id, layer, digest(held), self.world.now_s))
                 case at_d.ReserveWanted():
                     self.wanted.append(action)
@@ -244,6 +244,8 @@ class DecodeNode:
                 case at_d.LandingFailed(attempt):
                     self.wanted = [wanted for wanted in self.wanted if wanted.attempt != attempt]
                     if attempt in self.sealed:
+                        highest = self.protocol._rules.table.highest_attempt(attempt.request_id)
+                        assert highest > attempt.attempt, "only a higher attempt ends what is sealed"
                         self.release(attempt)
                 case at_d.Drained(attempt):
                     self.allocator.release(self.tables.pop(attempt))
