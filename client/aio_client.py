@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from baton.client.messages import OPTIONS, ChunkCheck, Sampling, checked_text, generate_request
+from baton.client.messages import OPTIONS, ChunkCheck, Sampling, checked_text, checked_timeout_s, generate_request
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire
 
 
@@ -18,11 +18,11 @@ class AsyncBatonClient:
 
     Args:
         address: "host:port" of the router.
-        timeout_s: of each call, a whole answer included.
+        timeout_s: of each call, a whole answer included; ConfigInvalid unless positive and finite.
     """
 
     def __init__(self, address: str, timeout_s: float = 600.0) -> None:
-        self._timeout_s = timeout_s
+        self._timeout_s = checked_timeout_s(timeout_s)
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
@@ -72,7 +72,7 @@ class AsyncBatonClient:
 
     async def tokenize(self, text: str, model: str = "") -> list[int]:
         """Token ids of a text."""
-        request = inference_pb2.TokenizeRequest(model=model, text=checked_text(text))
+        request = inference_pb2.TokenizeRequest(model=checked_text(model, "model"), text=checked_text(text))
         reply: inference_pb2.TokenizeReply = await self._call(self._inference.Tokenize, request)
         return list(reply.token_ids)
 

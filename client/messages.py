@@ -2,7 +2,15 @@
 
 from collections.abc import Sequence
 
-from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest, InvalidText, ProtocolError
+from baton.core.clock import MAX_TIMEOUT_S
+from baton.core.errors import (
+    ConfigInvalid,
+    ConflictingOptions,
+    EmptyPrompt,
+    InvalidRequest,
+    InvalidText,
+    ProtocolError,
+)
 from baton.core.sampling import SamplingParams
 from baton.proto import inference_pb2, wire
 
@@ -18,11 +26,12 @@ def generate_request(
     Raises:
         ConflictingOptions: both a text and token ids.
         EmptyPrompt: neither.
+        InvalidText: a text, or the model's name, is not Unicode text.
         InvalidRequest: a value that no message can carry.
     """
     if prompt is not None and token_ids is not None:
         raise ConflictingOptions("give a text or token ids, not both")
-    message = inference_pb2.GenerateRequest(model=model)
+    message = inference_pb2.GenerateRequest(model=checked_text(model, "model"))
     if isinstance(sampling, SamplingParams):
         sampling = wire.sampling_to_proto(sampling)
     if sampling is not None:
@@ -40,7 +49,7 @@ def generate_request(
     return message
 
 
-def checked_text(text: str) -> str:
+def checked_text(text: str, name: str = "the text") -> str:
     """The text itself.
 
     Raises:
@@ -49,8 +58,19 @@ def checked_text(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InvalidText(f"the text is not valid UTF-8 at character {error.start}", at=error.start) from error
+        raise InvalidText(f"{name} is not valid UTF-8 at character {error.start}", at=error.start) from error
     return text
+
+
+def checked_timeout_s(timeout_s: float) -> float:
+    """The time limit, cut to what a message can carry.
+
+    Raises:
+        ConfigInvalid: it is not a positive, finite number.
+    """
+    if not 0 < timeout_s < float("inf"):
+        raise ConfigInvalid(f"timeout: {timeout_s} s is not positive and finite", keys=["timeout"])
+    return min(timeout_s, MAX_TIMEOUT_S)
 
 
 class ChunkCheck:

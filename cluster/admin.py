@@ -5,11 +5,21 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from baton.client.messages import OPTIONS, checked_text
 from baton.core.errors import BatonError, MalformedMessage, StartupError, from_wire
 from baton.proto import admin_pb2, admin_pb2_grpc
 
 ERROR_KEY = "baton-error"
 TIMEOUT_S = 5.0
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A connection to a deployment, made when first needed.
+
+    Raises:
+        InvalidText: the address is not Unicode text.
+    """
+    return grpc.insecure_channel(checked_text(address, "the address"), options=OPTIONS)
 
 
 def error_from_rpc(error: grpc.RpcError, address: str) -> BatonError:
@@ -27,7 +37,9 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> BatonError:
         return StartupError(f"no deployment answers at {address}; `baton serve` starts one", address=address)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return StartupError(f"{address} did not answer in time", address=address, timed_out=True)
-    return BatonError(f"{address} answered {code}: {error}", address=address)
+    if not isinstance(error, grpc.Call):
+        return BatonError(f"the call to {address} failed: {error}", address=address)
+    return BatonError(f"{address} answered {error.code().name}: {error.details()}", address=address)
 
 
 def fetch_status(address: str, timeout_s: float = TIMEOUT_S) -> admin_pb2.StatusReply:
@@ -36,7 +48,7 @@ def fetch_status(address: str, timeout_s: float = TIMEOUT_S) -> admin_pb2.Status
     Raises:
         BatonError: nothing answers there, or it answers with an error.
     """
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         try:
             reply: admin_pb2.StatusReply = admin_pb2_grpc.AdminStub(channel).Status(
                 admin_pb2.StatusRequest(), timeout=timeout_s
@@ -52,7 +64,7 @@ def fetch_inventory(address: str, timeout_s: float = TIMEOUT_S) -> admin_pb2.Inv
     Raises:
         BatonError: nothing answers there, or it answers with an error.
     """
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         try:
             reply: admin_pb2.InventoryReply = admin_pb2_grpc.AdminStub(channel).Inventory(
                 admin_pb2.InventoryRequest(), timeout=timeout_s

@@ -18,6 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
     help="LLM serving with prefill and decode on different workers.",
+    epilog="Exit codes: 0 ok, 1 failed, 2 usage (flags, configuration values, requests), 3 precondition not met, "
+    "4 partial, 124 timeout.",
 )
 
 Json = Annotated[bool, typer.Option("--json", help="print exactly one JSON object on stdout")]
@@ -97,6 +99,7 @@ def generate(
     local_options = {"model": model, "mtp": mtp, "numerics": numerics, "dtype": dtype, "device": device}
 
     def body(output: Output) -> ExitCode:
+        from baton.client.messages import checked_timeout_s
         from baton.cluster import features
         from baton.cluster.completion import Asked
         from baton.cluster.generate import check_place, generate, read_prompt
@@ -113,7 +116,7 @@ def generate(
             seed=seed,
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
-            timeout_s=timeout,
+            timeout_s=checked_timeout_s(timeout),
         )
         return generate(output, asked, local=local, address=address, local_options=local_options)
 
@@ -137,7 +140,7 @@ def status(
 
 @app.command()
 def doctor(
-    grpc_port: Annotated[int, typer.Option(help="port that `baton serve` would use")] = 50051,
+    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="port that `baton serve` would use")] = 50051,
     selftest: Annotated[bool, typer.Option("--selftest", help="also measure whether invariant numerics hold")] = False,
     json: Json = False,
 ) -> int:

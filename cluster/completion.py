@@ -7,9 +7,11 @@ from typing import Any
 
 import grpc
 
-from baton.cluster.admin import error_from_rpc
-from baton.core.errors import BatonError, TransferFailed
-from baton.proto import inference_pb2, inference_pb2_grpc
+from baton.client.messages import generate_request
+from baton.cluster.admin import error_from_rpc, open_channel
+from baton.core.errors import BatonError, RequestDeadlineExceeded, StartupError, TransferFailed
+from baton.core.sampling import SamplingParams
+from baton.proto import inference_pb2, inference_pb2_grpc, wire
 
 OnText = Callable[[str], None]
 RANDOM_SEED_BITS = 62
@@ -34,6 +36,29 @@ class Asked:
         if self.seed is not None:
             return self.seed
         return 0 if self.temperature == 0 else secrets.randbits(RANDOM_SEED_BITS)
+
+    def sampling(self) -> inference_pb2.Sampling:
+        """As a message; what was left to the server is absent.
+
+        Raises:
+            InvalidSampling: a number that no message can carry.
+            InvalidText: a stop string is not Unicode text.
+        """
+        default = SamplingParams()
+        params = SamplingParams(
+            max_tokens=default.max_tokens if self.max_tokens is None else self.max_tokens,
+            temperature=self.temperature,
+            top_k=default.top_k if self.top_k is None else self.top_k,
+            top_p=default.top_p if self.top_p is None else self.top_p,
+            seed=self.chosen_seed(),
+            stop=self.stop,
+            ignore_eos=self.ignore_eos,
+        )
+        message = wire.sampling_to_proto(params)
+        for name in ("max_tokens", "top_k", "top_p"):
+            if getattr(self, name) is None:
+                message.ClearField(name)
+        return message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,19 +109,10 @@ def complete_remotely(address: str, asked: Asked, on_text: OnText) -> Completion
         BatonError: refused, or failed before the first token.
         Interrupted: failed after it.
     """
-    sampling = inference_pb2.Sampling(
-        max_tokens=asked.max_tokens,
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        seed=asked.chosen_seed(),
-        stop=asked.stop,
-        ignore_eos=asked.ignore_eos,
-    )
-    request = inference_pb2.GenerateRequest(text=asked.prompt, sampling=sampling)
+    request = generate_request(asked.prompt, None, asked.sampling(), "")
     text: list[str] = []
     token_ids: list[int] = []
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         stream = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=asked.timeout_s)
         try:
             for chunk in stream:
@@ -108,6 +124,9 @@ def complete_remotely(address: str, asked: Asked, on_text: OnText) -> Completion
                     return _completion(chunk.finish, "".join(text), token_ids)
         except grpc.RpcError as failure:
             error = error_from_rpc(failure, address)
+            if isinstance(error, StartupError) and error.fields.get("timed_out"):
+                message = f"no complete answer within {asked.timeout_s:g} s"
+                error = RequestDeadlineExceeded(message, timeout_s=asked.timeout_s)
             if token_ids:
                 raise Interrupted(error, "".join(text), token_ids) from failure
             raise error from failure

@@ -41,6 +41,7 @@ from baton.cluster.resolve import (
     worker_ids,
 )
 from baton.cluster.router_process import RouterProcess, router_command
+from baton.cluster.worker_watch import WorkerWatch
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, ConfigInvalid, WorkerStartFailed
 
@@ -80,6 +81,7 @@ class Deployment:
         self._actors: dict[str, Any] = {}
         self._ray: RaySession | None = None
         self._router: RouterProcess | None = None
+        self._watch: WorkerWatch | None = None
         self._dir: Path | None = None
 
     def __enter__(self) -> Self:
@@ -123,9 +125,14 @@ class Deployment:
 
         Raises:
             WorkerStartFailed: the router ended.
+            WorkerLost: every worker of a role is dead for good. Never waits for one.
         """
         assert self._router is not None
         self._router.check()
+        if self._watch is None:
+            assert self._ray is not None
+            self._watch = WorkerWatch(self._ray.ray, self._actors, worker_ids(self.config))
+        self._watch.check()
 
     def close(self) -> None:
         """End everything that was started, and verify it. Safe to call twice, and after a failed start."""

@@ -16,13 +16,15 @@ def read_prompt(prompt: str | None) -> str:
     """The prompt given, or standard input when it is `-`.
 
     Raises:
-        EmptyPrompt: none was given.
+        EmptyPrompt: none was given, or standard input is closed.
         InvalidText: standard input is not UTF-8.
     """
     if prompt is None:
         raise EmptyPrompt("no prompt: give --prompt TEXT, or --prompt - to read standard input")
     if prompt != "-":
         return prompt
+    if sys.stdin is None:  # the typing stubs say that it never is
+        raise EmptyPrompt("no prompt: --prompt - reads standard input, which is closed")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -7,12 +7,10 @@ from baton.core.clock import MonotonicClock
 from baton.core.config import ServeConfig
 from baton.core.errors import RequestCancelled, RequestDeadlineExceeded
 from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
 from baton.core.tokenizer import StopMatcher
 from baton.engine.local import GenerationResult, LocalEngine
+from baton.proto import wire
 from baton.worker.loading import load_worker
-
-DEFAULT_MAX_TOKENS = 128
 
 
 class LocalCompleter:
@@ -90,16 +88,8 @@ class LocalCompleter:
 
     def _request(self, asked: Asked) -> GenerationRequest:
         prompt = tuple(self._tokenizer.encode(asked.prompt))
-        room_len = max(1, self._max_model_len - len(prompt))
-        sampling = SamplingParams(
-            max_tokens=min(DEFAULT_MAX_TOKENS, room_len) if asked.max_tokens is None else asked.max_tokens,
-            temperature=asked.temperature,
-            top_k=0 if asked.top_k is None else asked.top_k,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            seed=asked.chosen_seed(),
-            stop=asked.stop,
-            ignore_eos=asked.ignore_eos,
-        )
+        room_len = self._max_model_len - len(prompt)
+        sampling = wire.sampling_from_client(asked.sampling(), room_len=room_len, draw_seed=asked.chosen_seed)
         self._num_requests += 1
         return GenerationRequest(
             key=AttemptKey(f"local-{self._num_requests}", 1),

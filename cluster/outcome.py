@@ -15,7 +15,12 @@ from baton.core.errors import (
     ConfigInvalid,
     FeatureNotBuilt,
     InvalidRequest,
+    ModelFileDamaged,
     ModelMissing,
+    ModelTensorMisshapen,
+    ModelTensorMissing,
+    ModelTensorUnexpected,
+    ModelUnsupported,
     NoWorker,
     NumericsUnsupported,
     Overloaded,
@@ -24,6 +29,7 @@ from baton.core.errors import (
     RayVersionMismatch,
     RequestDeadlineExceeded,
     StartupError,
+    WorkerLost,
     WorkerStartFailed,
 )
 
@@ -39,18 +45,25 @@ class ExitCode(IntEnum):
     TIMEOUT = 124
 
 
+_DAMAGED = "fix or download the directory again"
 _NEXT_STEPS: tuple[tuple[type[BatonError], str], ...] = (
     (ModelMissing, "give --model a Hugging Face model directory, or `tiny` for the bundled one"),
+    (ModelFileDamaged, _DAMAGED),
+    (ModelTensorMissing, _DAMAGED),
+    (ModelTensorUnexpected, _DAMAGED),
+    (ModelTensorMisshapen, _DAMAGED),
+    (ModelUnsupported, "choose a model of the families that README.md names"),
     (FeatureNotBuilt, "leave the option out"),
     (PortInUse, "choose another port with --grpc-port (0 picks a free one), or stop what listens there"),
     (RayUnavailable, "install ray, or start a cluster, or use --ray-address local"),
     (RayVersionMismatch, "install the Ray version that is named, on every node"),
     (NumericsUnsupported, "use --numerics default, or run `baton doctor --selftest` for the measurement"),
     (WorkerStartFailed, "read the worker's own error above; `baton doctor` checks the machine"),
-    (ConfigInvalid, "correct the keys that are named; `baton serve --help` lists all of them"),
+    (ConfigInvalid, "correct what is named; the command's --help lists every option"),
     (StartupError, "run `baton doctor`, then try again"),
     (RequestDeadlineExceeded, "raise --timeout, or ask for fewer tokens"),
     (Overloaded, "try again after a pause"),
+    (WorkerLost, "try again; where no worker is left, find out why it died and start `baton serve` again"),
     (NoWorker, "see `baton status` for the workers that are missing"),
     (InvalidRequest, "correct the request"),
     (BatonError, "see `baton status`, then try again"),

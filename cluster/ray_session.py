@@ -2,19 +2,21 @@
 
 import logging
 import os
+import re
 import signal
-import socket
 import threading
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import grpc
 
 from baton.core.errors import RayUnavailable, RayVersionMismatch
 
 TESTED_RAY = "2.60.0"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's minimum is 75 MiB
-CONNECT_TIMEOUT_S = 3.0
+CONNECT_TIMEOUT_S = 5.0
+CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request is a valid one
 
 
 def prepare_environment() -> None:
@@ -32,16 +34,17 @@ def import_ray() -> ModuleType:
     """The ray module, in the version Baton is tested with.
 
     Raises:
-        RayUnavailable: it is not installed.
+        RayUnavailable: it is not installed, or cannot be loaded.
         RayVersionMismatch: it is another version.
     """
     try:
         import ray
-    except ImportError as error:
-        raise RayUnavailable(f"ray is not installed: {error}") from error
-    if ray.__version__ != TESTED_RAY:
-        message = f"ray {ray.__version__} is installed; Baton is tested with {TESTED_RAY}"
-        raise RayVersionMismatch(message, found=ray.__version__, tested=TESTED_RAY)
+    except (ImportError, OSError) as error:
+        raise RayUnavailable(f"ray cannot be imported: {error}") from error
+    found = str(getattr(ray, "__version__", "of no version"))
+    if found != TESTED_RAY:
+        message = f"ray {found} is installed; Baton is tested with {TESTED_RAY}"
+        raise RayVersionMismatch(message, found=found, tested=TESTED_RAY)
     return ray  # type: ignore[no-any-return, unused-ignore]
 
 
@@ -75,7 +78,7 @@ class RaySession:
                 "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
             }
         else:
-            _require_listener(address)
+            _require_ray(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
         self._connect(address, options)
         self.resources: dict[str, float] = self.ray.cluster_resources()
 
@@ -111,14 +114,21 @@ class RaySession:
         self.ray.shutdown()
 
 
-def _require_listener(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if address == "auto":
+def _require_ray(address: str) -> None:
+    """Ask for a sign of life first: `ray.init` waits a minute, deaf to signals, for whatever else listens there."""
+    if address in ("auto", "local"):
         return
-    if not host or not port.isdigit():
+    host, _, port = address.rpartition(":")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise RayUnavailable(f"{address!r} is neither auto, local nor HOST:PORT", address=address)
-    deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
     try:
-        socket.create_connection((host, int(port)), deadline_s - time.monotonic()).close()
-    except OSError as error:
-        raise RayUnavailable(f"nothing answers at {address}: {error}", address=address) from error
+        with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+            channel.unary_unary(CHECK_ALIVE, bytes, bytes)(b"", timeout=CONNECT_TIMEOUT_S)
+    except UnicodeError as error:
+        raise RayUnavailable(f"{address!r} is no address", address=address) from error
+    except grpc.RpcError as error:
+        code = error.code() if isinstance(error, grpc.Call) else None
+        if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+            return  # a cluster with tokens; `ray.init` says what it wants
+        name = "no answer" if code is None else code.name
+        raise RayUnavailable(f"no Ray cluster answers at {address}: {name}", address=address) from error

@@ -3,8 +3,10 @@
 Nothing is started here and no model is read; what can be refused before anything runs is refused here.
 """
 
+import errno
 import json
 import os
+import re
 import socket
 from dataclasses import dataclass
 from importlib import resources
@@ -27,7 +29,7 @@ def read_config(path: Path | None, flags: dict[str, Any]) -> ServeConfig:
     values = {} if path is None else ServeConfig.read_file(path)
     values |= {name: value for name, value in flags.items() if value is not None}
     mtp = values.get("mtp")
-    if isinstance(mtp, str) and mtp.lstrip("-").isdigit():
+    if isinstance(mtp, str) and re.fullmatch("-?[0-9]{1,9}", mtp):
         values["mtp"] = int(mtp)
     return ServeConfig.from_mapping(values)
 
@@ -49,9 +51,13 @@ def find_model(model: str) -> ModelDirectory:
         ModelFileDamaged: config.json or the weights' index is not JSON, or lacks the model's length.
     """
     bundled = model == BUNDLED_MODEL
-    path = Path(str(resources.files("baton.assets") / BUNDLED_MODEL)) if bundled else Path(model).expanduser()
-    path = path.resolve()
-    if not path.is_dir():
+    path = Path(str(resources.files("baton.assets") / BUNDLED_MODEL)) if bundled else Path(model)
+    try:
+        path = path.expanduser().resolve()
+        is_dir = path.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:  # no such user, a NUL, too long, not readable
+        raise ModelMissing(f"{model!r} is no usable path: {error}", path=model) from error
+    if not is_dir:
         raise ModelMissing(f"{path} is not a directory", path=str(path))
     for name in ("config.json", "tokenizer.json"):
         if not (path / name).is_file():
@@ -68,7 +74,9 @@ def find_model(model: str) -> ModelDirectory:
 def _require_weights(path: Path) -> None:
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        shards = _read_json(index).get("weight_map", {})
+        shards = _read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ModelFileDamaged(f"{index} holds no mapping weight_map", path=str(index))
         missing = sorted({str(name) for name in shards.values()} - {item.name for item in path.iterdir()})
         if missing:
             raise ModelMissing(f"{path} lacks {', '.join(missing[:3])}", path=str(path), missing=missing)
@@ -79,7 +87,7 @@ def _require_weights(path: Path) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelFileDamaged(f"{path} is not JSON: {error}", path=str(path)) from error
     if not isinstance(value, dict):
         raise ModelFileDamaged(f"{path} is not a JSON object", path=str(path))
@@ -166,19 +174,22 @@ def worker_ids(config: ServeConfig) -> dict[str, str]:
 
 
 def require_port_free(host: str, port: int) -> None:
-    """Check that a port could be listened on now; 0 always can.
+    """Check that a port could be listened on now; of port 0 only the host is checked.
 
     Raises:
-        PortInUse: it cannot.
+        ConfigInvalid: `host` names no address of this machine.
+        PortInUse: the port is taken.
     """
-    if port == 0:
-        return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # As gRPC binds: an old connection in TIME_WAIT is no obstacle, a listener is.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
+        except (socket.gaierror, ValueError, TypeError) as error:
+            raise ConfigInvalid(f"host: {host!r} does not resolve: {error}", keys=["host"]) from error
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigInvalid(f"host: {host} is no address of this machine", keys=["host"]) from error
             message = f"cannot listen on {host}:{port}: {error.strerror or error}"
             raise PortInUse(message, host=host, port=port) from error

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from baton.cluster.resolve import ModelDirectory
 from baton.core.config import ServeConfig
-from baton.core.errors import BatonError, WorkerStartFailed
+from baton.core.errors import BatonError, MalformedMessage, WorkerStartFailed, from_wire
 
 STOP_GRACE_S = 3.0
+EXIT_PRECONDITION = 3  # its last line on stderr is then an error as `to_wire` writes it
 
 
 def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
@@ -63,13 +64,16 @@ class RouterProcess:
                     raise WorkerStartFailed(f"the router printed {line[:200]!r}, not its port") from error
             self.check()
             time.sleep(0.02)
-        raise WorkerStartFailed(f"the router did not listen within {timeout_s:.0f} s", timed_out=True)
+        raise WorkerStartFailed(
+            "the router did not listen before the time to start (start_timeout_s) was over", timed_out=True
+        )
 
     def check(self) -> None:
         """Check that it runs.
 
         Raises:
-            WorkerStartFailed: it ended; the message holds its last words.
+            BatonError: it ended and said why.
+            WorkerStartFailed: it ended otherwise; the message holds its last words.
         """
         code = self._process.poll()
         if code is not None:
@@ -88,6 +92,11 @@ class RouterProcess:
         self._process.wait()
 
     def _last_words(self, code: int) -> BatonError:
-        text = self._err_path.read_text(encoding="utf-8", errors="replace").strip()
-        last = "\n".join(text.splitlines()[-5:]) or "it said nothing"
+        lines = self._err_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        if code == EXIT_PRECONDITION and lines:
+            try:
+                return from_wire(lines[-1])
+            except MalformedMessage:
+                pass  # it died of something else
+        last = "\n".join(lines[-5:]) or "it said nothing"
         return WorkerStartFailed(f"the router ended with code {code}: {last}", exit_code=code, worker_id="router")

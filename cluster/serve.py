@@ -20,6 +20,7 @@ def serve(config: ServeConfig, output: Output) -> ExitCode:
 
     Raises:
         StartupError: a precondition does not hold, or a worker or the router failed.
+        WorkerLost: a role has no worker left.
     """
     is_serving = False
     try:

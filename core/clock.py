@@ -1,7 +1,9 @@
 """Where time comes from. Protocol and policy code takes a `Clock`, so tests run it under virtual time."""
 
 import time
-from typing import Protocol
+from typing import Final, Protocol
+
+MAX_TIMEOUT_S: Final = float((1 << 31) // 1000)  # 2^31 ms: many timers hold no more
 
 
 class Clock(Protocol):

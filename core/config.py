@@ -11,6 +11,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from baton.core.clock import MAX_TIMEOUT_S
 from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
 
@@ -20,9 +21,9 @@ DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
 class ServeConfig(BaseModel):
     """Every key of `baton serve`, its flags and its `--config` file (same names, `-` as `_`)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    model: str = Field("tiny", description="a Hugging Face model directory, or `tiny`, the bundled model")
+    model: str = Field("tiny", min_length=1, description="a Hugging Face model directory, or `tiny`, the bundled model")
     prefill: int = Field(1, ge=1, le=1024, description="prefill workers")
     decode: int = Field(1, ge=1, le=1024, description="decode workers")
     tp_prefill: int = Field(1, ge=1, le=8, description="GPUs per prefill worker")
@@ -30,23 +31,31 @@ class ServeConfig(BaseModel):
     mtp: int | Literal["auto"] = Field(2, description="draft tokens per step, 0 to 4; auto adapts")
     transport: Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"] = Field("auto", description="KV data path")
     scheduling: Literal["async", "sync"] = Field("sync", description="overlap scheduling with the running step")
-    numerics: Numerics = Field(Numerics.DEFAULT, description="default, or invariant: tokens never depend on batching")
+    numerics: Numerics = Field(
+        Numerics.DEFAULT, strict=False, description="default, or invariant: tokens never depend on batching"
+    )
     dtype: DTypeName = Field("auto", description="auto: bfloat16 on a GPU, float32 on a CPU")
     weights: Literal["checkpoint", "random"] = Field("checkpoint", description="random: shapes only, for speed tests")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where workers compute")
-    host: str = Field("127.0.0.1", description="address the gRPC port binds to")
+    host: str = Field("127.0.0.1", min_length=1, description="address the gRPC port binds to")
     grpc_port: int = Field(50051, ge=0, le=65535, description="0 picks a free one")
     http_port: int | None = Field(None, ge=0, le=65535, description="OpenAI-compatible HTTP")
     ray_address: str = Field("local", description="auto, local, or HOST:PORT of a running cluster")
     block_size: Literal[16, 32, 64] = Field(16, description="positions per KV block")
-    kv_memory_mib: int = Field(256, ge=1, description="KV pool per worker; on a GPU, see --gpu-memory-share")
+    kv_memory_mib: int = Field(
+        256, ge=1, le=1 << 24, description="KV pool per worker; on a GPU, see --gpu-memory-share"
+    )
     gpu_memory_share: float = Field(0.8, gt=0, le=0.95, description="share of GPU memory left after weights for KV")
     max_num_seqs: int = Field(16, ge=1, le=1024, description="sequences a decode worker runs at once")
     max_queue_len: int = Field(256, ge=1, le=100_000, description="requests the router holds; more are refused")
-    chunk_len: int = Field(256, ge=16, description="prompt tokens per prefill step")
-    max_model_len: int | None = Field(None, ge=2, description="shorter than the model's own length, to save memory")
-    request_timeout_s: float = Field(600.0, gt=0, description="a request without a deadline gets this one")
-    start_timeout_s: float = Field(120.0, gt=0, description="workers must report within this")
+    chunk_len: int = Field(256, ge=16, le=1 << 24, description="prompt tokens per prefill step")
+    max_model_len: int | None = Field(
+        None, ge=2, le=1 << 30, description="shorter than the model's own length, to save memory"
+    )
+    request_timeout_s: float = Field(
+        600.0, gt=0, le=MAX_TIMEOUT_S, description="a request without a deadline gets this one"
+    )
+    start_timeout_s: float = Field(120.0, gt=0, le=MAX_TIMEOUT_S, description="workers must report within this")
     worker_threads: int = Field(1, ge=1, le=256, description="torch threads per worker on a CPU")
 
     @classmethod
@@ -71,19 +80,35 @@ class ServeConfig(BaseModel):
         """The mapping in a YAML (or JSON) file, not yet checked.
 
         Raises:
-            ConfigInvalid: the file is missing, not YAML, or not a mapping.
+            ConfigInvalid: the file is missing, not YAML, not a mapping, or names a key twice.
         """
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = yaml.load(path.read_text(encoding="utf-8"), Loader=_OnceLoader)
         except OSError as error:
             raise ConfigInvalid(f"cannot read {path}: {error.strerror}", path=str(path)) from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError) as error:
             raise ConfigInvalid(f"{path} is not YAML: {error}", path=str(path)) from error
+        except RecursionError as error:
+            raise ConfigInvalid(f"{path} is nested too deeply", path=str(path)) from error
         if values is None:
             return {}
         if not isinstance(values, dict):
             raise ConfigInvalid(f"{path} holds no mapping of keys to values", path=str(path))
         return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, `-` and `_` being the same; YAML itself lets the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping, if each key is there once."""
+        names: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value).replace("-", "_")
+            if name in names:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {name} is given twice", key.start_mark)
+            names.add(name)
+        return super().construct_mapping(node, deep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

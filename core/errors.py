@@ -16,7 +16,7 @@
     │   ├── TransferFailed             the KV hand-off could not be completed and verified
     │   ├── RequestCancelled
     │   └── RequestDeadlineExceeded
-    ├── StartupError                   a precondition of starting does not hold (exit code 3)
+    ├── StartupError                   a precondition of starting does not hold (exit code 3; ConfigInvalid is usage, 2)
     │   ├── ModelMissing
     │   ├── ModelFileDamaged
     │   ├── ModelTensorMissing
@@ -167,7 +167,7 @@ class RequestDeadlineExceeded(ServingError):
 
 
 class StartupError(BatonError):
-    """Something that must hold before Baton can start does not. The CLI exits with 3."""
+    """Something that must hold before Baton can start does not. The CLI exits with 3; with 2 for ConfigInvalid."""
 
     grpc_code = "FAILED_PRECONDITION"
 

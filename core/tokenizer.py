@@ -133,6 +133,6 @@ def _eos_token_ids(directory: Path) -> tuple[int, ...]:
             value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
             if value is not None:
                 return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ModelFileDamaged(f"{path} holds no usable eos_token_id: {error}", path=str(path)) from error
     return ()

@@ -4,6 +4,7 @@ Token ids of the end of a text are not here: the tokenizer has them.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,12 @@ from typing import Any
 from baton.core.errors import ModelFileDamaged, ModelMissing, ModelUnsupported
 from baton.model.weights import checkpoint_identity
 
+_MAX_LAYERS = 1000
+_MAX_SIZE = 1 << 20  # of any dimension that has no limit of its own
+_MAX_HEADS = 4096
+_MAX_EXPERTS = 4096
+_MAX_VOCAB_SIZE = 1 << 24
+_MAX_POSITIONS = 16 << 20
 _ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 
 
@@ -57,7 +64,7 @@ class ModelConfig:
         Raises:
             ModelMissing: the directory, config.json or the weights are not there.
             ModelFileDamaged: a file is not what its name says.
-            ModelUnsupported: an architecture or option that is not implemented.
+            ModelUnsupported: an architecture or option that is not implemented, or an absurd size.
         """
         values = read_config(path)
         _refuse_unsupported(values, path)
@@ -67,7 +74,7 @@ class ModelConfig:
         except KeyError as error:
             key = str(error.args[0])
             raise ModelFileDamaged(f"{path / 'config.json'} lacks {key!r}", path=str(path), key=key) from error
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             message = f"{path / 'config.json'} holds a value of the wrong kind: {error}"
             raise ModelFileDamaged(message, path=str(path)) from error
 
@@ -87,7 +94,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelMissing(f"{path} holds no config.json", path=str(file)) from error
     except OSError as error:
         raise ModelMissing(f"cannot read {file}: {error.strerror}", path=str(file)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFileDamaged(f"{file} is not JSON: {error}", path=str(file)) from error
     if not isinstance(values, dict):
         raise ModelFileDamaged(f"{file} holds no mapping", path=str(file))
@@ -123,41 +130,61 @@ def _rope_type(rope: dict[str, Any]) -> str:
 def _fields(values: dict[str, Any]) -> dict[str, Any]:
     """Fields of ModelConfig by the names config.json uses. KeyError names a key that is missing."""
     architecture = values["architectures"][0]
-    num_layers = int(values["num_hidden_layers"])
-    num_heads = int(values["num_attention_heads"])
+    num_layers = _size(values, "num_hidden_layers", limit=_MAX_LAYERS)
+    num_heads = _size(values, "num_attention_heads", limit=_MAX_HEADS)
+    hidden_size = _size(values, "hidden_size")
     is_moe = architecture == "Qwen3MoeForCausalLM"
-    num_experts = _first(values, "num_experts", "num_local_experts") if is_moe else 0
+    num_experts = _num_experts(values) if is_moe else 0
     dense_layers = values.get("mlp_only_layers") or []
-    sparse_step = int(values.get("decoder_sparse_step", 1))
+    sparse_step = _size(values, "decoder_sparse_step", default=1)
     sparse = [i for i in range(num_layers) if num_experts and i not in dense_layers and (i + 1) % sparse_step == 0]
     rope = values.get("rope_parameters") or {}
-    num_kv_heads = int(values.get("num_key_value_heads") or num_heads)
+    num_kv_heads = _size(values, "num_key_value_heads", limit=_MAX_HEADS, default=num_heads)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
     return {
         "architecture": architecture,
         "num_layers": num_layers,
-        "hidden_size": int(values["hidden_size"]),
+        "hidden_size": hidden_size,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "head_dim": int(values.get("head_dim") or int(values["hidden_size"]) // num_heads),
-        "vocab_size": int(values["vocab_size"]),
-        "max_model_len": int(values["max_position_embeddings"]),
-        "rope_theta": float(rope["rope_theta"] if "rope_theta" in rope else values["rope_theta"]),
-        "rms_norm_eps": float(values["rms_norm_eps"]),
+        "head_dim": _size(values, "head_dim", default=hidden_size // num_heads),
+        "vocab_size": _size(values, "vocab_size", limit=_MAX_VOCAB_SIZE),
+        "max_model_len": _size(values, "max_position_embeddings", limit=_MAX_POSITIONS),
+        "rope_theta": _positive(rope if "rope_theta" in rope else values, "rope_theta"),
+        "rms_norm_eps": _positive(values, "rms_norm_eps"),
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
-        "intermediate_size": int(values["intermediate_size"]),
+        "intermediate_size": _size(values, "intermediate_size"),
         "num_experts": num_experts,
-        "num_experts_per_token": int(values["num_experts_per_tok"]) if is_moe else 0,
-        "moe_intermediate_size": int(values["moe_intermediate_size"]) if is_moe else 0,
+        "num_experts_per_token": _size(values, "num_experts_per_tok", limit=max(1, num_experts)) if is_moe else 0,
+        "moe_intermediate_size": _size(values, "moe_intermediate_size") if is_moe else 0,
         "renormalise_experts": bool(values.get("norm_topk_prob", False)),
         "sparse_layers": frozenset(sparse),
         "num_mtp_layers": int(values.get("mtp_num_hidden_layers") or values.get("num_nextn_predict_layers") or 0),
     }
 
 
-def _first(values: dict[str, Any], *keys: str) -> int:
-    for key in keys:
-        if values.get(key) is not None:
-            return int(values[key])
-    raise KeyError(keys[0])
+def _num_experts(values: dict[str, Any]) -> int:
+    key = "num_experts" if values.get("num_experts") is not None else "num_local_experts"
+    if values.get(key) is None:
+        raise KeyError("num_experts")
+    return _size(values, key, minimum=0, limit=_MAX_EXPERTS)
+
+
+def _size(
+    values: dict[str, Any], key: str, *, minimum: int = 1, limit: int = _MAX_SIZE, default: int | None = None
+) -> int:
+    """A size by its name, if it is sane: nothing is allocated or counted by one that is not."""
+    value = values.get(key)
+    size = int(values[key] if default is None else default) if value is None else int(value)
+    if not minimum <= size <= limit:
+        message = f"config.json: {key} = {size}; this version serves {minimum} to {limit}"
+        raise ModelUnsupported(message, option=key, value=size)
+    return size
+
+
+def _positive(values: dict[str, Any], key: str) -> float:
+    value = float(values[key])
+    if not (math.isfinite(value) and value > 0):
+        raise ModelUnsupported(f"config.json: {key} = {value} is not positive and finite", option=key, value=str(value))
+    return value

@@ -79,7 +79,7 @@ def _read_index(file: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(shard) for name, shard in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFileDamaged(f"{file} is not an index of shards: {error!r}", path=str(file)) from error
 
 
@@ -96,7 +96,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         tensors = {name: _stored(file, begin, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFileDamaged(f"{file}: its header is not that of a safetensors file", path=str(file)) from error
     promised = max((tensor.end for tensor in tensors.values()), default=begin)
     if promised != size:

@@ -33,7 +33,7 @@ def load_worker(config: WorkerConfig, on_progress: Callable[[int, int], None] | 
 
     Raises:
         StartupError: the model directory is unusable, or the numerics mode does not hold on this machine.
-        ConfigInvalid: the pool would not hold one sequence of the model's length.
+        ConfigInvalid: the pool would not hold one sequence of the model's length, or there is no memory for it.
     """
     torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
@@ -56,7 +56,13 @@ def load_worker(config: WorkerConfig, on_progress: Callable[[int, int], None] | 
             f"the memory for KV holds no block of {layout.bytes_per_block} bytes; raise kv_memory_mib",
             keys=["kv_memory_mib"],
         )
-    return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=KVPool(layout, num_blocks, device))
+    try:
+        pool = KVPool(layout, num_blocks, device)
+    except RuntimeError as error:  # what torch's allocators raise
+        key = "gpu_memory_share" if device.type == "cuda" else "kv_memory_mib"
+        mib = num_blocks * layout.bytes_per_block >> 20
+        raise ConfigInvalid(f"{key}: a KV pool of {mib} MiB does not fit into memory; lower it", keys=[key]) from error
+    return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool)
 
 
 def request_limits(model: Model, *, max_model_len: int, num_draft_tokens: int) -> RequestLimits:

@@ -1,12 +1,14 @@
 """Both clients against a real router and scripted workers; the ordinary one from a thread of its own."""
 
 import asyncio
+import math
 
 import pytest
 
 from baton.client import AsyncBatonClient, BatonClient
-from baton.client.messages import ChunkCheck
+from baton.client.messages import ChunkCheck, checked_timeout_s
 from baton.core.errors import (
+    ConfigInvalid,
     ConflictingOptions,
     EmptyPrompt,
     InvalidText,
@@ -45,6 +47,8 @@ async def test_the_ordinary_client():
                     (EmptyPrompt, client.generate),
                     (InvalidText, lambda: client.generate("\ud800")),
                     (InvalidText, lambda: client.tokenize("\ud800")),
+                    (InvalidText, lambda: client.generate("hi", model="\ud800")),
+                    (InvalidText, lambda: client.tokenize("hi", model="\ud800")),
                 ):
                     with pytest.raises(kind):
                         call()
@@ -81,6 +85,19 @@ async def test_a_deadline_and_an_address_where_nobody_is():
     async with AsyncBatonClient(address, timeout_s=2.0) as client:
         with pytest.raises(WorkerLost):
             await client.generate_text("hi")
+
+
+@pytest.mark.fast
+def test_a_time_limit_is_positive_and_finite():
+    for timeout_s in (0, -1, math.nan, math.inf):
+        with pytest.raises(ConfigInvalid, match="timeout"):
+            BatonClient("127.0.0.1:1", timeout_s=timeout_s)
+        with pytest.raises(ConfigInvalid, match="timeout"):
+            AsyncBatonClient("127.0.0.1:1", timeout_s=timeout_s)
+    assert checked_timeout_s(0.5) == 0.5
+    assert checked_timeout_s(1e300) * 1e3 <= 2**31
+    with BatonClient("127.0.0.1:1", timeout_s=1e300) as client, pytest.raises(WorkerLost):
+        client.status()
 
 
 @pytest.mark.fast

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from concurrent import futures
 
 import grpc
@@ -9,7 +10,7 @@ import pytest
 
 from baton.cluster import admin, cli, demo
 from baton.cluster.completion import Asked, Completion, Interrupted, complete_remotely
-from baton.core.errors import BatonError, Overloaded, StartupError, WorkerLost
+from baton.core.errors import BatonError, InvalidSampling, Overloaded, StartupError, WorkerLost
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
 
 pytestmark = pytest.mark.fast
@@ -24,9 +25,14 @@ class Front(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServicer):
         self.error = None
         self.num_blocks_free = 100
         self.alive = True
+        self.delay_s = 0.0
+        self.fault = ""
 
     def Generate(self, request, context):
         self.requests.append(request)
+        time.sleep(self.delay_s)
+        if self.fault:
+            context.abort(grpc.StatusCode.INTERNAL, self.fault)
         yield from self.chunks
         if self.error is not None:
             context.set_trailing_metadata((("baton-error", self.error.to_wire()),))
@@ -38,6 +44,8 @@ class Front(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServicer):
         return admin_pb2.WorkerStatus(state=state, alive=self.alive, num_epochs=2, heartbeat_age_s=0.25)
 
     def Status(self, request, context):
+        if self.fault:
+            context.abort(grpc.StatusCode.INTERNAL, self.fault)
         return admin_pb2.StatusReply(model="tiny", workers=[self._worker()])
 
     def Inventory(self, request, context):
@@ -157,6 +165,51 @@ def test_the_demo_fails_for_each_of_its_reasons():
     late = [*good[:2], completion(kv_bytes_landed_before_prefill_end=59)]
     assert "59%" in demo._problems(late, [True] * 3, idle)[0]
     assert "no prompt" in demo._problems([completion(prompt_len=9)] * 3, [True] * 3, idle)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "code"),
+    [
+        (["--prompt", "x", "--max-tokens", str(2**31)], "InvalidSampling", 2),
+        (["--prompt", "x", "--top-k", str(2**40)], "InvalidSampling", 2),
+        (["--prompt", "x", "--seed", str(2**63)], "InvalidSampling", 2),
+        (["--prompt", "a\udcff"], "InvalidText", 2),  # what argv makes of a byte 0xff
+        (["--prompt", "x", "--stop", "\udcff"], "InvalidText", 2),
+        (["--prompt", "x", "--address", "\udcff:1"], "InvalidText", 2),
+        (["--prompt", "-"], "EmptyPrompt", 2),
+        (["--prompt", "x", "--timeout", "0"], "ConfigInvalid", 2),
+        (["--prompt", "x", "--timeout", "-1"], "ConfigInvalid", 2),
+        (["--prompt", "x", "--timeout", "nan"], "ConfigInvalid", 2),
+        (["--prompt", "x", "--timeout", "inf"], "ConfigInvalid", 2),
+        (["--prompt", "x", "--timeout", "0.05"], "RequestDeadlineExceeded", 124),
+        (["--prompt", "x", "--local", "--timeout", "nan"], "ConfigInvalid", 2),
+    ],
+)
+def test_what_the_command_line_may_be_given(front, monkeypatch, capsys, arguments, error, code):
+    front.delay_s = 0.15
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it when the file descriptor is closed
+    place = [] if {"--address", "--local"} & set(arguments) else ["--address", front.address]
+    given, out, err = run_cli(monkeypatch, capsys, "generate", *place, *arguments, "--json")
+    assert (given, json.loads(out)["error"]) == (code, error)
+    assert "next: " in err
+
+
+def test_a_number_too_wide_is_named_and_a_long_time_limit_is_cut(front, monkeypatch, capsys):
+    with pytest.raises(InvalidSampling, match="top_k") as wide:
+        complete_remotely(front.address, Asked(prompt="x", top_k=2**40), lambda text: None)
+    assert wide.value.fields["field"] == "top_k"
+    front.chunks = finished_chunks()
+    arguments = ("--address", front.address, "--prompt", "x", "--timeout", "1e300")
+    assert run_cli(monkeypatch, capsys, "generate", *arguments)[:2] == (0, "abc\n")
+
+
+def test_an_error_of_no_type_is_one_line(front, monkeypatch, capsys):
+    front.fault = "it broke"
+    for command in (["generate", "--prompt", "x"], ["status"]):
+        code, out, _ = run_cli(monkeypatch, capsys, *command, "--address", front.address, "--json")
+        assert code == 1
+        assert "it broke" in json.loads(out)["message"]
+        assert "\n" not in json.loads(out)["message"]
 
 
 def test_errors_of_calls_that_are_not_ours_are_kept_readable():

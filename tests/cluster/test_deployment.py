@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.cluster import deployment as deployment_module
 from baton.cluster.deployment import Deployment, Parts
 from baton.core.config import ServeConfig
-from baton.core.errors import FeatureNotBuilt, ModelMissing, PortInUse, WorkerStartFailed
+from baton.core.errors import FeatureNotBuilt, ModelMissing, PortInUse, WorkerLost, WorkerStartFailed
 
 sys.path.insert(0, str(Path(__file__).parent))
 stubs = importlib.import_module("stubs")
@@ -152,6 +153,27 @@ def test_our_folders_answer_to_no_foreign_name_in_an_actor(model):
     root = str(Path(__file__).parents[2])
     assert not any(found[name].startswith(root) and ".venv" not in found[name] for name in ("kernels", "proto"))
     assert found["transformers"].startswith("transformers.models.qwen3")
+
+
+@pytest.mark.ray
+@IGNORED
+def test_a_role_without_a_worker_ends_it_and_a_restart_does_not(model, monkeypatch, caplog):
+    monkeypatch.setattr(deployment_module, "MAX_RESTARTS", 1)
+    with make(model) as deployment:
+        dead = deployment.kill_actor("decode-0")
+        deadline_s = time.monotonic() + 20
+        while deployment.worker_pids()["decode-0"] == dead:
+            deployment.check()
+            assert time.monotonic() < deadline_s
+        deployment.check()
+        deployment.kill_actor("decode-0")
+        with pytest.raises(WorkerLost, match="no decode worker is left: decode-0"):
+            while time.monotonic() < deadline_s:
+                start_s = time.monotonic()
+                deployment.check()
+                assert time.monotonic() - start_s < 1
+                time.sleep(0.05)
+    assert [record.levelname for record in caplog.records if "decode-0" in record.getMessage()] == ["ERROR"]
 
 
 SERVE = """

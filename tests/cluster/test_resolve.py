@@ -45,7 +45,35 @@ def test_a_missing_shard_is_named(model):
     assert missing.value.fields["missing"] == ["model-2.safetensors"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"max_position_embeddings": "long"}'])
+@pytest.mark.parametrize("name", ["~nosuch/x", "a\0b", "x" * 5000])
+def test_a_path_that_cannot_be_one_is_missing(name):
+    with pytest.raises(ModelMissing):
+        resolve.find_model(name)
+
+
+@pytest.mark.parametrize("text", ['{"weight_map": ["a"]}', "{}", "[" * 100_000])
+def test_a_damaged_index_is_named(model, text):
+    (model / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelFileDamaged, match=r"index\.json"):
+        resolve.find_model(str(model))
+
+
+@pytest.mark.parametrize("mtp", ["²", "--1", "-", "", "5", "9" * 5000])
+def test_a_number_of_drafts_that_is_none(mtp):
+    with pytest.raises(ConfigInvalid) as invalid:
+        resolve.read_config(None, {"mtp": mtp})
+    assert set(invalid.value.fields["keys"]) == {"mtp"}
+
+
+@pytest.mark.parametrize("host", ["nosuch.invalid", "a..b", "a\0b", "203.0.113.77", "x" * 300])
+@pytest.mark.parametrize("port", [0, 40001])
+def test_a_host_that_is_not_this_machine(host, port):
+    with pytest.raises(ConfigInvalid) as invalid:
+        resolve.require_port_free(host, port)
+    assert invalid.value.fields["keys"] == ["host"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"max_position_embeddings": "long"}', "[" * 100_000])
 def test_a_damaged_config_is_named(model, text):
     (model / "config.json").write_text(text)
     with pytest.raises(ModelFileDamaged, match=r"config\.json"):

@@ -32,6 +32,18 @@ def test_defaults_hold():
         ({"request_timeout_s": 0}, ["request_timeout_s"]),
         ({"gpu_memory_share": math.nan}, ["gpu_memory_share"]),
         ({"prefill": 0, "other": 1}, ["other", "prefill"]),
+        ({"prefill": True}, ["prefill"]),
+        ({"prefill": "2"}, ["prefill"]),
+        ({"prefill": 2.0}, ["prefill"]),
+        ({"mtp": True}, ["mtp"]),
+        ({"request_timeout_s": True}, ["request_timeout_s"]),
+        ({"request_timeout_s": 1e300}, ["request_timeout_s"]),
+        ({"start_timeout_s": 10**400}, ["start_timeout_s"]),
+        ({"kv_memory_mib": 10**23}, ["kv_memory_mib"]),
+        ({"chunk_len": 10**30}, ["chunk_len"]),
+        ({"max_model_len": 10**30}, ["max_model_len"]),
+        ({"model": ""}, ["model"]),
+        ({"host": ""}, ["host"]),
     ],
 )
 def test_bad_keys_and_values_are_all_named(values, keys):
@@ -57,6 +69,30 @@ def test_files(tmp_path):
         ServeConfig.read_file(path)
     with pytest.raises(ConfigInvalid):
         ServeConfig.read_file(tmp_path)
+
+
+def test_a_dumped_config_is_read_back():
+    config = ServeConfig.from_mapping({"numerics": "invariant", "gpu_memory_share": 0.5, "request_timeout_s": 3})
+    assert ServeConfig.from_mapping(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prefill: 1\nprefill: 2\n",
+        "grpc-port: 1\ngrpc_port: 1\n",
+        '{"decode": 1, "decode": 1}',
+        "a: " + "[" * 2000,
+        "a: 2001-99-99",
+        "? [a]\n: 1",
+    ],
+    ids=range(6),
+)
+def test_files_that_say_a_thing_twice_or_nonsense(tmp_path, text):
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigInvalid, match=r"serve\.yaml"):
+        ServeConfig.read_file(path)
 
 
 def test_clocks():

@@ -1,6 +1,7 @@
 """Directories that cannot be served: each fault has its own error, which names the file or the tensors."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -16,6 +17,7 @@ from baton.core.errors import (
     ModelUnsupported,
 )
 from baton.core.numerics import Numerics
+from baton.core.tokenizer import _eos_token_ids
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.tests.model.checkpoints import write_checkpoint
@@ -89,7 +91,10 @@ def test_damaged_config(copy, text):
         load(copy)
 
 
-@pytest.mark.parametrize(("key", "value"), [("hidden_size", ...), ("rope_theta", ...), ("num_hidden_layers", "two")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_size", ...), ("rope_theta", ...), ("num_hidden_layers", "two"), ("hidden_size", math.inf)],
+)
 def test_config_without_a_key_or_with_nonsense(copy, key, value):
     rewrite_config(copy, **{key: value})
     with pytest.raises(ModelFileDamaged, match=r"config\.json"):
@@ -115,6 +120,43 @@ def test_what_is_not_implemented_is_refused(copy, changes, option):
     with pytest.raises(ModelUnsupported, match=option.removesuffix("s")) as caught:
         load(copy)
     assert caught.value.fields["option"] == option
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_position_embeddings", 1e15),
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", 0),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", -1),
+        ("head_dim", 2**40),
+        ("hidden_size", 2**31),
+        ("vocab_size", 2**40),
+        ("num_experts", 10**9),
+        ("num_experts_per_tok", 9),
+        ("decoder_sparse_step", 0),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", -1.0),
+    ],
+)
+def test_absurd_sizes_are_refused_by_name(copy, key, value):
+    rewrite_config(copy, **{key: value})
+    with pytest.raises(ModelUnsupported, match=key) as caught:
+        ModelConfig.from_directory(copy)
+    assert caught.value.fields["option"] == key
+
+
+def test_json_nested_too_deeply(copy):
+    shard(copy)
+    for name in ("generation_config.json", "model.safetensors.index.json", "config.json"):
+        (copy / name).write_text("[" * 100_000)
+        with pytest.raises(ModelFileDamaged, match=name.replace(".", r"\.")):
+            if name.startswith("generation"):
+                _eos_token_ids(copy)
+            else:
+                ModelConfig.from_directory(copy)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])

@@ -1,0 +1,101 @@
+"""Where other programs answer: a router that ends, an address that is not Ray's, a ray that is none."""
+
+import contextlib
+import socket
+import sys
+import time
+import types
+from concurrent import futures
+
+import grpc
+import pytest
+
+from baton.cluster import ray_session
+from baton.cluster.router_process import RouterProcess
+from baton.core.errors import ModelFileDamaged, RayUnavailable, RayVersionMismatch, WorkerStartFailed
+
+pytestmark = pytest.mark.fast
+
+
+def router(tmp_path, script):
+    return RouterProcess([sys.executable, "-S", "-c", script], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "match"),
+    [(3, ModelFileDamaged, r"^tokenizer\.json is torn$"), (1, WorkerStartFailed, "code 1: a line")],
+)
+def test_the_last_words_of_a_router_are_its_typed_error(tmp_path, code, kind, match):
+    wire = ModelFileDamaged("tokenizer.json is torn", path="/m").to_wire()
+    process = router(tmp_path, f"import sys; print('a line', {wire!r}, sep='\\n', file=sys.stderr); sys.exit({code})")
+    with pytest.raises(kind, match=match):
+        process.wait_port(20.0)
+    process.stop()
+
+
+def test_other_last_words_are_quoted(tmp_path):
+    process = router(tmp_path, "import sys; print('odd', file=sys.stderr); sys.exit(3)")
+    with pytest.raises(WorkerStartFailed, match="code 3: odd"):
+        process.wait_port(20.0)
+    process.stop()
+
+
+def test_no_time_left_is_told_without_a_negative_number(tmp_path):
+    process = router(tmp_path, "import sys; sys.stdin.read()")
+    with pytest.raises(WorkerStartFailed, match="start_timeout_s") as late:
+        process.wait_port(-1.0)
+    assert "-1" not in late.value.message
+    process.stop()
+
+
+@contextlib.contextmanager
+def silent_listener():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def foreign_server():
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield port
+    server.stop(0).wait()
+
+
+@pytest.mark.parametrize("other", [silent_listener, foreign_server])
+def test_what_listens_and_is_not_ray_is_refused_soon(monkeypatch, tmp_path, other):
+    monkeypatch.setattr(ray_session, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ray_session, "import_ray", lambda: None)  # refused before it is used
+    start_s = time.monotonic()
+    with other() as port, pytest.raises(RayUnavailable, match=f"no Ray cluster answers at 127.0.0.1:{port}"):
+        ray_session.RaySession(f"127.0.0.1:{port}", namespace="n", temp_dir=tmp_path, num_gpus=None)
+    assert time.monotonic() - start_s < 5
+
+
+@pytest.mark.parametrize("address", ["here", "h:99999", "h:²", "h:", ":1", "\udcff:1", "127.0.0.1:1"])
+def test_an_address_where_no_ray_can_be(monkeypatch, tmp_path, address):
+    monkeypatch.setattr(ray_session, "import_ray", lambda: None)
+    for given, variable in ((address, ""), ("auto", address)):
+        if variable:
+            monkeypatch.setattr(ray_session.os, "environ", {"RAY_ADDRESS": variable})
+        with pytest.raises(RayUnavailable):
+            ray_session.RaySession(given, namespace="n", temp_dir=tmp_path, num_gpus=None)
+
+
+def test_a_ray_without_a_version_or_that_cannot_be_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace())
+    with pytest.raises(RayVersionMismatch, match="no version"):
+        ray_session.import_ray()
+    monkeypatch.delitem(sys.modules, "ray")
+
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name == "ray":
+                raise OSError("libgcc_s.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(RayUnavailable, match="libgcc"):
+        ray_session.import_ray()
