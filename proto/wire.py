@@ -18,6 +18,8 @@ from baton.core.errors import (
     InvalidText,
     MalformedMessage,
     ModelNotFound,
+    Overloaded,
+    PromptTooLong,
     RequestCancelled,
     RequestDeadlineExceeded,
     WorkerLost,
@@ -69,7 +71,7 @@ def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.Sampling:
         )
     except UnicodeEncodeError as error:
         raise InvalidText(f"a stop string is not valid UTF-8 at character {error.start}", at=error.start) from error
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise _misfit(sampling) from error
 
 
@@ -160,7 +162,8 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonEr
 def error_from_rpc(error: grpc.RpcError) -> BatonError:
     """The typed error that ended an RPC, or the nearest one when the peer did not say.
 
-    `UNAVAILABLE` without a type means that the connection broke or was never made: `WorkerLost`.
+    Without a type, `UNAVAILABLE` means that the connection broke or was never made: `WorkerLost`; and
+    `RESOURCE_EXHAUSTED` that the message was longer than gRPC lets pass: `PromptTooLong`, or else `Overloaded`.
     """
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return BatonError(f"the call failed: {error}")
@@ -173,6 +176,8 @@ def error_from_rpc(error: grpc.RpcError) -> BatonError:
                 return malformed
     code, details = error.code(), error.details() or ""
     kind = _KIND_OF_CODE.get(code, BatonError)
+    if kind is Overloaded and "larger than max" in details:
+        kind = PromptTooLong
     return kind(f"{code.name}: {details}", grpc_code=code.name)
 
 
@@ -182,6 +187,7 @@ _KIND_OF_CODE: Final[dict[grpc.StatusCode, type[BatonError]]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: RequestDeadlineExceeded,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
 }
 
 
@@ -203,8 +209,8 @@ def _misfit(sampling: SamplingParams) -> InvalidSampling:
     for field in dataclasses.fields(sampling):
         try:
             inference_pb2.Sampling(**{field.name: getattr(sampling, field.name)})
-        except ValueError:
-            return InvalidSampling(f"{field.name} is out of range: no message can carry it", field=field.name)
+        except (ValueError, OverflowError) as error:
+            return InvalidSampling(f"{field.name}: {error}"[:200], field=field.name)
     return InvalidSampling("a sampling value is out of range")
 
 

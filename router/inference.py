@@ -7,9 +7,10 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from baton.core.clock import Clock
-from baton.core.errors import BatonError, EmptyPrompt, InvalidRequest, ModelNotFound
+from baton.core.errors import BatonError, EmptyPrompt, InvalidRequest, ModelNotFound, PromptTooLong
 from baton.core.metrics import RouterMetrics
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
@@ -25,7 +26,11 @@ from baton.router.stats import StreamStats
 from baton.router.text import IncrementalText
 
 MAX_REQUEST_ID_LEN: Final = 128
-THREAD_TEXT_LEN: Final = 16_384  # longer texts are tokenized in a thread, so that other streams go on
+THREAD_TEXT_LEN: Final = 4096  # longer texts (> 1 ms) are tokenized in a thread, so that other streams go on
+# A request may have this many bytes, and so many more per position of the model: no text that fits is longer, but for
+# runs of a few very long tokens; what is longer is refused unread.
+BASE_BYTES: Final = 64 << 10
+BYTES_PER_POSITION: Final = 16
 LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -79,6 +84,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Token ids of a text."""
         try:
             self._check_model(request.model)
+            self._check_size(request)
             return inference_pb2.TokenizeReply(token_ids=await self._encode(request.text))
         except BatonError as error:
             await wire.abort_with(context, error)
@@ -112,10 +118,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if len(asked.request_id) > MAX_REQUEST_ID_LEN:
             message = f"request_id has {len(asked.request_id)} characters; at most {MAX_REQUEST_ID_LEN}"
             raise InvalidRequest(message, field="request_id", limit=MAX_REQUEST_ID_LEN)
-        prompt_token_ids = await self._prompt(asked)
+        self._check_size(asked)
         # Once without the workers, so that a bad value is named even when nobody is there to serve a good one.
         self._sampling(asked, room_len=1).validate(self._model.vocab_size)
         limits = self._limits()
+        num_draft_tokens = _num_draft_tokens(asked, limits)
+        prompt_token_ids = await self._prompt(asked)  # the only dear step: after all that can refuse without it
         positions = min(limits.max_model_len, limits.decode_capacity_len - limits.num_draft_tokens)
         sampling = self._sampling(asked, room_len=positions - len(prompt_token_ids))
         validate_request(prompt_token_ids, sampling, limits)
@@ -125,7 +133,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
             deadline_s=received_s + timeout_s,
-            num_draft_tokens=_num_draft_tokens(asked, limits),
+            num_draft_tokens=num_draft_tokens,
         )
 
     async def _stream(self, request: GenerationRequest, shown_id: str, stats: StreamStats, context: Context) -> None:
@@ -158,6 +166,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if name and name != self._model.name:
             message = f"this deployment serves {self._model.name!r}, not {name[:200]!r}"
             raise ModelNotFound(message, model=name[:200], served=self._model.name)
+
+    def _check_size(self, asked: Message) -> None:
+        """Refuse what cannot fit before any work is spent on it.
+
+        Raises:
+            PromptTooLong: more bytes than the longest prompt and its sampling values take.
+            NoWorker: it is not small, and there is nobody to say how long a prompt may be.
+        """
+        num_bytes = asked.ByteSize()
+        if num_bytes <= BASE_BYTES:
+            return
+        limit_bytes = BASE_BYTES + BYTES_PER_POSITION * self._limits().max_model_len
+        if num_bytes > limit_bytes:
+            message = f"the request has {num_bytes} bytes; this deployment reads at most {limit_bytes}"
+            raise PromptTooLong(message, num_bytes=num_bytes, limit_bytes=limit_bytes)
 
     async def _prompt(self, asked: inference_pb2.GenerateRequest) -> list[int]:
         match asked.WhichOneof("prompt"):

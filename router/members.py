@@ -1,7 +1,8 @@
 """Who is alive: the table of workers by heartbeat. Pure; the clock is given, nobody is called over a wire.
 
 A worker has a name (`worker_id`) and a life (`epoch`). A life is lost when it is silent for `alive_s`, or when its
-worker reports under a new epoch; a replaced life never comes back, a silent one may.
+worker reports under a new epoch; a replaced life never comes back, a silent one may. Nobody is heard while the router
+itself stands still, so its own stalls are not counted as silence.
 """
 
 from collections import deque
@@ -14,6 +15,7 @@ from baton.core.errors import InvalidRequest, Overloaded
 from baton.proto import worker_pb2
 
 ALIVE_S: Final = 1.5
+MAX_GAP_S: Final = 0.25  # of the time between two looks at the table, no more than this counts as silence
 FORGET_S: Final = 600.0
 MAX_WORKERS: Final = 4096
 MAX_RETIRED_EPOCHS: Final = 64
@@ -58,6 +60,7 @@ class Members:
         self._alive_s = alive_s
         self._members: dict[str, Member] = {}
         self._watches: dict[Life, list[Callable[[], None]]] = {}
+        self._expired_s = clock.now_s()
 
     def heartbeat(self, state: worker_pb2.WorkerState) -> bool:
         """Take a worker's report; returns whether this life was known and alive until now.
@@ -85,10 +88,16 @@ class Members:
         return known
 
     def expire(self) -> list[Life]:
-        """Give up who has been silent too long; returns the lives lost. Call it often."""
+        """Give up who has been silent too long; returns the lives lost. Call it several times per MAX_GAP_S.
+
+        A call that comes late extends every lease by its lateness: reports may be waiting to be read.
+        """
         now_s = self._clock.now_s()
+        stalled_s = max(0.0, now_s - self._expired_s - MAX_GAP_S)
+        self._expired_s = now_s
         lost = []
         for worker_id, member in tuple(self._members.items()):
+            member.heartbeat_s = min(member.heartbeat_s + stalled_s, now_s)
             age_s = now_s - member.heartbeat_s
             if member.alive and age_s >= self._alive_s:
                 self._lose(member)

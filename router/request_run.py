@@ -53,7 +53,6 @@ class RequestRun:
     ) -> None:
         self.request = request
         self.first: worker_pb2.FirstToken | None = None
-        self.first_received_ns = 0
         self.prefill_done: worker_pb2.PrefillDone | None = None
         self.decode_stats: worker_pb2.DecodeStats | None = None
         self._clock = clock
@@ -158,7 +157,6 @@ class RequestRun:
         if self.first is not None:
             raise ProtocolError(f"{self._prefill} sent a second first token")
         self.first = first
-        self.first_received_ns = int(self._clock.now_s() * 1e9)
         self._emit(0, [first.token], first.finish_reason)
         if self._suspended is not None:
             self._fail(self._suspended)

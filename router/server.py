@@ -16,6 +16,7 @@ from baton.core.clock import Clock, MonotonicClock
 from baton.core.errors import BatonError, ConfigInvalid, PortInUse
 from baton.core.metrics import RouterMetrics
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.proto.unreadable import RefuseUnreadable
 from baton.router.admin import AdminService
 from baton.router.admission import Admission
 from baton.router.background import Background
@@ -25,7 +26,6 @@ from baton.router.members import ALIVE_S, Members
 from baton.router.membership import MembershipService
 from baton.router.policy import RoundRobin
 from baton.router.served_model import ServedModel
-from baton.router.unreadable import RefuseUnreadable
 
 TICK_S: Final = 0.05
 STOP_GRACE_S: Final = 1.0

@@ -11,6 +11,7 @@ import grpc.aio
 
 from baton.core.errors import PortInUse
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.proto.unreadable import RefuseUnreadable
 
 HEARTBEAT_S = 0.25
 HEARTBEAT_TIMEOUT_S = 1.0
@@ -92,7 +93,7 @@ class WorkerHost:
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RefuseUnreadable(),))
         self._register(server)
         admin_pb2_grpc.add_AdminServicer_to_server(_WorkerAdmin(self._state), server)
         try:

@@ -1,4 +1,6 @@
 import json
+import threading
+import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -35,6 +37,16 @@ def test_text_survives_and_no_piece_is_shown_too_early(text):
 def test_special_tokens_spelled_out_or_generated():
     assert TOKENIZER.decode([256]) == ""
     assert TOKENIZER.decode([*TOKENIZER.encode("ab"), 256]) == "ab"
+
+
+def test_a_long_text_lets_other_threads_go_on():
+    encoding = threading.Thread(target=TOKENIZER.encode, args=("def f(x): " * 10_000,))
+    num_turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 5, "two or three if it held the GIL"
 
 
 def test_lone_surrogates_are_no_text():

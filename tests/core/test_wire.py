@@ -52,9 +52,17 @@ def test_nan_reaches_validation():
 
 
 def test_numbers_too_wide_for_a_message_are_refused_not_wrapped():
-    for values in ({"max_tokens": 2**31}, {"top_k": -(2**31) - 1}, {"seed": 2**63}, {"stop_token_ids": (-1,)}):
-        with pytest.raises(InvalidSampling):
-            wire.sampling_to_proto(SamplingParams(**values))
+    for field, value in (
+        ("max_tokens", 2**31),
+        ("top_k", -(2**31) - 1),
+        ("seed", 2**63),
+        ("stop_token_ids", (-1,)),
+        ("max_tokens", 10**5000),
+        ("temperature", 10**400),
+    ):
+        with pytest.raises(InvalidSampling, match=field) as caught:
+            wire.sampling_to_proto(SamplingParams(**{field: value}))
+        assert caught.value.fields == {"field": field}
     with pytest.raises(InvalidText):
         wire.sampling_to_proto(SamplingParams(stop=("\ud800",)))
 
@@ -147,6 +155,7 @@ async def test_errors_through_a_real_rpc():
         for bare, kind in (
             (grpc.StatusCode.UNAVAILABLE, WorkerLost),
             (grpc.StatusCode.DEADLINE_EXCEEDED, RequestDeadlineExceeded),
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
             (grpc.StatusCode.DATA_LOSS, BatonError),
         ):
             service.failure = bare

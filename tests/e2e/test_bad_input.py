@@ -255,7 +255,6 @@ def test_what_the_command_line_is_given(deployment, nothing_else, monkeypatch, c
 
 
 @pytest.mark.ray
-@pytest.mark.xfail(strict=True, reason="workers answer bytes that do not parse with UNKNOWN and no type")
 @pytest.mark.parametrize(("worker_id", "method"), [("prefill-0", RUN), ("decode-0", ATTEND)])
 @pytest.mark.parametrize("data", [b"\xff" * 50, b"\x0a\x50abc"], ids=["garbage", "truncated"])
 def test_hand_made_bytes_at_a_workers_own_port(deployment, nothing_else, worker_id, method, data):
@@ -265,9 +264,6 @@ def test_hand_made_bytes_at_a_workers_own_port(deployment, nothing_else, worker_
 
 
 @pytest.mark.ray
-@pytest.mark.xfail(
-    strict=True, reason="the router tokenizes all of a text, holding the GIL, and only then looks at limits"
-)
 def test_a_text_far_too_long_is_refused_at_once(client, nothing_else):
     start_s = time.monotonic()
     refused(PromptTooLong, lambda: client.generate_text("def f(x): " * 150_000))

@@ -140,6 +140,7 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
 
     async def Run(self, request, context):
         script = self.worker.script
+        received_ns = now_ns()
         async with self.worker.record(request, context) as seen:
             await asyncio.sleep(script.first_delay_s)
             if script.prefill_error is not None:
@@ -147,13 +148,16 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
             if script.prefill_hangs:
                 await seen.hang.wait()
             token = TOKENIZER.encode(script.answer)[0]
+            sent_ns = now_ns()
+            sixth_ms = (sent_ns - received_ns) / 6e6
             first = worker_pb2.FirstToken(
                 token=token,
                 finish_reason=script.finish_at_first,
-                queue_ms=1.0,
-                landing_ms=2.0,
-                prefill_ms=3.0,
-                sent_ns=int(MonotonicClock().now_s() * 1e9),
+                queue_ms=sixth_ms,
+                landing_ms=2 * sixth_ms,
+                prefill_ms=3 * sixth_ms,
+                sent_ns=sent_ns,
+                received_ns=received_ns,
             )
             if script.decode_before_first:
                 self.worker.bench.sent(request).set()
@@ -213,6 +217,10 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
     async def Inventory(self, request, context):
         return admin_pb2.InventoryReply(workers=[admin_pb2.WorkerStatus(state=self.worker.state(), alive=True)])
+
+
+def now_ns():
+    return int(MonotonicClock().now_s() * 1e9)
 
 
 def decode_tokens(index, token_ids):

@@ -227,6 +227,15 @@ async def test_a_silent_worker_ends_its_requests_within_two_seconds(role):
         assert decode[0].cancelled
 
 
+async def test_a_router_that_stands_still_for_a_while_loses_nobody():
+    async with cluster(alive_s=0.6) as running:
+        running.script.token_delay_s = 0.1
+        working = asyncio.create_task(works(running))
+        await asyncio.sleep(0.2)
+        time.sleep(1.0)
+        assert await working
+
+
 async def test_a_silent_prefill_worker_that_has_handed_over_is_not_needed():
     async with cluster(alive_s=0.4) as running:
         running.script.token_delay_s = 0.2

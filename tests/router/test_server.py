@@ -15,7 +15,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import AsyncBatonClient, BatonClient
-from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, NoWorker, PortInUse, from_wire
+from baton.core.errors import (
+    ConfigInvalid,
+    ModelFileDamaged,
+    ModelMissing,
+    NoWorker,
+    PortInUse,
+    PromptTooLong,
+    from_wire,
+)
+from baton.proto.wire import error_from_rpc
 from baton.router.__main__ import parse
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer, why_not_bound
@@ -193,3 +202,4 @@ async def test_a_message_beyond_the_limit_is_refused():
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(b"\x12" + b"x" * (17 << 20))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert type(error_from_rpc(caught.value)) is PromptTooLong

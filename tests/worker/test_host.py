@@ -2,10 +2,11 @@
 
 import time
 
+import grpc
 import pytest
 
-from baton.core.errors import Overloaded
-from baton.proto import worker_pb2
+from baton.core.errors import InvalidText, MalformedMessage, Overloaded
+from baton.proto import wire, worker_pb2, worker_pb2_grpc
 from baton.worker.gate import Gate
 from baton.worker.host import WorkerHost
 
@@ -49,6 +50,30 @@ def test_a_router_that_is_away_is_no_failure():
     time.sleep(0.6)
     host.close()
     assert fatal == []
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff" * 50, b"\x0a\x50abc", b"\x0a\x03\x0a\x01\xff"], ids=["garbage", "short", "text"]
+)
+def test_bytes_that_are_no_message_get_a_typed_refusal(data):
+    def register(server):
+        worker_pb2_grpc.add_PrefillServicer_to_server(worker_pb2_grpc.PrefillServicer(), server)
+        worker_pb2_grpc.add_DecodeServicer_to_server(worker_pb2_grpc.DecodeServicer(), server)
+
+    host = WorkerHost("127.0.0.1", register, worker_pb2.WorkerState, "", pytest.fail)
+    host.start()
+    with grpc.insecure_channel(host.address) as channel:
+        for method in ("/baton.v1.Prefill/Run", "/baton.v1.Decode/Attend"):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(channel.unary_stream(method)(data, timeout=2.0))
+            error = wire.error_from_rpc(caught.value)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert wire.ERROR_KEY in dict(caught.value.trailing_metadata())
+            if data.startswith(b"\x0a\x03"):
+                assert (type(error), error.fields["field"]) == (InvalidText, "attempt.request_id")
+            else:
+                assert type(error) is MalformedMessage
+    host.close()
 
 
 def test_a_gate_counts_at_the_door():

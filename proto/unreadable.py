@@ -15,7 +15,7 @@ from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from baton.core.errors import InvalidRequest, InvalidText, MalformedMessage
-from baton.proto import admin_pb2, inference_pb2, wire
+from baton.proto import admin_pb2, inference_pb2, wire, worker_pb2
 
 Handler = Any  # the stubs make the class generic; at run time it is not
 
@@ -86,7 +86,7 @@ def _bytes_twins() -> dict[str, type[Message]]:
     """Message classes like ours with `bytes` for `string`: they parse what is wrong only in its text."""
     pool = descriptor_pool.DescriptorPool()
     added: set[str] = set()
-    for module in (inference_pb2, admin_pb2):
+    for module in (inference_pb2, admin_pb2, worker_pb2):
         _add_file(pool, module.DESCRIPTOR, added)
     names = [name for module in added for name in pool.FindFileByName(module).message_types_by_name]
     found = (pool.FindMessageTypeByName(f"baton.v1.{name}") for name in names)
