@@ -1,7 +1,7 @@
 """Bad input at every door of a served model: a typed refusal, at once, with nothing held and nothing broken after.
 
 What `tests/router` and `tests/cluster` check against stand-ins is not repeated; here the workers are real, so a refusal
-can be seen to hold nothing and the next good request to give the same tokens. A strict xfail is a known defect.
+can be seen to hold nothing and the next good request to give the same tokens.
 """
 
 import json
