@@ -9,7 +9,7 @@ from baton.core.sampling import SamplingParams
 SOURCES = Path(__file__).parents[2]
 
 
-def token_prompts(tokenizer, num_prompts, seed=0, max_len=300):
+def token_prompts(tokenizer, num_prompts, seed=0, max_len=200):
     """`num_prompts` prompts cut from this repository's own sources, 1 ... max_len tokens, short ones more often."""
     rng = random.Random(seed)
     text = "\n".join(path.read_text() for path in sorted((SOURCES / "core").glob("*.py")))
@@ -22,7 +22,7 @@ def token_prompts(tokenizer, num_prompts, seed=0, max_len=300):
     return prompts
 
 
-def requests_for(prompts, *, sampled, num_drafts, max_tokens=20, tag="r", deadline_s=1e12):
+def requests_for(prompts, *, sampled, num_drafts, max_tokens=16, tag="r", deadline_s=1e12):
     """One request per prompt; sampled ones differ in temperature, top-k, top-p and seed."""
     requests = []
     for index, prompt in enumerate(prompts):

@@ -15,7 +15,7 @@ from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.topology import Topology
 
 NUM_PROMPTS = 48
-MAX_TOKENS = 20
+MAX_TOKENS = 16
 WHOLE = 4096
 SAMPLED = {"greedy": False, "coupled": True}
 DRAFTS = (0, 1, 2, 4)
