@@ -17,7 +17,7 @@ from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import SAMPLED, WHOLE, disaggregated, local_tokens
 
 NEAR_TIE = 1e-4
-CELLS = [("greedy", 2, 48, "2P1D"), ("coupled", 4, 16, "1P2D")]
+CELLS = [("greedy", 2, 48, "2P1D"), ("coupled", 2, WHOLE, "1P2D")]
 
 
 def scores(model, prompt, output, sampling):
