@@ -14,10 +14,14 @@ from baton.engine.sampler import draw_noise, process_logits, sampling_rows
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.tests.e2e.prompts import requests_for, token_prompts
-from baton.tests.e2e.test_same_tokens import SAMPLED, WHOLE, disaggregated, local_tokens
+from baton.tests.e2e.test_same_tokens import SAMPLED, WHOLE, cell_id, disaggregated, local_tokens
 
 NEAR_TIE = 1e-4
-CELLS = [("greedy", 2, 48, "2P1D"), ("coupled", 2, WHOLE, "1P2D")]
+CELLS = [
+    ("greedy", 2, 48, "2P1D"),
+    ("coupled", 2, WHOLE, "1P2D"),
+    pytest.param(("coupled", 4, 16, "1P2D"), marks=pytest.mark.slow),
+]
 
 
 def scores(model, prompt, output, sampling):
@@ -39,7 +43,7 @@ def scores(model, prompt, output, sampling):
         return (process_logits(logits_11V, rows) + noise_11V)[0, 0].double()
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell[0])
+@pytest.mark.parametrize("cell", CELLS, ids=cell_id)
 def test_default_float32_diverges_only_at_near_ties(load_tiny, tokenizer, cell, record_property, capsys):
     prompts = token_prompts(tokenizer, 48)
     sampled = SAMPLED[cell[0]]

@@ -120,7 +120,15 @@ def test_float64_tokens_are_identical_in_every_other_cell(load_tiny, tokenizer, 
     assert disaggregated(load_tiny, tokenizer, prompts, cell) == reference(cell[0])
 
 
-@pytest.mark.parametrize(("mode", "num_drafts", "chunk_len"), [("greedy", 1, 16), ("coupled", 4, 48)])
+@pytest.mark.parametrize(
+    ("mode", "num_drafts", "chunk_len"),
+    [
+        ("greedy", 1, 16),
+        ("coupled", 4, 48),
+        pytest.param("greedy", 4, 48, marks=pytest.mark.slow),
+        pytest.param("coupled", 1, 16, marks=pytest.mark.slow),
+    ],
+)
 def test_the_one_process_engine_agrees_with_itself(
     load_tiny, tokenizer, prompts, reference, mode, num_drafts, chunk_len
 ):
@@ -129,7 +137,7 @@ def test_the_one_process_engine_agrees_with_itself(
     assert local_tokens(model, tokenizer, requests, num_drafts=num_drafts, chunk_len=chunk_len) == reference(mode)
 
 
-INVARIANT_CELLS = [("greedy", 2, 48, "2P1D"), ("coupled", 1, 48, "1P2D")]  # the others are in the slow suite
+INVARIANT_CELLS = [("greedy", 2, 48, "2P1D"), ("coupled", 1, 48, "1P2D")]
 
 
 @pytest.mark.parametrize("cell", INVARIANT_CELLS, ids=cell_id)
@@ -139,7 +147,7 @@ def test_invariant_float32_tokens_are_identical(load_tiny, tokenizer, prompts, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", PAIRWISE, ids=cell_id)
+@pytest.mark.parametrize("cell", [*PAIRWISE, ("coupled", 4, 16, "1P2D")], ids=cell_id)
 def test_invariant_float32_tokens_are_identical_pairwise(load_tiny, tokenizer, prompts, reference, cell):
     expected = reference(cell[0], torch.float32, Numerics.INVARIANT)
     assert disaggregated(load_tiny, tokenizer, prompts, cell, torch.float32, Numerics.INVARIANT) == expected
