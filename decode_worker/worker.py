@@ -219,7 +219,7 @@ class DecodeWorker:
             sequence.request,
             vocab_size=self._limits.vocab_size,
             hidden_size=self._runner.hidden_size,
-            dtype=self._pool.layout.dtype,
+            dtype=self._pool.dtype,
         )
         _, reason = sequence.checker.accept([start.first_token])
         if reason is not None:

@@ -107,7 +107,7 @@ def prefill_inputs(chunks: Sequence[PrefillChunk], pool: KVPool) -> PrefillInput
         if chunk.is_last:
             last_rows.append(row - 1)
     packed = np.concatenate([ids_4T.ravel(), tables_BM.ravel(), np.asarray(last_rows, dtype=np.int64)])
-    on_device = torch.from_numpy(packed).to(pool.data_L2NHSD.device)
+    on_device = torch.from_numpy(packed).to(pool.device)
     tables_end = ids_4T.size + tables_BM.size
     token_ids_T, next_token_ids_T, positions_T, slots_T = on_device[: ids_4T.size].view(4, num_tokens).unbind()
     batch = PrefillBatch(

@@ -144,7 +144,7 @@ class DecodeRunner:
             max_blocks=-(-model.config.max_model_len // pool.layout.block_size),
             hidden_size=model.config.hidden_size,
             dtype=model.dtype,
-            device=pool.data_L2NHSD.device,
+            device=pool.device,
         )
 
     @torch.inference_mode()
@@ -198,7 +198,7 @@ class DecodeRunner:
             max_context_len=max_context_len,
             sampling=self._table.sampling_rows(slots, [item.sampling for item in running]),
         )
-        slots_B = torch.tensor(slots, dtype=torch.int64).to(self._pool.data_L2NHSD.device)
+        slots_B = torch.tensor(slots, dtype=torch.int64).to(self._pool.device)
         num_blocks = -(-max_context_len // self._pool.layout.block_size)
         state, rows = self._table.gather(slots_B, num_blocks)
         state, verified = decode_step(state, rows, plan, self._model, self._pool)

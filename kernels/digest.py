@@ -1,32 +1,28 @@
-"""A 64-bit digest of KV content that adds up: over frames, block sizes and head ranges, in any order.
+"""A 64-bit digest of KV content that adds up: over frames, block sizes, head ranges and ranks, in any order.
 
-The digest of a set of elements is the sum, modulo 2**64, of `(bits + 1) * weight` over them. `bits` is the element's
-raw memory read as a two's complement integer of its own width, so -0.0 and NaN payloads count; the `+ 1` keeps zeros
-from being weightless. `weight(layer, K or V, position, head, element)` is the product of three odd 64-bit numbers (of
-layer and K|V, of position, of head and element), so a sum is a few dot products, any single change shows, and a swap
-of two elements, positions, heads or layers shows for all but a vanishing share of content. It guards against mistakes
-and broken hardware, not against somebody who wants a collision.
+Content is seen as rows (one position of one head and part of a layer) of 8-byte little-endian words. The digest of a
+set of words is the sum, modulo 2**64, of `(word + 1) * weight` over them; the `+ 1` keeps zeros from being weightless.
+`weight` is the product of four odd numbers: of the layer, of position // 64, of position % 64, and of (head, part, word
+in its row). So the sum over a whole block is one dot product with a table, any single change shows, and a swap of two
+words, positions, heads, parts or layers shows for all but a vanishing share of content. It guards against mistakes and
+broken hardware, not against somebody who wants a collision.
 
-This is the device-neutral torch form; int64 arithmetic wraps on every device. It refuses to know about pools or frames.
+This is the definition and the form for memory on the CPU (NumPy: the landing process has no torch). `kv_digest` and
+`kv_scatter` hold the forms for devices. It refuses to know about pools or frames.
 
-Shapes: N blocks, H KV heads, S positions of each block, D head_dim.
+Shapes: H heads, P parts, S positions of a block, W words of a row.
 """
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 MASK = (1 << 64) - 1
+PERIOD = 64  # positions after which the table of low weights repeats
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SALT_LAYER, _SALT_POSITION, _SALT_ELEMENT = 1 << 60, 2 << 60, 3 << 60
-_MAX_ROWS = 1 << 16  # of a block
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}  # on a CPU the widened copy stays in the cache
+_SALT_LAYER, _SALT_HIGH, _SALT_LOW, _SALT_WORD = 1 << 60, 2 << 60, 3 << 60, 4 << 60
 
-
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
-    return value - (1 << 64) if value >> 63 else value
+Words = npt.NDArray[np.uint64]
 
 
 def weight(index: int) -> int:
@@ -37,121 +33,83 @@ def weight(index: int) -> int:
     return (value ^ (value >> 31)) | 1
 
 
-def layer_weight(layer: int, kv: int) -> int:
-    """Weight of K (0) or V (1) of a layer."""
-    return weight(_SALT_LAYER + 2 * layer + kv)
+def layer_weight(layer: int) -> int:
+    """Weight of a layer."""
+    return weight(_SALT_LAYER + layer)
 
 
-def position_weight(position: int) -> int:
-    """Weight of a logical position."""
-    return weight(_SALT_POSITION + position)
+def high_weight(position: int) -> int:
+    """Weight of the stretch of PERIOD positions that a logical position is in."""
+    return weight(_SALT_HIGH + position // PERIOD)
 
 
-def element_weight(head: int, element: int) -> int:
-    """Weight of an element of a KV head; heads have at most 65,536 elements."""
-    return weight(_SALT_ELEMENT + (head << 16) + element)
+def low_weight(position: int) -> int:
+    """Weight of a logical position in its stretch."""
+    return weight(_SALT_LOW + position % PERIOD)
 
 
-def _weights(index: torch.Tensor) -> torch.Tensor:
-    """`weight` of every int64 in `index`."""
-    value = index * _signed(_GOLDEN) + _signed(_GOLDEN)
-    # >> on int64 drags the sign in; the mask undoes that.
-    value = (value ^ ((value >> 30) & (MASK >> 30))) * _signed(_MULTIPLIERS[0])
-    value = (value ^ ((value >> 27) & (MASK >> 27))) * _signed(_MULTIPLIERS[1])
-    return (value ^ ((value >> 31) & (MASK >> 31))) | 1
+def word_weight(head: int, part: int, word: int) -> int:
+    """Weight of a word of a row; head is that of the whole model."""
+    return weight(_SALT_WORD + (head << 32) + (part << 24) + word)
 
 
-class Digester:
-    """Digests for one layout on one device; holds the weights of its elements.
+class WordWeights:
+    """The weights of one layer shape, for blocks of one size; tables are made when first needed.
 
     Args:
-        num_kv_heads: of the whole model.
-        head_dim: elements per head.
-        device: where the values will be.
+        head_first: first head held.
+        num_heads: held.
+        num_parts: of each head.
+        num_words: of a row.
+        rows_per_block: divides PERIOD.
     """
 
-    def __init__(self, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
-        assert head_dim <= 1 << 16
-        head_H1 = torch.arange(num_kv_heads, dtype=torch.int64, device=device)[:, None]
-        element_D = torch.arange(head_dim, dtype=torch.int64, device=device)
-        self._element_HD = _weights(_SALT_ELEMENT + (head_H1 << 16) + element_D)
-        self._offset_S = torch.arange(_MAX_ROWS, dtype=torch.int64, device=device)
-        self._position_P = torch.empty(0, dtype=torch.int64, device=device)
-        self._device = device
+    def __init__(self, head_first: int, num_heads: int, num_parts: int, num_words: int, rows_per_block: int) -> None:
+        assert PERIOD % rows_per_block == 0
+        self._rows = rows_per_block
+        head_H11 = np.arange(head_first, head_first + num_heads, dtype=np.uint64)[:, None, None] << np.uint64(32)
+        part_P1 = np.arange(num_parts, dtype=np.uint64)[:, None] << np.uint64(24)
+        self._word_HPW = _weights(np.uint64(_SALT_WORD) + head_H11 + part_P1 + np.arange(num_words, dtype=np.uint64))
+        self._low_P = _weights(np.uint64(_SALT_LOW) + np.arange(PERIOD, dtype=np.uint64))
+        self._tables: dict[int, tuple[Words, list[int]]] = {}  # by block in the period: [H, P, S, W], sum by head
 
-    def of(
-        self,
-        values_NHSD: torch.Tensor,
-        *,
-        layer: int,
-        kv: int,
-        first_position_N: torch.Tensor,
-        head_first: int = 0,
-        blocks_N: torch.Tensor | None = None,
-    ) -> int:
-        """Digest of K (`kv` 0) or V (1) of some blocks, or of the same positions of each of them.
+    def of_block(self, words: Words, first_position: int, head: int, num_heads: int) -> int:
+        """Digest, without the layer's weight, of whole blocks' worth of rows.
 
         Args:
-            values_NHSD: the content.
-            layer: absolute layer index.
-            kv: 0 or 1.
-            first_position_N: logical position of each block's first row here, int64; rows follow each other.
-            head_first: absolute index of the first head here.
-            blocks_N: which blocks of `values_NHSD`, in the order of `first_position_N`; None for all of them.
+            words: [num_heads * P * S * W], contiguous: some heads of one block.
+            first_position: of the block.
+            head: first of them, counted from the first held.
+            num_heads: how many.
         """
-        _, num_heads, num_positions, head_dim = values_NHSD.shape
-        element_HD = self._element_HD[head_first : head_first + num_heads]
-        assert element_HD.shape == (num_heads, head_dim)
-        bits_NHSD = values_NHSD.view(_BITS[values_NHSD.dtype.itemsize])
-        position_NS = self._position_weights(first_position_N, num_positions)
-        chunk = max(1, _CHUNK_ELEMENTS[self._device.type] // (num_heads * num_positions * head_dim))
-        sum_of = _sum_on_cpu if self._device.type == "cpu" else _sum
-        total = int(position_NS.sum()) * int(element_HD.sum())  # the `+ 1` of every element
-        total += sum_of(bits_NHSD, blocks_N, position_NS, element_HD, chunk)
-        return total * layer_weight(layer, kv) & MASK
+        table_HPSW, head_sums = self._table(first_position)
+        table = table_HPSW[head : head + num_heads].reshape(-1)
+        base = sum(head_sums[head : head + num_heads])
+        return (int(np.dot(words, table)) + base) * high_weight(first_position)
 
-    def _position_weights(self, first_position_N: torch.Tensor, num_positions: int) -> torch.Tensor:
-        """Weights [N, S], out of a table that grows with the longest prompt seen."""
-        needed = int(first_position_N.max()) + num_positions
-        weight_P = self._position_P
-        if needed > len(weight_P):
-            # Several threads may grow it at once: each indexes its own, and a shorter one that comes late is not kept.
-            weight_P = _weights(_SALT_POSITION + torch.arange(2 * needed, dtype=torch.int64, device=self._device))
-            if len(weight_P) > len(self._position_P):
-                self._position_P = weight_P
-        return weight_P[first_position_N[:, None] + self._offset_S[:num_positions]]
+    def of_rows(self, words_HPSW: Words, first_position: int, head: int) -> int:
+        """The same for some rows of a block; where in it they lie, `first_position` says."""
+        num_heads, _, num_rows, _ = words_HPSW.shape
+        row = first_position % self._rows
+        table_HPSW = self._table(first_position)[0][head : head + num_heads, :, row : row + num_rows]
+        total = int((words_HPSW * table_HPSW).sum(dtype=np.uint64)) + int(table_HPSW.sum(dtype=np.uint64))
+        return total * high_weight(first_position)
 
-
-def _sum(
-    bits_NHSD: torch.Tensor,
-    blocks_N: torch.Tensor | None,
-    position_NS: torch.Tensor,
-    element_HD: torch.Tensor,
-    chunk: int,
-) -> int:
-    """Sum of bits times weights of position and element; on any device."""
-    total = torch.zeros((), dtype=torch.int64, device=bits_NHSD.device)
-    for start in range(0, len(position_NS), chunk):
-        rows = slice(start, start + chunk)
-        part_NHSD = bits_NHSD[rows] if blocks_N is None else bits_NHSD[blocks_N[rows]]
-        row_NS = part_NHSD.to(torch.int64, copy=True).mul_(element_HD[:, None]).sum((1, 3))
-        total += row_NS.mul_(position_NS[rows]).sum()
-    return int(total)
+    def _table(self, position: int) -> tuple[Words, list[int]]:
+        block = position % PERIOD // self._rows
+        found = self._tables.get(block)
+        if found is None:
+            low_S = self._low_P[block * self._rows : (block + 1) * self._rows]
+            table_HPSW = self._word_HPW[:, :, None, :] * low_S[:, None]
+            sums = [int(value) for value in table_HPSW.sum(axis=(1, 2, 3), dtype=np.uint64)]
+            found = self._tables[block] = (table_HPSW, sums)
+        return found
 
 
-def _sum_on_cpu(
-    bits_NHSD: torch.Tensor,
-    blocks_N: torch.Tensor | None,
-    position_NS: torch.Tensor,
-    element_HD: torch.Tensor,
-    chunk: int,
-) -> int:
-    """The same through NumPy, which multiplies and adds in one pass and starts sooner: twice as fast."""
-    bits, element, position = bits_NHSD.numpy(), element_HD.numpy(), position_NS.numpy()
-    blocks = None if blocks_N is None else blocks_N.numpy()
-    total = 0
-    for start in range(0, len(position), chunk):
-        rows = slice(start, start + chunk)
-        wide = (bits[rows] if blocks is None else bits[blocks[rows]]).astype(np.int64)
-        total += int((np.einsum("nhsd,hd->ns", wide, element) * position[rows]).sum())
-    return total
+def _weights(index: Words) -> Words:
+    """`weight` of every index."""
+    value = index * np.uint64(_GOLDEN) + np.uint64(_GOLDEN)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
+    found: Words = (value ^ (value >> np.uint64(31))) | np.uint64(1)
+    return found

@@ -1,36 +1,87 @@
-"""The tensors that hold KV blocks.
+"""The tensors that hold one rank's KV blocks.
 
-Shapes: L layers, N blocks, H KV heads, S positions per block, D head_dim. A head range of a block is contiguous, so
-that tensor-parallel peers of different size can exchange it in one piece.
+Shapes: L layers, N blocks, H KV heads of this rank, P parts (K, V), S positions per block, D head_dim. A head range of
+a block is contiguous, K and V together, so that peers exchange it in one piece.
 
 Block N (one past the last) is the *scratch block*: padding rows write there, so that a step never branches on
 whether a row is real, and nothing ever reads it.
 """
 
+import numpy as np
 import torch
 
-from baton.kvcache.layout import KVLayout
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.layout import ITEM_BYTES, KVLayout
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class KVPool:
-    """K and V of every block, one tensor [L, 2, N + 1, H, S, D]."""
+    """Every block of one rank.
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
-        assert num_blocks > 0
+    Args:
+        layout: of the worker.
+        num_blocks: without the scratch block.
+        device: where the memory is.
+        rank: in its tensor-parallel group.
+        size: of that group.
+        memory: zeroed bytes on the CPU to live in, for instance shared with another process; own memory if None.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        memory: memoryview | None = None,
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        shape = (layout.num_layers, 2, num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        # Zeroed, not empty: attention masks scores, and 0 * NaN from stale memory would still be NaN.
-        self.data_L2NHSD = torch.zeros(shape, dtype=layout.dtype, device=device)
+        self.device = device
+        self.dtype = TORCH_DTYPES[layout.dtype]
+        self.geometry = PoolGeometry(layout, num_blocks, rank, size)
+        if memory is None:
+            # Zeroed, not empty: attention masks scores, and 0 * NaN from stale memory would still be NaN.
+            self.data_bytes = torch.zeros(self.geometry.num_bytes, dtype=torch.uint8, device=device)
+        else:
+            assert device.type == "cpu"
+            assert len(memory) == self.geometry.num_bytes
+            self.data_bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._layers = tuple(self._view(layer) for layer in range(layout.num_all_layers))
 
     @property
     def scratch_slot(self) -> int:
         """First slot of the scratch block."""
         return self.num_blocks * self.layout.block_size
 
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of this rank."""
+        return self.geometry.layer(0).num_heads
+
+    @property
+    def bytes_view(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """The memory of a pool on the CPU; not a copy."""
+        view: np.ndarray[tuple[int], np.dtype[np.uint8]] = self.data_bytes.numpy()
+        return view
+
+    def blocks(self, layer: int) -> torch.Tensor:
+        """One layer of any kind, a view [N + 1, H, P, S, D]."""
+        return self._layers[layer]
+
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, each a view [N + 1, H, S, D]."""
-        return self.data_L2NHSD[layer, 0], self.data_L2NHSD[layer, 1]
+        """K and V of an attention layer, each a view [N + 1, H, S, D]."""
+        blocks_NHPSD = self._layers[layer]
+        return blocks_NHPSD[:, :, 0], blocks_NHPSD[:, :, 1]
+
+    def _view(self, layer: int) -> torch.Tensor:
+        g = self.geometry.layer(layer)
+        flat = self.data_bytes[g.offset_bytes : g.offset_bytes + g.num_bytes].view(self.dtype)
+        return flat.view(g.num_blocks, g.num_heads, g.num_parts, g.rows_per_block, -1)
 
 
 def num_blocks_for_memory(layout: KVLayout, memory_bytes: int) -> int:

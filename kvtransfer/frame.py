@@ -1,27 +1,31 @@
-"""The bytes of a data frame: a fixed header, then K and V of consecutive positions of one layer and a head range.
+"""The header of a data frame, and what a layout says about it. The payload's order of bytes is `pool_io`'s.
 
-Payload order: K, then V; of each, every block that the positions touch; of each block [heads, positions in it,
-head_dim]. A whole block of a head range is one contiguous piece, as it is in the pool. Every number is little endian.
+A frame is a header and the rows of consecutive positions of a head range of one layer. The payload follows the header,
+or lies in the receiver's pool already (`is_written`). Every number is little endian. The header has a checksum of its
+own, so that it can be believed before the payload is there; the payload has exactly one check: its digest
+(`kernels.digest`), or its crc32c where digests are off.
 
-A length on the wire is never trusted: `decode` compares all of them with the bytes that came, and `FrameShape.check`
-with the layout. This module refuses to know about landings; fencing is `landing_protocol`'s.
+A length on the wire is never trusted: `FrameShape.check` compares all of them with the layout. This module refuses to
+know about landings; fencing is `landing_protocol`'s.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from crc32c import crc32c
 
 from baton.core.errors import ProtocolError
-from baton.kvcache.layout import KVLayout
+from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
+from baton.kvtransfer.span import Span
 
 MAGIC = b"KVP1"
 VERSION = 1
 FRAME_OVERHEAD_BYTES = 32 << 10  # what a frame is charged beside its payload, so that a window bounds their number too
-_HEADER = struct.Struct("<4sBBHQQIIHHHHIIII")
+_HEADER = struct.Struct("<4sBBHQQIIHHHHIIIQII")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size
+_WRITTEN, _DIGEST, _PAYLOAD_CRC = 1, 2, 4
 _MAX_U16 = (1 << 16) - 1
 
 Bytes = bytes | bytearray | memoryview
@@ -38,9 +42,13 @@ class FrameHeader:
     layer: int
     head_first: int
     head_count: int
+    order_block_size: int  # the sender's block size, which orders the payload
     first: int  # logical position
     count: int
     payload_bytes: int
+    is_written: bool = False  # the payload is in the receiver's pool already
+    payload_digest: int | None = None
+    payload_crc: int | None = None
 
     @property
     def end(self) -> int:
@@ -48,29 +56,40 @@ class FrameHeader:
         return self.first + self.count
 
     @property
+    def span(self) -> Span:
+        """What it covers."""
+        return Span(self.layer, self.first, self.count, self.head_first, self.head_count)
+
+    @property
     def charge_bytes(self) -> int:
         """What it takes of the window."""
         return self.payload_bytes + FRAME_OVERHEAD_BYTES
 
 
-def is_frame(part: Bytes) -> bool:
-    """Whether a message whose first part this is claims to be a data frame. A Control never begins like one."""
-    return bytes(part[: len(MAGIC)]) == MAGIC
+def is_frame(message: Bytes) -> bool:
+    """Whether a message that begins like this claims to be a data frame. A Control never does."""
+    return bytes(message[: len(MAGIC)]) == MAGIC
 
 
-def payload_crc(payload: Bytes) -> int:
-    """The part of a frame's checksum that can be computed before its header is known."""
-    return crc32c(payload)
+def crc_of(pieces: Iterable[Bytes]) -> int:
+    """crc32c of a payload that lies in pieces."""
+    value = 0
+    for piece in pieces:
+        value = crc32c(piece, value)
+    return value
 
 
-def encode(header: FrameHeader, crc_of_payload: int) -> bytes:
-    """Header bytes. The checksum covers the payload, then the header."""
+def encode_header(header: FrameHeader) -> bytes:
+    """The bytes of a header, its checksum included."""
     assert header.layer <= _MAX_U16
+    flags = _WRITTEN if header.is_written else 0
+    flags |= _DIGEST if header.payload_digest is not None else 0
+    flags |= _PAYLOAD_CRC if header.payload_crc is not None else 0
     packed = _HEADER.pack(
         MAGIC,
         VERSION,
-        0,
-        0,
+        flags,
+        header.order_block_size,
         header.d_epoch,
         header.landing_id,
         header.attempt,
@@ -82,27 +101,27 @@ def encode(header: FrameHeader, crc_of_payload: int) -> bytes:
         header.first,
         header.count,
         header.payload_bytes,
+        header.payload_digest or 0,
+        header.payload_crc or 0,
         0,
     )[: -_CRC.size]
-    return packed + _CRC.pack(crc32c(packed, crc_of_payload))
+    return packed + _CRC.pack(crc32c(packed))
 
 
-def decode(head: Bytes, payload: Bytes) -> FrameHeader:
-    """The header of a frame that arrived whole and unchanged.
+def decode_header(data: Bytes) -> FrameHeader:
+    """The header that arrived whole and unchanged; nothing is said about its payload.
 
     Raises:
         ProtocolError: it did not, or is of another version. Nothing about it can be believed, not even whose it is.
     """
-    if len(head) != HEADER_BYTES:
-        raise ProtocolError(f"a frame header has {HEADER_BYTES} bytes, not {len(head)}")
-    magic, version, flags, reserved0, epoch, landing_id, attempt, seq, *rest = _HEADER.unpack(head)
-    layer, head_first, head_count, reserved1, first, count, payload_bytes, crc = rest
-    if magic != MAGIC or version != VERSION or flags or reserved0 or reserved1:
+    if len(data) != HEADER_BYTES:
+        raise ProtocolError(f"a frame header has {HEADER_BYTES} bytes, not {len(data)}")
+    magic, version, flags, order, epoch, landing_id, attempt, seq, *rest = _HEADER.unpack(data)
+    layer, head_first, head_count, reserved, first, count, payload_bytes, digest, payload_crc, crc = rest
+    if magic != MAGIC or version != VERSION or flags & ~(_WRITTEN | _DIGEST | _PAYLOAD_CRC) or reserved:
         raise ProtocolError(f"not a frame of KVP/1: magic {magic!r}, version {version}, flags {flags}")
-    if payload_bytes != len(payload):
-        raise ProtocolError(f"a frame announces {payload_bytes} payload bytes and carries {len(payload)}")
-    if crc32c(bytes(head[: -_CRC.size]), crc32c(payload)) != crc:
-        raise ProtocolError("crc32c of a frame differs")
+    if crc32c(bytes(data[: -_CRC.size])) != crc:
+        raise ProtocolError("crc32c of a frame header differs")
     return FrameHeader(
         d_epoch=epoch,
         landing_id=landing_id,
@@ -111,9 +130,13 @@ def decode(head: Bytes, payload: Bytes) -> FrameHeader:
         layer=layer,
         head_first=head_first,
         head_count=head_count,
+        order_block_size=order,
         first=first,
         count=count,
         payload_bytes=payload_bytes,
+        is_written=bool(flags & _WRITTEN),
+        payload_digest=digest if flags & _DIGEST else None,
+        payload_crc=payload_crc if flags & _PAYLOAD_CRC else None,
     )
 
 
@@ -124,14 +147,14 @@ class FrameShape:
     layout: KVLayout
     max_frame_bytes: int
 
-    def payload_bytes(self, count: int, head_count: int) -> int:
-        """Bytes of K and V of `count` positions of `head_count` heads in one layer."""
-        return count * head_count * (self.layout.bytes_per_position // self.layout.num_kv_heads)
+    def payload_bytes(self, layer: int, count: int, head_count: int) -> int:
+        """Bytes of `count` positions of `head_count` heads of a layer."""
+        return count * head_count * self.layout.head_bytes(layer)
 
-    def split(self, first: int, count: int) -> Iterator[tuple[int, int]]:
+    def split(self, layer: int, first: int, count: int, head_count: int) -> Iterator[tuple[int, int]]:
         """Cut positions into pieces (first, count) that fit a frame, at block boundaries if a block fits."""
         size = self.layout.block_size
-        limit = max(1, self.max_frame_bytes // self.layout.bytes_per_position)
+        limit = max(1, self.max_frame_bytes // self.payload_bytes(layer, 1, head_count))
         end = first + count
         while first < end:
             stop = min(first + limit, end)
@@ -144,12 +167,16 @@ class FrameShape:
         """Compare a header with the layout.
 
         Raises:
-            ProtocolError: it names layers or heads that are not there, or its payload has another size.
+            ProtocolError: it names layers, heads or an order that are not there, or its payload has another size.
         """
         layout = self.layout
-        if header.layer >= layout.num_layers:
-            raise ProtocolError(f"a frame for layer {header.layer}, there are {layout.num_layers}", layer=header.layer)
-        if not 0 < header.head_count <= layout.num_kv_heads - header.head_first:
+        if header.layer >= layout.num_all_layers:
+            num_layers = layout.num_all_layers
+            raise ProtocolError(f"a frame for layer {header.layer}, there are {num_layers}", layer=header.layer)
+        if not 0 < header.head_count <= layout.layer(header.layer).num_heads - header.head_first:
             raise ProtocolError(f"a frame for {header.head_count} heads from {header.head_first}")
-        if header.count == 0 or header.payload_bytes != self.payload_bytes(header.count, header.head_count):
+        if not header.order_block_size or MAX_BLOCK_SIZE % header.order_block_size:
+            raise ProtocolError(f"a frame in the order of blocks of {header.order_block_size}")
+        size = self.payload_bytes(header.layer, header.count, header.head_count)
+        if header.count == 0 or header.payload_bytes != size:
             raise ProtocolError(f"{header.payload_bytes} payload bytes for {header.count} positions")

@@ -15,7 +15,7 @@ from baton.core.errors import BatonError, ProtocolError
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.frame import decode, is_frame
+from baton.kvtransfer.frame import Bytes, FrameHeader, crc_of, decode_header, is_frame
 from baton.kvtransfer.landing_actions import (
     DigestLayer,
     Drained,
@@ -41,6 +41,7 @@ from baton.kvtransfer.records import (
     encode_record,
 )
 from baton.kvtransfer.ring import CompletionWords, Ring
+from baton.kvtransfer.span import Span
 from baton.kvtransfer.transport import Delivery, Transport
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ class LandingThread:
         self._config = config
         self._transport = transport
         self._clock = clock
-        self._io = PoolIO(pool)
+        self._layout = pool.layout
+        self._io = PoolIO(pool.bytes_view, pool.geometry)
         self._protocol = LandingProtocol(
             epoch=epoch,
             layout=pool.layout,
@@ -168,7 +170,7 @@ class LandingThread:
                 return
             if len(delivery.parts) != 2:
                 raise ProtocolError(f"a frame of {len(delivery.parts)} parts")
-            actions = self._protocol.on_frame(delivery.peer, decode(*delivery.parts), now_s)
+            actions = self._protocol.on_frame(delivery.peer, _intact(*delivery.parts), now_s)
         except BatonError as error:
             if is_frame(delivery.parts[0]):
                 self._protocol.on_corrupt_frame()
@@ -191,12 +193,15 @@ class LandingThread:
 
     def _write(self, action: WriteFrame, delivery: Delivery) -> None:
         landing = self._protocol.landing(action.landing_id)
-        self._io.scatter(self._tables[landing.attempt], action.header, delivery.parts[1])
+        header = action.header
+        blocks = self._tables[landing.attempt].blocks
+        self._io.write(blocks, header.span, delivery.parts[1], header.order_block_size)
         self._do(self._protocol.landed(action.header, self._clock.now_s()))
 
     def _digest(self, action: DigestLayer) -> None:
         landing = self._protocol.landing(action.landing_id)
-        digest = self._io.digest_pool(self._tables[landing.attempt], action.layer, landing.prompt_len)
+        span = Span(action.layer, 0, landing.prompt_len, 0, self._layout.num_kv_heads)
+        digest = self._io.digest(self._tables[landing.attempt].blocks, span)
         self._do(self._protocol.digested(action.landing_id, action.layer, digest, self._clock.now_s()))
 
     def _tell(self, event: LandingEvent) -> None:
@@ -232,3 +237,10 @@ class LandingThread:
             "num_reserves_waiting": len(landings) - num_landings,
             **asdict(self._protocol.counts),
         }
+
+
+def _intact(head: Bytes, payload: Bytes) -> FrameHeader:
+    header = decode_header(head)
+    if header.payload_bytes != len(payload) or header.payload_crc != crc_of([payload]):
+        raise ProtocolError("the payload of a frame is not what its header says")
+    return header

@@ -4,7 +4,7 @@ from google.protobuf.message import DecodeError
 
 from baton.core.errors import MalformedMessage
 from baton.core.request import AttemptKey
-from baton.kvcache.layout import DTYPE_NAMES, KVLayout
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.frame import VERSION, Bytes
 from baton.proto import kv_pb2
 
@@ -108,7 +108,7 @@ def layout_message(layout: KVLayout) -> kv_pb2.Layout:
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
         block_size=layout.block_size,
-        dtype=DTYPE_NAMES[layout.dtype],
+        dtype=layout.dtype,
         hash=layout.hash,
     )
 
@@ -120,7 +120,7 @@ def hello_problem(version: int, theirs: kv_pb2.Layout, ours: KVLayout) -> str:
     if theirs.hash == ours.hash:
         return ""
     mine = layout_message(ours)
-    fields = ("model_hash", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype")
+    fields = ("model_hash", "num_layers", "num_kv_heads", "head_dim", "dtype")
     differ = [
         f"{name} {getattr(theirs, name)!r} here {getattr(mine, name)!r}"
         for name in fields

@@ -1,150 +1,236 @@
-"""Between a pool's blocks and a frame's payload, on either side, and the digests of both.
+"""Reads, writes, copies and digests spans of one rank's pool, in bytes; whose blocks they are is not asked here.
 
-Owns the order of bytes inside a payload (see `frame`). Refuses to decide what may be read or written.
+It knows neither dtypes nor torch, so that a process that maps the pool's memory needs neither.
 
-Shapes: N blocks, H heads of the range, S positions, D head_dim; payloads are flat uint8 on the CPU.
+Order of a payload: for each block of the *sender's* size that the span touches, [head][part][position in it][row]. So
+with blocks of one size on both sides, whole blocks of a head range are one contiguous piece of either pool.
+
+Words: what a digest is made of, eight bytes each (`kernels.digest`).
 """
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from baton.kernels.digest import MASK, Digester
-from baton.kvcache.allocator import BlockTable
-from baton.kvcache.pool import KVPool
-from baton.kvtransfer.frame import Bytes, FrameHeader
+from baton.kernels.digest import MASK, Words, WordWeights, layer_weight
+from baton.kvcache.geometry import LayerGeometry, PoolGeometry
+from baton.kvcache.layout import WORD_BYTES
+from baton.kvtransfer.frame import Bytes
+from baton.kvtransfer.span import Span
 
-
-@dataclass(frozen=True, slots=True)
-class BlockRun:
-    """Blocks next to each other in a table of which the same rows are meant."""
-
-    block_index: int  # in the table
-    num_blocks: int
-    offset: int  # first row in each block
-    length: int  # rows in each block
-
-
-def block_runs(first: int, count: int, block_size: int) -> Iterator[BlockRun]:
-    """Positions [first, first + count) as at most three runs: a part of a block, whole blocks, a part of a block."""
-    end = first + count
-    while first < end:
-        index, offset = divmod(first, block_size)
-        num_whole = (end - first) // block_size
-        if offset == 0 and num_whole:
-            yield BlockRun(index, num_whole, 0, block_size)
-            first += num_whole * block_size
-        else:
-            length = min(block_size - offset, end - first)
-            yield BlockRun(index, 1, offset, length)
-            first += length
+Blocks = Sequence[int]
+PoolMemory = npt.NDArray[np.uint8]
 
 
 class PoolIO:
-    """Reads and writes payloads of one pool. Calls from several threads are fine; they touch different blocks."""
+    """One rank's pool on the CPU. Calls from several threads are fine; they touch different blocks.
 
-    def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
-        self._data_L2NHSD = pool.data_L2NHSD
-        self._device = pool.data_L2NHSD.device
-        layout = pool.layout
-        self._size = layout.block_size
-        # On a CPU, the same memory as integers for NumPy, which knows no bfloat16.
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[layout.dtype.itemsize]
-        self._array_L2NHSD = self._data_L2NHSD.view(bits).numpy() if self._device.type == "cpu" else None
-        self._digester = Digester(layout.num_kv_heads, layout.head_dim, self._device)
+    Args:
+        memory: of the pool; read-only is enough for a pool that is only read.
+        geometry: of the pool.
+    """
 
-    def gather(self, table: BlockTable, layer: int, first: int, count: int) -> torch.Tensor:
-        """Payload values of all heads of these positions, flat, in the pool's dtype and on its device."""
-        layout = self._pool.layout
-        flat = torch.empty(2 * count * layout.num_kv_heads * layout.head_dim, dtype=layout.dtype, device=self._device)
-        for kv, run, values_NHSD in self._pieces(flat, first, count, layout.num_kv_heads):
-            blocks_N = self._blocks(table, run)
-            source_NHSD = self._data_L2NHSD[layer, kv]
-            if run.length == self._size:
-                torch.index_select(source_NHSD, 0, blocks_N, out=values_NHSD)
+    def __init__(self, memory: PoolMemory, geometry: PoolGeometry) -> None:
+        assert memory.nbytes == geometry.num_bytes
+        self.geometry = geometry
+        self._memory = memory.data.cast("B")
+        words = memory.view(np.uint64)
+        self._words: list[Words] = []  # of each layer: [N + 1, H, P, S, W]
+        shapes: dict[tuple[int, ...], WordWeights] = {}
+        self._weights: list[WordWeights] = []
+        for layer in geometry.layers:
+            start, num_words = layer.offset_bytes // WORD_BYTES, layer.row_bytes // WORD_BYTES
+            shape = (layer.num_blocks, layer.num_heads, layer.num_parts, layer.rows_per_block, num_words)
+            self._words.append(words[start : start + layer.num_bytes // WORD_BYTES].reshape(shape))
+            key = (layer.head_first, layer.num_heads, layer.num_parts, num_words, layer.rows_per_block)
+            if key not in shapes:
+                shapes[key] = WordWeights(*key)
+            self._weights.append(shapes[key])
+
+    def pieces(self, blocks: Blocks, span: Span, order_block_size: int) -> list[memoryview]:
+        """The span's memory, as few pieces in payload order as there are."""
+        return [self._memory[start:stop] for start, stop in self._ranges(blocks, span, order_block_size)]
+
+    def read(self, blocks: Blocks, span: Span, order_block_size: int) -> memoryview:
+        """A copy of the span, in payload order."""
+        pieces = self.pieces(blocks, span, order_block_size)
+        payload = np.empty(sum(len(piece) for piece in pieces), dtype=np.uint8)
+        start = 0
+        for piece in pieces:
+            payload[start : start + len(piece)] = piece
+            start += len(piece)
+        return payload.data
+
+    def write(self, blocks: Blocks, span: Span, payload: Bytes, order_block_size: int) -> None:
+        """Put a payload where it belongs; it has the span's size exactly."""
+        source, start = memoryview(payload), 0
+        for piece in self.pieces(blocks, span, order_block_size):
+            piece[:] = source[start : start + len(piece)]
+            start += len(piece)
+        assert start == len(source)
+
+    def digest(self, blocks: Blocks, span: Span) -> int:
+        """Digest of what the pool holds for the span."""
+        geometry = self.geometry.layer(span.layer)
+        words_NHPSW, weights = self._words[span.layer], self._weights[span.layer]
+        head, count = span.head_first - geometry.head_first, span.head_count
+        assert 0 <= head <= head + count <= geometry.num_heads
+        size = geometry.rows_per_block
+        total = 0
+        for index, first, stop in _block_parts(span.first, span.end, size):
+            block_HPSW = words_NHPSW[blocks[index], head : head + count]
+            if stop - first == size:
+                total += weights.of_block(block_HPSW.reshape(-1), first, head, count)
             else:
-                values_NHSD.copy_(source_NHSD[blocks_N, :, run.offset : run.offset + run.length])
-        return flat
+                row = first % size
+                total += weights.of_rows(block_HPSW[:, :, row : row + stop - first], first, head)
+        return total * layer_weight(span.layer) & MASK
 
-    def scatter(self, table: BlockTable, header: FrameHeader, payload: Bytes) -> None:
-        """Write a frame's payload; it lies in the pool, and is visible to the device, when this returns."""
-        heads = slice(header.head_first, header.head_first + header.head_count)
-        if self._array_L2NHSD is not None:
-            self._scatter_on_cpu(table, header, heads, payload)
-            return
-        flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device).view(self._pool.layout.dtype)
-        for kv, run, values_NHSD in self._pieces(flat, header.first, header.count, header.head_count):
-            rows = slice(run.offset, run.offset + run.length)
-            self._data_L2NHSD[header.layer, kv][self._blocks(table, run), heads, rows] = values_NHSD
-        torch.cuda.current_stream(self._device).synchronize()
-
-    def _scatter_on_cpu(self, table: BlockTable, header: FrameHeader, heads: slice, payload: Bytes) -> None:
-        # NumPy reads the transport's memory as it is, read-only or not; no copy but the one into the pool.
-        assert self._array_L2NHSD is not None
-        flat = np.frombuffer(payload, dtype=self._array_L2NHSD.dtype)
-        head_dim, start = self._pool.layout.head_dim, 0
-        for kv in range(2):
-            target_NHSD = self._array_L2NHSD[header.layer, kv]
-            for run in block_runs(header.first, header.count, self._size):
-                shape = (run.num_blocks, header.head_count, run.length, head_dim)
-                stop = start + math.prod(shape)
-                rows = slice(run.offset, run.offset + run.length)
-                for block, values_HSD in zip(self._block_ids(table, run), flat[start:stop].reshape(shape), strict=True):
-                    target_NHSD[block, heads, rows] = values_HSD
-                start = stop
-
-    def digest_payload(self, flat: torch.Tensor, layer: int, first: int, count: int) -> int:
-        """Digest of what `gather` returned."""
-        total = 0
-        for kv, run, values_NHSD in self._pieces(flat, first, count, self._pool.layout.num_kv_heads):
-            total += self._digest(values_NHSD, layer, kv, run)
-        return total & MASK
-
-    def digest_pool(self, table: BlockTable, layer: int, prompt_len: int) -> int:
-        """Digest of what the pool holds for positions [0, prompt_len) of a layer, all heads."""
-        total = 0
-        for run in block_runs(0, prompt_len, self._size):
-            rows = slice(run.offset, run.offset + run.length)
-            for kv in range(2):
-                source_NHSD = self._data_L2NHSD[layer, kv, :, :, rows]
-                total += self._digest(source_NHSD, layer, kv, run, self._blocks(table, run))
-        return total & MASK
-
-    def _digest(
-        self, values_NHSD: torch.Tensor, layer: int, kv: int, run: BlockRun, blocks_N: torch.Tensor | None = None
+    def copy(
+        self, blocks: Blocks, target: "PoolIO", target_blocks: Blocks, span: Span, *, with_digest: bool = False
     ) -> int:
-        first_N = torch.arange(run.num_blocks, dtype=torch.int64, device=self._device) + run.block_index
-        return self._digester.of(
-            values_NHSD,
-            layer=layer,
-            kv=kv,
-            first_position_N=first_N * self._size + run.offset,
-            blocks_N=blocks_N,
-        )
+        """Copy a span into another pool, block by block while each is in the cache; 0 or its digest here."""
+        mine, theirs = self.geometry.layer(span.layer), target.geometry.layer(span.layer)
+        assert mine.row_bytes == theirs.row_bytes
+        here, there = span.head_first - mine.head_first, span.head_first - theirs.head_first
+        source_NHPSW = self._words[span.layer][:, here : here + span.head_count]
+        target_NHPSW = target._words[span.layer][:, there : there + span.head_count]
+        weights = self._weights[span.layer]
+        step = min(mine.rows_per_block, theirs.rows_per_block)
+        total = 0
+        for _, first, stop in _block_parts(span.first, span.end, step):
+            row, place = first % mine.rows_per_block, first % theirs.rows_per_block
+            part_HPSW = source_NHPSW[blocks[first // mine.rows_per_block], :, :, row : row + stop - first]
+            block = target_blocks[first // theirs.rows_per_block]
+            target_NHPSW[block, :, :, place : place + stop - first] = part_HPSW
+            if with_digest and stop - first == mine.rows_per_block:
+                total += weights.of_block(part_HPSW.reshape(-1), first, here, span.head_count)
+            elif with_digest:
+                total += weights.of_rows(part_HPSW, first, here)
+        return total * layer_weight(span.layer) & MASK
 
-    def _block_ids(self, table: BlockTable, run: BlockRun) -> tuple[int, ...]:
-        return table.blocks[run.block_index : run.block_index + run.num_blocks]
+    def _ranges(self, blocks: Blocks, span: Span, order_block_size: int) -> Iterator[tuple[int, int]]:
+        """Offsets [start, stop) of the span's memory in payload order, adjacent ones joined."""
+        geometry = self.geometry.layer(span.layer)
+        head = span.head_first - geometry.head_first
+        assert 0 <= head <= head + span.head_count <= geometry.num_heads
+        start = stop = -1
+        for begin, end in self._runs(geometry, blocks, span, head, order_block_size):
+            if begin == stop:
+                stop = end
+                continue
+            if stop > start:
+                yield start, stop
+            start, stop = begin, end
+        if stop > start:
+            yield start, stop
 
-    def _blocks(self, table: BlockTable, run: BlockRun) -> torch.Tensor:
-        return torch.tensor(self._block_ids(table, run), dtype=torch.int64, device=self._device)
+    def _runs(
+        self, geometry: LayerGeometry, blocks: Blocks, span: Span, head: int, order_block_size: int
+    ) -> Iterator[tuple[int, int]]:
+        size, row_bytes = geometry.rows_per_block, geometry.row_bytes
+        order = min(order_block_size, size) if size == 1 else order_block_size
+        for _, first, stop in _block_parts(span.first, span.end, order):
+            inside = tuple(_block_parts(first, stop, size))
+            if len(inside) == 1 and stop - first == size:
+                start = geometry.offset_bytes + blocks[inside[0][0]] * geometry.block_bytes + head * geometry.head_bytes
+                yield start, start + span.head_count * geometry.head_bytes
+                continue
+            for part in range(head * geometry.num_parts, (head + span.head_count) * geometry.num_parts):
+                for index, low, high in inside:
+                    block = geometry.offset_bytes + blocks[index] * geometry.block_bytes
+                    start = block + part * geometry.part_bytes + low % size * row_bytes
+                    yield start, start + (high - low) * row_bytes
 
-    def _pieces(
-        self, flat: torch.Tensor, first: int, count: int, num_heads: int
-    ) -> Iterator[tuple[int, BlockRun, torch.Tensor]]:
-        """Views [N, H, S, D] of a flat payload: (K or V, run, view)."""
-        start, head_dim = 0, self._pool.layout.head_dim
-        for kv in range(2):
-            for run in block_runs(first, count, self._size):
-                shape = (run.num_blocks, num_heads, run.length, head_dim)
-                stop = start + run.num_blocks * num_heads * run.length * head_dim
-                yield kv, run, flat[start:stop].view(shape)
-                start = stop
+
+class RankedPoolIO:
+    """The pools of all ranks of a worker, seen as one; a head that several ranks hold is written to each.
+
+    Args:
+        pools: of every rank, in order.
+    """
+
+    def __init__(self, pools: Sequence[PoolIO]) -> None:
+        assert pools
+        self._pools = tuple(pools)
+
+    @property
+    def ranks(self) -> tuple[PoolIO, ...]:
+        """The pool of each rank."""
+        return self._pools
+
+    def write(self, blocks: Blocks, span: Span, payload: Bytes, order_block_size: int) -> None:
+        """Put a payload where it belongs, on every rank that holds a part of it."""
+        source, start = memoryview(payload), 0
+        size = self._rows(span.layer)
+        order = min(order_block_size, size) if size == 1 else order_block_size
+        for _, first, stop in _block_parts(span.first, span.end, order):
+            for head in range(span.head_first, span.head_first + span.head_count):
+                part = Span(span.layer, first, stop - first, head, 1)
+                num_bytes = 0
+                for pool in self._holders(span.layer, head):
+                    pieces = pool.pieces(blocks, part, order_block_size)
+                    num_bytes = sum(len(piece) for piece in pieces)
+                    pool.write(blocks, part, source[start : start + num_bytes], order_block_size)
+                start += num_bytes
+        assert start == len(source)
+
+    def pieces(self, blocks: Blocks, span: Span, order_block_size: int) -> list[memoryview]:
+        """Where a payload goes, on the first rank that holds each head; `spread` brings it to the others."""
+        whole = self._whole(span)
+        if whole is not None:
+            return whole.pieces(blocks, span, order_block_size)
+        size = self._rows(span.layer)
+        order = min(order_block_size, size) if size == 1 else order_block_size
+        found: list[memoryview] = []
+        for _, first, stop in _block_parts(span.first, span.end, order):
+            for head in range(span.head_first, span.head_first + span.head_count):
+                part = Span(span.layer, first, stop - first, head, 1)
+                found += self._holders(span.layer, head)[0].pieces(blocks, part, order_block_size)
+        return found
+
+    def spread(self, blocks: Blocks, span: Span) -> None:
+        """Copy what the first holder of each head has to the others."""
+        for head in range(span.head_first, span.head_first + span.head_count):
+            first, *others = self._holders(span.layer, head)
+            for other in others:
+                first.copy(blocks, other, blocks, Span(span.layer, span.first, span.count, head, 1))
+
+    def digest(self, blocks: Blocks, span: Span) -> int:
+        """Digest of the span, each head by its first holder, if all holders agree; else one that matches nothing."""
+        whole = self._whole(span)
+        if whole is not None:
+            return whole.digest(blocks, span)
+        total = 0
+        for head in range(span.head_first, span.head_first + span.head_count):
+            part = Span(span.layer, span.first, span.count, head, 1)
+            first, *others = (pool.digest(blocks, part) for pool in self._holders(span.layer, head))
+            differing = next((other for other in others if other != first), first)
+            total += differing
+        return total & MASK
+
+    def _whole(self, span: Span) -> PoolIO | None:
+        """The only pool that holds any of these heads, if it holds all of them."""
+        first = self._holders(span.layer, span.head_first)
+        last = self._holders(span.layer, span.head_first + span.head_count - 1)
+        return first[0] if len(first) == len(last) == 1 and first[0] is last[0] else None
+
+    def _holders(self, layer: int, head: int) -> list[PoolIO]:
+        return [pool for pool in self._pools if pool.geometry.layer(layer).heads.first <= head < _stop(pool, layer)]
+
+    def _rows(self, layer: int) -> int:
+        return self._pools[0].geometry.layer(layer).rows_per_block
 
 
-def to_bytes(flat: torch.Tensor) -> memoryview:
-    """The memory of a flat tensor, without a copy if it is on the CPU."""
-    return flat.cpu().view(torch.uint8).numpy().data
+def _stop(pool: PoolIO, layer: int) -> int:
+    return pool.geometry.layer(layer).heads.stop
+
+
+def _block_parts(first: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """(block index, first, stop) of every block of `size` positions that [first, stop) touches."""
+    while first < stop:
+        index = first // size
+        end = min((index + 1) * size, stop)
+        yield index, first, end
+        first = end

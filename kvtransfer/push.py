@@ -6,6 +6,7 @@ opens, only its digest is handed over, and the thread reads the blocks again whe
 decode worker, and memory stays bounded.
 """
 
+import dataclasses
 import logging
 import threading
 from collections import deque
@@ -21,9 +22,9 @@ from baton.kvcache.allocator import BlockTable
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import AsyncWriter, PushPart
-from baton.kvtransfer.frame import FrameHeader, FrameShape, encode, payload_crc
+from baton.kvtransfer.frame import FrameHeader, FrameShape, crc_of, encode_header
 from baton.kvtransfer.messages import parse_control
-from baton.kvtransfer.pool_io import PoolIO, to_bytes
+from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.push_actions import (
     Acked,
     DecodePeer,
@@ -38,6 +39,7 @@ from baton.kvtransfer.push_actions import (
     SendFrame,
 )
 from baton.kvtransfer.push_protocol import PushProtocol
+from baton.kvtransfer.span import Span
 from baton.kvtransfer.transport import Delivery, Transport
 from baton.proto import kv_pb2
 
@@ -99,7 +101,8 @@ class PushService:
         self._config = config
         self._transport = transport
         self._clock = clock
-        self._io = PoolIO(pool)
+        self._layout = layout
+        self._io = PoolIO(pool.bytes_view, pool.geometry)
         self._shape = FrameShape(layout, config.max_frame_bytes)
         self._protocol = PushProtocol(epoch=epoch, layout=layout, config=config)
         self._commands: deque[Callable[[float], list[PushAction]]] = deque()
@@ -121,7 +124,7 @@ class PushService:
             self._push_part,
             config.num_writer_threads,
             config.writer_queue_len,
-            pool.data_L2NHSD.device,
+            pool.device,
             on_begin=self._hold,
             on_end=self._unhold,
         )
@@ -192,15 +195,16 @@ class PushService:
         if table is None:
             return  # it ended during the step
         digest = 0
-        for first, count in self._shape.split(part.first, part.count):
-            flat = self._io.gather(table, layer, first, count)
-            digest += self._io.digest_payload(flat, layer, first, count)
-            self._keep(part.attempt, layer, first, count, to_bytes(flat))
+        num_heads = self._layout.num_kv_heads
+        for first, count in self._shape.split(layer, part.first, part.count, num_heads):
+            span = Span(layer, first, count, 0, num_heads)
+            digest += self._io.digest(table.blocks, span)
+            self._keep(part.attempt, layer, first, count, self._io.read(table.blocks, span, self._layout.block_size))
         self._pushed.append(_Pushed(part.attempt, layer, part.first, part.count, digest))
         self._transport.wake()
 
     def _keep(self, attempt: AttemptKey, layer: int, first: int, count: int, data: memoryview) -> None:
-        payload = _Payload(count, data, payload_crc(data))
+        payload = _Payload(count, data, crc_of([data]))
         with self._payload_lock:
             if self._payload_bytes + len(data) > self._config.window_bytes:
                 self._counts["frames_not_kept"] += 1
@@ -293,7 +297,8 @@ class PushService:
                 self._warned_of_drops = True
                 log.warning("drop_pushes is set: no KV leaves this worker, every hand-off will fail")
             return
-        self._transport.send(action.peer, [encode(header, payload.crc), payload.data])
+        header = dataclasses.replace(header, payload_crc=payload.crc)
+        self._transport.send(action.peer, [encode_header(header), payload.data])
 
     def _take_payload(self, attempt: AttemptKey, header: FrameHeader) -> _Payload:
         with self._payload_lock:
@@ -302,8 +307,8 @@ class PushService:
                 self._payload_bytes -= len(kept.data)
         if kept is not None and kept.count == header.count:
             return kept
-        data = to_bytes(self._io.gather(self._tables[attempt], header.layer, header.first, header.count))
-        return _Payload(header.count, data, payload_crc(data))
+        data = self._io.read(self._tables[attempt].blocks, header.span, header.order_block_size)
+        return _Payload(header.count, data, crc_of([data]))
 
     def _forget(self, attempt: AttemptKey) -> None:
         self._tables.pop(attempt, None)

@@ -55,9 +55,10 @@ class PushMessages:
             layer=gap.layer,
             head_first=0,
             head_count=num_heads,
+            order_block_size=self._layout.block_size,
             first=gap.first,
             count=gap.count,
-            payload_bytes=self._shape.payload_bytes(gap.count, num_heads),
+            payload_bytes=self._shape.payload_bytes(gap.layer, gap.count, num_heads),
         )
 
     def commit(self, transfer: Transfer, clock_offset_s: float) -> kv_pb2.Control:

@@ -111,7 +111,9 @@ class PushProtocol:
         transfer.coverage.add(layer, first, count, 0, 1)
         transfer.digests[layer] = (transfer.digests[layer] + digest) & MASK
         transfer.bytes_pushed += count * self._layout.bytes_per_position
-        transfer.to_send.extend(Gap(layer, *piece) for piece in self._shape.split(first, count))
+        transfer.to_send.extend(
+            Gap(layer, *piece) for piece in self._shape.split(layer, first, count, self._layout.num_kv_heads)
+        )
         return self._rules.pump(transfer.peer.kv_address, now_s)
 
     def commit(self, attempt: AttemptKey, state: kv_pb2.SequenceState, prefill_end_s: float, now_s: float) -> Actions:

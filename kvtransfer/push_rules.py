@@ -76,11 +76,12 @@ class PushRules:
     def send_again(self, transfer: Transfer, missing: Iterable[kv_pb2.LayerGap], now_s: float) -> Actions:
         """Queue what the decode worker lacks of what was computed. What was in flight has landed or is lost."""
         pieces: list[Gap] = []
+        split, num_heads = self._shape.split, self._layout.num_kv_heads
         for gap in missing:
             if gap.layer >= self._layout.num_layers or not 0 < gap.first + gap.count <= transfer.prompt_len:
                 return self.fail(transfer, "the decode worker lacks what was never announced", now_s)
             for first, count in transfer.coverage.present(gap.layer, gap.first, gap.count):
-                pieces += [Gap(gap.layer, *piece) for piece in self._shape.split(first, count)]
+                pieces += [Gap(gap.layer, *piece) for piece in split(gap.layer, first, count, num_heads)]
         not_posted = set(transfer.to_send)
         lost = [piece for piece in pieces if piece not in not_posted]
         if lost:

@@ -11,7 +11,7 @@ from baton.core.numerics import Numerics
 from baton.kernels.ops import Ops
 from baton.kernels.rope import rope_angles, rope_inverse_frequencies
 from baton.kvcache.layout import KVLayout
-from baton.kvcache.pool import KVPool
+from baton.kvcache.pool import DTYPE_NAMES, KVPool
 from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
@@ -67,7 +67,7 @@ class Model:
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             block_size=block_size,
-            dtype=self.dtype,
+            dtype=DTYPE_NAMES[self.dtype],
         )
 
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:

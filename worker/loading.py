@@ -12,8 +12,8 @@ from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
 from baton.kernels.selftest import check_invariance
-from baton.kvcache.layout import DTYPES, KVLayout
-from baton.kvcache.pool import KVPool, num_blocks_for_memory
+from baton.kvcache.layout import KVLayout
+from baton.kvcache.pool import TORCH_DTYPES, KVPool, num_blocks_for_memory
 from baton.model.loader import load_model
 from baton.model.model import Model
 
@@ -41,7 +41,7 @@ def load_worker(config: WorkerConfig, on_progress: Callable[[int, int], None] | 
     tokenizer = Tokenizer.from_directory(path)
     model = load_model(
         path,
-        dtype=DTYPES[config.dtype],
+        dtype=TORCH_DTYPES[config.dtype],
         device=device,
         numerics=config.numerics,
         with_mtp=config.num_draft_tokens > 0,

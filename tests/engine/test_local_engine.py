@@ -122,7 +122,8 @@ def test_greedy_equals_transformers(k, tiny_model, tiny_tokenizer, tiny_prompts,
 @pytest.mark.parametrize("poison", [float("nan"), 1e30])
 def test_blocks_never_written_do_not_matter(poison, tiny_model, tiny_tokenizer, tiny_prompts, alone):
     engine = engine_of(tiny_model, tiny_tokenizer, k=2, chunk_len=16)
-    engine.pool.data_L2NHSD.fill_(poison)
+    for layer in range(engine.pool.layout.num_layers):
+        engine.pool.blocks(layer).fill_(poison)
     results = engine.generate(requests_for(tiny_prompts, 2, **MODES["greedy"]))
     assert [result.token_ids for result in results] == alone("greedy")
 

@@ -73,7 +73,8 @@ def check_arrangement(requests, k, chunk_len, block_size, max_num_sequences, num
         max_num_sequences=max_num_sequences,
     )
     # What was never written must never be read.
-    engine.pool.data_L2NHSD.fill_(torch.nan)
+    for layer in range(engine.pool.layout.num_layers):
+        engine.pool.blocks(layer).fill_(torch.nan)
     for request, result in zip(requests, engine.generate(requests), strict=True):
         assert result.key == request.key
         check(request, result)

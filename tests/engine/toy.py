@@ -59,7 +59,7 @@ class ToyModel:
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             block_size=block_size,
-            dtype=torch.float64,
+            dtype="float64",
         )
 
     def trunk(self, token_ids_T, batch, pool, on_layer):

@@ -14,7 +14,7 @@ FIELDS = {
     "num_kv_heads": 2,
     "head_dim": 8,
     "block_size": 16,
-    "dtype": torch.float32,
+    "dtype": "float32",
 }
 
 
@@ -25,11 +25,10 @@ FIELDS = {
         ("num_layers", 4),
         ("num_kv_heads", 4),
         ("head_dim", 16),
-        ("block_size", 32),
-        ("dtype", torch.float64),
+        ("dtype", "float64"),
     ],
 )
-def test_every_field_changes_the_hash(name, value):
+def test_every_field_that_peers_must_share_changes_the_hash(name, value):
     assert KVLayout(**FIELDS).hash == KVLayout(**FIELDS).hash
     assert KVLayout(**FIELDS).hash != KVLayout(**{**FIELDS, name: value}).hash
 
@@ -40,8 +39,9 @@ def test_a_head_range_of_a_block_is_contiguous():
     assert k_NHSD.shape == (6, 2, 16, 8)
     assert k_NHSD[2, 1].is_contiguous()
     v_NHSD[2, 1] = 7.0
-    assert pool.data_L2NHSD[1, 1, 2, 1].eq(7.0).all()
-    assert pool.data_L2NHSD.count_nonzero() == 16 * 8
+    assert pool.blocks(1)[2, 1, 1].eq(7.0).all()
+    assert pool.blocks(1)[2, 1].is_contiguous()
+    assert sum(int(pool.blocks(layer).count_nonzero()) for layer in range(3)) == 16 * 8
     assert pool.scratch_slot == 80
 
 
@@ -49,4 +49,4 @@ def test_a_pool_sized_from_memory_fits_it():
     layout = KVLayout(**FIELDS)
     num_blocks = num_blocks_for_memory(layout, 1 << 20)
     assert (num_blocks + 1) * layout.bytes_per_block <= 1 << 20 < (num_blocks + 2) * layout.bytes_per_block
-    assert KVPool(layout, num_blocks, torch.device("cpu")).data_L2NHSD.nbytes <= 1 << 20
+    assert KVPool(layout, num_blocks, torch.device("cpu")).data_bytes.nbytes <= 1 << 20

@@ -29,9 +29,22 @@ def make_layout(**changes):
         "num_kv_heads": 2,
         "head_dim": 8,
         "block_size": 4,
-        "dtype": torch.float32,
+        "dtype": "float32",
     }
     return KVLayout(**{**fields, **changes})
+
+
+def fill(pool, generator):
+    """Random content in every attention layer."""
+    for layer in range(pool.layout.num_layers):
+        blocks = pool.blocks(layer)
+        blocks.copy_(torch.randn(blocks.shape, generator=generator))
+
+
+def rows(pool, blocks, prompt_len):
+    """[L, H, 2, prompt_len, D] of some blocks."""
+    layers = [pool.blocks(layer)[list(blocks)].movedim(0, 2).flatten(2, 3) for layer in range(pool.layout.num_layers)]
+    return torch.stack(layers)[:, :, :, :prompt_len]
 
 
 class Pair:
@@ -49,8 +62,7 @@ class Pair:
         device = torch.device("cpu")
         self.source, self.target = KVPool(layout, num_blocks, device), KVPool(layout, num_blocks, device)
         generator = torch.Generator().manual_seed(1)
-        random = torch.randn(self.source.data_L2NHSD.shape, generator=generator)
-        self.source.data_L2NHSD.copy_(random)
+        fill(self.source, generator)
         self.from_blocks = BlockAllocator(num_blocks, layout.block_size)
         self.to_blocks = BlockAllocator(num_blocks, layout.block_size)
         common = {"layout": layout, "config": self.config, "clock": MonotonicClock()}
@@ -114,9 +126,7 @@ class Pair:
         return key
 
     def rows(self, pool, table, prompt_len):
-        """[L, 2, H, prompt_len, D] of a table."""
-        blocks = pool.data_L2NHSD[:, :, list(table.blocks)]
-        return blocks.transpose(2, 3).flatten(3, 4)[:, :, :, :prompt_len]
+        return rows(pool, table.blocks, prompt_len)
 
     def release(self, key):
         self.landing.release(key)

@@ -4,18 +4,17 @@ Every check of an invariant is an assert here, so whoever drives a `World` gets 
 """
 
 import struct
-
-import torch
+from dataclasses import replace
 
 from baton.core.config import KVTransferConfig
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, ProtocolError
 from baton.core.request import AttemptKey
-from baton.kernels.digest import MASK, element_weight, layer_weight, position_weight
+from baton.kernels.digest import MASK, high_weight, layer_weight, low_weight, word_weight
 from baton.kvcache.allocator import BlockAllocator, OutOfBlocks
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer import landing_actions as at_d
 from baton.kvtransfer import push_actions as at_p
-from baton.kvtransfer.frame import FRAME_OVERHEAD_BYTES, decode, encode, is_frame, payload_crc
+from baton.kvtransfer.frame import FRAME_OVERHEAD_BYTES, crc_of, decode_header, encode_header, is_frame
 from baton.kvtransfer.landing_protocol import LandingProtocol
 from baton.kvtransfer.landing_table import LandingState
 from baton.kvtransfer.messages import parse_control
@@ -25,7 +24,7 @@ from baton.proto import kv_pb2
 
 NUM_LAYERS, BLOCK_SIZE, NUM_BLOCKS = 2, 2, 8
 LAYOUT = KVLayout(
-    model_hash="model", num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype=torch.float64
+    model_hash="model", num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float64"
 )
 CONFIG = KVTransferConfig(
     max_frame_bytes=2 * LAYOUT.bytes_per_position, window_bytes=2 * FRAME_OVERHEAD_BYTES + 128, ring_slots=8
@@ -41,7 +40,7 @@ def digest(values):
     """Digest of {(layer, kv, position): bits}."""
     total = 0
     for (layer, kv, position), bits in values.items():
-        total += (bits + 1) * layer_weight(layer, kv) * position_weight(position) * element_weight(0, 0)
+        total += (bits + 1) * layer_weight(layer) * high_weight(position) * low_weight(position) * word_weight(0, kv, 0)
     return total & MASK
 
 
@@ -119,7 +118,9 @@ class PrefillNode:
                         for kv in range(2)
                         for position in range(header.first, header.end)
                     )
-                    self.world.post(self.name, peer, [encode(header, payload_crc(payload)), payload])
+                    self.world.post(
+                        self.name, peer, [encode_header(replace(header, payload_crc=crc_of([payload]))), payload]
+                    )
                 case at_p.DropPeer():
                     pass
                 case at_p.Granted(attempt):
@@ -187,7 +188,10 @@ class DecodeNode:
         try:
             if is_frame(parts[0]):
                 self.finish_write()  # one loop: the frame before is done
-                self.do(self.protocol.on_frame(sender, decode(parts[0], parts[1]), self.world.now_s), parts[1])
+                header = decode_header(parts[0])
+                if header.payload_bytes != len(parts[1]) or header.payload_crc != crc_of([parts[1]]):
+                    raise ProtocolError("the payload differs")
+                self.do(self.protocol.on_frame(sender, header, self.world.now_s), parts[1])
             else:
                 self.do(self.protocol.on_control(sender, parse_control(parts[0]), self.world.now_s))
         except BatonError:

@@ -2,18 +2,18 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import MalformedMessage, ProtocolError
-from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.coverage import Coverage, Gap
-from baton.kvtransfer.frame import HEADER_BYTES, FrameHeader, FrameShape, decode, encode, is_frame, payload_crc
+from baton.kvtransfer.frame import HEADER_BYTES, FrameHeader, FrameShape, decode_header, encode_header, is_frame
 from baton.kvtransfer.messages import control_of, parse_control
-from baton.kvtransfer.pool_io import PoolIO, block_runs, to_bytes
+from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
+from baton.kvtransfer.span import Span
 from baton.proto import kv_pb2
-from baton.tests.kvtransfer.conftest import make_layout
+from baton.tests.kvtransfer.conftest import fill, make_layout
 
 pytestmark = pytest.mark.fast
 U64, U32, U16 = st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**16 - 1)
@@ -28,6 +28,7 @@ def make_header(payload_bytes=64, **changes):
         "layer": 2,
         "head_first": 0,
         "head_count": 2,
+        "order_block_size": 4,
         "first": 6,
         "count": 1,
         "payload_bytes": payload_bytes,
@@ -35,8 +36,10 @@ def make_header(payload_bytes=64, **changes):
     return FrameHeader(**{**fields, **changes})
 
 
-@given(U64, U64, U32, U32, U16, U16, U16, U32, U32, st.binary(max_size=200))
-def test_a_frame_survives_the_wire(epoch, landing_id, attempt, seq, layer, head, heads, first, count, payload):
+@given(U64, U64, U32, U32, U16, U16, U16, U16, U32, U32, U32, st.booleans(), st.none() | U64, st.none() | U32)
+def test_a_header_survives_the_wire(
+    epoch, landing_id, attempt, seq, layer, head, heads, order, first, count, size, is_written, digest, crc
+):
     header = FrameHeader(
         d_epoch=epoch,
         landing_id=landing_id,
@@ -45,29 +48,32 @@ def test_a_frame_survives_the_wire(epoch, landing_id, attempt, seq, layer, head,
         layer=layer,
         head_first=head,
         head_count=heads,
+        order_block_size=order,
         first=first,
         count=count,
-        payload_bytes=len(payload),
+        payload_bytes=size,
+        is_written=is_written,
+        payload_digest=digest,
+        payload_crc=crc,
     )
-    wire = encode(header, payload_crc(payload))
-    assert len(wire) == HEADER_BYTES == 56
+    wire = encode_header(header)
+    assert len(wire) == HEADER_BYTES == 68
     assert is_frame(wire)
-    assert decode(wire, payload) == header
+    assert decode_header(wire) == header
 
 
-@given(st.integers(0, (HEADER_BYTES + 64) * 8 - 1))
+@given(st.integers(0, HEADER_BYTES * 8 - 1))
 def test_any_flipped_bit_is_seen(bit):
-    payload = bytes(range(64))
-    wire = bytearray(encode(make_header(), payload_crc(payload)) + payload)
+    wire = bytearray(encode_header(make_header()))
     wire[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError):
-        decode(bytes(wire[:HEADER_BYTES]), bytes(wire[HEADER_BYTES:]))
+        decode_header(bytes(wire))
 
 
-@given(st.binary(max_size=80), st.binary(max_size=80))
-def test_arbitrary_bytes_are_refused(head, payload):
+@given(st.binary(max_size=90))
+def test_arbitrary_bytes_are_refused(head):
     with pytest.raises(ProtocolError):
-        decode(head, payload)
+        decode_header(head)
 
 
 @given(st.binary(max_size=100))
@@ -87,11 +93,20 @@ def test_a_control_never_looks_like_a_frame():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"layer": 3}, {"head_first": 1}, {"head_count": 0}, {"head_count": 3}, {"count": 0}, {"count": 2}]
+    "changes",
+    [
+        {"layer": 3},
+        {"head_first": 1},
+        {"head_count": 0},
+        {"head_count": 3},
+        {"count": 0},
+        {"count": 2},
+        {"order_block_size": 3},
+    ],
 )
 def test_headers_that_contradict_the_layout_are_refused(changes):
     shape = FrameShape(make_layout(), 1 << 20)
-    right = make_header(shape.payload_bytes(1, 2))
+    right = make_header(shape.payload_bytes(2, 1, 2))
     shape.check(right)
     with pytest.raises(ProtocolError):
         shape.check(make_header(right.payload_bytes, **changes))
@@ -100,21 +115,9 @@ def test_headers_that_contradict_the_layout_are_refused(changes):
 @given(st.integers(0, 50), st.integers(1, 60), st.integers(1, 4000))
 def test_pieces_cover_a_range_once_and_fit(first, count, max_frame_bytes):
     layout = make_layout()
-    pieces = list(FrameShape(layout, max_frame_bytes).split(first, count))
+    pieces = list(FrameShape(layout, max_frame_bytes).split(0, first, count, 2))
     assert [p for f, c in pieces for p in range(f, f + c)] == list(range(first, first + count))
     assert all(c == 1 or c * layout.bytes_per_position <= max_frame_bytes for _, c in pieces)
-
-
-@given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 8))
-def test_runs_cover_a_range_in_order(first, count, size):
-    positions = [
-        (run.block_index + n) * size + run.offset + row
-        for run in block_runs(first, count, size)
-        for n in range(run.num_blocks)
-        for row in range(run.length)
-    ]
-    assert positions == list(range(first, first + count))
-    assert len(list(block_runs(first, count, size))) <= 3
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 11), st.integers(1, 6), st.integers(0, 1)), max_size=8))
@@ -137,43 +140,86 @@ def test_coverage_is_a_set(ranges):
     assert Gap(0, 0, 17) in coverage.gaps()
 
 
-@given(st.integers(0, 20), st.integers(1, 20), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
-def test_what_is_gathered_lands_at_the_same_positions(first, count, dtype):
-    layout = make_layout(dtype=dtype)
-    source, target = KVPool(layout, 12, torch.device("cpu")), KVPool(layout, 12, torch.device("cpu"))
-    source.data_L2NHSD.copy_(torch.randn(source.data_L2NHSD.shape))
-    here, there = BlockTable((3, 1, 4, 0, 5, 9, 2, 6, 8, 7), 4), BlockTable((9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 4)
-    flat = PoolIO(source).gather(here, 1, first, count)
-    payload = to_bytes(flat)
-    header = make_header(len(payload), layer=1, first=first, count=count)
-    PoolIO(target).scatter(there, header, payload)
+SIZES = st.sampled_from([4, 16, 64])
+BLOCKS = {4: (30, 1, 4, 0, 5, 9, 2, 6, 8, 7), 16: (3, 1, 2), 64: (2,)}  # for up to 40 positions
+
+
+def filled(block_size, seed, **where):
+    pool = KVPool(
+        make_layout(block_size=block_size, num_kv_heads=4, dtype="bfloat16"), 32, torch.device("cpu"), **where
+    )
+    fill(pool, torch.Generator().manual_seed(seed))
+    return pool, PoolIO(pool.bytes_view, pool.geometry)
+
+
+def row(pool, blocks, layer, head, position):
+    """K and V [2, D] of one position."""
+    size = pool.layout.block_size
+    return pool.blocks(layer)[
+        blocks[position // size], head - pool.geometry.layer(layer).head_first, :, position % size
+    ]
+
+
+@given(SIZES, SIZES, st.integers(0, 20), st.integers(1, 20), st.integers(0, 3), st.booleans(), st.data())
+@settings(deadline=None, max_examples=60)
+def test_what_is_read_lands_at_the_same_positions(here, there, first, count, head, is_copied, data):
+    heads = data.draw(st.integers(1, 4 - head))
+    source, source_io = filled(here, 1)
+    target, target_io = filled(there, 2)
+    before = target.data_bytes.clone()
+    span = Span(1, first, count, head, heads)
+    if is_copied:
+        digest = source_io.copy(BLOCKS[here], target_io, BLOCKS[there], span, with_digest=True)
+        assert digest == source_io.digest(BLOCKS[here], span)
+    else:
+        payload = source_io.read(BLOCKS[here], span, here)
+        assert payload.tobytes() == b"".join(source_io.pieces(BLOCKS[here], span, here))
+        target_io.write(BLOCKS[there], span, payload, here)
+    assert target_io.digest(BLOCKS[there], span) == source_io.digest(BLOCKS[here], span)
     for position in range(40):
-        mine = source.data_L2NHSD[1, :, here.blocks[position // 4], :, position % 4]
-        theirs = target.data_L2NHSD[1, :, there.blocks[position // 4], :, position % 4]
-        assert torch.equal(theirs, mine if first <= position < first + count else torch.zeros_like(mine))
-    assert target.data_L2NHSD[0].count_nonzero() == target.data_L2NHSD[2].count_nonzero() == 0
+        for h in range(4):
+            if first <= position < first + count and head <= h < head + heads:
+                mine, theirs = row(source, BLOCKS[here], 1, h, position), row(target, BLOCKS[there], 1, h, position)
+                assert torch.equal(mine, theirs)
+                theirs.zero_()
+    changed = (target.data_bytes != before).sum() - 2 * 16 * count * heads
+    assert changed <= 0
 
 
 def test_a_whole_block_of_a_head_range_is_one_contiguous_piece():
-    layout = make_layout()
-    source, target = KVPool(layout, 4, torch.device("cpu")), KVPool(layout, 4, torch.device("cpu"))
-    source.data_L2NHSD.copy_(torch.randn(source.data_L2NHSD.shape))
-    table = BlockTable((2, 0), 4)
-    pieces = [source.data_L2NHSD[1, kv, block, 1:2] for kv in range(2) for block in table.blocks]
-    payload = b"".join(piece.contiguous().numpy().tobytes() for piece in pieces)
-    header = make_header(len(payload), layer=1, head_first=1, head_count=1, first=0, count=8)
-    PoolIO(target).scatter(table, header, payload)
-    for block in table.blocks:
-        assert torch.equal(target.data_L2NHSD[1, :, block, 1], source.data_L2NHSD[1, :, block, 1])
-        assert target.data_L2NHSD[1, :, block, 0].count_nonzero() == 0
+    pool, io = filled(16, 1)
+    pieces = io.pieces((3, 1), Span(1, 0, 32, 1, 2), 16)
+    assert [len(piece) for piece in pieces] == [2 * 2 * 16 * 16] * 2
+    assert pieces[0].tobytes() == pool.blocks(1)[3, 1:3].view(torch.uint8).numpy().tobytes()
+    assert len(io.pieces((3, 4), Span(1, 0, 32, 0, 4), 16)) == 1
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_ranks_together_are_one_pool(size):
+    pools, ios = zip(*(filled(16, rank + 5, rank=rank, size=size) for rank in range(size)), strict=True)
+    whole, whole_io = filled(16, 1)
+    ranked, blocks = RankedPoolIO(ios), (3, 1)
+    span = Span(1, 2, 25, 1, 3)
+    payload = whole_io.read(blocks, span, 16)
+    ranked.write(blocks, span, payload, 16)
+    assert ranked.digest(blocks, span) == whole_io.digest(blocks, span)
+    assert b"".join(ranked.pieces(blocks, span, 16)) == payload.tobytes()
+    held = 0
+    for pool in pools:
+        heads = pool.geometry.layer(1).heads
+        for head in range(max(1, heads.first), heads.stop):
+            held += 1
+            assert torch.equal(row(pool, blocks, 1, head, 20), row(whole, blocks, 1, head, 20))
+    assert held == 3 * max(1, size // 4)
+    pools[-1].blocks(1)[3, -1, 0, 5, 0] += 1
+    assert ranked.digest(blocks, span) != whole_io.digest(blocks, span)
+    ranked.spread(blocks, span)
+    assert (ranked.digest(blocks, span) == whole_io.digest(blocks, span)) == (size == 8)
 
 
 def test_the_digest_of_frames_adds_up_to_that_of_the_pool():
-    layout = make_layout()
-    pool = KVPool(layout, 12, torch.device("cpu"))
-    pool.data_L2NHSD.copy_(torch.randn(pool.data_L2NHSD.shape))
-    io, table = PoolIO(pool), BlockTable((5, 2, 7, 0, 1, 11), 4)
-    total = 0
-    for first, count in [(0, 3), (3, 8), (11, 1), (12, 10)]:
-        total += io.digest_payload(io.gather(table, 2, first, count), 2, first, count)
-    assert total & (2**64 - 1) == io.digest_pool(table, 2, 22)
+    _, io = filled(4, 3)
+    total = sum(
+        io.digest(BLOCKS[4], Span(2, first, count, 0, 4)) for first, count in [(0, 3), (3, 8), (11, 1), (12, 10)]
+    )
+    assert total & (2**64 - 1) == io.digest(BLOCKS[4], Span(2, 0, 22, 0, 4))

@@ -15,7 +15,8 @@ class Paged:
         per_sequence = -(-capacity_len // block_size)
         num_blocks = num_sequences * per_sequence
         self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
-        self.pool.data_L2NHSD.fill_(float("nan"))
+        for layer in range(self.pool.layout.num_layers):
+            self.pool.blocks(layer).fill_(float("nan"))
         blocks = torch.arange(num_blocks, device=model.device).view(per_sequence, num_sequences).flip(0).T
         # One column more than needed, as a wider neighbour would cause: it points at the scratch block.
         self.table = torch.nn.functional.pad(blocks, (0, 1), value=num_blocks)
