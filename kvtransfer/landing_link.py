@@ -5,6 +5,7 @@ breaks that rule, and only when the landing's side is known to be dead.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from baton.kvtransfer.ring import HEADER_BYTES, Buffer, CompletionWords, Ring
 
@@ -51,7 +52,7 @@ class LandingLink:
         """The landing has begun a turn."""
         self._heartbeat[0] += 1
 
-    def set_counts(self, counts: Mapping[str, int]) -> None:
+    def set_counts(self, counts: Mapping[Any, int]) -> None:
         """The landing publishes its counts; always the same names in the same order."""
         assert len(counts) <= MAX_COUNTS
         for index, count in enumerate(counts.values()):
@@ -62,11 +63,12 @@ class LandingLink:
         return {name: self._counts[index] for index, name in enumerate(names)}
 
     def reset(self) -> None:
-        """As new, but for the counts. The landing is dead, and everything it said was read."""
+        """As new. The landing is dead, and everything it said was read."""
         self.commands.reset()
         self.events.reset()
         self.words.reset()
         self._heartbeat[0] = 0
+        self.set_counts(dict.fromkeys(range(MAX_COUNTS), 0))
 
 
 def _ring_bytes(num_slots: int, num_blocks: int) -> int:
