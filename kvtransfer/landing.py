@@ -98,7 +98,9 @@ class LandingService:
             epoch=epoch, layout=layout, num_blocks=num_blocks, tp_size=len(pools), listen=Listen("", ""), config=config
         )
         assert [pool.geometry for pool in pools] == list(setup.geometries)
-        link = LandingLink(bytearray(LandingLink.num_bytes(config.ring_slots, num_blocks)), config.ring_slots, num_blocks)
+        link = LandingLink(
+            bytearray(LandingLink.num_bytes(config.ring_slots, num_blocks)), config.ring_slots, num_blocks
+        )
         io = RankedPoolIO([PoolIO(pool.bytes_view, pool.geometry) for pool in pools])
 
         def make_driver(notify: Callable[[], None]) -> LandingDriver:

@@ -23,7 +23,6 @@ from baton.kvtransfer.landing_link import LandingLink
 from baton.kvtransfer.landing_setup import LandingSetup
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
-from baton.kvtransfer.shared_region import SharedRegion
 from baton.kvtransfer.transport import Transport
 
 log = logging.getLogger(__name__)

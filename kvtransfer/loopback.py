@@ -8,8 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from baton.kvtransfer.frame import Bytes
-from baton.kvtransfer.transport import Delivery
+from baton.kvtransfer.transport import Delivery, PayloadDone, delivery_of
+from baton.proto import kv_pb2
 
 Parts = list[bytes]
 OnMessage = Callable[[str, str, Parts], list[Parts]]
@@ -48,7 +48,7 @@ class LoopbackHub:
             member = self._members.get(receiver)
         if member is not None:
             for message in arriving:
-                member.put(Delivery(sender, message))
+                member.put(delivery_of(sender, message))
 
 
 class LoopbackTransport:
@@ -66,20 +66,35 @@ class LoopbackTransport:
             self._arrived.append(delivery)
         self._wake.set()
 
-    def send(self, peer: str, parts: Sequence[Bytes]) -> None:
-        """Copy the parts and carry them."""
-        self._hub.carry(self.address, peer, [bytes(part) for part in parts])
+    def send(self, peer: str, message: bytes) -> None:
+        """Carry it."""
+        self._hub.carry(self.address, peer, [message])
+
+    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], lane: str) -> None:
+        """Carry the header and a copy of the payload."""
+        self._hub.carry(self.address, peer, [header, b"".join(payload)])
+
+    def unpin(self, peer: str, match: Callable[[bytes], bool]) -> None:
+        """Payloads are copies."""
+
+    def offers(self) -> list[kv_pb2.LaneOffer]:
+        """None: payloads are in the messages."""
+        return []
+
+    def open_lane(self, peer: str, offer: kv_pb2.LaneOffer) -> str:
+        """There is none."""
+        return f"no lane {offer.lane}"
 
     def problem(self, peer: str) -> str:
         """Every name may join later."""
         return ""
 
-    def receive(self, timeout_s: float) -> list[Delivery]:
+    def receive(self, timeout_s: float) -> list[Delivery | PayloadDone]:
         """What arrived so far."""
         if not self._arrived:
             self._wake.wait(timeout_s)
         self._wake.clear()
-        deliveries = []
+        deliveries: list[Delivery | PayloadDone] = []
         while self._arrived:
             deliveries.append(self._arrived.popleft())
         return deliveries

@@ -9,14 +9,15 @@ import hashlib
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse
 from baton.kvtransfer.frame import Bytes
-from baton.kvtransfer.transport import Delivery
+from baton.kvtransfer.transport import Delivery, PayloadDone, delivery_of
+from baton.proto import kv_pb2
 
 HIGH_WATER_MESSAGES = 4096  # above what a window allows (frame.FRAME_OVERHEAD_BYTES), so that credits are the limit
 MAX_BATCH = 64  # messages a `receive` returns at most, so that ticks and commands get their turn
@@ -65,8 +66,26 @@ class ZmqTransport:
         if bind is not None:
             self._listen(bind)
 
-    def send(self, peer: str, parts: Sequence[Bytes]) -> None:
+    def send(self, peer: str, message: bytes) -> None:
         """Post without waiting; a peer never heard of is connected to, on the side that connects."""
+        self._post(peer, [message])
+
+    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], lane: str) -> None:
+        """The payload goes along as one flat part."""
+        self._post(peer, [header, payload[0] if len(payload) == 1 else b"".join(payload)])
+
+    def unpin(self, peer: str, match: Callable[[bytes], bool]) -> None:
+        """Posted memory is libzmq's until it has left."""
+
+    def offers(self) -> list[kv_pb2.LaneOffer]:
+        """None: payloads are in the messages."""
+        return []
+
+    def open_lane(self, peer: str, offer: kv_pb2.LaneOffer) -> str:
+        """There is none."""
+        return f"no lane {offer.lane}"
+
+    def _post(self, peer: str, parts: Sequence[Bytes]) -> None:
         copy = len(parts[-1]) < _COPY_BELOW_BYTES
         if self._router is None and self.problem(peer):
             self.num_lost += 1
@@ -98,9 +117,9 @@ class ZmqTransport:
             log.warning("%s", found)
         return found
 
-    def receive(self, timeout_s: float) -> list[Delivery]:
+    def receive(self, timeout_s: float) -> list[Delivery | PayloadDone]:
         """Up to MAX_BATCH messages, or about MAX_BATCH_BYTES."""
-        deliveries: list[Delivery] = []
+        deliveries: list[Delivery | PayloadDone] = []
         num_bytes = 0
         for socket, _ in self._poller.poll(max(0, int(timeout_s * 1e3))):
             if socket is self._waker:
@@ -114,7 +133,7 @@ class ZmqTransport:
                 and (delivery := self._take(socket)) is not None
             ):
                 deliveries.append(delivery)
-                num_bytes += len(delivery.parts[-1])
+                num_bytes += 0 if delivery.payload is None else delivery.payload.num_bytes
         return deliveries
 
     def wake(self) -> None:
@@ -190,5 +209,5 @@ class ZmqTransport:
             return None
         buffers = [part.buffer for part in parts]
         if socket is self._router:
-            return Delivery(bytes(buffers[0]).decode("latin-1"), buffers[1:])
-        return Delivery(self._names[socket], buffers)
+            return delivery_of(bytes(buffers[0]).decode("latin-1"), buffers[1:])
+        return delivery_of(self._names[socket], buffers)

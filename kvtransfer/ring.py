@@ -51,7 +51,9 @@ class Ring:
         length = int.from_bytes(self._read(head, _LENGTH_BYTES), "little")
         end = head + _LENGTH_BYTES + length
         if tail - head > self.capacity_bytes or end > tail:
-            raise ProtocolError(f"a ring of {self.capacity_bytes} bytes has {length} bytes at {head} and ends at {tail}")
+            raise ProtocolError(
+                f"a ring of {self.capacity_bytes} bytes has {length} bytes at {head} and ends at {tail}"
+            )
         record = self._read(head + _LENGTH_BYTES, length)
         self._words[_HEAD_WORD] = end
         return record
