@@ -8,7 +8,7 @@ with evidence that nobody writes them.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.core.clock import Clock
 from baton.core.config import KVTransferConfig
@@ -119,6 +119,7 @@ class LandingService:
         Raises:
             StartupError: it cannot serve.
         """
+        setup = replace(setup, region_path=str(region.path), region_nonce=region.nonce)
         link = LandingLink(region.link, setup.config.ring_slots, setup.num_blocks)
         host = LandingSupervisor(region, link, setup)
         service = cls(link, host, region)
