@@ -6,6 +6,7 @@ lane the prefill worker writes into the decode worker's pool, and only it knows.
 
 INLINE, RAW, SHM, NVLINK, NIXL = "inline", "raw", "shm", "nvlink", "nixl"
 ONE_SIDED = frozenset((SHM, NVLINK, NIXL))
+SAME_HOST = frozenset((SHM, NVLINK))
 LANES = (NVLINK, SHM, NIXL, RAW, INLINE)  # best first
 
 
