@@ -1,8 +1,9 @@
 """Who gets blocks, who gets a slot, and who waits, on a decode worker. Pure bookkeeping over host values.
 
 The life of a request here: ATTENDING (the router listens; nothing is held) -> LANDING (blocks granted, pushes arrive)
--> READY (sealed and verified, waits for a slot) -> RUNNING -> gone. One that ends while LANDING is gone at once, but its
-blocks are quarantined until nothing can write them. RESERVEs wait first come, first served, and hold nothing while they wait.
+-> READY (sealed and verified, waits for a slot) -> RUNNING -> gone. One that ends while LANDING is gone at once, but
+its blocks are quarantined until nothing can write them. RESERVEs wait first come, first served, and hold nothing while
+they wait.
 """
 
 from collections import OrderedDict, deque

@@ -273,7 +273,7 @@ class DecodeWorker:
         self._give_up(sequence, error.message)
 
     def _give_up(self, sequence: DecodeSequence, why: str) -> None:
-        """Stop working on a request. Blocks that a push may still write are quarantined until the landing has drained."""
+        """Stop working on a request. Blocks that may still be written are quarantined until the landing has drained."""
         for reserve in self._scheduler.drop_reserves(sequence.key):
             self._landing.deny(reserve.attempt, kv_pb2.Deny.STALE, why)
         match sequence.state:

@@ -22,7 +22,7 @@ from baton.kvtransfer.landing_actions import Drained, LandingEvent, LandingFaile
 from baton.kvtransfer.landing_driver import COUNT_NAMES, GAUGE_NAMES, LandingDriver
 from baton.kvtransfer.landing_host import LandingHost
 from baton.kvtransfer.landing_link import LandingLink
-from baton.kvtransfer.landing_setup import LandingSetup, Listen, Orphan
+from baton.kvtransfer.landing_setup import LandingSetup, Legacy, Listen
 from baton.kvtransfer.landing_thread import LandingThread
 from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.messages import shorten
@@ -46,12 +46,21 @@ __all__ = ["Drained", "LandingEvent", "LandingFailed", "LandingService", "Reserv
 
 @dataclass(slots=True)
 class _Open:
-    """An attempt that was asked for and is neither refused, sealed nor drained."""
+    """An attempt that was asked for and is neither refused, released nor drained.
+
+    Attributes:
+        reserve: what was asked for.
+        epoch: of the life that was asked.
+        is_granted: it has blocks.
+        is_sealed: the sequence has them.
+        has_failed: the worker knows.
+    """
 
     reserve: ReserveWanted
-    d_epoch: int
+    epoch: int
     is_granted: bool = False
-    has_failed: bool = False  # the worker knows
+    is_sealed: bool = False
+    has_failed: bool = False
 
 
 class LandingService:
@@ -192,12 +201,14 @@ class LandingService:
 
     def abort(self, attempt: AttemptKey, reason: str) -> None:
         """Give a granted attempt up. `Drained` follows, unless it was said already."""
-        if attempt in self._open:
-            self._open[attempt].has_failed = True
+        known = self._open.get(attempt)
+        if known is not None:
+            known.has_failed = True
             self._command(AbortCommand(attempt, shorten(reason)))
 
     def release(self, attempt: AttemptKey) -> None:
         """The sequence of a sealed landing has ended. Nothing follows; the worker has its blocks already."""
+        self._open.pop(attempt, None)
         self._command(ReleaseCommand(attempt))
 
     def inventory(self) -> dict[str, int]:
@@ -213,7 +224,7 @@ class LandingService:
             case Sealed():
                 if self._link.words.get(slot) != event.landing_id:
                     return  # it was given up since; LandingFailed is behind it
-                self._open.pop(attempt, None)
+                self._open[attempt].is_sealed = True
             case LandingFailed():
                 known = self._open.get(attempt)
                 if known is not None and known.is_granted:
@@ -232,13 +243,15 @@ class LandingService:
         The process is reaped and its sockets are closed: on a lane where it alone wrote, nothing is written any more.
         Where prefill workers write themselves, the next life asks each of them.
         """
-        orphans = []
+        legacies = []
         for attempt, known in tuple(self._open.items()):
-            if not known.has_failed:
+            if not known.is_sealed and not known.has_failed:
                 known.has_failed = True
                 events.append(LandingFailed(attempt, reason))
-            if known.is_granted and is_one_sided(known.reserve.lane):
-                orphans.append(Orphan(attempt, known.d_epoch, known.reserve.p_epoch, known.reserve.tp_size))
+            reserve = known.reserve
+            if known.is_sealed or (known.is_granted and is_one_sided(reserve.lane)):
+                origin = (known.epoch, reserve.p_epoch, reserve.tp_size, reserve.lane)
+                legacies.append(Legacy(attempt, *origin, known.is_sealed))
                 continue
             del self._open[attempt]
             if known.is_granted:
@@ -247,7 +260,7 @@ class LandingService:
         for name in set(COUNT_NAMES) - GAUGE_NAMES:
             self._past[name] += self._link.counts(COUNT_NAMES)[name]
         self._link.reset()
-        self._host.revive(orphans)
+        self._host.revive(legacies)
 
     def _command(self, command: Command) -> None:
         self._unsent.append(encode_record(command))

@@ -14,6 +14,7 @@ from baton.core.clock import Clock
 from baton.core.errors import BatonError, ProtocolError
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
+from baton.kvtransfer.evidence import Evidence, host_id
 from baton.kvtransfer.frame import Bytes, FrameHeader, crc_of, decode_header
 from baton.kvtransfer.landing_actions import (
     DigestLayer,
@@ -44,6 +45,7 @@ from baton.kvtransfer.records import (
     encode_record,
 )
 from baton.kvtransfer.transport import Delivery, Payload, PayloadDone, Transport
+from baton.proto import kv_pb2
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class LandingDriver:
         clock: comparable with the worker's.
         link: to the worker.
         notify: called after events were written.
+        offers: lanes on which senders write the pools themselves.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class LandingDriver:
         clock: Clock,
         link: LandingLink,
         notify: Callable[[], None],
+        offers: Sequence[kv_pb2.LaneOffer] = (),
     ) -> None:
         self._transport = transport
         self._clock = clock
@@ -86,6 +90,9 @@ class LandingDriver:
             layout=setup.layout,
             config=setup.config,
             max_capacity_len=setup.num_blocks * setup.layout.block_size,
+            offers=[*transport.offers(), *offers],
+            host_id=host_id(),
+            has_digest=setup.config.digest,
         )
         self._backlog: deque[bytes] = deque()  # events that found the ring full; at most a few for each landing
         self._has_news = False
@@ -93,8 +100,12 @@ class LandingDriver:
         self._slots: dict[AttemptKey, int] = {}
         self._free_slots = deque(range(len(link.words)))
         self._reading: dict[int, tuple[Payload, FrameHeader]] = {}  # by id of the payload: still on their way
-        self._turn_s = self._ticked_s = self._counted_s = clock.now_s()
-        self._count(self._turn_s, num_landings=0, num_reserves_waiting=0)
+        self._evidence = Evidence(setup.legacies)
+        self._heartbeat_s = setup.config.heartbeat_s
+        self._turn_s = self._ticked_s = self._counted_s = self._looked_s = clock.now_s()
+        for legacy in setup.legacies:
+            self._protocol.inherit(legacy.inherited, self._turn_s)
+        self._count_landings(self._turn_s)
 
     def turn(self) -> None:
         """Do what there is to do; sleeps a little if that is nothing."""
@@ -118,6 +129,11 @@ class LandingDriver:
         if now_s - self._ticked_s >= TICK_S:
             self._ticked_s = now_s
             self._do(self._protocol.tick(now_s))
+        if now_s - self._looked_s >= self._heartbeat_s:
+            self._looked_s = now_s
+            for life in self._protocol.suspects():
+                if self._evidence.is_over(life):
+                    self._do(self._protocol.peer_is_dead(life.p_epoch, now_s, life.rank))
         self._publish()
         if now_s - self._counted_s >= COUNT_S:
             self._count_landings(now_s)
@@ -135,7 +151,7 @@ class LandingDriver:
                 self._tables[attempt] = command.table
                 if self._free_slots:  # none are left only if the landing has ended meanwhile
                     self._slots[attempt] = self._free_slots.popleft()
-                return self._protocol.grant(attempt, command.table.blocks, now_s)
+                return self._protocol.grant(attempt, now_s, command.table.blocks)
             case DenyCommand():
                 return self._protocol.deny(attempt, command.reason, command.detail, now_s)
             case AbortCommand():
@@ -206,8 +222,7 @@ class LandingDriver:
             digest = self._io.digest(blocks, span)
         elif header.payload_crc is not None:
             if crc_of(self._io.pieces(blocks, span, header.order_block_size)) != header.payload_crc:
-                self._protocol.on_corrupt_frame()
-                self._do(self._protocol.write_failed(header, self._clock.now_s()))
+                self._do(self._protocol.write_failed(header, self._clock.now_s(), is_corrupt=True))
                 return
         self._do(self._protocol.landed(header, digest, self._clock.now_s()))
 
@@ -272,11 +287,8 @@ class LandingDriver:
                 num_wanted += 1
             else:
                 num_landings += 1
-        self._count(now_s, num_landings, num_wanted)
-
-    def _count(self, now_s: float, num_landings: int, num_reserves_waiting: int) -> None:
         self._counted_s = now_s
         totals = asdict(self._protocol.counts)
-        counts = {"num_landings": num_landings, "num_reserves_waiting": num_reserves_waiting, **totals}
+        counts = {"num_landings": num_landings, "num_reserves_waiting": num_wanted, **totals}
         assert tuple(counts) == COUNT_NAMES
         self._link.set_counts(counts)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton.kvtransfer.landing_setup import Orphan
+from baton.kvtransfer.landing_setup import Legacy
 
 
 class LandingHost(Protocol):
@@ -43,11 +43,11 @@ class LandingHost(Protocol):
         """Why the last life ended, from its end to `revive`; nothing of it is written any more. None while it lives."""
         ...
 
-    def revive(self, orphans: Sequence[Orphan]) -> None:
+    def revive(self, legacies: Sequence[Legacy]) -> None:
         """Everything a dead life left was read, and the link was reset: start the next one.
 
         Args:
-            orphans: landings whose prefill workers may still write.
+            legacies: what it had granted and somebody still needs.
         """
         ...
 

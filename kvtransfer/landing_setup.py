@@ -10,6 +10,7 @@ from baton.core.config import KVTransferConfig
 from baton.core.request import AttemptKey
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
+from baton.kvtransfer.landing_table import Inherited
 from baton.kvtransfer.shared_region import SharedRegion
 
 _PLAIN = ("epoch", "num_blocks", "tp_size", "region_path", "region_nonce", "last_address")
@@ -31,20 +32,29 @@ class Listen:
 
 
 @dataclass(frozen=True, slots=True)
-class Orphan:
-    """A landing of a life that ended, whose prefill worker may still write into its blocks.
+class Legacy:
+    """A landing that a life that ended had granted, as the worker knows it.
 
     Attributes:
         attempt: whose.
-        d_epoch: the life that granted it.
+        epoch: of the life that granted it.
         p_epoch: of the prefill worker.
-        tp_size: ranks of the prefill worker; each has to say that it writes no more.
+        tp_size: ranks of the prefill worker.
+        lane: how its payloads came.
+        is_sealed: the sequence runs. If not, its prefill worker may still write its blocks.
     """
 
     attempt: AttemptKey
-    d_epoch: int
+    epoch: int
     p_epoch: int
     tp_size: int
+    lane: str
+    is_sealed: bool
+
+    @property
+    def inherited(self) -> Inherited:
+        """What the protocol has to know of it."""
+        return Inherited(self.attempt, self.epoch, self.p_epoch, self.tp_size, self.is_sealed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +71,7 @@ class LandingSetup:
         region_path: the shared memory, for a process of its own.
         region_nonce: of that.
         last_address: where the life before listened; to be had again if nobody took it.
-        orphans: what the lives before left.
+        legacies: what the lives before left.
     """
 
     epoch: int
@@ -73,16 +83,16 @@ class LandingSetup:
     region_path: str = ""
     region_nonce: int = 0
     last_address: str = ""
-    orphans: tuple[Orphan, ...] = ()
+    legacies: tuple[Legacy, ...] = ()
 
     @property
     def geometries(self) -> tuple[PoolGeometry, ...]:
         """Of the ranks' pools."""
         return tuple(PoolGeometry(self.layout, self.num_blocks, rank, self.tp_size) for rank in range(self.tp_size))
 
-    def next_life(self, epoch: int, address: str, orphans: Sequence[Orphan]) -> "LandingSetup":
+    def next_life(self, epoch: int, address: str, legacies: Sequence[Legacy]) -> "LandingSetup":
         """The same landing once more, at the address of the last life if that is to be had."""
-        return replace(self, epoch=epoch, last_address=address, orphans=tuple(orphans))
+        return replace(self, epoch=epoch, last_address=address, legacies=tuple(legacies))
 
     def open_region(self) -> SharedRegion:
         """Map the shared memory.
@@ -104,12 +114,12 @@ class LandingSetup:
         extra = [LayerLayout(PayloadKind(layer.pop("kind")), **layer) for layer in layout.pop("extra_layers")]
         listen = values.pop("listen")
         config = values.pop("config")
-        orphans = values.pop("orphans")
+        legacies = values.pop("legacies")
         setup = cls(
             layout=KVLayout(**layout, extra_layers=tuple(extra)),
             listen=Listen(listen["transport"], listen["bind"], tuple(listen["lanes"])),
             config=KVTransferConfig(**{key: _hashable(value) for key, value in config.items()}),
-            orphans=tuple(Orphan(AttemptKey(**orphan.pop("attempt")), **orphan) for orphan in orphans),
+            legacies=tuple(Legacy(AttemptKey(**legacy.pop("attempt")), **legacy) for legacy in legacies),
             **{key: values.pop(key) for key in _PLAIN},
         )
         return setup, values

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from baton.core.errors import TransferFailed
 from baton.kvtransfer.landing_driver import LandingDriver
-from baton.kvtransfer.landing_setup import Orphan
+from baton.kvtransfer.landing_setup import Legacy
 from baton.kvtransfer.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class LandingThread:
         """A thread does not die alone."""
         return None
 
-    def revive(self, orphans: Sequence[Orphan]) -> None:
+    def revive(self, legacies: Sequence[Legacy]) -> None:
         """Never called."""
         raise AssertionError("a thread does not die alone")
 

@@ -17,7 +17,7 @@ from typing import Final
 from baton.core.errors import BatonError, TransferFailed
 from baton.kvtransfer.landing_child import LandingChild
 from baton.kvtransfer.landing_link import LandingLink
-from baton.kvtransfer.landing_setup import LandingSetup, Orphan
+from baton.kvtransfer.landing_setup import LandingSetup, Legacy
 from baton.kvtransfer.shared_region import SharedRegion
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class LandingSupervisor:
         self._nudge = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the worker has commands for the child
         self._call = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # this side has something for the thread
         self._death: str | None = None
-        self._revived: Sequence[Orphan] | None = None
+        self._revived: Sequence[Legacy] | None = None
         self._condemned = ""
         self._is_closing = False
         self._error: BaseException | None = None
@@ -91,15 +91,15 @@ class LandingSupervisor:
         """Why the last life ended, from its end to `revive`; it is reaped, so nothing of it is written any more."""
         return self._death
 
-    def revive(self, orphans: Sequence[Orphan]) -> None:
+    def revive(self, legacies: Sequence[Legacy]) -> None:
         """Everything a dead life left was read and the link was reset: start the next one.
 
         Args:
-            orphans: landings whose prefill workers may still write.
+            legacies: what it had granted and somebody still needs.
         """
         assert self._death is not None
         self._death = None
-        self._revived = orphans
+        self._revived = legacies
         os.eventfd_write(self._call, 1)
 
     def condemn(self, reason: str) -> None:
@@ -196,16 +196,16 @@ class LandingSupervisor:
             raise TransferFailed(f"{len(self._deaths)} of its lives ended within {now_s - self._deaths[0]:.1f} s")
         self._death = reason
         self.wakeup()
-        orphans = self._wait_for_revival()
+        legacies = self._wait_for_revival()
         num_recent = sum(now_s - death_s < DEATHS_WITHIN_S for death_s in self._deaths)
         self._pause(min(0.05 * (2 ** (num_recent - 1) - 1), MAX_PAUSE_S))
-        self._setup = self._setup.next_life(secrets.randbits(64) or 1, self.address, orphans)
+        self._setup = self._setup.next_life(secrets.randbits(64) or 1, self.address, legacies)
 
-    def _wait_for_revival(self) -> Sequence[Orphan]:
+    def _wait_for_revival(self) -> Sequence[Legacy]:
         while not self._is_closing and self._revived is None:
             self._pause(CHECK_S)
-        orphans, self._revived = self._revived or (), None
-        return orphans
+        legacies, self._revived = self._revived or (), None
+        return legacies
 
     def _pause(self, pause_s: float) -> None:
         """Wait so long, or for a call."""
