@@ -79,12 +79,13 @@ class PoolIO:
         size = geometry.rows_per_block
         total = 0
         for index, first, stop in _block_parts(span.first, span.end, size):
-            block_HPSW = words_NHPSW[blocks[index], head : head + count]
             if stop - first == size:
-                total += weights.of_block(block_HPSW.reshape(-1), first, head, count)
+                words = words_NHPSW[blocks[index], head : head + count].reshape(-1)
+                total += weights.of_block(words, first, head, count)
             else:
                 row = first % size
-                total += weights.of_rows(block_HPSW[:, :, row : row + stop - first], first, head)
+                part_HPSW = words_NHPSW[blocks[index], head : head + count, :, row : row + stop - first]
+                total += weights.of_rows(part_HPSW, first, head)
         return total * layer_weight(span.layer) & MASK
 
     def copy(
@@ -101,12 +102,16 @@ class PoolIO:
         total = 0
         for _, first, stop in _block_parts(span.first, span.end, step):
             row, place = first % mine.rows_per_block, first % theirs.rows_per_block
-            part_HPSW = source_NHPSW[blocks[first // mine.rows_per_block], :, :, row : row + stop - first]
             block = target_blocks[first // theirs.rows_per_block]
+            if stop - first == mine.rows_per_block == theirs.rows_per_block:
+                whole_HPSW = source_NHPSW[blocks[first // mine.rows_per_block]]
+                target_NHPSW[block] = whole_HPSW
+                if with_digest:  # the words are still in the cache
+                    total += weights.of_block(whole_HPSW.reshape(-1), first, here, span.head_count)
+                continue
+            part_HPSW = source_NHPSW[blocks[first // mine.rows_per_block], :, :, row : row + stop - first]
             target_NHPSW[block, :, :, place : place + stop - first] = part_HPSW
-            if with_digest and stop - first == mine.rows_per_block:
-                total += weights.of_block(part_HPSW.reshape(-1), first, here, span.head_count)
-            elif with_digest:
+            if with_digest:
                 total += weights.of_rows(part_HPSW, first, here)
         return total * layer_weight(span.layer) & MASK
 
@@ -131,6 +136,12 @@ class PoolIO:
     ) -> Iterator[tuple[int, int]]:
         size, row_bytes = geometry.rows_per_block, geometry.row_bytes
         order = min(order_block_size, size) if size == 1 else order_block_size
+        if order == size and not span.first % size and not span.count % size:  # as nearly always: whole blocks
+            start, block_bytes = geometry.offset_bytes + head * geometry.head_bytes, geometry.block_bytes
+            num_bytes = span.head_count * geometry.head_bytes
+            for block in blocks[span.first // size : span.end // size]:
+                yield start + block * block_bytes, start + block * block_bytes + num_bytes
+            return
         for _, first, stop in _block_parts(span.first, span.end, order):
             inside = tuple(_block_parts(first, stop, size))
             if len(inside) == 1 and stop - first == size:
