@@ -81,9 +81,7 @@ class LandingInbox:
         else:
             has_digest = self._has_digest and DIGEST in hello.capabilities
             ranks = (hello.tp_rank, hello.tp_size)
-            rules.peers.meet(
-                peer, LandingPeer(hello.epoch, *ranks, has_digest, hello.host_id, hello.life_file, now_s)
-            )
+            rules.peers.meet(peer, LandingPeer(hello.epoch, *ranks, has_digest, hello.host_id, hello.life_file, now_s))
         return [*actions, rules.replies.hello(peer, hello, refused, now_s)]
 
     def _end_life(self, p_epoch: int, now_s: float) -> Actions:

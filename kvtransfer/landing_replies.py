@@ -54,9 +54,7 @@ class LandingReplies:
         """HELLO_REPLY; `refused` says why the two must not talk, or is empty."""
         same_host = bool(self._host_id) and hello.host_id == self._host_id
         offers = [
-            offer
-            for offer in self._offers
-            if offer.lane in hello.lanes and (same_host or offer.lane not in SAME_HOST)
+            offer for offer in self._offers if offer.lane in hello.lanes and (same_host or offer.lane not in SAME_HOST)
         ]
         reply = kv_pb2.HelloReply(
             version=VERSION,

@@ -202,9 +202,7 @@ class LandingTable:
         del self._live[landing.attempt]
         self._by_id.pop(landing.landing_id, None)
         sealed = landing.state is LandingState.SEALED
-        self.bury(
-            Tombstone(landing.attempt, landing.landing_id, sealed, now_s, landing.reason, landing.deny_reason)
-        )
+        self.bury(Tombstone(landing.attempt, landing.landing_id, sealed, now_s, landing.reason, landing.deny_reason))
 
     def bury(self, tombstone: Tombstone) -> None:
         """Note that an attempt has ended, whether or not it was ever here."""

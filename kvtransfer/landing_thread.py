@@ -15,9 +15,10 @@ from baton.core.errors import BatonError, ProtocolError
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.frame import Bytes, FrameHeader, crc_of, decode_header, is_frame
+from baton.kvtransfer.frame import Bytes, FrameHeader, decode_header, is_frame
 from baton.kvtransfer.landing_actions import (
     DigestLayer,
+    DiscardWrites,
     Drained,
     LandingAction,
     LandingEvent,
@@ -28,7 +29,7 @@ from baton.kvtransfer.landing_actions import (
 )
 from baton.kvtransfer.landing_protocol import LandingProtocol
 from baton.kvtransfer.landing_table import LandingState
-from baton.kvtransfer.messages import parse_control
+from baton.kvtransfer.messages import encode_control, parse_control
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.records import (
     NO_SLOT,
@@ -41,7 +42,6 @@ from baton.kvtransfer.records import (
     encode_record,
 )
 from baton.kvtransfer.ring import CompletionWords, Ring
-from baton.kvtransfer.span import Span
 from baton.kvtransfer.transport import Delivery, Transport
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,6 @@ class LandingThread:
         self._config = config
         self._transport = transport
         self._clock = clock
-        self._layout = pool.layout
         self._io = PoolIO(pool.bytes_view, pool.geometry)
         self._protocol = LandingProtocol(
             epoch=epoch,
@@ -182,12 +181,12 @@ class LandingThread:
         for action in actions:
             match action:
                 case SendControl():
-                    self._transport.send(action.peer, [action.control.SerializeToString()])
+                    self._transport.send(action.peer, [encode_control(action.control)])
                 case WriteFrame():
                     assert delivery is not None
                     self._write(action, delivery)
-                case DigestLayer():
-                    self._digest(action)
+                case DigestLayer() | DiscardWrites():
+                    raise AssertionError("a write is over when `_write` returns, and verified with it")
                 case _:
                     self._tell(action)
 
@@ -196,13 +195,7 @@ class LandingThread:
         header = action.header
         blocks = self._tables[landing.attempt].blocks
         self._io.write(blocks, header.span, delivery.parts[1], header.order_block_size)
-        self._do(self._protocol.landed(action.header, self._clock.now_s()))
-
-    def _digest(self, action: DigestLayer) -> None:
-        landing = self._protocol.landing(action.landing_id)
-        span = Span(action.layer, 0, landing.prompt_len, 0, self._layout.num_kv_heads)
-        digest = self._io.digest(self._tables[landing.attempt].blocks, span)
-        self._do(self._protocol.digested(action.landing_id, action.layer, digest, self._clock.now_s()))
+        self._do(self._protocol.landed(header, self._io.digest(blocks, header.span), self._clock.now_s()))
 
     def _tell(self, event: LandingEvent) -> None:
         slot = self._slots.get(event.attempt, NO_SLOT)
@@ -241,6 +234,6 @@ class LandingThread:
 
 def _intact(head: Bytes, payload: Bytes) -> FrameHeader:
     header = decode_header(head)
-    if header.payload_bytes != len(payload) or header.payload_crc != crc_of([payload]):
-        raise ProtocolError("the payload of a frame is not what its header says")
+    if header.payload_bytes != len(payload):
+        raise ProtocolError("the payload of a frame is not as long as its header says")
     return header
