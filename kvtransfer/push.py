@@ -262,13 +262,15 @@ class PushService:
         for command in commands:
             self._do(command(now_s))
         for delivery in self._transport.receive(IDLE_S):
-            self._deliver(delivery)
+            if isinstance(delivery, Delivery):
+                self._deliver(delivery)
         self._do(self._protocol.tick(self._clock.now_s()))
         self._counts["num_pushes"] = len(tuple(self._protocol.transfers()))
 
     def _deliver(self, delivery: Delivery) -> None:
         try:
-            control = parse_control(delivery.parts[0])
+            assert delivery.control is not None
+            control = parse_control(delivery.control)
             self._do(self._protocol.on_control(delivery.peer, control, self._clock.now_s()))
         except BatonError as error:
             log.warning("a message from %s is refused: %s", delivery.peer, error)
@@ -278,7 +280,7 @@ class PushService:
         for action in actions:
             match action:
                 case SendControl():
-                    self._transport.send(action.peer, [encode_control(action.control)])
+                    self._transport.send(action.peer, encode_control(action.control))
                 case SendFrame():
                     self._send_frame(action)
                 case OpenLane():
@@ -307,7 +309,7 @@ class PushService:
             return
         digest = self._io.digest(self._tables[action.attempt].blocks, header.span)
         header = dataclasses.replace(header, payload_digest=digest)
-        self._transport.send(action.peer, [encode_header(header), payload.data])
+        self._transport.send_frame(action.peer, encode_header(header), [payload.data], action.lane)
 
     def _take_payload(self, attempt: AttemptKey, header: FrameHeader) -> _Payload:
         with self._payload_lock:

@@ -3,14 +3,14 @@
 import os
 import time
 
+import numpy as np
+
 from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed, landing_region
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.tests.kvtransfer.conftest import make_layout
-
-import numpy as np
 
 D_EPOCH = 0x8000000000000001
 

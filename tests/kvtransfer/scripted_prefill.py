@@ -101,9 +101,7 @@ class ScriptedPrefill:
         )
 
     def granted(self, key, poll=None, timeout_s=10.0):
-        return self.wait_for(
-            "grant", lambda grant: grant.attempt == wire_attempt(key), poll=poll, timeout_s=timeout_s
-        )
+        return self.wait_for("grant", lambda grant: grant.attempt == wire_attempt(key), poll=poll, timeout_s=timeout_s)
 
     def frame(self, grant, layer, first, count, *, lane="inline", damage=False):
         """Push some positions of this rank's heads of a layer."""
