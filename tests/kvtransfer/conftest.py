@@ -92,6 +92,7 @@ class Pair:
         self.push = PushService(pool=self.source, epoch=P_EPOCH, transport=self.at_p, **common)
         self.peer = DecodePeer("d0", self.landing.address, D_EPOCH)
         self.tables, self.landed_tables, self.sizes = {}, {}, {}
+        self.all_tables = {}
         self.events = []  # (moment, event), of both sides
         self.is_granting = True
         self.push.start()
@@ -108,7 +109,7 @@ class Pair:
 
     def reserve(self, prompt_len, request_id="r", attempt=0, wait_s=10.0, capacity_len=None):
         key = AttemptKey(request_id, attempt)
-        self.tables[key] = self.from_blocks.reserve(prompt_len)
+        self.tables[key] = self.all_tables[key] = self.from_blocks.reserve(prompt_len)
         self.sizes[key] = prompt_len
         self.push.reserve(key, self.peer, self.tables[key], prompt_len, capacity_len or prompt_len + 3, wait_s)
         return key
