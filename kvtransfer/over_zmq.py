@@ -16,7 +16,7 @@ import zmq
 from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse
 from baton.kvtransfer.frame import Bytes
-from baton.kvtransfer.transport import Delivery, PayloadDone, delivery_of
+from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts, delivery_of
 from baton.proto import kv_pb2
 
 HIGH_WATER_MESSAGES = 4096  # above what a window allows (frame.FRAME_OVERHEAD_BYTES), so that credits are the limit
@@ -45,7 +45,7 @@ class ZmqTransport:
 
     def __init__(self, bind: str | None = None, config: KVTransferConfig | None = None) -> None:
         self._config = config or KVTransferConfig()
-        self.num_lost = 0
+        self.counts = TransportCounts()
         self.address = ""
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
@@ -85,10 +85,18 @@ class ZmqTransport:
         """There is none."""
         return f"no lane {offer.lane}"
 
+    def num_pinned(self, peer: str) -> int:
+        """Posted memory is libzmq's."""
+        return 0
+
+    def lane_of(self, peer: str) -> str:
+        """The only one."""
+        return "inline"
+
     def _post(self, peer: str, parts: Sequence[Bytes]) -> None:
         copy = len(parts[-1]) < _COPY_BELOW_BYTES
         if self._router is None and self.problem(peer):
-            self.num_lost += 1
+            self.counts.messages_lost += 1
             return
         try:
             if self._router is not None:
@@ -98,7 +106,7 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             if error.errno not in _LOST:
                 raise
-            self.num_lost += 1
+            self.counts.messages_lost += 1
 
     def problem(self, peer: str) -> str:
         """Connects, on the side that does: an address is data, so nothing about it can be a bug here."""
@@ -209,5 +217,5 @@ class ZmqTransport:
             return None
         buffers = [part.buffer for part in parts]
         if socket is self._router:
-            return delivery_of(bytes(buffers[0]).decode("latin-1"), buffers[1:])
-        return delivery_of(self._names[socket], buffers)
+            return delivery_of(bytes(buffers[0]).decode("latin-1"), buffers[1:]) or Delivery("")
+        return delivery_of(self._names[socket], buffers) or Delivery("")
