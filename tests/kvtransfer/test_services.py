@@ -100,7 +100,7 @@ def test_memory_that_changes_under_the_digest_is_never_sealed(make_pair):
     io.digest = digest
     pair.compute(key)
     pair.commit(key)
-    assert "arrived corrupt twice" in pair.wait_for(PushFailed, key).reason
+    assert "corrupt twice" in pair.wait_for(PushFailed, key).reason
     pair.wait_for(Drained, key)
     assert pair.find(Sealed, key) is None
 
