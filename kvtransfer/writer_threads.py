@@ -148,7 +148,7 @@ class WriterThreads:
     ) -> bool:
         """Queue a task; waits for room, counted, if `queue_len` of them wait. False: the group takes no more."""
         with self._changed:
-            if len(self._tasks) >= queue_len:
+            if len(self._tasks) >= queue_len and not (group.is_closed or group.is_cancelled):
                 self._wait_for_room(group, queue_len, limit_s)
             if group.is_closed or group.is_cancelled:
                 return False
