@@ -41,6 +41,7 @@ class ShmLane:
         self._region = region
         self._epoch = epoch
         self._source = source
+        self._is_closed = False
         # Of each layer: heads, where they go, and whether their digest counts. Of several holders it counts once.
         self._routes = tuple(tuple(_route(source, targets, layer)) for layer in range(len(source.geometry.layers)))
 
@@ -48,7 +49,7 @@ class ShmLane:
         self, blocks: Sequence[int], target_blocks: Sequence[int], span: Span, *, with_digest: bool
     ) -> WrittenAtOnce:
         """Copy a span to every rank that holds a head of it; over when this returns."""
-        if self._region.epoch != self._epoch:
+        if self._is_closed or self._region.epoch != self._epoch:
             raise LaneFailed("the decode worker's memory belongs to another life")
         digest = 0
         for first, stop, target, counts in self._routes[span.layer]:
@@ -68,9 +69,8 @@ class ShmLane:
         return True
 
     def close(self) -> None:
-        """Let go of the mapping; the memory goes back with its last view."""
-        self._routes = ()
-        self._region.close()
+        """Write nothing any more. The mapping goes with the last reference to this."""
+        self._is_closed = True
 
 
 class ShmOpener:
