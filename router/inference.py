@@ -26,6 +26,7 @@ from baton.router.stats import StreamStats
 from baton.router.text import IncrementalText
 
 MAX_REQUEST_ID_LEN: Final = 128
+MAX_TENANT_LEN: Final = 256
 THREAD_TEXT_LEN: Final = 4096  # longer texts (> 1 ms) are tokenized in a thread, so that other streams go on
 # A request may have this many bytes, and so many more per position of the model: no text that fits is longer, but for
 # runs of a few very long tokens; what is longer is refused unread.
@@ -118,6 +119,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if len(asked.request_id) > MAX_REQUEST_ID_LEN:
             message = f"request_id has {len(asked.request_id)} characters; at most {MAX_REQUEST_ID_LEN}"
             raise InvalidRequest(message, field="request_id", limit=MAX_REQUEST_ID_LEN)
+        if len(asked.tenant) > MAX_TENANT_LEN:
+            message = f"tenant has {len(asked.tenant)} characters; at most {MAX_TENANT_LEN}"
+            raise InvalidRequest(message, field="tenant", limit=MAX_TENANT_LEN)
         self._check_size(asked)
         # Once without the workers, so that a bad value is named even when nobody is there to serve a good one.
         self._sampling(asked, room_len=1).validate(self._model.vocab_size)
@@ -134,6 +138,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             sampling=sampling,
             deadline_s=received_s + timeout_s,
             num_draft_tokens=num_draft_tokens,
+            tenant=asked.tenant,
         )
 
     async def _stream(self, request: GenerationRequest, shown_id: str, stats: StreamStats, context: Context) -> None:

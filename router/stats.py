@@ -52,6 +52,7 @@ class StreamStats:
             queue_ms=first.queue_ms,
             landing_ms=first.landing_ms,
             prefill_ms=first.prefill_ms,
+            num_cached_tokens=first.num_cached_tokens,
         )
         if same_host:
             stats.router_ms = max(0.0, first.received_ns / 1e6 - 1e3 * self._received_s)
