@@ -2,9 +2,10 @@
 
 Pure bookkeeping over host values: no tensors, no sockets, no clock of its own. Blocks are never held while a request
 queues: a sequence gets its own blocks, and asks the decode worker for a landing, only when fewer prompt tokens than
-the lookahead are ahead of it. What other prompts have left of its beginning is then part of its blocks, and is not
-computed again; but the last prompt token always is, because the first answer token follows from it. Only granted ones count as ahead: a decode worker that has no room must hold up nobody
-else's requests, so it gets a few askers at most, and those at most half of the blocks.
+the lookahead are ahead of it. Blocks that other prompts have left of its beginning are then among them, and are not
+computed again; but the last prompt token always is, because the first answer token follows from it. Only granted ones
+count as ahead: a decode worker that has no room must hold up nobody else's requests, so it gets a few askers at most,
+and those at most half of the blocks.
 """
 
 from collections import Counter

@@ -27,6 +27,7 @@ from baton.core.validate import RequestLimits, validate_attempt
 from baton.engine.finish import FinishChecker
 from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
 from baton.kvcache.allocator import BlockAllocator
+from baton.kvcache.layout import PayloadKind
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import PushPart
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
@@ -76,7 +77,9 @@ class PrefillWorker:
         self._push = push
         self._clock = clock
         self._layout = pool.layout
-        self._prefix_cache = prefix_cache
+        # A recurrent state is that of its last position alone: it cannot be cut to a shorter prompt.
+        has_state = any(layer.kind is PayloadKind.STATE for layer in pool.layout.layers)
+        self._prefix_cache = prefix_cache and not has_state
         self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size)
         self._scheduler = PrefillScheduler(self._allocator, chunk_len, max_num_seqs)
         capacity_len = pool.num_blocks * pool.layout.block_size
@@ -207,7 +210,7 @@ class PrefillWorker:
         if sequence.num_cached:
             part = PushPart(sequence.key, 0, sequence.num_cached)
             with self._push.writer.step([part]) as step:
-                for layer in range(self._layout.num_layers):
+                for layer in range(self._layout.num_all_layers):
                     step.submit(layer)
 
     def _denied(self, run: _Run, event: Denied) -> None:

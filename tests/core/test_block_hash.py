@@ -22,7 +22,9 @@ def test_names_are_the_same_in_every_process():
     ]
 
 
-@pytest.mark.parametrize(("with_mtp", "prompt_lens"), [(False, {3: 0, 4: 1, 7: 1, 8: 2}), (True, {4: 0, 5: 1, 8: 1, 9: 2})])
+@pytest.mark.parametrize(
+    ("with_mtp", "prompt_lens"), [(False, {3: 0, 4: 1, 7: 1, 8: 2}), (True, {4: 0, 5: 1, 8: 1, 9: 2})]
+)
 def test_only_blocks_whose_kv_the_prompt_fixes_have_a_name(with_mtp, prompt_lens):
     for prompt_len, num_names in prompt_lens.items():
         made = names(range(prompt_len), with_mtp=with_mtp)

@@ -158,6 +158,7 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
                 prefill_ms=3 * sixth_ms,
                 sent_ns=sent_ns,
                 received_ns=received_ns,
+                num_cached_tokens=max(0, len(request.prompt_token_ids) - 2),
             )
             if script.decode_before_first:
                 self.worker.bench.sent(request).set()
