@@ -41,7 +41,10 @@ def test_serve_has_a_flag_for_every_key_and_every_documented_flag():
     flags = flags_of("serve")
     assert {f"--{name.replace('_', '-')}" for name in ServeConfig.model_fields} <= flags
     assert {f"--{name}" for name in DESIGN_SERVE_FLAGS} <= flags
-    assert flags - {"--config", "--json", "--help"} == {f"--{k.replace('_', '-')}" for k in ServeConfig.model_fields}
+    switches_off = {flag for flag in flags if flag.startswith("--no-")}
+    assert flags - {"--config", "--json", "--help"} - switches_off == {
+        f"--{k.replace('_', '-')}" for k in ServeConfig.model_fields
+    }
 
 
 @pytest.mark.fast

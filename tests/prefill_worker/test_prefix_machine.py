@@ -10,7 +10,14 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from baton.core.block_hash import block_hashes
 from baton.core.request import AttemptKey, GenerationRequest
@@ -149,15 +156,13 @@ class PrefixMachine(RuleBasedStateMachine):
             assert self.allocator.num_reserved == 0
 
 
-TestPrefixMachine = PrefixMachine.TestCase
-TestPrefixMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestPrefixMachine.pytestmark = [pytest.mark.fast]
+@pytest.mark.fast
+def test_any_order_of_events():
+    run_state_machine_as_test(PrefixMachine, settings=settings(max_examples=80, stateful_step_count=40, deadline=None))
 
 
-class LongPrefixMachine(PrefixMachine):
-    """The same, for longer."""
-
-
-TestLongPrefixMachine = LongPrefixMachine.TestCase
-TestLongPrefixMachine.settings = settings(max_examples=1500, stateful_step_count=60, deadline=None)
-TestLongPrefixMachine.pytestmark = [pytest.mark.slow]
+@pytest.mark.slow
+def test_any_order_of_many_events():
+    run_state_machine_as_test(
+        PrefixMachine, settings=settings(max_examples=2000, stateful_step_count=80, deadline=None)
+    )
