@@ -415,20 +415,22 @@ class Abort(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ..., sender_epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ...) -> None: ...
 
 class AbortAck(_message.Message):
-    __slots__ = ("epoch", "landing_id", "attempt", "drained", "peer_epoch", "tp_rank")
+    __slots__ = ("epoch", "landing_id", "attempt", "drained", "peer_epoch", "tp_rank", "all_ranks")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LANDING_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    ALL_RANKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     landing_id: int
     attempt: Attempt
     drained: bool
     peer_epoch: int
     tp_rank: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., drained: bool = ..., peer_epoch: _Optional[int] = ..., tp_rank: _Optional[int] = ...) -> None: ...
+    all_ranks: bool
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., drained: bool = ..., peer_epoch: _Optional[int] = ..., tp_rank: _Optional[int] = ..., all_ranks: bool = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("epoch", "landing_id", "round", "next_seq")
