@@ -95,7 +95,7 @@ class LandingInbox:
     def _on_reserve(self, peer: str, known: LandingPeer, reserve: kv_pb2.Reserve, now_s: float) -> Actions:
         rules = self._rules
         attempt = attempt_of(reserve.attempt)
-        if reserve.epoch != known.epoch:
+        if reserve.epoch != known.epoch or reserve.peer_epoch != rules.epoch:
             rules.counts.messages_refused += 1
             return []
         if known.rank != 0 or max(1, reserve.tp_size) != known.size:

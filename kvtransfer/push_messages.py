@@ -76,6 +76,7 @@ class PushMessages:
             wait_ms=min(max(1, int((transfer.deadline_s - now_s) * 1e3)), MAX_U32),
             lane=transfer.lane,
             tp_size=self._me.size,
+            peer_epoch=transfer.peer.epoch,
         )
         return control_of(reserve)
 

@@ -161,9 +161,6 @@ class PushRules:
         if is_one_sided(wanted) and peer.lane != wanted:
             return self.fail(transfer, f"rank 0 was granted lane {wanted}, this rank has {peer.lane}", now_s)
         transfer.lane = wanted if is_one_sided(wanted) else INLINE if is_one_sided(peer.lane) else peer.lane
-        if not transfer.is_one_sided:
-            transfer.is_confirmed = True
-            return self.pump(transfer.peer.kv_address, now_s)
         # The landing may have been fenced, and this rank have said that it writes nothing, before it knew of it.
         return [self.resume_message(transfer, now_s)]
 
