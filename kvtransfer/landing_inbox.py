@@ -272,7 +272,7 @@ class LandingInbox:
             return []
         part = self._part(landing, known)
         part.renewed.renew(now_s)
-        part.min_seq = max(part.min_seq, resume.next_seq)
+        part.write_off(resume.next_seq)
         return [rules.replies.have(peer, landing, part, rules.gaps(landing, part), resume.round)]
 
     def _part(self, landing: Landing, known: LandingPeer) -> Part:

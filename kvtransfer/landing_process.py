@@ -99,7 +99,8 @@ class _Life:
             self._driver.close()
 
     def _leave_with_parent(self) -> None:
-        signal.signal(signal.SIGTERM, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != self._parent:  # it was faster

@@ -3,6 +3,8 @@
 import os
 import time
 
+import numpy as np
+
 from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed, landing_region
@@ -10,15 +12,13 @@ from baton.kvtransfer.landing_setup import LandingSetup, Listen
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.tests.kvtransfer.conftest import make_layout
 
-import numpy as np
-
 D_EPOCH = 0x8000000000000001
 
 
 class LandingWorker:
     """A landing in a process of its own, and blocks."""
 
-    def __init__(self, layout=None, *, num_blocks=64, tp_size=1, lanes=(), **config):
+    def __init__(self, layout=None, *, num_blocks=64, tp_size=1, lanes=(), bind="tcp://127.0.0.1:0", **config):
         self.layout = layout or make_layout()
         self.config = KVTransferConfig(**config)
         self.setup = LandingSetup(
@@ -26,7 +26,7 @@ class LandingWorker:
             layout=self.layout,
             num_blocks=num_blocks,
             tp_size=tp_size,
-            listen=Listen("zmq", "tcp://127.0.0.1:0", tuple(lanes)),
+            listen=Listen("zmq", bind, tuple(lanes)),
             config=self.config,
         )
         self.region = landing_region(self.setup.geometries, self.config)

@@ -1,5 +1,6 @@
 """A prefill rank without any rules: it sends what a test tells it to, over the product's own transport."""
 
+import sys
 import time
 
 import numpy as np
@@ -8,6 +9,7 @@ from baton.core.clock import MonotonicClock
 from baton.core.request import AttemptKey
 from baton.kernels.digest import MASK
 from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.frame import VERSION, FrameHeader, encode_header
 from baton.kvtransfer.messages import DIGEST, control_of, encode_control, layout_message, parse_control, wire_attempt
 from baton.kvtransfer.over_zmq import ZmqTransport
@@ -101,9 +103,7 @@ class ScriptedPrefill:
         )
 
     def granted(self, key, poll=None, timeout_s=10.0):
-        return self.wait_for(
-            "grant", lambda grant: grant.attempt == wire_attempt(key), poll=poll, timeout_s=timeout_s
-        )
+        return self.wait_for("grant", lambda grant: grant.attempt == wire_attempt(key), poll=poll, timeout_s=timeout_s)
 
     def frame(self, grant, layer, first, count, *, lane="inline", damage=False):
         """Push some positions of this rank's heads of a layer."""
@@ -113,7 +113,7 @@ class ScriptedPrefill:
         span = Span(layer, first, count, heads.first, heads.count)
         payload = self.whole.read(self.blocks, span, self.layout.block_size)
         digest = self.whole.digest(self.blocks, span)
-        totals = self.digests.setdefault(grant.landing_id, [0] * self.layout.num_all_layers)
+        totals = self.digests.setdefault((grant.epoch, grant.landing_id), [0] * self.layout.num_all_layers)
         totals[layer] = (totals[layer] + digest) & MASK
         header = FrameHeader(
             d_epoch=grant.epoch,
@@ -149,7 +149,7 @@ class ScriptedPrefill:
                 attempt=grant.attempt,
                 prompt_len=prompt_len,
                 num_layers=self.layout.num_all_layers,
-                layer_digests=self.digests.get(grant.landing_id, [0] * self.layout.num_all_layers),
+                layer_digests=self.digests.get((grant.epoch, grant.landing_id), [0] * self.layout.num_all_layers),
                 state=state,
                 prefill_end_ns=int(MonotonicClock().now_s() * 1e9),
                 round=round,
@@ -162,3 +162,26 @@ class ScriptedPrefill:
 
 def key_of(name, attempt=0):
     return AttemptKey(name, attempt)
+
+
+BULK = KVLayout(model_hash="model", num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
+BULK_LEN = 2048
+
+
+def push_bulk(address, request_id):
+    """Hand BULK_LEN positions over in small frames; says how long that took."""
+    prefill = ScriptedPrefill(address, BULK, num_blocks=BULK_LEN // BULK.block_size, p_epoch=time.monotonic_ns())
+    prefill.hello()
+    key = AttemptKey(request_id, 0)
+    prefill.reserve(key, BULK_LEN)
+    grant = prefill.granted(key)
+    start_s = time.monotonic()
+    prefill.push(grant, BULK_LEN, chunk_len=128)
+    prefill.commit(grant, BULK_LEN)
+    prefill.wait_for("commit_ack")
+    print(time.monotonic() - start_s)
+    prefill.close()
+
+
+if __name__ == "__main__":
+    push_bulk(*sys.argv[1:])
