@@ -110,10 +110,8 @@ class PushSource:
         return part
 
     def make(self, route: Route, span: Span) -> Frame:
-        """A frame that is not kept, or was lost: for a two-sided lane, made again from the pool."""
-        digest = self._pool.digest(route.blocks, span) if self._has_digest else None
-        data = self._pool.read(route.blocks, span, self._layout.block_size) if route.lane == INLINE else None
-        return Frame(span.count, digest, None, data)
+        """A frame that was posted before, or is cut otherwise now: digested again from the pool."""
+        return Frame(span.count, self._pool.digest(route.blocks, span) if self._has_digest else None)
 
     def payload(self, route: Route, span: Span, frame: Frame) -> list[memoryview]:
         """What is sent of a frame."""
