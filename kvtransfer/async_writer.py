@@ -9,15 +9,17 @@ Beside the step there is work *aside*: tasks that belong to no step and run whil
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from baton.core.request import AttemptKey
 from baton.kvtransfer.writer_threads import (
+    Job,
     OnQuiet,
-    PushFn,
-    PushPart,
     TaskGroup,
     WriterCancelled,
     WriterDied,
@@ -31,6 +33,17 @@ STALL_LIMIT_S = 10.0
 WAIT_LIMIT_S = 60.0
 MAX_NOTES = 8  # errors attached to the one that is raised
 
+
+@dataclass(frozen=True, slots=True)
+class PushPart:
+    """`count` positions from `first` of one attempt: what one step computes for it in every layer."""
+
+    attempt: AttemptKey
+    first: int
+    count: int
+
+
+PushFn = Callable[[PushPart, int], None]
 OnParts = Callable[[Sequence[PushPart]], None]
 
 
@@ -39,7 +52,7 @@ class WriterStateError(RuntimeError):
 
 
 class AsyncWriter:
-    """The one writer of a prefill loop. Only that loop calls it, but for `cancel` and `close`.
+    """The one writer of a prefill loop. Only that loop calls it, but for `aside`, `cancel` and `close`.
 
     Args:
         push_fn: reads and hands over one part of one layer; runs on the threads. On CUDA the thread's own stream is
@@ -72,7 +85,8 @@ class AsyncWriter:
         self._on_end = on_end
         self._stall_limit_s = stall_limit_s
         self._wait_limit_s = wait_limit_s
-        self._threads = None if push_fn is None else WriterThreads(push_fn, num_threads, device)
+        self._push_fn = push_fn
+        self._threads = None if push_fn is None else WriterThreads(num_threads, device)
         self._parts: tuple[PushPart, ...] = ()
         self._step: TaskGroup | None = None  # None: idle
         self._is_closed = False
@@ -132,10 +146,11 @@ class AsyncWriter:
             raise WriterStateError("submit without begin")
         if not self._parts:
             return
-        assert self._threads is not None
+        assert self._threads is not None and self._push_fn is not None
         event = self._threads.record()
         for part in self._parts:
-            if not self._threads.put(step, part, layer, event, self._queue_len, self._stall_limit_s):
+            job = functools.partial(self._push_fn, part, layer)
+            if not self._threads.put(step, job, event, self._queue_len, self._stall_limit_s):
                 return  # wait_all raises what happened
 
     def wait_all(self) -> None:
@@ -165,21 +180,21 @@ class AsyncWriter:
             self._threads.cancel(step)
         self._end(step)
 
-    def aside(self, tasks: Sequence[tuple[PushPart, int]], on_done: OnQuiet) -> None:
-        """Push parts of layers that were computed before this step; returns at once.
+    def aside(self, jobs: Sequence[Job], on_done: OnQuiet) -> None:
+        """Do something that belongs to no step, on the threads; returns at once. Any thread may call this.
 
         Args:
-            tasks: (part, layer).
+            jobs: run in no promised order.
             on_done: told the first error, or None, on any thread, once no task reads the blocks any more.
 
         Raises:
             WriterCancelled: the writer is closed.
         """
-        if self._threads is None or not tasks:
+        if self._threads is None or not jobs:
             on_done(None)
             return
         self._threads.start()
-        self._threads.put_aside(TaskGroup(on_done), tasks, self._threads.record())
+        self._threads.put_aside(TaskGroup(on_done), jobs, self._threads.record())
 
     def close(self) -> None:
         """Cancel what is open and end the threads."""

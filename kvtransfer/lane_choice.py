@@ -84,7 +84,7 @@ class LaneChooser:
     def choose(self, address: str, epoch: int, host_id: str, offers: Sequence[kv_pb2.LaneOffer]) -> LaneChoice:
         """Open the best lane that works; what was opened before for this address is used no more."""
         by_lane = {offer.lane: offer for offer in offers}
-        refused = []
+        refused: list[tuple[str, str]] = []
         choice = None
         for lane in self._order:
             reason, opened = self._open(lane, address, epoch, host_id, by_lane.get(lane))

@@ -120,23 +120,6 @@ class ShmOpener:
             raise
 
 
-def shm_offer(region: SharedRegion, geometries: Sequence[PoolGeometry]) -> kv_pb2.LaneOffer:
-    """What a decode worker offers: a region, and the pools in it by rank."""
-    places = [
-        kv_pb2.PoolPlace(
-            offset_bytes=place.offset_bytes,
-            num_bytes=place.num_bytes,
-            num_blocks=geometry.num_blocks,
-            block_size=geometry.layout.block_size,
-            tp_rank=geometry.rank,
-            tp_size=geometry.size,
-        )
-        for place, geometry in zip(region.pools, geometries, strict=True)
-    ]
-    shm = kv_pb2.ShmOffer(path=str(region.path), nonce=region.nonce.to_bytes(8, "little"), pools=places)
-    return kv_pb2.LaneOffer(lane=SHM, shm=shm)
-
-
 def _geometries(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> list[PoolGeometry]:
     """What the pools of a peer of this layout look like, if the offer makes sense."""
     size = len(places)

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from baton.core.request import AttemptKey
-
 log = logging.getLogger(__name__)
 
 
@@ -33,16 +31,7 @@ class WriterCancelled(RuntimeError):
     """What was asked for will not be done: it was cancelled, or the writer closed, meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class PushPart:
-    """`count` positions from `first` of one attempt: what one step computes for it in every layer."""
-
-    attempt: AttemptKey
-    first: int
-    count: int
-
-
-PushFn = Callable[[PushPart, int], None]
+Job = Callable[[], None]
 OnQuiet = Callable[[BaseException | None], None]
 
 
@@ -83,26 +72,25 @@ class TaskGroup:
 @dataclass(slots=True)
 class _Task:
     group: TaskGroup
-    part: PushPart
-    layer: int
+    job: Job
     event: torch.cuda.Event | None
 
 
 class WriterThreads:
     """Runs tasks in no promised order; those aside only while no other waits.
 
+    On CUDA the thread's own stream is current, and waits for the event of the task.
+
     Args:
-        push_fn: runs a task. On CUDA the thread's own stream is current, and waits for the event of the task.
         num_threads: how many.
         device: every thread makes it its own.
     """
 
-    def __init__(self, push_fn: PushFn, num_threads: int, device: torch.device) -> None:
+    def __init__(self, num_threads: int, device: torch.device) -> None:
         assert num_threads > 0
         self.num_stalls = 0
         self.stalled_s = 0.0
         self.num_deaths = 0
-        self._push_fn = push_fn
         self._num_threads = num_threads
         self._device = device
         self._tasks: deque[_Task] = deque()
@@ -140,8 +128,7 @@ class WriterThreads:
     def put(
         self,
         group: TaskGroup,
-        part: PushPart,
-        layer: int,
+        job: Job,
         event: torch.cuda.Event | None,
         queue_len: int,
         limit_s: float,
@@ -153,21 +140,19 @@ class WriterThreads:
             if group.is_closed or group.is_cancelled:
                 return False
             group.num_submitted += 1
-            self._tasks.append(_Task(group, part, layer, event))
+            self._tasks.append(_Task(group, job, event))
         self._tokens.put(None)
         return True
 
-    def put_aside(
-        self, group: TaskGroup, tasks: Sequence[tuple[PushPart, int]], event: torch.cuda.Event | None
-    ) -> None:
+    def put_aside(self, group: TaskGroup, jobs: Sequence[Job], event: torch.cuda.Event | None) -> None:
         """Queue a whole group, however long the queue is; nobody will wait for it."""
         with self._changed:
             if self._is_closed:
                 raise WriterCancelled("the writer is closed")
             group.is_closed = group.is_left_alone = True
-            group.num_submitted = len(tasks)
-            self._aside.extend(_Task(group, part, layer, event) for part, layer in tasks)
-        for _ in tasks:
+            group.num_submitted = len(jobs)
+            self._aside.extend(_Task(group, job, event) for job in jobs)
+        for _ in jobs:
             self._tokens.put(None)
 
     def cancel(self, group: TaskGroup) -> None:
@@ -321,12 +306,12 @@ class WriterThreads:
         try:
             with torch.inference_mode():
                 if stream is None:
-                    self._push_fn(task.part, task.layer)
+                    task.job()
                     return None
                 assert task.event is not None
                 with torch.cuda.stream(stream):
                     stream.wait_event(task.event)
-                    self._push_fn(task.part, task.layer)
+                    task.job()
         # The boundary of the task: whatever a push raises belongs to its group.
         except BaseException as error:  # noqa: BLE001
             _forget_frames(error)

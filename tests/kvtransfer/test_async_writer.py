@@ -1,5 +1,6 @@
 """The async writer: one life per step, first error kept, nothing captured, nothing stuck."""
 
+import functools
 import gc
 import random
 import threading
@@ -244,7 +245,7 @@ def test_without_a_peer_to_push_to_a_step_is_a_clean_no_op(make_writer):
         writer.submit(0)
     writer.begin(PARTS)
     writer.cancel()
-    writer.aside([(PARTS[0], 0)], told.append)
+    writer.aside([lambda: None], told.append)
     assert told == [None]
     assert (writer.num_stalls, writer.stalled_s, writer.num_deaths) == (0, 0.0, 0)
 
@@ -290,7 +291,7 @@ def test_when_every_thread_dies_nothing_waits_for_them(make_writer):
     writer = make_writer(lambda part, layer: None, num_threads=2, queue_len=2)
     dying = Dying(writer)
     dying.num_left = 2
-    writer.aside([(PARTS[0], layer) for layer in range(9)], results.append)
+    writer.aside([lambda: None] * 9, results.append)
     wait_until(lambda: bool(results))
     assert isinstance(results[0], WriterDied)
     dying.num_left = 2
@@ -304,9 +305,7 @@ def test_a_device_that_cannot_be_set_fails_the_step(monkeypatch):
         raise RuntimeError("no such device")
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr(
-        AsyncWriter, "submit", lambda self, layer: self._threads.put(self._step, PARTS[0], 0, None, 9, 1)
-    )
+    monkeypatch.setattr("baton.kvtransfer.writer_threads.WriterThreads.record", lambda self: None)
     writer = AsyncWriter(lambda part, layer: None, 2, 8, torch.device("cuda", 0))
     try:
         with pytest.raises(WriterDied, match="no such device"), writer.step(PARTS) as step:
@@ -330,16 +329,16 @@ def test_threads_make_the_device_their_own_before_the_first_task(monkeypatch):
 def test_what_is_aside_runs_without_a_step_and_says_when_it_is_over(make_writer):
     done, results = [], []
 
-    def push(part, layer):
+    def push(layer):
         done.append(layer)
         if layer == 7:
             raise OSError("one of them")
 
-    writer = make_writer(push)
-    writer.aside([(PARTS[0], layer) for layer in range(5)], results.append)
+    writer = make_writer(lambda part, layer: None)
+    writer.aside([functools.partial(push, layer) for layer in range(5)], results.append)
     wait_until(lambda: results == [None])
     assert sorted(done) == [0, 1, 2, 3, 4]
-    writer.aside([(PARTS[0], layer) for layer in range(5, 10)], results.append)
+    writer.aside([functools.partial(push, layer) for layer in range(5, 10)], results.append)
     wait_until(lambda: len(results) == 2)
     assert isinstance(results[1], OSError)
     writer.aside([], results.append)
@@ -358,7 +357,7 @@ def test_a_step_does_not_wait_for_what_is_aside(make_writer):
     writer = make_writer(push, num_threads=1, queue_len=100)
     writer.begin(PARTS[:1])
     writer.submit(0)
-    writer.aside([(PARTS[0], 100 + layer) for layer in range(3)], results.append)
+    writer.aside([functools.partial(order.append, 100 + layer) for layer in range(3)], results.append)
     for layer in range(1, 4):
         writer.submit(layer)
     gate.set()
@@ -370,14 +369,14 @@ def test_a_step_does_not_wait_for_what_is_aside(make_writer):
 
 def test_closing_ends_what_is_aside(make_writer):
     gate, results = threading.Event(), []
-    writer = make_writer(lambda part, layer: gate.wait(5), num_threads=1)
-    writer.aside([(PARTS[0], layer) for layer in range(3)], results.append)
+    writer = make_writer(lambda part, layer: None, num_threads=1)
+    writer.aside([functools.partial(gate.wait, 5)] * 3, results.append)
     threading.Timer(0.02, gate.set).start()
     writer.close()
     assert len(results) == 1
     assert isinstance(results[0], WriterCancelled)
     with pytest.raises(WriterCancelled):
-        writer.aside([(PARTS[0], 0)], results.append)
+        writer.aside([lambda: None], results.append)
 
 
 def test_waiting_failing_and_cancelling_race_a_hundred_times(make_writer):
