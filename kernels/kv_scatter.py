@@ -148,7 +148,10 @@ class Workspace:
         low = [weight((3 << 60) + position) for position in range(PERIOD)]
         high = [weight((2 << 60) + stretch) for stretch in range(-(-max_len // PERIOD))]
         table = [value - (1 << 64) if value >> 63 else value for value in low + high]
-        self.weights = torch.tensor(table, dtype=torch.int64).to(device)
+        weights = torch.tensor(table, dtype=torch.int64)
+        if device.type == "cuda":
+            weights = weights.pin_memory()  # else the thread would wait for the stream
+        self.weights = weights.to(device, non_blocking=True)
 
 
 def kv_scatter(

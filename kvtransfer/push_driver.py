@@ -5,6 +5,7 @@ a peer. It refuses to know the model's steps (`async_writer`) and what a payload
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -41,6 +42,7 @@ Command = Callable[[float], Actions]
 
 IDLE_S = 0.02
 POLL_S = 0.001  # between looks at writes that a device has not finished
+HURRY_S = 30e-6  # the same where a commit waits for them
 TICK_S = 0.02
 WAKE_INTERVAL_S = 0.001  # parts that come faster are taken together
 
@@ -119,7 +121,7 @@ class PushDriver:
             self._do(self._sender.finish(now_s))
         for command in commands:
             self._do(command(now_s))
-        for arrival in self._transport.receive(POLL_S if self._open_parts or self._sender.is_waiting else IDLE_S):
+        for arrival in self._receive():
             self._deliver(arrival)
         now_s = self._clock.now_s()
         if now_s >= self._tick_s:
@@ -127,6 +129,16 @@ class PushDriver:
             self._do(self._protocol.tick(now_s))
             self._routes.renew()
             self.num_pushes = len(tuple(self._protocol.transfers()))
+
+    def _receive(self) -> Sequence[Delivery | PayloadDone]:
+        """What arrived; waits for it as long as nothing else is to be looked at."""
+        if any(part.route.commit is not None for part in self._open_parts):
+            arrived = self._transport.receive(0.0)
+            if not arrived:
+                time.sleep(HURRY_S)
+            return arrived
+        is_polling = self._open_parts or self._sender.is_waiting
+        return self._transport.receive(POLL_S if is_polling else IDLE_S)
 
     def abort(self, attempt: AttemptKey, reason: str, now_s: float) -> Actions:
         """The worker gives up."""
