@@ -20,10 +20,11 @@ import numpy as np
 
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError, PortInUse
+from baton.kvtransfer.device_jobs import FLAGS_POOL, DeviceJobs, flag_page
 from baton.kvtransfer.landing_driver import LandingDriver
 from baton.kvtransfer.landing_link import LandingLink
-from baton.kvtransfer.landing_setup import LandingSetup
-from baton.kvtransfer.lanes import SHM
+from baton.kvtransfer.landing_setup import DeviceSetup, LandingSetup
+from baton.kvtransfer.lanes import NVLINK, SHM
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.shared_region import NONCE_AT, NONCE_BYTES, SharedRegion
@@ -77,8 +78,12 @@ class _Life:
         link = LandingLink(self._region.link, setup.config.ring_slots, setup.num_blocks)
         pools = [
             PoolIO(np.frombuffer(self._region.pool(rank), dtype=np.uint8), geometry)
-            for rank, geometry in enumerate(setup.geometries)
+            for rank, geometry in enumerate(setup.host_geometries)
         ]
+        jobs = None
+        if setup.device is not None:
+            flags = flag_page(self._region.pool(FLAGS_POOL))
+            jobs = DeviceJobs(setup.layout, setup.device.num_staging_blocks, flags)
         self._driver = LandingDriver(
             setup=setup,
             io=RankedPoolIO(pools),
@@ -86,7 +91,8 @@ class _Life:
             clock=MonotonicClock(),
             link=link,
             notify=lambda: os.eventfd_write(self._notify, 1),
-            offers=[_shm_offer(setup, self._region)] if SHM in setup.listen.lanes else [],
+            offers=_offers(setup, self._region),
+            jobs=jobs,
         )
         threading.Thread(target=self._listen_to_parent, name="kv-parent", daemon=True).start()
 
@@ -140,6 +146,29 @@ def _listen(setup: LandingSetup) -> Transport:
 def _transport(setup: LandingSetup, bind: str) -> Transport:
     assert setup.listen.transport == "zmq"
     return ZmqTransport(bind=bind, config=setup.config)
+
+
+def _offers(setup: LandingSetup, region: SharedRegion) -> list[kv_pb2.LaneOffer]:
+    if setup.device is None:
+        return [_shm_offer(setup, region)] if SHM in setup.listen.lanes else []
+    is_open = NVLINK in setup.listen.lanes and setup.device.ipc_handle
+    return [_nvlink_offer(setup, setup.device, region)] if is_open else []
+
+
+def _nvlink_offer(setup: LandingSetup, device: DeviceSetup, region: SharedRegion) -> kv_pb2.LaneOffer:
+    (geometry,) = setup.geometries
+    place = kv_pb2.PoolPlace(
+        offset_bytes=device.ipc_offset_bytes,
+        num_bytes=geometry.num_bytes,
+        num_blocks=setup.num_blocks,
+        block_size=setup.layout.block_size,
+        tp_rank=0,
+        tp_size=1,
+    )
+    pool = kv_pb2.NvlinkPool(place=place, ipc_handle=bytes.fromhex(device.ipc_handle), device_uuid=device.device_uuid)
+    nonce = region.nonce.to_bytes(NONCE_BYTES, "little")
+    nvlink = kv_pb2.NvlinkOffer(pools=[pool], flags_path=str(region.path), nonce=nonce)
+    return kv_pb2.LaneOffer(lane=NVLINK, nvlink=nvlink)
 
 
 def _shm_offer(setup: LandingSetup, region: SharedRegion) -> kv_pb2.LaneOffer:

@@ -10,8 +10,11 @@ import grpc.aio
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
 from baton.engine.prefill import PrefillRunner
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.evidence import host_id
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import PushService
+from baton.kvtransfer.push_lane import LaneOpener
 from baton.prefill_worker.service import PrefillService
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
@@ -43,6 +46,7 @@ class PrefillNode:
             transport=ZmqTransport(config=config.transfer),
             config=config.transfer,
             clock=clock,
+            openers=_openers(loaded.pool),
         )
         self.worker = PrefillWorker(
             runner=PrefillRunner(loaded.model, loaded.pool),
@@ -99,3 +103,12 @@ class PrefillNode:
         """Stop serving and release everything."""
         self.host.close()
         self.worker.close()
+
+
+def _openers(pool: KVPool) -> list[LaneOpener]:
+    """One-sided lanes of a GPU."""
+    if pool.device.type != "cuda":
+        return []
+    from baton.kvtransfer.nvlink_lane import NvlinkOpener  # with it comes Triton, which CPUs have no use for
+
+    return [NvlinkOpener(pool, host_id())]
