@@ -85,9 +85,12 @@ class ScriptedPrefill:
                 sent_ns=time.monotonic_ns(),
             )
         )
-        return self.wait_for("hello_reply", poll=poll)
+        reply = self.wait_for("hello_reply", poll=poll)
+        self.d_epoch = reply.epoch
+        return reply
 
     host_id = ""
+    d_epoch = 0
 
     def reserve(self, key, prompt_len, *, capacity_len=None, lane="", wait_ms=10_000):
         self.send(
@@ -99,6 +102,7 @@ class ScriptedPrefill:
                 wait_ms=wait_ms,
                 lane=lane,
                 tp_size=self.size,
+                peer_epoch=self.d_epoch,
             )
         )
 

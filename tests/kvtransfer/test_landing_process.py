@@ -64,9 +64,13 @@ def content(io, blocks, layout, prompt_len):
     return [bytes(np.concatenate([np.frombuffer(p, np.uint8) for p in io.pieces(blocks, s, 64)])) for s in spans]
 
 
-def is_running(pid):
+def state_of(pid):
     stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else "X"
+
+
+def is_running(pid):
+    return state_of(pid) not in "ZX"
 
 
 def wait_until(condition, what, timeout_s=10.0):
@@ -202,6 +206,7 @@ def test_it_ends_with_its_parent_and_takes_the_memory_away(is_stopped):
         assert Path(path).exists()
         if is_stopped:
             os.kill(int(pid), signal.SIGSTOP)
+            wait_until(lambda: state_of(int(pid)) == "T", "it is not stopped")
     finally:
         parent.kill()
         parent.wait()
