@@ -154,4 +154,5 @@ class WorkerConfig:
     router_address: str
     num_threads: int
     prefix_cache: bool = True
+    weights: str = "checkpoint"
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
