@@ -1,4 +1,4 @@
-"""A decode worker that never answers: its requests fail in their time, those for others go on as if it were not there."""
+"""A decode worker that never answers: its requests fail in their time, those for others do not notice."""
 
 import time
 
