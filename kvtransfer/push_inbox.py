@@ -114,6 +114,7 @@ class PushInbox:
         transfer.state = TransferState.PUSHING
         transfer.lease_s = transfer.grant.lease_s
         transfer.progress.renew(now_s)
+        transfer.is_told = True
         rules.by_landing[address, grant.landing_id] = transfer
         return [Granted(transfer.attempt, transfer.grant)]
 
@@ -202,7 +203,8 @@ class PushInbox:
         if abort.peer_epoch not in (0, self._me.epoch):
             self.num_refused += 1
             return []  # only the life that was granted it may answer
-        transfer = rules.transfers.get(attempt_of(abort.attempt))
+        attempt = attempt_of(abort.attempt)
+        transfer = rules.transfers.get(attempt)
         if peer is not None and abort.epoch == peer.epoch:
             if abort.sender_epoch == peer.epoch:
                 peer.heard.renew(now_s)
@@ -214,7 +216,9 @@ class PushInbox:
             and (not transfer.landing_id or abort.landing_id in (0, transfer.landing_id))
         )
         if transfer is None or not is_live:
-            return [SendControl(address, rules.messages.abort_ack(abort))]
+            farewell = peer.farewells.get(attempt) if peer is not None else None
+            is_told = farewell is None or farewell.is_told or farewell.control.abort.epoch != abort.epoch
+            return [SendControl(address, rules.messages.abort_ack(abort, is_told=is_told))]
         transfer.abort = abort
         if transfer.state is TransferState.ABORTING:
             return []

@@ -76,6 +76,7 @@ class PushMessages:
             wait_ms=min(max(1, int((transfer.deadline_s - now_s) * 1e3)), MAX_U32),
             lane=transfer.lane,
             tp_size=self._me.size,
+            peer_epoch=transfer.peer.epoch,
         )
         return control_of(reserve)
 
@@ -140,8 +141,11 @@ class PushMessages:
         )
         return control_of(abort)
 
-    def abort_ack(self, abort: kv_pb2.Abort) -> kv_pb2.Control:
-        """ABORT_ACK: this rank reads, posts and writes nothing for that landing, and never will."""
+    def abort_ack(self, abort: kv_pb2.Abort, *, is_told: bool) -> kv_pb2.Control:
+        """ABORT_ACK: this rank reads, posts and writes nothing for that landing, and never will.
+
+        `is_told`: other ranks may know of the grant, and must be asked too.
+        """
         ack = kv_pb2.AbortAck(
             epoch=abort.epoch,
             landing_id=abort.landing_id,
@@ -149,5 +153,6 @@ class PushMessages:
             drained=True,
             peer_epoch=self._me.epoch,
             tp_rank=self._me.rank,
+            all_ranks=self._me.rank == 0 and not is_told,
         )
         return control_of(ack)

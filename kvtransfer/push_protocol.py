@@ -111,7 +111,11 @@ class PushProtocol:
     def adopt(
         self, attempt: AttemptKey, peer: DecodePeer, *, prompt_len: int, grant: GrantInfo, now_s: float
     ) -> Actions:
-        """Any other rank: push into what rank 0 was granted. No event follows before `Acked` or `PushFailed`."""
+        """Any other rank: push into what rank 0 was granted. No event follows before `Acked` or `PushFailed`.
+
+        Each `Granted` of rank 0 must come to every other rank, even if the transfer has failed meanwhile: a decode
+        worker whose pool the ranks write asks all of them before it frees the blocks, and only now they meet it.
+        """
         assert self._me.rank > 0, "rank 0 hears of its grants itself"
         if grant.d_epoch != peer.epoch:
             return [PushFailed(attempt, "the grant is another life's"), PushDrained(attempt)]
@@ -119,6 +123,7 @@ class PushProtocol:
         transfer.state = TransferState.PUSHING
         transfer.grant = grant
         transfer.lease_s = grant.lease_s
+        transfer.is_told = True
         transfer.is_confirmed = False
         self._num_adopted += 1
         transfer.resume_round = self._num_adopted * ROUNDS & MAX_U32

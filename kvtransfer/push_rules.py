@@ -93,8 +93,7 @@ class PushRules:
                 peer.window.posted(header.charge_bytes, now_s)
                 blocks = transfer.grant.blocks if transfer.grant is not None else ()
                 actions.append(SendFrame(address, transfer.attempt, header, transfer.lane, blocks, peer.has_digest))
-            is_ready = transfer.state is TransferState.COMMITTING and not transfer.to_send and not transfer.num_writes
-            if is_ready and not transfer.is_commit_posted:
+            if transfer.is_ready_to_commit and not transfer.is_commit_posted:
                 actions.append(self._commit_message(transfer, now_s))
         return actions
 
@@ -161,9 +160,6 @@ class PushRules:
         if is_one_sided(wanted) and peer.lane != wanted:
             return self.fail(transfer, f"rank 0 was granted lane {wanted}, this rank has {peer.lane}", now_s)
         transfer.lane = wanted if is_one_sided(wanted) else INLINE if is_one_sided(peer.lane) else peer.lane
-        if not transfer.is_one_sided:
-            transfer.is_confirmed = True
-            return self.pump(transfer.peer.kv_address, now_s)
         # The landing may have been fenced, and this rank have said that it writes nothing, before it knew of it.
         return [self.resume_message(transfer, now_s)]
 
@@ -208,7 +204,7 @@ class PushRules:
         is_known = bool(transfer.lane or transfer.grant)  # over there
         if is_known and (one_sided or (tell and peer.epoch == transfer.peer.epoch)):
             until_s = now_s + (ONE_SIDED_FAREWELL_S if one_sided else self.config.lease_s)
-            farewell = Farewell(self.messages.abort(transfer, reason), now_s + self._retry_s, until_s)
+            farewell = Farewell(self.messages.abort(transfer, reason), transfer.is_told, now_s + self._retry_s, until_s)
             peer.farewells[transfer.attempt] = farewell
             if len(peer.farewells) > MAX_FAREWELLS:
                 peer.farewells.popitem(last=False)
@@ -232,7 +228,7 @@ class PushRules:
         actions = self._stop(transfer) if isinstance(event, Acked) else []
         actions.append(event)
         if transfer.abort is not None:
-            actions.append(SendControl(address, self.messages.abort_ack(transfer.abort)))
+            actions.append(SendControl(address, self.messages.abort_ack(transfer.abort, is_told=transfer.is_told)))
         return actions
 
     def hello(self, address: str, now_s: float) -> SendControl:

@@ -38,6 +38,7 @@ class Transfer:
         renewed: when the decode worker last showed that it knows this transfer.
         named_s: the same, with nothing forgiven.
         progress: when it last did something about it.
+        is_told: `Granted` was said, so other ranks may know of the grant.
         is_confirmed: the decode worker said so after this rank knew of the grant.
         num_writes: into the decode worker's pool, that have begun and not ended.
         two_layers_bytes: what two layers take of the window.
@@ -63,6 +64,7 @@ class Transfer:
     grant: GrantInfo | None = None
     lane: str = ""
     lease_s: float = 0.0
+    is_told: bool = False
     is_confirmed: bool = True
     to_send: deque[Gap] = field(default_factory=deque)
     next_seq: int = 0
@@ -96,6 +98,11 @@ class Transfer:
         return is_one_sided(self.lane)
 
     @property
+    def is_ready_to_commit(self) -> bool:
+        """Whether all is posted and, where this side writes, all is written."""
+        return self.state is TransferState.COMMITTING and not self.to_send and not self.num_writes
+
+    @property
     def is_quiet(self) -> bool:
         """Whether nothing reads the source blocks or writes the landing on behalf of this transfer."""
         return not self.num_holds and not self.num_writes
@@ -103,9 +110,10 @@ class Transfer:
 
 @dataclass(slots=True)
 class Farewell:
-    """An ABORT that is repeated until it is acknowledged or pointless."""
+    """An ABORT that is repeated until it is acknowledged or pointless. `is_told` as in the transfer."""
 
     control: kv_pb2.Control
+    is_told: bool
     retry_s: float
     until_s: float
 

@@ -51,6 +51,7 @@ class Stranger:
                 sent_ns=1,
             )
         )
+        self._epoch = pair.peer.epoch
         assert self.hear("hello_reply").refused == ""
 
     def say(self, message):
@@ -60,7 +61,7 @@ class Stranger:
         attempt = kv_pb2.Attempt(request_id=request_id, attempt=1)
         wait_ms = 2**32 - 1
         sizes = {"prompt_len": prompt_len, "capacity_len": capacity_len}
-        self.say(kv_pb2.Reserve(attempt=attempt, epoch=77, wait_ms=wait_ms, **sizes))
+        self.say(kv_pb2.Reserve(attempt=attempt, epoch=77, peer_epoch=self._epoch, wait_ms=wait_ms, **sizes))
 
     def hear(self, kind, timeout_s=5.0):
         end_s = time.monotonic() + timeout_s
