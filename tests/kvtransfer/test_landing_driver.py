@@ -134,11 +134,8 @@ class Bench:
         self.key = AttemptKey("r", 0)
         prefill = ScriptedPrefill.__new__(ScriptedPrefill)  # for its messages
         prefill.layout, prefill.p_epoch, prefill.rank, prefill.size, prefill.lanes = self.layout, 77, 0, 1, []
-        prefill.life_file, prefill.wait_for, prefill.send = (
-            "",
-            lambda *_, **__: kv_pb2.HelloReply(epoch=5),
-            self.control,
-        )
+        prefill.host_id = prefill.life_file = ""
+        prefill.send, prefill.wait_for = self.control, lambda *_, **__: kv_pb2.HelloReply(epoch=5)
         prefill.hello()
         prefill.reserve(self.key, 9)
         self.driver.turn()

@@ -2,6 +2,7 @@
 
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -286,15 +287,14 @@ class TestOneSided:
     @pytest.fixture
     def setting(self, make_worker, make_prefill):
         worker = make_worker(lanes=("shm",), **SHORT)
-        life = LifeFile(77)
-        ScriptedPrefill.host_id = host_id()
-        prefill = make_prefill(worker, lanes=["shm"], life_file=str(life.path))
+        p_epoch = secrets.randbits(64)  # its file's name must be nobody else's
+        life = LifeFile(p_epoch)
+        prefill = make_prefill(worker, p_epoch=p_epoch, lanes=["shm"], life_file=str(life.path), host_id=host_id())
         key = AttemptKey("r", 0)
         prefill.reserve(key, 9, lane="shm")
         grant = prefill.granted(key, worker.poll)
         assert tuple(grant.blocks) == worker.tables[key].blocks
         yield worker, prefill, life, key, grant
-        ScriptedPrefill.host_id = ""
         life.close()
 
     def test_the_offer_leads_to_the_pool(self, setting):
