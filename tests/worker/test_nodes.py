@@ -239,10 +239,10 @@ def test_the_death_of_the_landing_process_costs_only_what_was_landing(nodes, stu
         return attending, prefill_stub.Run(prefill_request(wanted, peer_of(decode), time.monotonic()))
 
     before = decode.state()
-    decoding, prefill_events = start("decoding", max_tokens=300)
+    decoding, prefill_events = start("decoding", max_tokens=600)
     assert [event.WhichOneof("event") for event in prefill_events] == ["first_token", "done"]
     token_ids = list(next(decoding).tokens.token_ids)
-    landing, _ = start("landing", prompt=tuple(300 + n % 600 for n in range(1900)))
+    landing, _ = start("landing", prompt=tuple(300 + n % 600 for n in range(1200)))
     deadline_s = time.monotonic() + 10.0
     while decode._landing.inventory()["num_landings"] < 2:
         assert time.monotonic() < deadline_s
@@ -256,7 +256,7 @@ def test_the_death_of_the_landing_process_costs_only_what_was_landing(nodes, stu
         time.sleep(0.01)
     for event in decoding:
         token_ids.extend(event.tokens.token_ids)
-    assert len(token_ids) == 299, "a sealed sequence needs no landing"
+    assert len(token_ids) == 599, "a sealed sequence needs no landing"
     after = decode.state()
     assert (after.epoch, after.kv_address) == (before.epoch, before.kv_address)
     assert after.kv_epoch not in (0, before.kv_epoch)
