@@ -96,6 +96,7 @@ class World:
         self.log = set()  # (attempt, "sealed")
         self.in_flight = []
         self.history = []
+        self.old_frames = []
         self.cut = set()  # pairs of worker names that cannot reach each other
         self.hits = Counter()  # (fault, side, state)
         self.steps = 0
@@ -104,6 +105,7 @@ class World:
         self.drained = set()  # (p_epoch, rank, d_epoch, attempt) that a prefill rank swore to leave alone
         self.dead = set()  # (p_epoch, rank)
         self.frames = {}  # (p_epoch, rank, attempt) -> {seq: state of the frame}
+        self.zombies = []  # ranks whose place was taken by another life, and who do not know it
         self.prefills = {name: PrefillNode(self, name) for name in ("p0", "p1")}
         self.decodes = {name: DecodeNode(self, name) for name in ("d0", "d1")}
 
@@ -112,7 +114,8 @@ class World:
         return 1000 + self.num_epochs
 
     def ranks(self):
-        return [rank for node in self.prefills.values() for rank in node.ranks]
+        """Of all prefill workers, those that were replaced and live on included."""
+        return [rank for node in self.prefills.values() for rank in node.ranks] + self.zombies
 
     def actors(self):
         return [*self.ranks(), *self.decodes.values()]
@@ -128,9 +131,10 @@ class World:
     def post(self, sender, receiver, data, payload=None, seq=None):
         message = Message(sender, receiver, data, payload, seq)
         self.in_flight.append(message)
-        self.history.append(message)
-        if len(self.history) > 2 * HISTORY:
-            del self.history[:HISTORY]
+        for kept in (self.history, self.old_frames)[: 2 if payload is not None else 1]:
+            kept.append(message)
+            if len(kept) > 2 * HISTORY:
+                del kept[:HISTORY]
 
     def is_cut(self, message):
         return frozenset((worker_of(message.sender), worker_of(message.receiver))) in self.cut
@@ -203,6 +207,17 @@ class World:
             self.dead.add((rank.epoch, rank.rank))
         self.prefills[name] = PrefillNode(self, name)
 
+    def replace_prefill(self, name):
+        """Somebody believes that it is dead, and starts another. It was only stopped, or cut off."""
+        self.zombies += self.prefills[name].ranks
+        self.prefills[name] = PrefillNode(self, name)
+
+    def end_zombies(self):
+        """Now they are dead."""
+        for rank in self.zombies:
+            self.dead.add((rank.epoch, rank.rank))
+        self.zombies.clear()
+
     def crash_decode(self, name):
         self.decodes[name].is_gone = True
         self.decodes[name] = DecodeNode(self, name)
@@ -219,6 +234,7 @@ class World:
     def settle(self, limit_s=60.0):
         """Everything must end."""
         self.cut.clear()
+        self.end_zombies()
         for actor in self.actors():
             actor.is_stopped = False
         for name, node in tuple(self.prefills.items()):

@@ -12,13 +12,19 @@ WAITS_S = (0.01, 0.1, 0.1, 0.3, 0.6, 2.5)
 
 
 class Driver:
-    """Takes one random step after the other."""
+    """Takes one random step after the other.
 
-    def __init__(self, seed, options=None):
+    Args:
+        seed: decides everything.
+        options: of the cluster; drawn if not given.
+        **weights: of some steps, in place of those in STEPS.
+    """
+
+    def __init__(self, seed, options=None, **weights):
         self.rng = random.Random(seed)
         self.world = World(options or Options.of(self.rng), seed)
         self.names = [name for name, _ in STEPS]
-        self.weights = [weight for _, weight in STEPS]
+        self.weights = [weights.get(name, weight) for name, weight in STEPS]
         for index in range(self.rng.randint(1, 4)):
             self.world.reserve(self.choice(PREFILLS), self.choice(DECODES), f"r{index}", self.rng.randint(1, 7))
         self.world.deliver_all()
@@ -86,10 +92,13 @@ class Driver:
             rank.abort(attempt)
 
     def hold(self):
+        """A writer thread reads the source blocks for a while."""
         rank, attempt = self.live(lambda s: True)
         if rank:
-            rank.protocol.hold(attempt)
-            rank.do(rank.protocol.unhold(attempt))
+            rank.hold(attempt)
+        held = [rank for rank in self.world.ranks() if rank.held and not rank.is_stopped and not rank.is_dead]
+        if held and self.rng.random() < 0.5:
+            self.choice(held).unhold()
 
     def answer(self):
         node = self.node()
@@ -177,8 +186,9 @@ class Driver:
             self.world.in_flight.append(message)
 
     def replay(self):
-        if self.world.history:
-            message = self.choice(self.world.history)
+        kept = self.world.old_frames if self.rng.random() < 0.3 else self.world.history
+        if kept:
+            message = self.choice(kept)
             self.world.note("replay", message.sender, message.receiver)
             self.world.in_flight.append(message)
 
@@ -209,6 +219,14 @@ class Driver:
         name = self.choice(PREFILLS)
         self.world.note("crash", *(rank.name for rank in self.world.prefills[name].ranks))
         self.world.crash_prefill(name)
+
+    def replace_prefill(self):
+        name = self.choice(PREFILLS)
+        if self.world.zombies or any(rank.is_dead for rank in self.world.prefills[name].ranks):
+            self.world.end_zombies()
+            return
+        self.world.note("replace", *(rank.name for rank in self.world.prefills[name].ranks))
+        self.world.replace_prefill(name)
 
     def kill_rank(self):
         """One process of a prefill worker dies; the others have not noticed."""
@@ -258,7 +276,7 @@ def damage(message, rng):
             return type(message)(message.sender, message.receiver, data, payload[:-1], message.seq)
         spoiled = (payload[0] ^ (1 << 61), *payload[1:])
         return type(message)(message.sender, message.receiver, data, spoiled, message.seq)
-    part = bytearray(data)
+    part = bytearray(data) or bytearray(1)
     if what > 0.9:
         del part[rng.randrange(len(part)) :]
     else:
@@ -286,8 +304,9 @@ STEPS = (
     ("partition", 1),
     ("abort_prefill", 1),
     ("abort_decode", 1),
-    ("hold", 1),
+    ("hold", 2),
     ("crash_prefill", 0.5),
+    ("replace_prefill", 0.6),
     ("kill_rank", 0.3),
     ("crash_decode", 0.4),
     ("crash_landing", 0.7),
