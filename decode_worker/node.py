@@ -15,6 +15,7 @@ from baton.engine.decode import DecodeRunner
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.landing import LandingService, landing_region
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.lanes import SHM
 from baton.kvtransfer.shared_region import SharedRegion
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.host import WorkerHost
@@ -71,12 +72,13 @@ class DecodeNode:
 
         try:
             loaded = load_worker(config, pool_memory=pool_memory)
+            is_shared = config.transfer.transport in ("auto", "shm")
             setup = LandingSetup(
                 epoch=self.epoch,
                 layout=loaded.layout,
                 num_blocks=loaded.pool.num_blocks,
                 tp_size=1,
-                listen=Listen("zmq", f"tcp://{config.host}:0"),
+                listen=Listen("zmq", f"tcp://{config.host}:0", (SHM,) if is_shared else ()),
                 config=config.transfer,
             )
             return loaded, LandingService.in_process(regions[0], setup)

@@ -106,7 +106,7 @@ class LandingService:
         setup = LandingSetup(
             epoch=epoch, layout=layout, num_blocks=num_blocks, tp_size=len(pools), listen=Listen("", ""), config=config
         )
-        assert [pool.geometry for pool in pools] == list(setup.geometries)
+        assert [pool.geometry.layers for pool in pools] == [geometry.layers for geometry in setup.geometries]
         link = LandingLink(
             bytearray(LandingLink.num_bytes(config.ring_slots, num_blocks)), config.ring_slots, num_blocks
         )

@@ -50,6 +50,7 @@ class LandingChild:
             stdout=subprocess.PIPE,
             bufsize=0,
             pass_fds=inherited,
+            process_group=0,  # left alone, it is continued if it was stopped, and hears of the death it slept through
             env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
         )
         self.pid = self._process.pid

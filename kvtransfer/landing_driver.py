@@ -44,7 +44,7 @@ from baton.kvtransfer.records import (
     decode_record,
     encode_record,
 )
-from baton.kvtransfer.transport import Delivery, Payload, PayloadDone, Transport
+from baton.kvtransfer.transport import Delivery, Payload, PayloadDone, Transport, TransportCounts
 from baton.proto import kv_pb2
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,11 @@ IDLE_S = 0.02
 COUNT_S = 0.01  # counts may be so old
 TICK_S = 0.005  # nothing that time makes due is more urgent
 GAUGE_NAMES = frozenset(("num_landings", "num_reserves_waiting"))
-COUNT_NAMES = (*sorted(GAUGE_NAMES), *(field.name for field in fields(LandingCounts)))
+COUNT_NAMES = (
+    *sorted(GAUGE_NAMES),
+    *(field.name for field in fields(LandingCounts)),
+    *(f"transport_{field.name}" for field in fields(TransportCounts)),
+)
 
 
 class LandingDriver:
@@ -167,8 +171,7 @@ class LandingDriver:
         try:
             if delivery.header is not None:
                 self._take_frame(delivery.peer, delivery.header, delivery.payload)
-            else:
-                assert delivery.control is not None
+            elif delivery.control is not None:
                 control = parse_control(delivery.control)
                 self._do(self._protocol.on_control(delivery.peer, control, self._clock.now_s()))
         except BatonError as error:
@@ -288,7 +291,8 @@ class LandingDriver:
             else:
                 num_landings += 1
         self._counted_s = now_s
-        totals = asdict(self._protocol.counts)
-        counts = {"num_landings": num_landings, "num_reserves_waiting": num_wanted, **totals}
+        of_transport = {f"transport_{name}": count for name, count in asdict(self._transport.counts).items()}
+        gauges = {"num_landings": num_landings, "num_reserves_waiting": num_wanted}
+        counts = {**gauges, **asdict(self._protocol.counts), **of_transport}
         assert tuple(counts) == COUNT_NAMES
         self._link.set_counts(counts)

@@ -126,7 +126,8 @@ class LandingFrames:
     def _written(self, header: FrameHeader) -> Landing:
         landing = self._rules.table.by_id(header.landing_id)
         assert landing is not None, "a landing stays until all its writes are over"
-        assert landing.writes.pop(write_key(header), None) == header, "a write that was not asked for, or ended twice"
+        written = landing.writes.pop(write_key(header), None)
+        assert written == header, "a write that was not asked for, or ended twice"
         return landing
 
     def _late(self, peer: str, header: FrameHeader, now_s: float) -> Actions:

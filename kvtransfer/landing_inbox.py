@@ -95,7 +95,7 @@ class LandingInbox:
     def _on_reserve(self, peer: str, known: LandingPeer, reserve: kv_pb2.Reserve, now_s: float) -> Actions:
         rules = self._rules
         attempt = attempt_of(reserve.attempt)
-        if reserve.epoch != known.epoch:
+        if reserve.epoch != known.epoch or reserve.peer_epoch != rules.epoch:
             rules.counts.messages_refused += 1
             return []
         if known.rank != 0 or max(1, reserve.tp_size) != known.size:
@@ -255,7 +255,8 @@ class LandingInbox:
         if not is_meant or not ack.drained or ack.peer_epoch != landing.p_epoch or ack.tp_rank >= len(landing.parts):
             self._rules.counts.messages_refused += 1
             return []
-        landing.parts[ack.tp_rank].is_drained = True
+        for part in landing.parts:
+            part.is_drained |= part.rank == ack.tp_rank or (ack.tp_rank == 0 and ack.all_ranks)
         return self._rules.drain_if_quiet(landing, now_s)
 
     def _on_resume(self, peer: str, known: LandingPeer, resume: kv_pb2.Resume, now_s: float) -> Actions:
@@ -272,7 +273,7 @@ class LandingInbox:
             return []
         part = self._part(landing, known)
         part.renewed.renew(now_s)
-        part.min_seq = max(part.min_seq, resume.next_seq)
+        part.write_off(resume.next_seq)
         return [rules.replies.have(peer, landing, part, rules.gaps(landing, part), resume.round)]
 
     def _part(self, landing: Landing, known: LandingPeer) -> Part:

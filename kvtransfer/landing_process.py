@@ -16,14 +16,19 @@ import threading
 from types import FrameType
 from typing import Final
 
+import numpy as np
+
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError, PortInUse
 from baton.kvtransfer.landing_driver import LandingDriver
 from baton.kvtransfer.landing_link import LandingLink
 from baton.kvtransfer.landing_setup import LandingSetup
+from baton.kvtransfer.lanes import SHM
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
+from baton.kvtransfer.shared_region import NONCE_AT, NONCE_BYTES, SharedRegion
 from baton.kvtransfer.transport import Transport
+from baton.proto import kv_pb2
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +75,18 @@ class _Life:
         self._transport = _listen(setup)
         self.address = self._transport.address
         link = LandingLink(self._region.link, setup.config.ring_slots, setup.num_blocks)
-        geometries = enumerate(setup.geometries)
+        pools = [
+            PoolIO(np.frombuffer(self._region.pool(rank), dtype=np.uint8), geometry)
+            for rank, geometry in enumerate(setup.geometries)
+        ]
         self._driver = LandingDriver(
             setup=setup,
-            io=RankedPoolIO([PoolIO(self._region.pool(rank), geometry) for rank, geometry in geometries]),
+            io=RankedPoolIO(pools),
             transport=self._transport,
             clock=MonotonicClock(),
             link=link,
             notify=lambda: os.eventfd_write(self._notify, 1),
+            offers=[_shm_offer(setup, self._region)] if SHM in setup.listen.lanes else [],
         )
         threading.Thread(target=self._listen_to_parent, name="kv-parent", daemon=True).start()
 
@@ -90,7 +99,8 @@ class _Life:
             self._driver.close()
 
     def _leave_with_parent(self) -> None:
-        signal.signal(signal.SIGTERM, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != self._parent:  # it was faster
@@ -130,6 +140,23 @@ def _listen(setup: LandingSetup) -> Transport:
 def _transport(setup: LandingSetup, bind: str) -> Transport:
     assert setup.listen.transport == "zmq"
     return ZmqTransport(bind=bind, config=setup.config)
+
+
+def _shm_offer(setup: LandingSetup, region: SharedRegion) -> kv_pb2.LaneOffer:
+    pools = [
+        kv_pb2.PoolPlace(
+            offset_bytes=place.offset_bytes,
+            num_bytes=place.num_bytes,
+            num_blocks=setup.num_blocks,
+            block_size=setup.layout.block_size,
+            tp_rank=rank,
+            tp_size=setup.tp_size,
+        )
+        for rank, place in enumerate(region.pools)
+    ]
+    nonce = region.nonce.to_bytes(NONCE_BYTES, "little")
+    shm = kv_pb2.ShmOffer(path=str(region.path), nonce=nonce, nonce_offset_bytes=NONCE_AT, pools=pools)
+    return kv_pb2.LaneOffer(lane=SHM, shm=shm)
 
 
 def _say(greeting: dict[str, str]) -> None:

@@ -75,8 +75,8 @@ class LandingRules:
         ]
 
     def charge(self, landing: Landing, part: Part, header: FrameHeader) -> None:
-        """A frame has landed, to stay or not: its sender gets the room back. One that was written off has none."""
-        if header.seq >= part.min_seq:
+        """A frame has landed, to stay or not: its sender gets the room back, once. One written off has none."""
+        if part.seen.add(header.seq):
             part.charged_bytes += header.charge_bytes
             self._uncredited.add((landing.landing_id, part.rank))
 
@@ -205,7 +205,7 @@ class LandingRules:
         assert part.commit is not None
         part.nack_due_s = None
         part.nacked_round = part.commit.round
-        part.min_seq = max(part.min_seq, part.commit.next_seq)
+        part.write_off(part.commit.next_seq)
         # Where the sender writes, it may be writing from now on; only its next COMMIT says that it has stopped.
         part.is_commit_void = is_one_sided(landing.lane)
         return [*self.replies.nack(landing, part, self.gaps(landing, part), corrupt)]

@@ -12,6 +12,7 @@ from baton.core.request import AttemptKey
 from baton.kvtransfer.coverage import Coverage
 from baton.kvtransfer.frame import FrameHeader
 from baton.kvtransfer.last_sign import LastSign
+from baton.kvtransfer.seq_set import SeqSet
 from baton.proto import kv_pb2
 
 TOMBSTONE_S = 60.0
@@ -35,7 +36,8 @@ class Part:
         rank: of the prefill worker.
         renewed: its last sign of life for this landing.
         digests: of what it sent and landed, by layer.
-        charged_bytes: of its frames, those that have landed; frames written off are not in it.
+        charged_bytes: of its frames, each once, those that have landed; frames written off are not in it.
+        seen: what was charged or written off.
         min_seq: frames with a lower one are written off: their sender was told that they are missing.
         commit: the last.
         is_commit_void: its sender was asked to write again, so the next COMMIT counts.
@@ -49,6 +51,7 @@ class Part:
     renewed: LastSign
     digests: list[int]
     charged_bytes: int = 0
+    seen: SeqSet = field(default_factory=SeqSet)
     min_seq: int = 0
     commit: kv_pb2.Commit | None = None
     is_commit_void: bool = False
@@ -56,6 +59,12 @@ class Part:
     nacked_round: int = -1
     is_drained: bool = False
     asked_s: float = float("-inf")
+
+    def write_off(self, next_seq: int) -> None:
+        """Its sender was told what is missing of the frames below `next_seq`; what comes of them now is not charged."""
+        if next_seq > self.min_seq:
+            self.min_seq = next_seq
+            self.seen.raise_base(next_seq)
 
 
 @dataclass(slots=True)

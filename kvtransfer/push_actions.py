@@ -103,9 +103,9 @@ class SendControl:
 class SendFrame:
     """Send a payload from the source blocks.
 
-    `header` has its digest, checksum and flags still to be filled in. On a one-sided lane: write into `target_blocks`,
-    send the header with the flag WRITTEN when the bytes are there, and call `PushProtocol.written`, exactly once for
-    each SendFrame, whether it was written or, after a `StopFrames`, not begun.
+    `header` lacks its `payload_digest` (if `has_digest`), or else, on a two-sided lane, its `payload_crc`. On a
+    one-sided lane: write into `target_blocks`, send the header (`is_written` is set in it) when the bytes are there,
+    and call `PushProtocol.written`, exactly once for each SendFrame, be it written or, after a `StopFrames`, not begun.
 
     Attributes:
         peer: the decode worker's address.
@@ -113,6 +113,7 @@ class SendFrame:
         header: of the frame.
         lane: what it goes by.
         target_blocks: the decode worker's; empty on a two-sided lane.
+        has_digest: the decode worker verifies by digest.
     """
 
     peer: str
@@ -120,6 +121,7 @@ class SendFrame:
     header: FrameHeader
     lane: str
     target_blocks: tuple[int, ...]
+    has_digest: bool
 
 
 @dataclass(frozen=True, slots=True)

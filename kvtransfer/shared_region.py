@@ -24,6 +24,7 @@ VERSION = 1
 MAX_POOLS = 64
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 _HEADER = struct.Struct("<8sIIQQQ")  # magic, version, number of pools, nonce, bytes of the link, bytes in all
+NONCE_AT, NONCE_BYTES = 16, 8  # in the file, little endian
 _EPOCH_AT = 64  # a word on a cache line of its own: the life of the landing that the memory belongs to now
 _POOLS_AT = 128
 _POOL = struct.Struct("<QQ")  # offset, bytes

@@ -140,12 +140,14 @@ class LandingSupervisor:
     def _one_life(self) -> None:
         """From a start to a death that the worker knows of, or to `close`."""
         inherited = {"notify": self._notify, "nudge": self._nudge}
+        self._condemned = ""
+        # Before this life can say or offer anything to anybody.
+        self._region.epoch = self.epoch = self._setup.epoch
         child = LandingChild(self._setup.to_json(parent=os.getpid(), **inherited), tuple(inherited.values()))
         reason = ""
         try:
             greeting = child.greeting()
-            self.address, self.epoch, self.pid = greeting["address"], self._setup.epoch, child.pid
-            self._region.epoch = self.epoch
+            self.address, self.pid = greeting["address"], child.pid
             self.num_lives += 1
             self._ready.set()
             self.wakeup()
@@ -175,8 +177,7 @@ class LandingSupervisor:
             if self._call in ready:
                 os.eventfd_read(self._call)
                 if self._condemned:
-                    reason, self._condemned = self._condemned, ""
-                    return reason
+                    return self._condemned
             if child.pidfd in ready:
                 return ""
             if self._link.num_beats != num_beats:

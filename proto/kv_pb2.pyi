@@ -239,7 +239,7 @@ class HelloReply(_message.Message):
     def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., echo_sent_ns: _Optional[int] = ..., receiver_ns: _Optional[int] = ..., refused: _Optional[str] = ..., offers: _Optional[_Iterable[_Union[LaneOffer, _Mapping]]] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("attempt", "epoch", "prompt_len", "capacity_len", "wait_ms", "lane", "tp_size")
+    __slots__ = ("attempt", "epoch", "prompt_len", "capacity_len", "wait_ms", "lane", "tp_size", "peer_epoch")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +247,7 @@ class Reserve(_message.Message):
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     epoch: int
     prompt_len: int
@@ -254,7 +255,8 @@ class Reserve(_message.Message):
     wait_ms: int
     lane: str
     tp_size: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_len: _Optional[int] = ..., capacity_len: _Optional[int] = ..., wait_ms: _Optional[int] = ..., lane: _Optional[str] = ..., tp_size: _Optional[int] = ...) -> None: ...
+    peer_epoch: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_len: _Optional[int] = ..., capacity_len: _Optional[int] = ..., wait_ms: _Optional[int] = ..., lane: _Optional[str] = ..., tp_size: _Optional[int] = ..., peer_epoch: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("attempt", "epoch", "landing_id", "credit_bytes", "lease_ms", "lane", "blocks")
@@ -415,20 +417,22 @@ class Abort(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ..., sender_epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ...) -> None: ...
 
 class AbortAck(_message.Message):
-    __slots__ = ("epoch", "landing_id", "attempt", "drained", "peer_epoch", "tp_rank")
+    __slots__ = ("epoch", "landing_id", "attempt", "drained", "peer_epoch", "tp_rank", "all_ranks")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LANDING_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    ALL_RANKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     landing_id: int
     attempt: Attempt
     drained: bool
     peer_epoch: int
     tp_rank: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., drained: bool = ..., peer_epoch: _Optional[int] = ..., tp_rank: _Optional[int] = ...) -> None: ...
+    all_ranks: bool
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., drained: bool = ..., peer_epoch: _Optional[int] = ..., tp_rank: _Optional[int] = ..., all_ranks: bool = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("epoch", "landing_id", "round", "next_seq")
