@@ -204,15 +204,8 @@ class PrefillWorker:
         if run.sequence.state is PrefillState.RESERVING:
             run.sequence.state = PrefillState.READY
             run.sequence.marks_s["granted"] = self._clock.now_s()
-            self._push_cached(run.sequence)
-
-    def _push_cached(self, sequence: PrefillSequence) -> None:
-        """What is not computed is pushed before the first forward."""
-        if sequence.num_cached:
-            part = PushPart(sequence.key, 0, sequence.num_cached)
-            with self._push.writer.step([part]) as step:
-                for layer in range(self._layout.num_all_layers):
-                    step.submit(layer)
+            if run.sequence.num_cached:  # what is not computed is on its way before the first forward
+                self._push.push_cached(run.sequence.key, 0, run.sequence.num_cached)
 
     def _denied(self, run: _Run, event: Denied) -> None:
         error: BatonError
