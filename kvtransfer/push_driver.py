@@ -83,8 +83,8 @@ class PushDriver:
         self._clock = clock
         self._emit = emit
         self._aside = aside
-        self._commands: deque[Command] = deque()
-        self._parts: deque[PushedPart] = deque()
+        # One queue: a part comes after the adoption of its transfer and before its commit.
+        self._queue: deque[Command | PushedPart] = deque()
         self._open_parts: list[PushedPart] = []
         self._turn_s = self._tick_s = clock.now_s()
         self._is_step_open = False
@@ -95,7 +95,7 @@ class PushDriver:
 
     def post(self, command: Command) -> None:
         """Run something in the next turn, after what was pushed before. The thread takes it up at once."""
-        self._commands.append(command)
+        self._queue.append(command)
         if self._is_napping:
             self._nap.set()
         else:
@@ -113,7 +113,7 @@ class PushDriver:
 
     def push(self, part: PushedPart) -> None:
         """A writer is through with a part."""
-        self._parts.append(part)
+        self._queue.append(part)
         if not self._is_napping:
             self._transport.wake()
 
@@ -124,22 +124,20 @@ class PushDriver:
         now_s = self._clock.now_s()
         self._protocol.forgive(now_s - self._turn_s, now_s)
         self._turn_s = now_s
-        # A commit may only overtake what was pushed before it; so the commands are taken first, and run last.
-        commands = _take_all(self._commands)
-        parts = _take_all(self._parts)
-        for part in parts:
-            self._take(part, now_s)
+        items = _take_all(self._queue)
+        for item in items:
+            if isinstance(item, PushedPart):
+                self._take(item, now_s)
+            else:
+                self._do(item(now_s))
         if self._open_parts:
             self._look_again(now_s)
         if self._sender.is_waiting:
             self._do(self._sender.finish(now_s))
-        for command in commands:
-            self._do(command(now_s))
-        has_worked = bool(commands or parts)
-        arrived = self._transport.receive(self._patience_s(has_worked))
+        arrived = self._transport.receive(self._patience_s(bool(items)))
         for arrival in arrived:
             self._deliver(arrival)
-        if self._is_step_open and (has_worked or arrived):
+        if self._is_step_open and (items or arrived):
             self._rest()
         now_s = self._clock.now_s()
         if now_s >= self._tick_s:
@@ -182,7 +180,7 @@ class PushDriver:
     def _rest(self) -> None:
         """Leave the interpreter to the model's step and its writers for a moment; a command ends it."""
         self._is_napping = True
-        if not self._commands:
+        if self._is_step_open:  # whoever ends it, or posts anything, sees that this naps
             self._nap.wait(NAP_S)
         self._is_napping = False
         self._nap.clear()

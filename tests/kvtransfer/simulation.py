@@ -6,6 +6,7 @@ section 3) is an assert here or in the two workers, so whoever drives a `World` 
 """
 
 import random
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 
@@ -62,8 +63,8 @@ class Options:
 
 def tag(attempt, layer, head, position):
     """What the source of an attempt holds at one place: different for everything."""
-    request = int(attempt.request_id[1:])
-    return ((((request << 12 | attempt.attempt) << 4 | layer) << 4 | head) << 12) | position
+    request = zlib.crc32(attempt.request_id.encode())
+    return ((((request << 8 | attempt.attempt) << 3 | layer) << 3 | head) << 8) | position
 
 
 def cell_digest(value, layer, head, position):
@@ -96,6 +97,7 @@ class World:
         self.log = set()  # (attempt, "sealed")
         self.in_flight = []
         self.history = []
+        self.old_frames = []
         self.cut = set()  # pairs of worker names that cannot reach each other
         self.hits = Counter()  # (fault, side, state)
         self.steps = 0
@@ -130,9 +132,10 @@ class World:
     def post(self, sender, receiver, data, payload=None, seq=None):
         message = Message(sender, receiver, data, payload, seq)
         self.in_flight.append(message)
-        self.history.append(message)
-        if len(self.history) > 2 * HISTORY:
-            del self.history[:HISTORY]
+        for kept in (self.history, self.old_frames)[: 2 if payload is not None else 1]:
+            kept.append(message)
+            if len(kept) > 2 * HISTORY:
+                del kept[:HISTORY]
 
     def is_cut(self, message):
         return frozenset((worker_of(message.sender), worker_of(message.receiver))) in self.cut
