@@ -7,6 +7,7 @@ is over: a word that comes late must never be taken for another launch's.
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.kvtransfer.ring import Buffer
@@ -88,9 +89,11 @@ class FlagPage:
         start = flag.slot * self._slot_words + 1
         return self._words[start : start + count].tolist()
 
-    def raise_flag(self, slot: int, sequence: int, digests: list[int]) -> None:
-        """Say so from the CPU, as a kernel does."""
-        start = slot * self._slot_words
+    @staticmethod
+    def raise_flag(buffer: Buffer, slot_words: int, slot: int, sequence: int, digests: Sequence[int]) -> None:
+        """Say so from the CPU, as a kernel does, in a page that somebody else holds."""
+        words = memoryview(buffer).cast("B").cast("Q")
+        start = slot * slot_words
         for index, digest in enumerate(digests):
-            self._words[start + 1 + index] = digest
-        self._words[start] = sequence
+            words[start + 1 + index] = digest
+        words[start] = sequence
