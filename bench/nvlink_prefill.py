@@ -28,6 +28,7 @@ CYCLES_PER_US = 1800
 COPY_BYTES = 1 << 30
 MAX_LEN = 1 << 17
 FIRE_AFTER_S = 0.5
+MAX_AHEAD = 8  # launches
 
 
 class PrefillSide:
@@ -169,21 +170,24 @@ class PrefillSide:
         events: list[torch.cuda.Event] = []
         pushed, start_s = 0, time.monotonic()
         landing = 0
+        # At a pace, layer by layer, as prefill does. Without one, a launch for each landing: layer by layer the host
+        # would be the limit, and the lane would idle between launches.
+        step = 1 if gbps else NUM_LAYERS
         while not self._stop.is_set():
-            for layer in range(NUM_LAYERS):
+            for layer in range(0, NUM_LAYERS, step):
                 if gbps:
                     due_s = start_s + pushed * layer_bytes / gbps / 1e9
                     time.sleep(max(0.0, due_s - time.monotonic()))
-                piece = Piece(layer=layer, first=0, count=1024, head_first=0, head_count=8)
+                piece = Piece(layer=layer, first=0, count=1024, head_first=0, head_count=8, num_layers=step)
                 with torch.cuda.stream(self._stream):
                     where = slot_of(landing, layer)
                     self._launch(sources[landing % 32], targets[landing % 32], piece, where, tuning, True, landing + 1)
                     event = torch.cuda.Event()
                     event.record(self._stream)
                 events.append(event)
-                if len(events) > 16:
+                if len(events) > MAX_AHEAD:
                     events.pop(0).synchronize()
-                pushed += 1
+                pushed += step
             landing += 1
         self._stream.synchronize()
         self._bytes_per_s = pushed * layer_bytes / (time.monotonic() - start_s)

@@ -66,8 +66,11 @@ class _Route:
 class NvlinkWrite:
     """A write that was posted; see `push_lane.Written`."""
 
-    def __init__(self, flags: FlagPage, launches: Sequence[tuple[Flag, bool]], event: torch.cuda.Event) -> None:
+    def __init__(
+        self, flags: FlagPage, launches: Sequence[tuple[Flag, bool]], event: torch.cuda.Event, with_digest: bool
+    ) -> None:
         self._flags = flags
+        self._with_digest = with_digest
         self._launches = launches
         self._event: torch.cuda.Event | None = event
         self._look_s = time.monotonic() + LOOK_AFTER_S
@@ -88,9 +91,9 @@ class NvlinkWrite:
         return self._event is None
 
     @property
-    def digest(self) -> int:
+    def digest(self) -> int | None:
         """Sum over the launches that count."""
-        return self._digest
+        return self._digest if self._with_digest else None
 
     def _is_over(self) -> bool:
         if all(self._flags.is_up(flag) for flag, _ in self._launches):
@@ -167,7 +170,7 @@ class NvlinkLane:
         except RuntimeError as error:
             raise LaneFailed(f"a launch failed: {error}") from error
         launches = [(flag, route.counts) for flag, (_, route) in zip(flags, pieces, strict=True)]
-        write = NvlinkWrite(self._flags, launches, event)
+        write = NvlinkWrite(self._flags, launches, event, with_digest)
         with self._lock:
             self._open = {other for other in self._open if not _is_over(other)} if len(self._open) > 256 else self._open
             self._open.add(write)
