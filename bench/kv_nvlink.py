@@ -24,7 +24,7 @@ PREFILL_GBPS = 5.6  # of one prefill worker of an 8B model on an H200
 PUSH_TUNING = (16, 16, 4096)
 LAYERS = ((16, 8, 4096), (64, 16, 4096), (132, 16, 4096))  # programs, warps, words of a tile
 OTHERS = ((16, 16, 4096), (64, 16, 4096))
-SHOWN = ("num_sms", "verify_sms", "gbps", "of_copy_engine", "exposed_p50_ms", "exposed_p99_ms", "step_ms", "step_slower")
+SHOWN = ("num_sms", "verify_sms", "gbps", "of_copy_engine", "exposed_p50_ms", "exposed_p99_ms", "step_slower")
 
 
 def note(text: str) -> None:

@@ -378,29 +378,3 @@ def _complete(sums, completion, sequence, num_layers) -> None:  # noqa: ANN001
             tl.store(words, sequence)
         else:
             tl.inline_asm_elementwise(_PUBLISH, "=r,l,l", [completion, sequence], dtype=tl.int32, is_pure=False, pack=1)
-
-
-def kv_scatter_reference(
-    source_NHPSW: torch.Tensor,
-    source_blocks: Sequence[int],
-    target_NHPSW: torch.Tensor,
-    target_blocks: Sequence[int],
-    piece: Piece,
-    heads: tuple[int, int] = (0, 0),
-) -> None:
-    """`kv_scatter` of one layer, position by position.
-
-    Args:
-        source_NHPSW: the layer in the source pool.
-        source_blocks: ids by logical index.
-        target_NHPSW: the layer in the target pool.
-        target_blocks: the same for the target.
-        piece: what to move.
-        heads: first head that source and target hold.
-    """
-    here = slice(piece.head_first - heads[0], piece.head_first - heads[0] + piece.head_count)
-    there = slice(piece.head_first - heads[1], piece.head_first - heads[1] + piece.head_count)
-    from_size, to_size = source_NHPSW.shape[3], target_NHPSW.shape[3]
-    for position in range(piece.first, piece.first + piece.count):
-        source, target = source_blocks[position // from_size], target_blocks[position // to_size]
-        target_NHPSW[target, there, :, position % to_size] = source_NHPSW[source, here, :, position % from_size]
