@@ -6,7 +6,6 @@ a row of words in memory that the caller named.
 Shapes: N blocks, H heads, P parts, S positions of a block, W words of a row.
 """
 
-
 import torch
 
 from baton.kernels.kv_scatter import Completion, Piece, PoolAddress, Tuning, Workspace, move
