@@ -167,6 +167,10 @@ class Rank:
             for rank in self.node.ranks if ack.all_ranks else (self,):
                 assert rank is self or attempt not in rank.sources, "invariant 6: another rank knows of it"
                 self.world.drained.add((self.epoch, rank.rank, ack.epoch, attempt))
+        if action.control.WhichOneof("message") == "commit":
+            wire = action.control.commit.attempt
+            attempt = sim.AttemptKey(wire.request_id, wire.attempt)
+            assert not any(write.attempt == attempt for write in self.writes), "invariant 9: it writes after its COMMIT"
         self.world.post(self.name, action.peer, encode_control(action.control))
 
     def on_end(self, action, attempt):
