@@ -41,6 +41,14 @@ def serve(
     tp_decode: Annotated[Count, _option("GPUs per decode worker  [1]")] = None,
     mtp: Annotated[Text, _option("draft tokens per step, 0 to 4, or auto  [2]")] = None,
     transport: Annotated[Text, _option("auto|zmq|grpc|shm|nvlink|nixl  [auto]")] = None,
+    kv_digest: Annotated[
+        bool | None,
+        typer.Option(
+            "--kv-digest/--no-kv-digest",
+            help="digest KV end to end; off, sockets check crc32c instead  [on]",
+            show_default=False,
+        ),
+    ] = None,
     scheduling: Annotated[Text, _option("async|sync  [sync]")] = None,
     numerics: Annotated[Text, _option("default|invariant  [default]")] = None,
     dtype: Annotated[Text, _option("auto|float64|float32|bfloat16  [auto]")] = None,
@@ -56,6 +64,7 @@ def serve(
     max_num_seqs: Annotated[Count, _option("sequences a decode worker runs at once  [16]")] = None,
     max_queue_len: Annotated[Count, _option("requests the router holds; more are refused  [256]")] = None,
     chunk_len: Annotated[Count, _option("prompt tokens per prefill step  [256]")] = None,
+    prefix_cache: Annotated[bool | None, _option("keep prompts' KV for those that begin alike  [on]")] = None,
     max_model_len: Annotated[Count, _option("shorter than the model's own length, to save memory")] = None,
     request_timeout_s: Annotated[float | None, _option("deadline of a request that has none  [600]")] = None,
     start_timeout_s: Annotated[float | None, _option("workers must report within this  [120]")] = None,
@@ -93,10 +102,12 @@ def generate(
     numerics: Annotated[Text, _option("with --local: default|invariant  [default]")] = None,
     dtype: Annotated[Text, _option("with --local: auto|float64|float32|bfloat16  [auto]")] = None,
     device: Annotated[Text, _option("with --local: auto|cpu|cuda  [auto]")] = None,
+    weights: Annotated[Text, _option("with --local: checkpoint|random  [checkpoint]")] = None,
     json: Json = False,
 ) -> int:
     """Continue one prompt; the text streams to stdout."""
     local_options = {"model": model, "mtp": mtp, "numerics": numerics, "dtype": dtype, "device": device}
+    local_options["weights"] = weights
 
     def body(output: Output) -> ExitCode:
         from baton.client.messages import checked_timeout_s

@@ -43,8 +43,10 @@ class ModelDirectory:
     max_model_len: int
 
 
-def find_model(model: str) -> ModelDirectory:
+def find_model(model: str, weights: str = "checkpoint") -> ModelDirectory:
     """Locate a model and check that its files are there; their content is the loader's business.
+
+    With random weights, config.json is all that is needed.
 
     Raises:
         ModelMissing: the directory or a file of it does not exist.
@@ -59,10 +61,11 @@ def find_model(model: str) -> ModelDirectory:
         raise ModelMissing(f"{model!r} is no usable path: {error}", path=model) from error
     if not is_dir:
         raise ModelMissing(f"{path} is not a directory", path=str(path))
-    for name in ("config.json", "tokenizer.json"):
+    for name in ("config.json",) if weights == "random" else ("config.json", "tokenizer.json"):
         if not (path / name).is_file():
             raise ModelMissing(f"{path / name} does not exist", path=str(path / name))
-    _require_weights(path)
+    if weights != "random":
+        _require_weights(path)
     config = _read_json(path / "config.json")
     text_config = config.get("text_config", config)
     max_model_len = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
@@ -112,7 +115,7 @@ def resolve_dtype(dtype: str, device: str) -> str:
     return "bfloat16" if device == "cuda" else "float32"
 
 
-def transfer_config() -> KVTransferConfig:
+def transfer_config(config: ServeConfig) -> KVTransferConfig:
     """Limits of the hand-off; the test hook named by BATON_TEST_HOOK is switched on.
 
     Raises:
@@ -121,7 +124,7 @@ def transfer_config() -> KVTransferConfig:
     hook = os.environ.get(TEST_HOOK_VARIABLE, "")
     if hook not in ("", "drop_pushes"):
         raise ConfigInvalid(f"{TEST_HOOK_VARIABLE}={hook}: the only hook is drop_pushes", keys=[TEST_HOOK_VARIABLE])
-    return KVTransferConfig(drop_pushes=hook == "drop_pushes")
+    return KVTransferConfig(transport=config.transport, digest=config.kv_digest, drop_pushes=hook == "drop_pushes")
 
 
 def resolve_worker(
@@ -163,7 +166,9 @@ def resolve_worker(
         host=host,
         router_address=router_address,
         num_threads=config.worker_threads,
-        transfer=transfer_config(),
+        prefix_cache=config.prefix_cache,
+        weights=config.weights,
+        transfer=transfer_config(config),
     )
 
 

@@ -16,6 +16,7 @@ from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
+TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
 
 
 class ServeConfig(BaseModel):
@@ -29,7 +30,8 @@ class ServeConfig(BaseModel):
     tp_prefill: int = Field(1, ge=1, le=8, description="GPUs per prefill worker")
     tp_decode: int = Field(1, ge=1, le=8, description="GPUs per decode worker")
     mtp: int | Literal["auto"] = Field(2, description="draft tokens per step, 0 to 4; auto adapts")
-    transport: Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"] = Field("auto", description="KV data path")
+    transport: TransportName = Field("auto", description="KV data path; auto takes the best that each pair proves")
+    kv_digest: bool = Field(True, description="digest KV end to end; off, sockets check crc32c instead")
     scheduling: Literal["async", "sync"] = Field("sync", description="overlap scheduling with the running step")
     numerics: Numerics = Field(
         Numerics.DEFAULT, strict=False, description="default, or invariant: tokens never depend on batching"
@@ -49,6 +51,7 @@ class ServeConfig(BaseModel):
     max_num_seqs: int = Field(16, ge=1, le=1024, description="sequences a decode worker runs at once")
     max_queue_len: int = Field(256, ge=1, le=100_000, description="requests the router holds; more are refused")
     chunk_len: int = Field(256, ge=16, le=1 << 24, description="prompt tokens per prefill step")
+    prefix_cache: bool = Field(True, description="prefill workers keep the KV of prompts for those that begin alike")
     max_model_len: int | None = Field(
         None, ge=2, le=1 << 30, description="shorter than the model's own length, to save memory"
     )
@@ -115,6 +118,8 @@ class _OnceLoader(yaml.SafeLoader):
 class KVTransferConfig:
     """Limits and times of the hand-off (design: lease 2 s, heartbeat 0.25 s)."""
 
+    transport: TransportName = "auto"
+    digest: bool = True  # of payloads, end to end; off, sockets check crc32c instead
     lease_s: float = 2.0
     heartbeat_s: float = 0.25
     num_writer_threads: int = 1
@@ -124,6 +129,13 @@ class KVTransferConfig:
     window_bytes: int = 64 << 20
     max_resends: int = 2
     commit_timeout_s: float = 5.0
+    max_landing_deaths: int = 8  # of a landing process within a minute; with the last one the worker gives up
+    raw_streams: int = 1  # TCP connections of the raw lane to each peer; 0: payloads go inline
+    curve_key_file: str = ""  # zmq: encrypt with this key pair, admit nobody else; then there is no raw lane
+    tls_cert_file: str = ""  # grpc: this worker's certificate
+    tls_key_file: str = ""  # and its private key
+    tls_ca_file: str = ""  # who signed the others' certificates; with it, peers must present one
+    tls_server_name: str = ""  # the name in the others' certificates, if it is not their address
     drop_pushes: bool = False  # test hook: frames are counted as sent and thrown away
 
 
@@ -148,4 +160,6 @@ class WorkerConfig:
     host: str
     router_address: str
     num_threads: int
+    prefix_cache: bool = True
+    weights: str = "checkpoint"
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

@@ -71,7 +71,9 @@ class WordWeights:
         part_P1 = np.arange(num_parts, dtype=np.uint64)[:, None] << np.uint64(24)
         self._word_HPW = _weights(np.uint64(_SALT_WORD) + head_H11 + part_P1 + np.arange(num_words, dtype=np.uint64))
         self._low_P = _weights(np.uint64(_SALT_LOW) + np.arange(PERIOD, dtype=np.uint64))
-        self._tables: dict[int, tuple[Words, list[int]]] = {}  # by block in the period: [H, P, S, W], sum by head
+        self._tables: dict[int, Words] = {}
+        self._flat: dict[tuple[int, int, int], tuple[Words, int]] = {}  # a table's heads as one row, and their sum
+        self._highs: dict[int, int] = {}
 
     def of_block(self, words: Words, first_position: int, head: int, num_heads: int) -> int:
         """Digest, without the layer's weight, of whole blocks' worth of rows.
@@ -82,27 +84,35 @@ class WordWeights:
             head: first of them, counted from the first held.
             num_heads: how many.
         """
-        table_HPSW, head_sums = self._table(first_position)
-        table = table_HPSW[head : head + num_heads].reshape(-1)
-        base = sum(head_sums[head : head + num_heads])
-        return (int(np.dot(words, table)) + base) * high_weight(first_position)
+        key = (first_position % PERIOD, head, num_heads)
+        flat = self._flat.get(key)
+        if flat is None:
+            table_HPSW = self._table(first_position)[head : head + num_heads]
+            flat = self._flat[key] = (table_HPSW.reshape(-1), int(table_HPSW.sum(dtype=np.uint64)))
+        table, base = flat
+        return (int(np.dot(words, table)) + base) * self._high(first_position)
 
     def of_rows(self, words_HPSW: Words, first_position: int, head: int) -> int:
         """The same for some rows of a block; where in it they lie, `first_position` says."""
         num_heads, _, num_rows, _ = words_HPSW.shape
         row = first_position % self._rows
-        table_HPSW = self._table(first_position)[0][head : head + num_heads, :, row : row + num_rows]
+        table_HPSW = self._table(first_position)[head : head + num_heads, :, row : row + num_rows]
         total = int((words_HPSW * table_HPSW).sum(dtype=np.uint64)) + int(table_HPSW.sum(dtype=np.uint64))
-        return total * high_weight(first_position)
+        return total * self._high(first_position)
 
-    def _table(self, position: int) -> tuple[Words, list[int]]:
+    def _high(self, position: int) -> int:
+        found = self._highs.get(position // PERIOD)
+        if found is None:
+            found = self._highs[position // PERIOD] = high_weight(position)
+        return found
+
+    def _table(self, position: int) -> Words:
+        """[H, P, S, W] for blocks that begin like the one with this position."""
         block = position % PERIOD // self._rows
         found = self._tables.get(block)
         if found is None:
             low_S = self._low_P[block * self._rows : (block + 1) * self._rows]
-            table_HPSW = self._word_HPW[:, :, None, :] * low_S[:, None]
-            sums = [int(value) for value in table_HPSW.sum(axis=(1, 2, 3), dtype=np.uint64)]
-            found = self._tables[block] = (table_HPSW, sums)
+            found = self._tables[block] = self._word_HPW[:, :, None, :] * low_S[:, None]
         return found
 
 

@@ -25,6 +25,7 @@ from baton.router.inference import InferenceService
 from baton.router.members import ALIVE_S, Members
 from baton.router.membership import MembershipService
 from baton.router.policy import RoundRobin
+from baton.router.refusals import Refusals
 from baton.router.served_model import ServedModel
 
 TICK_S: Final = 0.05
@@ -67,6 +68,7 @@ class RouterServer:
         self._server: Any = None
         self.metrics = RouterMetrics()
         self.members = Members(self._clock, config.alive_s)
+        self.refusals = Refusals(self.members)
         self._channels = Channels(self.members, self._background.spawn)
         self.port = 0
 
@@ -103,6 +105,7 @@ class RouterServer:
             admission=admission,
             policy=RoundRobin(),
             members=self.members,
+            refusals=self.refusals,
             channels=self._channels,
             metrics=self.metrics,
             clock=self._clock,
@@ -111,6 +114,7 @@ class RouterServer:
         admin = AdminService(
             model=self._model.name,
             members=self.members,
+            refusals=self.refusals,
             channels=self._channels,
             metrics=self.metrics,
             num_running=lambda: admission.num_in_flight,

@@ -12,10 +12,12 @@ from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
 from baton.kernels.selftest import check_invariance
+from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import TORCH_DTYPES, KVPool, num_blocks_for_memory
 from baton.model.loader import load_model
 from baton.model.model import Model
+from baton.model.random_weights import RANDOM_SEED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +30,17 @@ class LoadedWorker:
     pool: KVPool
 
 
-def load_worker(config: WorkerConfig, on_progress: Callable[[int, int], None] | None = None) -> LoadedWorker:
+def load_worker(
+    config: WorkerConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+    pool_memory: Callable[[PoolGeometry], memoryview] | None = None,
+) -> LoadedWorker:
     """Load the model and size the pool from the memory there is.
+
+    Args:
+        config: what to load.
+        on_progress: told (tensors loaded, all tensors).
+        pool_memory: gives a pool on a CPU its memory, to share it; its own if None.
 
     Raises:
         StartupError: the model directory is unusable, or the numerics mode does not hold on this machine.
@@ -38,7 +49,7 @@ def load_worker(config: WorkerConfig, on_progress: Callable[[int, int], None] | 
     torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
     path = Path(config.model_path)
-    tokenizer = Tokenizer.from_directory(path)
+    is_random = config.weights == "random"
     model = load_model(
         path,
         dtype=TORCH_DTYPES[config.dtype],
@@ -46,7 +57,12 @@ def load_worker(config: WorkerConfig, on_progress: Callable[[int, int], None] | 
         numerics=config.numerics,
         with_mtp=config.num_draft_tokens > 0,
         on_progress=on_progress,
+        random_seed=RANDOM_SEED if is_random else None,
     )
+    if is_random and not (path / "tokenizer.json").exists():
+        tokenizer = Tokenizer.byte_level(path, model.config.vocab_size)
+    else:
+        tokenizer = Tokenizer.from_directory(path)
     if config.numerics is Numerics.INVARIANT:
         check_invariance(model.linear_shapes(), model.dtype, device)
     layout = model.kv_layout(config.block_size)
@@ -57,7 +73,9 @@ def load_worker(config: WorkerConfig, on_progress: Callable[[int, int], None] | 
             keys=["kv_memory_mib"],
         )
     try:
-        pool = KVPool(layout, num_blocks, device)
+        is_shared = pool_memory is not None and device.type == "cpu"
+        memory = pool_memory(PoolGeometry(layout, num_blocks)) if pool_memory is not None and is_shared else None
+        pool = KVPool(layout, num_blocks, device, memory=memory)
     except RuntimeError as error:  # what torch's allocators raise
         key = "gpu_memory_share" if device.type == "cuda" else "kv_memory_mib"
         mib = num_blocks * layout.bytes_per_block >> 20
