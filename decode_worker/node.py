@@ -67,8 +67,8 @@ class DecodeNode:
         regions: list[SharedRegion] = []
 
         def pool_memory(geometry: PoolGeometry) -> memoryview:
-            regions.append(landing_region([geometry], config.transfer))
-            return regions[0].pool(0)
+            regions.append(landing_region(geometry.of_all_ranks, config.transfer))
+            return regions[0].pool(geometry.rank)
 
         try:
             loaded = load_worker(config, pool_memory=pool_memory)
@@ -77,7 +77,7 @@ class DecodeNode:
                 epoch=self.epoch,
                 layout=loaded.layout,
                 num_blocks=loaded.pool.num_blocks,
-                tp_size=1,
+                tp_size=loaded.pool.geometry.size,
                 listen=Listen("zmq", f"tcp://{config.host}:0", (SHM,) if is_shared else ()),
                 config=config.transfer,
             )
