@@ -180,7 +180,7 @@ def test_memory_that_was_unpinned_is_read_no_more(make_ends, kind):
     ends.p.unpin(ends.d.address, lambda header: True)
     assert ends.p.num_pinned(ends.d.address) == 0
     source.memory[:] = bytes(len(source.memory))
-    ends.say(b"last")
+    ends.p.send(ends.d.address, b"last")
     num_read = 0
     end_s = time.monotonic() + 2.0
     while time.monotonic() < end_s:
@@ -209,7 +209,7 @@ def test_a_peer_that_stops_reading_makes_nobody_wait(make_ends, kind):
     assert time.monotonic() - start_s < 3 * OF_TIME_S
     if ends.lane == "raw" or kind.startswith("grpc"):
         assert ends.p.counts.frames_dropped > 10
-        assert ends.p.num_pinned(ends.d.address) <= 4
+        assert ends.p.num_pinned(ends.d.address) <= 6
     start_s = time.monotonic()
     ends.close()
     assert time.monotonic() - start_s < 6 * OF_TIME_S
@@ -309,10 +309,8 @@ def test_after_close_nothing_is_written_and_the_port_is_free(make_ends, kind):
     assert ends.d.address == address
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOCKET_KINDS)
 def test_what_is_too_large_is_not_taken_and_others_are(make_ends, kind):
-    if kind.startswith("loopback"):
-        pytest.skip("it has no limit; what it carries was made in this process")
     ends = make_ends(kind, max_frame_bytes=4096, window_bytes=64 * MIB).meet()
     huge = Pool(20 * MIB).pieces([10 * MIB])
     ends.send_frame(huge)
@@ -329,16 +327,15 @@ def test_what_is_too_large_is_not_taken_and_others_are(make_ends, kind):
     assert all(len(item.control) < 100 for item in ends.at_d)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("address", ["", "tcp://", "udp://127.0.0.1:5", "grpc://", "grpc://a b:5", "x" * 10_000])
-def test_an_address_that_is_none_is_a_problem_of_its_own(make_ends, kind, address):
-    if kind.startswith("loopback"):
-        pytest.skip("any name may join")
+@pytest.mark.parametrize("kind", SOCKET_KINDS)
+def test_an_address_that_is_none_is_a_problem_of_its_own(make_ends, kind):
     ends = make_ends(kind)
-    assert "address" in ends.p.problem(address) or "connect" in ends.p.problem(address)
-    assert len(ends.p.problem(address)) < 300
-    ends.p.send(address, b"lost")
-    assert ends.p.counts.messages_lost == 1
+    addresses = ["", "tcp://", "udp://127.0.0.1:5", "grpc://", "grpc://a b:5", "x" * 10_000]
+    for num_lost, address in enumerate(addresses):
+        assert "address" in ends.p.problem(address) or "connect" in ends.p.problem(address)
+        assert len(ends.p.problem(address)) < 300
+        assert ends.p.counts.messages_lost == num_lost
+        ends.p.send(address, b"lost")
     ends.say(b"still there")
 
 
