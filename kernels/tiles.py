@@ -52,20 +52,26 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
 
 def product_rows(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` -> [T, N] in the dtype of `x`; a row depends on itself alone."""
+    return product_rows_wide(x_TK, weight_NK).to(x_TK.dtype)
+
+
+def product_rows_wide(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """The same in the wide dtype; on a CPU not rounded before."""
     num_rows = x_TK.shape[0]
     tile = row_tile(x_TK.device)
     padded_TK = pad_rows(x_TK, tile)
+    wide = wide_dtype(x_TK.dtype)
     if x_TK.device.type != "cpu":
         tiles = [functional.linear(part_TK, weight_NK) for part_TK in padded_TK.split(tile)]
-        return torch.cat(tiles)[:num_rows] if tiles else x_TK.new_empty(0, weight_NK.shape[0])
-    wide = wide_dtype(x_TK.dtype)
+        out_TN = torch.cat(tiles)[:num_rows] if tiles else x_TK.new_empty(0, weight_NK.shape[0])
+        return out_TN.to(wide)
     piece = _PIECE_LEN[wide]
     padded_TK = padded_TK.to(wide)
     out_TN = functional.linear(padded_TK[:, :piece], weight_NK[:, :piece].to(wide))
     for start in range(piece, x_TK.shape[1], piece):
         cut = slice(start, start + piece)
         out_TN += functional.linear(padded_TK[:, cut], weight_NK[:, cut].to(wide))
-    return out_TN[:num_rows].to(x_TK.dtype)
+    return out_TN[:num_rows]
 
 
 def product_groups(left_GTK: torch.Tensor, right_GKN: torch.Tensor, num_fixed_groups: int) -> torch.Tensor:

@@ -138,8 +138,8 @@ def test_the_self_test_knows_every_product_of_a_model(name, tiny_checkpoint, loa
         seen.add(tuple(weight_NK.shape))
         return torch.nn.functional.linear(x_TK, weight_NK)
 
-    monkeypatch.setattr(model._ops, "linear", spy)
-    monkeypatch.setattr("baton.kernels.moe.product_rows", spy)
+    for place in ("linear.product_rows", "moe.product_rows", "moe.product_rows_wide", "inner_sum.product_rows_wide"):
+        monkeypatch.setattr(f"baton.kernels.{place}", spy)
     paged = Paged(model)
     ids = prompt(5)
     hidden = paged.prefill(ids)
