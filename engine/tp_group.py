@@ -7,10 +7,11 @@ of one, may live in one process. It refuses CUDA tensors.
 
 import datetime
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import Store, TCPStore
 
 from baton.core.errors import WorkerLost
 from baton.kernels.inner_sum import tree_sum
@@ -32,16 +33,18 @@ class GlooGroup:
         timeout_s: of each operation.
     """
 
-    def __init__(self, rank: int, size: int, store: distributed.Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, rank: int, size: int, store: Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         assert 0 <= rank < size
         self.rank = rank
         self.size = size
         self.num_operations = 0
         self._store = store
-        options = distributed.ProcessGroupGloo._Options()
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=HOST)]
-        options._timeout = datetime.timedelta(seconds=timeout_s)
-        self._group = self._guarded(lambda: distributed.ProcessGroupGloo(store, rank, size, options))
+        gloo: Any = distributed.ProcessGroupGloo  # its stub knows little of it
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=HOST)]
+        options._timeout = self._timeout
+        self._group: Any = self._guarded(lambda: gloo(store, rank, size, options))
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, added as a balanced tree in rank order: the same bits at each rank."""
@@ -54,7 +57,7 @@ class GlooGroup:
         values = values.clone(memory_format=torch.contiguous_format)
         options = distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        options.timeout = self._group.options._timeout
+        options.timeout = self._timeout
         self._guarded(lambda: self._group.broadcast([values], options).wait())
         return values
 
@@ -97,10 +100,10 @@ class GlooGroup:
             raise WorkerLost(message, rank=self.rank, size=self.size) from error
 
 
-def open_store(rank: int, size: int, port: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> distributed.TCPStore:
+def open_store(rank: int, size: int, port: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> TCPStore:
     """The store of a group whose rank 0 listens at `port` of this host; with 0 at any, which is then `store.port`."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    return distributed.TCPStore(HOST, port, size, rank == 0, timeout=timeout, wait_for_workers=False)
+    return TCPStore(HOST, port, size, rank == 0, timeout=timeout, wait_for_workers=False)
 
 
 def _to_bytes(values: torch.Tensor) -> bytes:

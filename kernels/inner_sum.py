@@ -58,7 +58,7 @@ class InnerSum:
         return [slice(start, start + length) for start in range(0, inner_size, length)]
 
     def linear(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        """x W^T over the inner dimension of all ranks, [T, N]."""
+        """The product x W^T over the inner dimension of all ranks, [T, N]."""
         return self.add_ranks(functional.linear(x_TK, weight_NK))
 
     def linear_invariant(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:

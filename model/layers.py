@@ -21,7 +21,7 @@ def whole(name: str) -> Cut | None:
 
 @dataclass(slots=True)
 class WeightSource:
-    """Reads tensors, or the part of each that `cut` names, as the parts of the model are built; reports how far it is."""
+    """Reads tensors, or what `cut` says of each, as the parts of the model are built, and reports how far it is."""
 
     stored: Mapping[str, StoredTensor | RandomTensor]
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""A tensor-parallel group as threads of one process, over real gloo: the same code as with processes, sooner started."""
+"""A tensor-parallel group as threads of one process, over real gloo: what processes do, sooner started."""
 
 import threading
 
