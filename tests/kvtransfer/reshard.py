@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 
-NUM_BLOCKS = 12
 SIZES = (1, 2, 4)
 HEADS = (1, 2, 4, 8)
 BLOCK_SIZES = (16, 64)
@@ -94,6 +94,7 @@ class Group:
     size: int
     prompt_len: int
     seed: int
+    num_blocks: int = field(init=False)
     blocks: list = field(init=False)
     pools: list = field(init=False)
     ios: list = field(init=False)
@@ -102,11 +103,12 @@ class Group:
     def __post_init__(self):
         source = np.random.default_rng(self.seed)
         num_needed = -(-self.prompt_len // self.layout.block_size)
-        self.blocks = source.permutation(NUM_BLOCKS)[: max(1, num_needed)].tolist()
-        cpu = torch.device("cpu")
-        self.pools = [KVPool(self.layout, NUM_BLOCKS, cpu, rank=rank, size=self.size) for rank in range(self.size)]
-        for pool in self.pools:
-            pool.bytes_view[:] = source.integers(0, 256, pool.geometry.num_bytes, dtype=np.uint8)
+        self.num_blocks = num_needed + 2
+        self.blocks = source.permutation(self.num_blocks)[:num_needed].tolist()
+        self.pools = []
+        for rank in range(self.size):
+            num_bytes = PoolGeometry(self.layout, self.num_blocks, rank, self.size).num_bytes
+            self.pools.append(self._pool(rank, bytearray(source.bytes(num_bytes))))
         self.ios = [PoolIO(pool.bytes_view, pool.geometry) for pool in self.pools]
         self.ranked = RankedPoolIO(self.ios)
 
@@ -117,11 +119,11 @@ class Group:
 
     def expected(self, truth):
         """What every byte of every pool must be once `truth` has landed in what the pools hold now."""
-        cpu = torch.device("cpu")
-        found = []
-        for pool in self.pools:
-            twin = KVPool(self.layout, NUM_BLOCKS, cpu, rank=pool.geometry.rank, size=self.size)
-            twin.bytes_view[:] = pool.bytes_view
+        twins = [self._pool(rank, bytearray(pool.bytes_view)) for rank, pool in enumerate(self.pools)]
+        for twin in twins:
             place(twin, self.blocks, truth)
-            found.append(twin.bytes_view)
-        return found
+        return [twin.bytes_view for twin in twins]
+
+    def _pool(self, rank, memory):
+        cpu = torch.device("cpu")
+        return KVPool(self.layout, self.num_blocks, cpu, rank=rank, size=self.size, memory=memoryview(memory))

@@ -130,6 +130,13 @@ def test_other_block_sizes(sizes, path):
         check(path, tp_prefill, tp_decode, 2, sizes, "float32", 11)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("path", PATHS)
+def test_one_cell_of_each_kind(path):
+    for tp_prefill, tp_decode, num_heads in ((1, 2, 4), (2, 1, 1), (4, 2, 2)):
+        check(path, tp_prefill, tp_decode, num_heads, (16, 64), "float8_e4m3fn", 83)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_order_of_a_payload(dtype):
     """The bytes on the wire are those the format promises."""
@@ -160,6 +167,7 @@ def test_digests_are_what_the_definition_says():
         assert source.ranked.digest(source.blocks, whole) == total * layer_weight(layer) & MASK
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("tp_decode", [2, 4])
 def test_a_replicated_head_that_differs_on_one_rank_is_noticed(tp_decode):
     layout = layout_of(1, "float16", 16)
