@@ -19,6 +19,7 @@ from baton.kernels.tiles import wide_dtype
 
 HOST = "127.0.0.1"  # all ranks of a worker are on one host
 DEFAULT_TIMEOUT_S = 60.0
+_FOR_EVER = datetime.timedelta(days=3650)  # a rank that dies is noticed by its closed connection
 
 T = TypeVar("T")
 
@@ -53,17 +54,21 @@ class GlooGroup:
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Rank 0's `values`, at every rank; the others give a tensor of that shape and dtype."""
+        return self._broadcast(values, self._timeout)
+
+    def _broadcast(self, values: torch.Tensor, timeout: datetime.timedelta) -> torch.Tensor:
         assert values.device.type == "cpu"
         values = values.clone(memory_format=torch.contiguous_format)
         options = distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        options.timeout = self._timeout
+        options.timeout = timeout
         self._guarded(lambda: self._group.broadcast([values], options).wait())
         return values
 
-    def broadcast_bytes(self, data: bytes) -> bytes:
-        """Rank 0's bytes, at every rank."""
-        length = int(self.broadcast(torch.tensor([len(data)])))
+    def broadcast_bytes(self, data: bytes, *, is_patient: bool = False) -> bytes:
+        """Rank 0's bytes, at every rank; one that `is_patient` waits for them as long as rank 0 lives."""
+        timeout = _FOR_EVER if is_patient else self._timeout
+        length = int(self._broadcast(torch.tensor([len(data)]), timeout))
         if length == 0:
             return b""
         if self.rank != 0:

@@ -37,8 +37,8 @@ class Communicator(Protocol):
         """Every rank's bytes, in rank order, at every rank."""
         ...
 
-    def broadcast_bytes(self, data: bytes) -> bytes:
-        """Rank 0's bytes, at every rank."""
+    def broadcast_bytes(self, data: bytes, *, is_patient: bool = False) -> bytes:
+        """Rank 0's bytes, at every rank; one that `is_patient` waits for them as long as rank 0 lives."""
         ...
 
     def close(self) -> None:
@@ -64,8 +64,9 @@ class Alone:
         """`data` alone."""
         return [data]
 
-    def broadcast_bytes(self, data: bytes) -> bytes:
+    def broadcast_bytes(self, data: bytes, *, is_patient: bool = False) -> bytes:
         """`data`."""
+        del is_patient
         return data
 
     def close(self) -> None:
