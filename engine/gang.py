@@ -199,7 +199,8 @@ def _chunks(plan: Plan) -> list[PrefillChunk]:
 
 
 def _sampling(fields: Mapping[str, Any]) -> SamplingParams:
-    return SamplingParams(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return SamplingParams(**values)
 
 
 def _hidden(dtype: str, data: bytes) -> torch.Tensor | None:

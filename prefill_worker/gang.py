@@ -139,10 +139,14 @@ class GangPush:
         transfer = self._transfers[event.attempt]
         match event:
             case Granted():
-                fields = {"peer": asdict(transfer.peer), "table": table_fields(transfer.table)}
-                grant = asdict(event.grant)
-                attempt = asdict(event.attempt)
-                self._channel.tell("adopt", attempt=attempt, grant=grant, prompt_len=transfer.prompt_len, **fields)
+                self._channel.tell(
+                    "adopt",
+                    attempt=asdict(event.attempt),
+                    peer=asdict(transfer.peer),
+                    table=table_fields(transfer.table),
+                    prompt_len=transfer.prompt_len,
+                    grant=asdict(event.grant),
+                )
                 transfer.reading = set(range(self._channel.communicator.size))
                 return [event]
             case Denied():
@@ -210,7 +214,7 @@ class PrefillFollower:
                 table, peer = table_of(fields["table"]), DecodePeer(**fields["peer"])
                 push.adopt(_key(fields["attempt"]), peer, table, fields["prompt_len"], _grant(fields["grant"]))
             case "commit":
-                push.commit(_key(fields["attempt"]), kv_pb2.SequenceState(), fields["prefill_end_s"])
+                push.commit(_key(fields["attempt"]), None, fields["prefill_end_s"])
             case "abort":
                 push.abort(_key(fields["attempt"]), fields["reason"])
             case "poll":
