@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from baton.kernels.tiles import product_rows_wide
+from baton.kernels.tiles import product_slices
 
 MAX_SLICES = 8  # of a whole inner dimension; the most ranks that can share it in invariant numerics
 
@@ -49,13 +49,12 @@ class InnerSum:
     num_ranks: int = 1
     add_ranks: Callable[[torch.Tensor], torch.Tensor] = _same
 
-    def slices(self, inner_size: int) -> list[slice]:
-        """The slices of this rank's part, which is `inner_size` long."""
+    def num_slices(self, inner_size: int) -> int:
+        """Slices of this rank's part, which is `inner_size` long."""
         count, rest = divmod(num_slices(inner_size * self.num_ranks), self.num_ranks)
         assert count > 0
         assert rest == 0
-        length = inner_size // count
-        return [slice(start, start + length) for start in range(0, inner_size, length)]
+        return count
 
     def linear(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         """The product x W^T over the inner dimension of all ranks, [T, N]."""
@@ -63,8 +62,8 @@ class InnerSum:
 
     def linear_invariant(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         """The same, each row independent of the rows beside it and of the number of ranks; rounded once."""
-        parts = [product_rows_wide(x_TK[:, cut], weight_NK[:, cut]) for cut in self.slices(x_TK.shape[1])]
-        return self.add_ranks(tree_sum(parts)).to(x_TK.dtype)
+        parts_CTN = product_slices(x_TK, weight_NK, self.num_slices(x_TK.shape[1]))
+        return self.add_ranks(tree_sum(parts_CTN.unbind())).to(x_TK.dtype)
 
 
 ALONE = InnerSum()

@@ -11,19 +11,20 @@ Legend: T tokens, E experts, K experts of a token, D hidden size, I intermediate
 C slices of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
 from baton.kernels.inner_sum import InnerSum, tree_sum
 from baton.kernels.silu_mul import silu_mul, silu_mul_invariant
-from baton.kernels.tiles import pad_rows, product_rows, product_rows_wide, row_tile, wide_dtype
+from baton.kernels.tiles import pad_rows, product_rows, product_slices, row_tile, wide_dtype
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 GateUp = Callable[[torch.Tensor], torch.Tensor]
-Slices = Sequence[slice]
+Slices = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Up to this many rows, computing every expert for every row costs less than telling them apart.
 _MAX_DENSE_WORK = 512
@@ -78,20 +79,13 @@ def _combine(output_CTKD: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor
     return tree_sum(mixed_CTD.unbind())
 
 
-@dataclass(frozen=True, slots=True)
-class _Arithmetic:
-    """How experts compute; `slices` of the intermediate dimension are added only after the mixture."""
-
-    up: Linear
-    gate: GateUp
-    down: Linear
-    slices: Slices
-
-
 def _run_sorted(
-    x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, arithmetic: _Arithmetic
+    x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, up: Linear, gate: GateUp, down: Slices
 ) -> torch.Tensor:
-    """Each expert on its own rows -> [C, T, K, D]. Counts go to the host: on CUDA this waits for the device."""
+    """Each expert on its own rows -> [C, T, K, D], C as `down` makes it.
+
+    Counts go to the host: on CUDA this waits for the device.
+    """
     num_experts, num_chosen = weights.down_EDI.shape[0], expert_TK.shape[1]
     order_R = torch.argsort(expert_TK.flatten(), stable=True)
     counts = torch.bincount(expert_TK.flatten(), minlength=num_experts).tolist()
@@ -101,28 +95,30 @@ def _run_sorted(
     for expert, count in enumerate(counts):
         if count == 0:
             continue
-        inner_RI = arithmetic.gate(arithmetic.up(input_RD[row : row + count], weights.gate_up_EJD[expert]))
-        places_R = order_R[row : row + count]
-        for index, cut in enumerate(arithmetic.slices):
-            part_RD = arithmetic.down(inner_RI[:, cut], weights.down_EDI[expert][:, cut])
-            if output_CRD is None:
-                output_CRD = part_RD.new_empty(len(arithmetic.slices), *input_RD.shape)
-            output_CRD[index, places_R] = part_RD
+        inner_RI = gate(up(input_RD[row : row + count], weights.gate_up_EJD[expert]))
+        part_CRD = down(inner_RI, weights.down_EDI[expert])
+        if output_CRD is None:
+            output_CRD = part_CRD.new_empty(len(part_CRD), *input_RD.shape)
+        output_CRD[:, order_R[row : row + count]] = part_CRD
         row += count
     if output_CRD is None:  # no token at all
-        output_CRD = input_RD.new_empty(len(arithmetic.slices), *input_RD.shape)
-    return output_CRD.view(len(arithmetic.slices), *expert_TK.shape, -1)
+        output_CRD = input_RD[None]
+    return output_CRD.unflatten(1, expert_TK.shape)
 
 
 def _run_dense(
-    x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp, slices: Slices
+    x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp, num_slices: int
 ) -> torch.Tensor:
     """Every expert on every row, then the chosen ones -> [C, T, K, D]; never waits for the device."""
     all_ETI = gate(torch.matmul(x_TD, weights.gate_up_EJD.transpose(1, 2)))
     token_T1 = torch.arange(x_TD.shape[0], device=x_TD.device)[:, None]
-    parts = [torch.bmm(all_ETI[..., cut], weights.down_EDI[..., cut].transpose(1, 2)) for cut in slices]
-    chosen_TKD = [part_ETD[expert_TK, token_T1] for part_ETD in parts]
-    return chosen_TKD[0][None] if len(chosen_TKD) == 1 else torch.stack(chosen_TKD)
+    parts = zip(all_ETI.chunk(num_slices, -1), weights.down_EDI.chunk(num_slices, -1), strict=True)
+    chosen_TKD = [torch.bmm(part, down.transpose(1, 2))[expert_TK, token_T1] for part, down in parts]
+    return chosen_TKD[0][None] if num_slices == 1 else torch.stack(chosen_TKD)
+
+
+def _whole(inner_RI: torch.Tensor, down_DI: torch.Tensor) -> torch.Tensor:
+    return functional.linear(inner_RI, down_DI)[None]
 
 
 def experts(
@@ -135,12 +131,10 @@ def experts(
 ) -> torch.Tensor:
     """The mixture, [T, D]. Only where `may_wait` may the host wait for a CUDA device."""
     may_sort = x_TD.device.type == "cpu" or may_wait
-    whole = (slice(None),)
     if may_sort and x_TD.shape[0] * weights.down_EDI.shape[0] > _MAX_DENSE_WORK:
-        arithmetic = _Arithmetic(functional.linear, silu_mul, functional.linear, whole)
-        output_1TKD = _run_sorted(x_TD, expert_TK, weights, arithmetic)
+        output_1TKD = _run_sorted(x_TD, expert_TK, weights, functional.linear, silu_mul, _whole)
     else:
-        output_1TKD = _run_dense(x_TD, expert_TK, weights, silu_mul, whole)
+        output_1TKD = _run_dense(x_TD, expert_TK, weights, silu_mul, 1)
     return inner.add_ranks(_combine(output_1TKD, weight_TK)).to(x_TD.dtype)
 
 
@@ -154,15 +148,15 @@ def experts_invariant(
 ) -> torch.Tensor:
     """The same, a row independent of the others: padded rows on a CPU, tiles of fixed shape on CUDA (no waiting)."""
     del may_wait
-    slices = inner.slices(weights.down_EDI.shape[2])
+    num_slices = inner.num_slices(weights.down_EDI.shape[2])
     if x_TD.device.type == "cpu":
-        arithmetic = _Arithmetic(product_rows, silu_mul_invariant, product_rows_wide, slices)
-        output_CTKD = _run_sorted(x_TD, expert_TK, weights, arithmetic)
+        down = partial(product_slices, num_slices=num_slices)
+        output_CTKD = _run_sorted(x_TD, expert_TK, weights, product_rows, silu_mul_invariant, down)
         return inner.add_ranks(_combine(output_CTKD, weight_TK)).to(x_TD.dtype)
     tile = row_tile(x_TD.device)
     padded_TD, padded_TK = pad_rows(x_TD, tile), pad_rows(expert_TK, tile)
     outputs = [
-        _run_dense(rows_TD, rows_TK, weights, silu_mul_invariant, slices)
+        _run_dense(rows_TD, rows_TK, weights, silu_mul_invariant, num_slices)
         for rows_TD, rows_TK in zip(padded_TD.split(tile), padded_TK.split(tile), strict=True)
     ]
     output_CTKD = torch.cat(outputs, dim=1)[:, : x_TD.shape[0]]

@@ -74,6 +74,18 @@ def product_rows_wide(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tens
     return out_TN[:num_rows]
 
 
+def product_slices(x_TK: torch.Tensor, weight_NK: torch.Tensor, num_slices: int) -> torch.Tensor:
+    """Products of equal slices of K, [num_slices, T, N] in the wide dtype; a row and a slice depend on nothing else."""
+    length = x_TK.shape[1] // num_slices
+    if x_TK.device.type != "cpu":
+        cuts = [slice(start, start + length) for start in range(0, x_TK.shape[1], length)]
+        return torch.stack([product_rows_wide(x_TK[:, cut], weight_NK[:, cut]) for cut in cuts])
+    wide = wide_dtype(x_TK.dtype)
+    left_CTK = pad_rows(x_TK, row_tile(x_TK.device)).to(wide).unflatten(1, (num_slices, length)).transpose(0, 1)
+    right_CKN = weight_NK.to(wide).unflatten(1, (num_slices, length)).permute(1, 2, 0)
+    return product_groups(left_CTK, right_CKN, num_slices)[:, : x_TK.shape[0]]
+
+
 def product_groups(left_GTK: torch.Tensor, right_GKN: torch.Tensor, num_fixed_groups: int) -> torch.Tensor:
     """Batched product [G, T, N]; T is a multiple of the tile, G of `num_fixed_groups`, both operands wide.
 

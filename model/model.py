@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from baton.core.numerics import Numerics
-from baton.kernels.inner_sum import ALONE, InnerSum, num_slices
+from baton.kernels.inner_sum import ALONE, InnerSum
 from baton.kernels.ops import Ops
 from baton.kernels.rope import rope_angles, rope_inverse_frequencies
 from baton.kvcache.layout import KVLayout
@@ -86,14 +86,13 @@ class Model:
         """(outputs, inputs) of every kind of product, for `kernels.selftest.check_invariance`."""
         config = self.config
         hidden, queries = config.hidden_size, config.num_heads * config.head_dim
-        shapes = {(queries + 2 * config.num_kv_heads * config.head_dim, hidden), (config.vocab_size, hidden)}
-        shapes.add((hidden, queries // num_slices(queries)))
-        inner_sizes = {config.intermediate_size} if len(config.sparse_layers) < config.num_layers else set()
+        shapes = {(queries + 2 * config.num_kv_heads * config.head_dim, hidden), (hidden, queries)}
+        shapes.add((config.vocab_size, hidden))
+        if len(config.sparse_layers) < config.num_layers:
+            shapes |= {(2 * config.intermediate_size, hidden), (hidden, config.intermediate_size)}
         if config.num_experts:
-            inner_sizes.add(config.moe_intermediate_size)
+            shapes |= {(2 * config.moe_intermediate_size, hidden), (hidden, config.moe_intermediate_size)}
             shapes.add((config.num_experts, hidden))
-        for size in inner_sizes:
-            shapes |= {(2 * size, hidden), (hidden, size // num_slices(size))}
         if self.with_mtp:
             shapes.add((hidden, 2 * hidden))
         return tuple(sorted(shapes))
