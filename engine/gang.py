@@ -25,6 +25,7 @@ class LeadPrefill:
     """Rank 0's `PrefillRunner`."""
 
     def __init__(self, runner: PrefillRunner, channel: PlanChannel) -> None:
+        self.has_mtp = runner.has_mtp
         self._runner = runner
         self._channel = channel
 

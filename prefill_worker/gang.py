@@ -105,6 +105,11 @@ class GangPush:
         self._transfers[attempt] = _Transfer(peer, table, prompt_len)
         self._own.reserve(attempt, peer, table, prompt_len, capacity_len, wait_s)
 
+    def push_cached(self, attempt: AttemptKey, first: int, count: int) -> None:
+        """As `PushService.push_cached`, at every rank."""
+        self._channel.tell("push_cached", attempt=asdict(attempt), first=first, count=count)
+        self._own.push_cached(attempt, first, count)
+
     def commit(self, attempt: AttemptKey, state: kv_pb2.SequenceState, prefill_end_s: float) -> None:
         """As `PushService.commit`, at every rank; the state goes with rank 0's."""
         self._channel.tell("commit", attempt=asdict(attempt), prefill_end_s=prefill_end_s)
@@ -213,6 +218,8 @@ class PrefillFollower:
             case "adopt":
                 table, peer = table_of(fields["table"]), DecodePeer(**fields["peer"])
                 push.adopt(_key(fields["attempt"]), peer, table, fields["prompt_len"], _grant(fields["grant"]))
+            case "push_cached":
+                push.push_cached(_key(fields["attempt"]), fields["first"], fields["count"])
             case "commit":
                 push.commit(_key(fields["attempt"]), None, fields["prefill_end_s"])
             case "abort":
