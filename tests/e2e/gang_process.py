@@ -54,7 +54,6 @@ class Job:
     num_blocks: int
     block_size: int
     chunk_len: int
-    lanes: tuple[str, ...]
     transfer: KVTransferConfig
 
 
@@ -73,6 +72,14 @@ class PipeSink:
         if not self.ended:
             self.ended = True
             self._send(("end", self._key, error))
+
+
+class WatchedPush(PushService):
+    """Remembers by which lanes it pushed."""
+
+    def close(self):
+        self.used = [choice.lane for choice in self.lanes().values()]
+        super().close()
 
 
 class Rank:
@@ -119,7 +126,7 @@ class Rank:
 def prefill_rank(rank, receive):
     job = rank.job
     pool = rank.pool()
-    push = PushService(
+    push = own = WatchedPush(
         pool=pool,
         layout=rank.layout,
         epoch=job.epoch,
@@ -130,7 +137,7 @@ def prefill_rank(rank, receive):
     runner = PrefillRunner(rank.model, pool, rank.group)
     if job.rank > 0:
         PrefillFollower(FollowPrefill(runner), push, rank.channel).run()
-        return
+        return own.used
     if job.size > 1:
         runner, push = LeadPrefill(runner, rank.channel), GangPush(push, rank.channel)
     worker = PrefillWorker(runner=runner, pool=pool, push=push, chunk_len=job.chunk_len, **rank.common)
@@ -138,6 +145,7 @@ def prefill_rank(rank, receive):
     rank.send(("serving", None, None))
     serve(rank, worker, receive)
     worker.close()
+    return own.used
 
 
 def decode_rank(rank, receive):
@@ -159,7 +167,7 @@ def decode_rank(rank, receive):
         layout=rank.layout,
         num_blocks=job.num_blocks,
         tp_size=job.size,
-        listen=Listen("zmq", "tcp://127.0.0.1:0", job.lanes),
+        listen=Listen("zmq", "tcp://127.0.0.1:0", ("shm",) if job.transfer.transport == "shm" else ()),
         config=job.transfer,
     )
     landing = LandingService.in_process(region, setup)
@@ -200,9 +208,9 @@ def main(pipe):
     while (job := pipe.recv()) is not None:
         try:
             rank = Rank(job, send)
-            roles[job.role](rank, pipe.recv)
+            said = roles[job.role](rank, pipe.recv)
             rank.group.close()
-            send(("done", None, None))
+            send(("done", None, said))
         except BaseException:
             send(("fatal", None, traceback.format_exc()))
             raise

@@ -111,16 +111,16 @@ class GangTopology:
         tp_prefill,
         tp_decode,
         *,
-        lanes=(),
+        lane="raw",
         dtype=torch.float64,
         numerics=Numerics.DEFAULT,
         block_sizes=(16, 16),
         chunk_len=48,
-        transfer=None,
     ):
         self._processes = processes
-        transfer = transfer or KVTransferConfig()
-        shared = {"path": path, "dtype": dtype, "numerics": numerics, "lanes": lanes, "transfer": transfer}
+        self._lane = lane
+        transfer = KVTransferConfig(transport="shm" if lane == "shm" else "zmq", raw_streams=int(lane == "raw"))
+        shared = {"path": path, "dtype": dtype, "numerics": numerics, "transfer": transfer}
         self._taken = processes.take(tp_prefill + tp_decode)
         self.prefill, self.decode = self._taken[:tp_prefill], self._taken[tp_prefill:]
         for role, ranks, block_size in (
@@ -153,9 +153,9 @@ class GangTopology:
             return
         for process in (self.prefill[0], self.decode[0]):
             process.pipe.send(("close",))
-        for process in self._taken:
-            process.expect("done", END_TIMEOUT_S)
+        used = [process.expect("done", END_TIMEOUT_S) for process in self._taken]
         self._processes.give_back(self._taken)
+        assert used[: len(self.prefill)] == [[self._lane]] * len(self.prefill), used
 
     def start(self, request):
         decode_stream, prefill_stream = self.decode[0].open(request.key), self.prefill[0].open(request.key)
