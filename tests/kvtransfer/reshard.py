@@ -94,6 +94,7 @@ class Group:
     size: int
     prompt_len: int
     seed: int
+    make_memory: object = None  # of a rank, from its geometry; else its own
     num_blocks: int = field(init=False)
     blocks: list = field(init=False)
     pools: list = field(init=False)
@@ -106,11 +107,16 @@ class Group:
         self.num_blocks = num_needed + 2
         self.blocks = source.permutation(self.num_blocks)[:num_needed].tolist()
         self.pools = []
-        for rank in range(self.size):
-            num_bytes = PoolGeometry(self.layout, self.num_blocks, rank, self.size).num_bytes
-            self.pools.append(self._pool(rank, bytearray(source.bytes(num_bytes))))
+        for rank, geometry in enumerate(self.geometries):
+            memory = self.make_memory(geometry) if self.make_memory else bytearray(geometry.num_bytes)
+            memory[:] = source.bytes(geometry.num_bytes)
+            self.pools.append(self._pool(rank, memory))
         self.ios = [PoolIO(pool.bytes_view, pool.geometry) for pool in self.pools]
         self.ranked = RankedPoolIO(self.ios)
+
+    @property
+    def geometries(self):
+        return [PoolGeometry(self.layout, self.num_blocks, rank, self.size) for rank in range(self.size)]
 
     def place(self, truth):
         """As after a prefill."""
