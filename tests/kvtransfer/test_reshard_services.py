@@ -1,4 +1,4 @@
-"""Resharding through the real services: a push for each prefill rank, one landing for all decode ranks, real transports.
+"""Resharding through the real services: a push for each prefill rank, one landing for all decode ranks, all lanes.
 
 As in `test_reshard`, what must be in every byte of every pool is said by plain loops.
 """
@@ -30,10 +30,11 @@ LANES = {"loopback": "loopback", "inline": "zmq", "raw": "zmq", "shm": "shm"}
 class HandOver:
     """One attempt between two groups."""
 
-    def __init__(self, lane, source, target, memory=None):
+    def __init__(self, lane, source, target, memory=None, **options):
         self.source, self.target = source, target
         self.key = AttemptKey("r", 1)
-        config = KVTransferConfig(transport=LANES[lane], raw_streams=int(lane == "raw"), max_frame_bytes=2000)
+        options |= {"raw_streams": int(lane == "raw"), "max_frame_bytes": 2000}
+        config = KVTransferConfig(transport=LANES[lane], **options)
         common = {"config": config, "clock": MonotonicClock()}
         hub = LoopbackHub()
         if memory is None:
@@ -107,7 +108,7 @@ class HandOver:
         return sealed, acked
 
 
-def check(lane, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len):
+def check(lane, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len, **options):
     layouts = [layout_of(num_heads, dtype, size) for size in sizes]
     truth = truth_of(layouts[0], prompt_len)
     source = Group(layouts[0], tp_prefill, prompt_len, seed=1)
@@ -119,7 +120,7 @@ def check(lane, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len):
     target = Group(layouts[1], tp_decode, prompt_len, seed=2, make_memory=make_memory)
     source.place(truth)
     expected = target.expected(truth)
-    with contextlib.closing(HandOver(lane, source, target, memory)) as hand_over:
+    with contextlib.closing(HandOver(lane, source, target, memory, **options)) as hand_over:
         sealed, acked = hand_over.run(sorted({0, prompt_len // 3, prompt_len // 2, prompt_len}))
         used = {choice.lane for push in hand_over.pushes for choice in push.lanes().values()}
         assert used == {"inline" if lane == "loopback" else lane}
@@ -150,3 +151,8 @@ def test_over_two_sided_lanes(lane, cell):
 @pytest.mark.parametrize("cell", CELLS[:4], ids=lambda cell: f"{cell[0]}-{cell[1]}, {cell[2]} heads, {cell[4]}")
 def test_the_sender_writes_the_pools_of_all_ranks(cell):
     check("shm", *cell)
+
+
+@pytest.mark.parametrize("lane", ["inline", "raw", "shm"])
+def test_without_digests(lane):
+    check(lane, *CELLS[0], digest=False)
