@@ -103,7 +103,7 @@ def _run_sorted(
         row += count
     if output_CRD is None:  # no token at all
         output_CRD = input_RD[None]
-    return output_CRD.unflatten(1, expert_TK.shape)
+    return output_CRD.view(len(output_CRD), *expert_TK.shape, -1)
 
 
 def _run_dense(

@@ -96,9 +96,9 @@ class Group:
     seed: int
     make_memory: object = None  # of a rank, from its geometry; else its own
     num_blocks: int = field(init=False)
-    blocks: list = field(init=False)
-    pools: list = field(init=False)
-    ios: list = field(init=False)
+    blocks: list[int] = field(init=False)
+    pools: list[KVPool] = field(init=False)
+    ios: list[PoolIO] = field(init=False)
     ranked: RankedPoolIO = field(init=False)
 
     def __post_init__(self):
