@@ -87,6 +87,14 @@ def test_default_numerics_do_move_with_the_number_of_ranks(tiny_checkpoint):
     assert (logits - wanted).abs().max() < 1e-4
 
 
+def test_weights_without_a_checkpoint_are_cut_alike(tiny_checkpoint):
+    options = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": True}
+    path = tiny_checkpoint(**SPARSE)
+    wanted, _ = run(load_model(path, random_seed=3, **options))
+    for logits, _ in on_ranks(2, lambda g: run(load_model(path, random_seed=3, communicator=g, **options), g)):
+        assert (logits - wanted).abs().max() <= 1e-9
+
+
 @pytest.mark.fast
 def test_every_weight_is_at_some_rank_in_order(tiny_checkpoint):
     """What the ranks read of a tensor, side by side, is the tensor; replicated KV heads once each."""
