@@ -4,6 +4,7 @@ Each prefill rank pushes its own KV heads through its own connection; one landin
 ranks. The reference is the one-process engine without speculation and without chunking.
 """
 
+import contextlib
 import itertools
 import time
 
@@ -30,6 +31,10 @@ CELLS = [
     pytest.param(*cell, marks=[] if cell in DEFAULT else [pytest.mark.slow])
     for cell in [(*pair, lane) for pair in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2)) for lane in LANES]
 ]
+
+
+class EndOfTest(Exception):
+    """Leaves a topology without closing it."""
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +123,21 @@ def test_invariant_numerics_in_float32(processes, load_tiny, tokenizer, prompts)
     wanted = reference(load_tiny(**numerics), tokenizer, prompts)
     with GangTopology(processes, TINY, 2, 1, **numerics) as topology:
         check(topology, prompts, wanted, modes=("coupled",), drafts=(2,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_rank_that_dies_ends_its_worker_by_name(role, processes, prompts):
+    with contextlib.suppress(EndOfTest), GangTopology(processes, TINY, 2, 2) as topology:
+        options = {"sampled": True, "num_drafts": 2, "max_tokens": 100}
+        for request in requests_for(prompts, tag="before-", **options):
+            topology.start(request)
+        lead, follower = getattr(topology, role)
+        follower.process.kill()
+        for request in requests_for(prompts, tag="after-", **options):  # else nobody need notice
+            topology.start(request)
+        kind, why = lead.answers.get(timeout=5.0)
+        assert kind == "fatal"
+        assert "WorkerLost" in why
+        assert "rank 0 of 2 lost touch" in why
+        raise EndOfTest  # the processes are not to be used again
