@@ -1,5 +1,7 @@
 """A gang of ranks generates what one rank does: greedy and coupled, with drafts and without, batched and chunked."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -91,11 +93,11 @@ def as_gang(group, model, k, mode):
     return None
 
 
+FAST = {(2, 2, "coupled")}
+DEFAULT = {(2, 0, "greedy"), (2, 0, "coupled"), (2, 2, "greedy"), (4, 2, "cut")}
 CASES = [
-    pytest.param(size, k, mode, marks=[pytest.mark.fast] if (size, k, mode) == (2, 2, "coupled") else [])
-    for size in (2, 4)
-    for k in (0, 2)
-    for mode in MODES
+    pytest.param(*cell, marks=[pytest.mark.fast] if cell in FAST else [] if cell in DEFAULT else [pytest.mark.slow])
+    for cell in itertools.product((2, 4), (0, 2), MODES)
 ]
 
 
