@@ -137,7 +137,7 @@ def test_a_plan_that_was_missed_is_noticed():
     def work(group):
         channel = PlanChannel(group)
         if group.rank == 0:
-            channel.tell("a", b"\n\x00", values=[1])
+            channel.tell("a", b"\n\x00", values=[1], count=9)
             channel.tell("b")
             return None
         plan = channel.hear()
@@ -146,7 +146,7 @@ def test_a_plan_that_was_missed_is_noticed():
             channel.hear()
         return plan.kind, plan.fields, plan.data
 
-    assert on_ranks(2, work)[1] == ("a", {"values": [1]}, b"\n\x00")
+    assert on_ranks(2, work)[1] == ("a", {"values": [1], "count": 9}, b"\n\x00")
 
 
 def test_a_rank_hears_of_rank_0s_death():
