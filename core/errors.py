@@ -25,6 +25,7 @@
     │   ├── ModelUnsupported
     │   ├── ConfigInvalid
     │   ├── FeatureNotBuilt
+    │   ├── PackageMissing
     │   ├── PortInUse
     │   ├── RayUnavailable
     │   ├── RayVersionMismatch
@@ -202,6 +203,10 @@ class ConfigInvalid(StartupError):
 
 class FeatureNotBuilt(StartupError):
     """A documented option whose feature is not in this version."""
+
+
+class PackageMissing(StartupError):
+    """Something optional was asked for, and the package it needs is not importable."""
 
 
 class PortInUse(StartupError):
