@@ -204,14 +204,22 @@ class NixlAgent:
     def _is_over(self, agent: Any, under_way: _UnderWay) -> bool:
         rest: list[Any] = []
         for handle in under_way.handles:
-            state = agent.check_xfer_state(handle)
+            state = _state_of(agent, handle)
             if state == _UNDER_WAY:
                 rest.append(handle)
                 continue
             if state != _DONE:
-                under_way.problem = under_way.problem or "a NIXL transfer failed"
+                under_way.problem = under_way.problem or f"NIXL: {state}"
                 under_way.transfers.is_lost = True
             with contextlib.suppress(Exception):  # it has ended; a handle that cannot be given back changes nothing
                 agent.release_xfer_handle(handle)
         under_way.handles = rest
         return not rest
+
+
+def _state_of(agent: Any, handle: Any) -> str:
+    try:
+        return str(agent.check_xfer_state(handle))
+    # NIXL's errors have no common base; one about a transfer means that it failed.
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"

@@ -88,7 +88,8 @@ def read_offer(offer: kv_pb2.NixlOffer, epoch: int, layout: KVLayout) -> list[Ta
     if len(sizes) != 1 or len(ranks) > MAX_RANKS:
         raise LaneRefused("the pools of the offer differ in size")
     ((tp_size, num_blocks, block_size),) = sizes
-    if ranks != list(range(tp_size)) or num_blocks == 0 or block_size == 0 or MAX_BLOCK_SIZE % block_size:
+    is_whole = tp_size == len(ranks) and ranks == list(range(tp_size))
+    if not is_whole or num_blocks == 0 or block_size == 0 or MAX_BLOCK_SIZE % block_size:
         raise LaneRefused("the pools of the offer are not those of one worker")
     theirs = KVLayout(
         model_hash=layout.model_hash,
