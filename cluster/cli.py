@@ -41,6 +41,14 @@ def serve(
     tp_decode: Annotated[Count, _option("GPUs per decode worker  [1]")] = None,
     mtp: Annotated[Text, _option("draft tokens per step, 0 to 4, or auto  [2]")] = None,
     transport: Annotated[Text, _option("auto|zmq|grpc|shm|nvlink|nixl  [auto]")] = None,
+    kv_digest: Annotated[
+        bool | None,
+        typer.Option(
+            "--kv-digest/--no-kv-digest",
+            help="digest KV end to end; off, sockets check crc32c instead  [on]",
+            show_default=False,
+        ),
+    ] = None,
     scheduling: Annotated[Text, _option("async|sync  [sync]")] = None,
     numerics: Annotated[Text, _option("default|invariant  [default]")] = None,
     dtype: Annotated[Text, _option("auto|float64|float32|bfloat16  [auto]")] = None,

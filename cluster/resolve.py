@@ -112,7 +112,7 @@ def resolve_dtype(dtype: str, device: str) -> str:
     return "bfloat16" if device == "cuda" else "float32"
 
 
-def transfer_config() -> KVTransferConfig:
+def transfer_config(config: ServeConfig) -> KVTransferConfig:
     """Limits of the hand-off; the test hook named by BATON_TEST_HOOK is switched on.
 
     Raises:
@@ -121,7 +121,7 @@ def transfer_config() -> KVTransferConfig:
     hook = os.environ.get(TEST_HOOK_VARIABLE, "")
     if hook not in ("", "drop_pushes"):
         raise ConfigInvalid(f"{TEST_HOOK_VARIABLE}={hook}: the only hook is drop_pushes", keys=[TEST_HOOK_VARIABLE])
-    return KVTransferConfig(drop_pushes=hook == "drop_pushes")
+    return KVTransferConfig(transport=config.transport, digest=config.kv_digest, drop_pushes=hook == "drop_pushes")
 
 
 def resolve_worker(
@@ -163,7 +163,7 @@ def resolve_worker(
         host=host,
         router_address=router_address,
         num_threads=config.worker_threads,
-        transfer=transfer_config(),
+        transfer=transfer_config(config),
     )
 
 

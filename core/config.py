@@ -16,6 +16,7 @@ from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
+TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
 
 
 class ServeConfig(BaseModel):
@@ -29,7 +30,8 @@ class ServeConfig(BaseModel):
     tp_prefill: int = Field(1, ge=1, le=8, description="GPUs per prefill worker")
     tp_decode: int = Field(1, ge=1, le=8, description="GPUs per decode worker")
     mtp: int | Literal["auto"] = Field(2, description="draft tokens per step, 0 to 4; auto adapts")
-    transport: Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"] = Field("auto", description="KV data path")
+    transport: TransportName = Field("auto", description="KV data path; auto takes the best that each pair proves")
+    kv_digest: bool = Field(True, description="digest KV end to end; off, sockets check crc32c instead")
     scheduling: Literal["async", "sync"] = Field("sync", description="overlap scheduling with the running step")
     numerics: Numerics = Field(
         Numerics.DEFAULT, strict=False, description="default, or invariant: tokens never depend on batching"
@@ -115,6 +117,8 @@ class _OnceLoader(yaml.SafeLoader):
 class KVTransferConfig:
     """Limits and times of the hand-off (design: lease 2 s, heartbeat 0.25 s)."""
 
+    transport: TransportName = "auto"
+    digest: bool = True  # of payloads, end to end; off, sockets check crc32c instead
     lease_s: float = 2.0
     heartbeat_s: float = 0.25
     num_writer_threads: int = 1

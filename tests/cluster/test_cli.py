@@ -39,7 +39,9 @@ def test_serve_has_a_flag_for_every_key_and_every_documented_flag():
     flags = flags_of("serve")
     assert {f"--{name.replace('_', '-')}" for name in ServeConfig.model_fields} <= flags
     assert {f"--{name}" for name in DESIGN_SERVE_FLAGS} <= flags
-    assert flags - {"--config", "--json", "--help"} == {f"--{k.replace('_', '-')}" for k in ServeConfig.model_fields}
+    named = {flag for flag in flags if not flag.startswith("--no-")}
+    assert named - {"--config", "--json", "--help"} == {f"--{k.replace('_', '-')}" for k in ServeConfig.model_fields}
+    assert {f"--{flag.removeprefix('--no-')}" for flag in flags - named} <= named
 
 
 @pytest.mark.fast

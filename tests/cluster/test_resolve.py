@@ -112,10 +112,10 @@ def test_a_length_beyond_the_model_is_refused(model):
 
 def test_the_test_hook_drops_pushes_and_no_other_is_known(monkeypatch):
     monkeypatch.setenv(resolve.TEST_HOOK_VARIABLE, "drop_pushes")
-    assert resolve.transfer_config().drop_pushes
+    assert resolve.transfer_config(ServeConfig()).drop_pushes
     monkeypatch.setenv(resolve.TEST_HOOK_VARIABLE, "drop_everything")
     with pytest.raises(ConfigInvalid):
-        resolve.transfer_config()
+        resolve.transfer_config(ServeConfig())
 
 
 def test_worker_ids_name_role_and_number():
