@@ -44,9 +44,10 @@ class AsyncBatonClient:
         token_ids: Sequence[int] | None = None,
         sampling: Sampling | None = None,
         model: str = "",
+        tenant: str = "",
     ) -> AsyncIterator[inference_pb2.GenerateChunk]:
         """Chunks of one answer; the last has `finish`. Closing the iterator cancels the request."""
-        request = generate_request(prompt, token_ids, sampling, model)
+        request = generate_request(prompt, token_ids, sampling, model, tenant)
         stream: Any = self._inference.Generate(request, timeout=self._timeout_s)
         check = ChunkCheck()
         try:
@@ -65,9 +66,10 @@ class AsyncBatonClient:
         token_ids: Sequence[int] | None = None,
         sampling: Sampling | None = None,
         model: str = "",
+        tenant: str = "",
     ) -> str:
         """The whole text of one answer."""
-        chunks = self.generate(prompt, token_ids=token_ids, sampling=sampling, model=model)
+        chunks = self.generate(prompt, token_ids=token_ids, sampling=sampling, model=model, tenant=tenant)
         return "".join([chunk.text async for chunk in chunks])
 
     async def tokenize(self, text: str, model: str = "") -> list[int]:

@@ -19,19 +19,19 @@ OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_messag
 
 
 def generate_request(
-    prompt: str | None, token_ids: Sequence[int] | None, sampling: Sampling | None, model: str
+    prompt: str | None, token_ids: Sequence[int] | None, sampling: Sampling | None, model: str, tenant: str = ""
 ) -> inference_pb2.GenerateRequest:
     """The message for one answer. Without `sampling` the server's defaults hold, a fresh seed among them.
 
     Raises:
         ConflictingOptions: both a text and token ids.
         EmptyPrompt: neither.
-        InvalidText: a text, or the model's name, is not Unicode text.
+        InvalidText: a text, the model's or the tenant's name is not Unicode text.
         InvalidRequest: a value that no message can carry.
     """
     if prompt is not None and token_ids is not None:
         raise ConflictingOptions("give a text or token ids, not both")
-    message = inference_pb2.GenerateRequest(model=checked_text(model, "model"))
+    message = inference_pb2.GenerateRequest(model=checked_text(model, "model"), tenant=checked_text(tenant, "tenant"))
     if isinstance(sampling, SamplingParams):
         sampling = wire.sampling_to_proto(sampling)
     if sampling is not None:

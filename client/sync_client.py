@@ -43,9 +43,10 @@ class BatonClient:
         token_ids: Sequence[int] | None = None,
         sampling: Sampling | None = None,
         model: str = "",
+        tenant: str = "",
     ) -> Iterator[inference_pb2.GenerateChunk]:
         """Chunks of one answer; the last has `finish`. Dropping the iterator cancels the request."""
-        request = generate_request(prompt, token_ids, sampling, model)
+        request = generate_request(prompt, token_ids, sampling, model, tenant)
         return self._chunks(request)
 
     def generate_text(
@@ -55,9 +56,10 @@ class BatonClient:
         token_ids: Sequence[int] | None = None,
         sampling: Sampling | None = None,
         model: str = "",
+        tenant: str = "",
     ) -> str:
         """The whole text of one answer."""
-        chunks = self.generate(prompt, token_ids=token_ids, sampling=sampling, model=model)
+        chunks = self.generate(prompt, token_ids=token_ids, sampling=sampling, model=model, tenant=tenant)
         return "".join(chunk.text for chunk in chunks)
 
     def tokenize(self, text: str, model: str = "") -> list[int]:

@@ -64,6 +64,7 @@ def serve(
     max_num_seqs: Annotated[Count, _option("sequences a decode worker runs at once  [16]")] = None,
     max_queue_len: Annotated[Count, _option("requests the router holds; more are refused  [256]")] = None,
     chunk_len: Annotated[Count, _option("prompt tokens per prefill step  [256]")] = None,
+    prefix_cache: Annotated[bool | None, _option("keep prompts' KV for those that begin alike  [on]")] = None,
     max_model_len: Annotated[Count, _option("shorter than the model's own length, to save memory")] = None,
     request_timeout_s: Annotated[float | None, _option("deadline of a request that has none  [600]")] = None,
     start_timeout_s: Annotated[float | None, _option("workers must report within this  [120]")] = None,

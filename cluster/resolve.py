@@ -163,6 +163,7 @@ def resolve_worker(
         host=host,
         router_address=router_address,
         num_threads=config.worker_threads,
+        prefix_cache=config.prefix_cache,
         transfer=transfer_config(config),
     )
 

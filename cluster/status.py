@@ -41,6 +41,10 @@ def format_status(data: dict[str, Any]) -> str:
     summary = (
         f"{data['model']} at {data['address']}, up {data['uptime_s']:.0f} s: "
         f"{data['num_requests_running']} requests running, {data['num_requests_finished']} finished, "
-        f"{data['num_requests_failed']} failed, {data['num_tokens_streamed']} tokens"
+        f"{data['num_requests_failed']} failed, {data['num_tokens_streamed']} tokens, "
+        f"{data['num_handoff_retries']} hand-offs tried again"
     )
-    return f"{summary}\n{format_table(header, rows)}"
+    lines = [summary, format_table(header, rows)]
+    for pair in data["refused_pairs"]:
+        lines.append(f"{pair['prefill_worker']} and {pair['decode_worker']} are not paired: {pair['reason']}")
+    return "\n".join(lines)

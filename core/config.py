@@ -51,6 +51,7 @@ class ServeConfig(BaseModel):
     max_num_seqs: int = Field(16, ge=1, le=1024, description="sequences a decode worker runs at once")
     max_queue_len: int = Field(256, ge=1, le=100_000, description="requests the router holds; more are refused")
     chunk_len: int = Field(256, ge=16, le=1 << 24, description="prompt tokens per prefill step")
+    prefix_cache: bool = Field(True, description="prefill workers keep the KV of prompts for those that begin alike")
     max_model_len: int | None = Field(
         None, ge=2, le=1 << 30, description="shorter than the model's own length, to save memory"
     )
@@ -152,4 +153,5 @@ class WorkerConfig:
     host: str
     router_address: str
     num_threads: int
+    prefix_cache: bool = True
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

@@ -12,6 +12,7 @@
     ├── ServingError                   the request was fine; serving it was not possible
     │   ├── Overloaded                 a bounded queue is full
     │   ├── NoWorker                   no live worker of a role that is needed
+    │   ├── WorkersIncompatible        live workers of both roles, but no two that may hand over
     │   ├── WorkerLost                 a worker died, was fenced or was restarted under the request
     │   ├── TransferFailed             the KV hand-off could not be completed and verified
     │   ├── RequestCancelled
@@ -136,6 +137,10 @@ class Overloaded(ServingError):
 
 class NoWorker(ServingError):
     """No live worker of a needed role."""
+
+
+class WorkersIncompatible(ServingError):
+    """Workers of both roles live, but every pair has refused: layout, model, TP or version differ."""
 
 
 class WorkerLost(ServingError):

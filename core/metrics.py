@@ -44,6 +44,7 @@ class RouterMetrics:
         self.spec_decode_num_drafts = self._counter("spec_decode_num_drafts", "Verify steps of finished requests")
         self.spec_decode_num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts proposed")
         self.spec_decode_num_accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
+        self.handoff_retries = self._counter("handoff_retries", "Attempts after a failed hand-off")
 
     def render(self) -> str:
         """Everything in Prometheus' text format."""

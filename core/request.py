@@ -39,6 +39,7 @@ class GenerationRequest:
         sampling: validated parameters.
         deadline_s: reading of the holder's own monotonic clock after which the request ends.
         num_draft_tokens: k for this request; at most the deployment's.
+        tenant: whose request it is; KV is shared only within a tenant.
     """
 
     key: AttemptKey
@@ -46,6 +47,7 @@ class GenerationRequest:
     sampling: SamplingParams
     deadline_s: float
     num_draft_tokens: int = 0
+    tenant: str = ""
 
     @property
     def prompt_len(self) -> int:

@@ -65,6 +65,11 @@ class PrefillRunner:
         self._pool = pool
         self._has_mtp = pool.layout.num_layers > model.config.num_layers
 
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the pool's last layer is an MTP head's."""
+        return self._has_mtp
+
     @torch.inference_mode()
     def forward(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None]) -> PrefillForward:
         """Compute the chunks' trunk KV, and the first token of every prompt that is complete with its chunk."""

@@ -2,11 +2,18 @@
 
 A block holds `block_size` consecutive positions of one sequence, for every layer. This module deals in block
 *indices*; the tensors they index live in `kvcache.pool`. Only the worker's scheduling loop calls it, so it takes no
-lock. A block is free, reserved or quarantined: never two of these, never none.
+lock. A block is free, resting, reserved or quarantined: never two of these, never none.
+
+With a prefix index, full blocks get names and are shared: a reserved block may be in several tables, and whoever
+shares it only reads it. A named block that leaves its last table rests: it keeps its content, and is given up only
+when a reservation finds no free block.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from baton.kvcache.prefix_index import PrefixIndex
 
 
 class OutOfBlocks(Exception):
@@ -38,26 +45,33 @@ class BlockTable:
 
 
 class BlockAllocator:
-    """Hands out block tables and takes them back."""
+    """Hands out block tables and takes them back.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    Args:
+        num_blocks: of the pool.
+        block_size: positions per block.
+        index: keeps what named blocks hold; without one no block is ever shared.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, index: PrefixIndex | None = None) -> None:
         assert num_blocks > 0
         assert block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.index = PrefixIndex() if index is None else index
         self._free = deque(range(num_blocks))
-        self._reserved: set[int] = set()
+        self._num_tables: dict[int, int] = {}  # of each reserved block
         self._quarantined: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        """Blocks that a reservation made now could use."""
-        return len(self._free)
+        """Blocks that a reservation made now could use; those that rest among them."""
+        return len(self._free) + self.index.num_resting
 
     @property
     def num_reserved(self) -> int:
         """Blocks held by sequences and landings."""
-        return len(self._reserved)
+        return len(self._num_tables)
 
     @property
     def num_quarantined(self) -> int:
@@ -69,31 +83,52 @@ class BlockAllocator:
         assert num_tokens > 0
         return -(-num_tokens // self.block_size)
 
-    def reserve(self, num_tokens: int) -> BlockTable:
+    def num_missing(self, num_tokens: int, shared: Sequence[int] = ()) -> int:
+        """Blocks that would have to become free before `reserve` with the same arguments succeeds; 0 if it does now."""
+        num_fresh = self.num_blocks_for(num_tokens) - len(shared)
+        num_woken = sum(self.index.is_resting(block) for block in shared)
+        return max(0, num_fresh - (self.num_free - num_woken))
+
+    def reserve(self, num_tokens: int, shared: Sequence[int] = ()) -> BlockTable:
         """Reserve room for `num_tokens` positions, all of it or none.
+
+        Args:
+            num_tokens: positions, >= 1.
+            shared: named blocks for the first of them, to be read only; just matched in the index.
 
         Raises:
             OutOfBlocks: fewer blocks are free than wanted. Nothing was reserved.
         """
-        num_wanted = self.num_blocks_for(num_tokens)
-        if num_wanted > self.num_free:
-            raise OutOfBlocks(num_wanted, self.num_free)
-        blocks = tuple(self._free.popleft() for _ in range(num_wanted))
-        self._reserved.update(blocks)
+        num_fresh = self.num_blocks_for(num_tokens) - len(shared)
+        assert num_fresh >= 0
+        if self.num_missing(num_tokens, shared):
+            raise OutOfBlocks(num_fresh, self.num_free - sum(self.index.is_resting(block) for block in shared))
+        for block in shared:
+            if block not in self._num_tables:
+                self.index.wake(block)  # before anything is evicted
+            self._num_tables[block] = self._num_tables.get(block, 0) + 1
+        fresh = tuple(self._free.popleft() if self._free else self.index.evict() for _ in range(num_fresh))
+        self._num_tables |= dict.fromkeys(fresh, 1)
         self._check()
-        return BlockTable(blocks, self.block_size)
+        return BlockTable((*shared, *fresh), self.block_size)
 
     def release(self, table: BlockTable) -> None:
         """Return every block of `table`. Releasing a table twice is a bug in the caller."""
-        assert self._reserved.issuperset(table.blocks)
-        self._reserved.difference_update(table.blocks)
-        self._free.extend(table.blocks)
+        assert self._num_tables.keys() >= set(table.blocks)
+        # From the end: what rests longest is given up first, and a block is of no use without those before it.
+        for block in reversed(table.blocks):
+            self._num_tables[block] -= 1
+            if self._num_tables[block] == 0:
+                del self._num_tables[block]
+                if not self.index.rest(block):
+                    self._free.append(block)
         self._check()
 
     def quarantine(self, table: BlockTable) -> None:
-        """Set reserved blocks apart until it is proved that nobody writes them any more."""
-        assert self._reserved.issuperset(table.blocks)
-        self._reserved.difference_update(table.blocks)
+        """Set reserved blocks apart until it is proved that nobody writes them any more. Shared ones nobody writes."""
+        assert all(self._num_tables.get(block) == 1 and block not in self.index for block in table.blocks)
+        for block in table.blocks:
+            del self._num_tables[block]
         self._quarantined.update(table.blocks)
         self._check()
 
@@ -106,5 +141,5 @@ class BlockAllocator:
 
     def _check(self) -> None:
         # O(1), so it stays on in production: a leaked block is lost until restart.
-        held = len(self._reserved) + len(self._quarantined)
-        assert len(self._free) + held == self.num_blocks
+        held = len(self._num_tables) + len(self._quarantined)
+        assert self.num_free + held == self.num_blocks

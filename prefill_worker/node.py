@@ -55,6 +55,7 @@ class PrefillNode:
             chunk_len=config.chunk_len,
             max_num_seqs=config.max_num_seqs,
             max_queue_len=config.max_queue_len,
+            prefix_cache=config.prefix_cache,
             clock=clock,
             on_fatal=on_fatal,
         )

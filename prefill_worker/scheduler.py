@@ -2,8 +2,10 @@
 
 Pure bookkeeping over host values: no tensors, no sockets, no clock of its own. Blocks are never held while a request
 queues: a sequence gets its own blocks, and asks the decode worker for a landing, only when fewer prompt tokens than
-the lookahead are ahead of it. Only granted ones count as ahead: a decode worker that has no room must hold up nobody
-else's requests, so it gets a few askers at most, and those at most half of the blocks.
+the lookahead are ahead of it. Blocks that other prompts have left of its beginning are then among them, and are not
+computed again; but the last prompt token always is, because the first answer token follows from it. Only granted ones
+count as ahead: a decode worker that has no room must hold up nobody else's requests, so it gets a few askers at most,
+and those at most half of the blocks.
 """
 
 from collections import Counter
@@ -35,7 +37,9 @@ class PrefillSequence:
     peer: str = ""  # the decode worker its KV goes to
     state: PrefillState = PrefillState.WAITING
     table: BlockTable | None = None
-    num_computed: int = 0
+    block_names: tuple[bytes, ...] = ()  # of the prompt's full blocks (core.block_hash); empty: nothing is shared
+    num_cached: int = 0  # prompt tokens whose KV was there when the blocks were reserved
+    num_computed: int = 0  # those, and what was computed since
     marks_s: dict[str, float] = field(default_factory=dict)  # moments, by name, on the worker's clock
 
     @property
@@ -68,6 +72,9 @@ class PrefillScheduler:
         self._chunk_len = chunk_len
         self._max_num_seqs = max_num_seqs
         self._sequences: dict[AttemptKey, PrefillSequence] = {}
+        self.num_prefix_tokens = 0
+        self.num_prefix_hit_tokens = 0
+        self.num_prefix_hits = 0
 
     def add(self, sequence: PrefillSequence) -> None:
         """Queue a request behind the others."""
@@ -105,14 +112,18 @@ class PrefillScheduler:
         )
         if waiting is None:
             return None
-        num_blocks = self._allocator.num_blocks_for(waiting.request.prompt_len)
+        prompt_len = waiting.request.prompt_len
+        num_blocks = self._allocator.num_blocks_for(prompt_len)
+        shared = self._match(waiting)
         num_held = sum(len(sequence.table.blocks) for sequence in askers if sequence.table is not None)
-        if num_blocks > self._allocator.num_free or (
+        if self._allocator.num_missing(prompt_len, shared) or (
             askers and num_held + num_blocks > self._allocator.num_blocks // 2
         ):
             return None
-        waiting.table = self._allocator.reserve(waiting.request.prompt_len)
+        waiting.table = self._allocator.reserve(prompt_len, shared)
+        waiting.num_cached = waiting.num_computed = len(shared) * self._allocator.block_size
         waiting.state = PrefillState.RESERVING
+        self._count_lookup(waiting)
         return waiting
 
     def plan(self) -> list[ChunkPlan]:
@@ -127,9 +138,29 @@ class PrefillScheduler:
             budget_len -= length
         return chunks
 
+    def name_blocks(self, chunk: ChunkPlan) -> None:
+        """A chunk's step has ended: every layer of it is written, so others may share the blocks it completed."""
+        sequence, block_size = chunk.sequence, self._allocator.block_size
+        assert sequence.table is not None
+        assert sequence.num_computed == chunk.start + chunk.length
+        full = slice(chunk.start // block_size, sequence.num_computed // block_size)
+        for block, name in zip(sequence.table.blocks[full], sequence.block_names[full], strict=False):
+            self._allocator.index.add(name, block)
+
     def remove(self, sequence: PrefillSequence) -> None:
         """Forget a sequence and free its blocks; nothing reads them any more."""
         del self._sequences[sequence.key]
         if sequence.table is not None:
             self._allocator.release(sequence.table)
             sequence.table = None
+
+    def _match(self, sequence: PrefillSequence) -> tuple[int, ...]:
+        """Blocks that hold the beginning of the prompt already, all but the last token at most."""
+        most = (sequence.request.prompt_len - 1) // self._allocator.block_size
+        return self._allocator.index.match(sequence.block_names[:most])
+
+    def _count_lookup(self, sequence: PrefillSequence) -> None:
+        if sequence.block_names:
+            self.num_prefix_tokens += sequence.request.prompt_len
+            self.num_prefix_hit_tokens += sequence.num_cached
+            self.num_prefix_hits += sequence.num_cached > 0

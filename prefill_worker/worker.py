@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.core.block_hash import block_hashes
 from baton.core.clock import Clock
 from baton.core.errors import (
     BatonError,
@@ -26,6 +27,7 @@ from baton.core.validate import RequestLimits, validate_attempt
 from baton.engine.finish import FinishChecker
 from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
 from baton.kvcache.allocator import BlockAllocator
+from baton.kvcache.layout import PayloadKind
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import PushPart
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
@@ -36,6 +38,7 @@ from baton.worker.loop import LoopThread
 from baton.worker.stream import EventSink
 
 MAX_RESERVE_WAIT_S = 3600.0
+NO_HELLO = "no HELLO"  # a decode worker that has forgotten us says so; that is no judgement of the pair
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class PrefillWorker:
         chunk_len: int,
         max_num_seqs: int,
         max_queue_len: int,
+        prefix_cache: bool = True,
         clock: Clock,
         on_fatal: Callable[[BaseException], None],
     ) -> None:
@@ -73,6 +77,10 @@ class PrefillWorker:
         self._tokenizer = tokenizer
         self._push = push
         self._clock = clock
+        self._layout = pool.layout
+        # A recurrent state is that of its last position alone: it cannot be cut to a shorter prompt.
+        has_state = any(layer.kind is PayloadKind.STATE for layer in pool.layout.layers)
+        self._prefix_cache = prefix_cache and not has_state
         self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size)
         self._scheduler = PrefillScheduler(self._allocator, chunk_len, max_num_seqs)
         capacity_len = pool.num_blocks * pool.layout.block_size
@@ -105,7 +113,8 @@ class PrefillWorker:
         """
         validate_attempt(request, self._limits)
         self._gate.enter()
-        self._loop.post(lambda: self._add(request, peer, stream), always=True)
+        names = self._block_names(request)
+        self._loop.post(lambda: self._add(request, peer, stream, names), always=True)
 
     def cancel(self, key: AttemptKey, stream: PrefillStream | None = None) -> None:
         """Give a request up, wherever it is. Unknown keys are fine: it may have ended.
@@ -131,6 +140,22 @@ class PrefillWorker:
             num_requests_finished=self._num_finished,
             num_requests_failed=self._num_failed,
             kv_bytes=pushes["bytes_pushed"],
+            num_prefix_tokens=scheduler.num_prefix_tokens,
+            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            num_prefix_hits=scheduler.num_prefix_hits,
+            num_blocks_cached=len(self._allocator.index),
+        )
+
+    def _block_names(self, request: GenerationRequest) -> tuple[bytes, ...]:
+        if not self._prefix_cache:
+            return ()
+        layout = self._layout
+        return block_hashes(
+            request.prompt_token_ids,
+            model=layout.model_hash,
+            tenant=request.tenant,
+            block_size=layout.block_size,
+            with_mtp=self._runner.has_mtp,
         )
 
     # The loop: receive -> reserve -> schedule -> forward -> publish. Everything below runs on the loop thread.
@@ -144,12 +169,15 @@ class PrefillWorker:
             self._forward(chunks)
         return worked or bool(chunks)
 
-    def _add(self, request: GenerationRequest, peer: DecodePeer, stream: PrefillStream) -> None:
+    def _add(
+        self, request: GenerationRequest, peer: DecodePeer, stream: PrefillStream, block_names: tuple[bytes, ...]
+    ) -> None:
         if request.key in self._runs:
             stream.end(RequestCancelled(f"{request.key} is already here", key=str(request.key)))
             self._gate.leave()
             return
-        sequence = PrefillSequence(request, peer.worker_id, marks_s={"submitted": self._clock.now_s()})
+        marks_s = {"submitted": self._clock.now_s()}
+        sequence = PrefillSequence(request, peer.worker_id, block_names=block_names, marks_s=marks_s)
         self._runs[request.key] = _Run(sequence, peer, stream)
         self._scheduler.add(sequence)
 
@@ -176,6 +204,15 @@ class PrefillWorker:
         if run.sequence.state is PrefillState.RESERVING:
             run.sequence.state = PrefillState.READY
             run.sequence.marks_s["granted"] = self._clock.now_s()
+            self._push_cached(run.sequence)
+
+    def _push_cached(self, sequence: PrefillSequence) -> None:
+        """What is not computed is pushed before the first forward."""
+        if sequence.num_cached:
+            part = PushPart(sequence.key, 0, sequence.num_cached)
+            with self._push.writer.step([part]) as step:
+                for layer in range(self._layout.num_all_layers):
+                    step.submit(layer)
 
     def _denied(self, run: _Run, event: Denied) -> None:
         error: BatonError
@@ -185,6 +222,8 @@ class PrefillWorker:
             error = PromptTooLong(f"the decode worker's pool is too small: {event.detail}")
         else:
             error = TransferFailed(f"the decode worker refused the landing: {event.detail}")
+            if event.reason == kv_pb2.Deny.LAYOUT and event.detail != NO_HELLO:
+                error.fields["pair_refused"] = event.detail  # the router pairs these two no more
         self._end(run, error)
         self._forget(run)
 
@@ -245,6 +284,8 @@ class PrefillWorker:
                 if first_token is not None:
                     self._publish_first_token(self._runs[chunk.sequence.key], first_token, first_token_s)
             starts = self._runner.draft(forward, step.submit)
+        for chunk in plan:
+            self._scheduler.name_blocks(chunk)
         for chunk, start in zip(plan, starts, strict=True):
             run = self._runs.get(chunk.sequence.key)
             if start is not None and run is not None and run.sequence.state is PrefillState.READY:
@@ -253,6 +294,7 @@ class PrefillWorker:
     def _chunk(self, chunk: ChunkPlan) -> PrefillChunk:
         request, table = chunk.sequence.request, chunk.sequence.table
         assert table is not None
+        assert chunk.start >= chunk.sequence.num_cached, "shared blocks are only read"
         return PrefillChunk(
             prompt_token_ids=request.prompt_token_ids,
             start=chunk.start,
@@ -274,6 +316,7 @@ class PrefillWorker:
             prefill_ms=1e3 * (now_s - marks["granted"]),
             received_ns=int(1e9 * marks["submitted"]),
             sent_ns=int(1e9 * now_s),
+            num_cached_tokens=run.sequence.num_cached,
         )
         run.stream.emit(worker_pb2.PrefillEvent(first_token=first))
         if reason is not None:

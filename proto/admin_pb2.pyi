@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "version", "uptime_s", "num_requests_running", "num_requests_finished", "num_requests_failed", "num_tokens_streamed", "workers")
+    __slots__ = ("model", "version", "uptime_s", "num_requests_running", "num_requests_finished", "num_requests_failed", "num_tokens_streamed", "workers", "refused_pairs", "num_handoff_retries")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,8 @@ class StatusReply(_message.Message):
     NUM_REQUESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_STREAMED_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HANDOFF_RETRIES_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     uptime_s: float
@@ -28,7 +30,19 @@ class StatusReply(_message.Message):
     num_requests_failed: int
     num_tokens_streamed: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_requests_running: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., num_tokens_streamed: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+    refused_pairs: _containers.RepeatedCompositeFieldContainer[RefusedPair]
+    num_handoff_retries: int
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_requests_running: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., num_tokens_streamed: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., refused_pairs: _Optional[_Iterable[_Union[RefusedPair, _Mapping]]] = ..., num_handoff_retries: _Optional[int] = ...) -> None: ...
+
+class RefusedPair(_message.Message):
+    __slots__ = ("prefill_worker", "decode_worker", "reason")
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    prefill_worker: str
+    decode_worker: str
+    reason: str
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("state", "alive", "heartbeat_age_s", "num_epochs")

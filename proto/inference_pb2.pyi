@@ -12,20 +12,22 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "sampling", "request_id", "num_draft_tokens")
+    __slots__ = ("model", "text", "token_ids", "sampling", "request_id", "num_draft_tokens", "tenant")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
     sampling: Sampling
     request_id: str
     num_draft_tokens: int
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_token_ids", "ignore_eos")
@@ -70,7 +72,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., stats: _Optional[_Union[RequestStats, _Mapping]] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("prompt_len", "output_len", "seed", "prefill_worker", "decode_worker", "ttft_ms", "tpot_ms", "num_verify_steps", "num_draft_tokens", "num_accepted_tokens", "kv_bytes_pushed", "kv_bytes_landed_before_prefill_end", "queue_ms", "landing_ms", "prefill_ms", "publish_ms", "handoff_ms", "num_decode_tokens", "router_ms")
+    __slots__ = ("prompt_len", "output_len", "seed", "prefill_worker", "decode_worker", "ttft_ms", "tpot_ms", "num_verify_steps", "num_draft_tokens", "num_accepted_tokens", "kv_bytes_pushed", "kv_bytes_landed_before_prefill_end", "queue_ms", "landing_ms", "prefill_ms", "publish_ms", "handoff_ms", "num_decode_tokens", "router_ms", "num_cached_tokens", "num_handoff_retries")
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_LEN_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +92,8 @@ class RequestStats(_message.Message):
     HANDOFF_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROUTER_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HANDOFF_RETRIES_FIELD_NUMBER: _ClassVar[int]
     prompt_len: int
     output_len: int
     seed: int
@@ -109,7 +113,9 @@ class RequestStats(_message.Message):
     handoff_ms: float
     num_decode_tokens: int
     router_ms: float
-    def __init__(self, prompt_len: _Optional[int] = ..., output_len: _Optional[int] = ..., seed: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., kv_bytes_pushed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., queue_ms: _Optional[float] = ..., landing_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., publish_ms: _Optional[float] = ..., handoff_ms: _Optional[float] = ..., num_decode_tokens: _Optional[int] = ..., router_ms: _Optional[float] = ...) -> None: ...
+    num_cached_tokens: int
+    num_handoff_retries: int
+    def __init__(self, prompt_len: _Optional[int] = ..., output_len: _Optional[int] = ..., seed: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., kv_bytes_pushed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., queue_ms: _Optional[float] = ..., landing_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., publish_ms: _Optional[float] = ..., handoff_ms: _Optional[float] = ..., num_decode_tokens: _Optional[int] = ..., router_ms: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_handoff_retries: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text")

@@ -118,6 +118,7 @@ def prefill_request(request: GenerationRequest, decode: worker_pb2.Peer, now_s: 
         decode=decode,
         num_draft_tokens=request.num_draft_tokens,
         timeout_ms=_timeout_ms(request, now_s),
+        tenant=request.tenant,
     )
 
 
@@ -140,7 +141,7 @@ def request_from_prefill(message: worker_pb2.PrefillRequest, now_s: float) -> Ge
     """
     if not message.decode.worker_id or not message.decode.kv_address:
         raise MalformedMessage("the message names no decode worker", field="decode")
-    return _request(message, now_s)
+    return dataclasses.replace(_request(message, now_s), tenant=message.tenant)
 
 
 def request_from_attend(message: worker_pb2.AttendRequest, now_s: float) -> GenerationRequest:

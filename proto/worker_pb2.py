@@ -26,7 +26,7 @@ from baton.proto import inference_pb2 as baton_dot_proto_dot_inference__pb2
 from baton.proto import kv_pb2 as baton_dot_proto_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/proto/worker.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/proto/inference.proto\x1a\x14\x62\x61ton/proto/kv.proto\"<\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nkv_address\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\"\xc2\x01\n\x0ePrefillRequest\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12$\n\x08sampling\x18\x03 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x1e\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\"k\n\x0cPrefillEvent\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12%\n\x04\x64one\x18\x02 \x01(\x0b\x32\x15.baton.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"\x92\x01\n\nFirstToken\x12\r\n\x05token\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\nlanding_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x0f\n\x07sent_ns\x18\x06 \x01(\x03\x12\x13\n\x0breceived_ns\x18\x07 \x01(\x03\":\n\x0bPrefillDone\x12\x17\n\x0fkv_bytes_pushed\x18\x01 \x01(\x04\x12\x12\n\nhanded_off\x18\x02 \x01(\x08\"\xa1\x01\n\rAttendRequest\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12$\n\x08sampling\x18\x03 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\"j\n\x0b\x44\x65\x63odeEvent\x12(\n\tattending\x18\x01 \x01(\x0b\x32\x13.baton.v1.AttendingH\x00\x12(\n\x06tokens\x18\x02 \x01(\x0b\x32\x16.baton.v1.DecodeTokensH\x00\x42\x07\n\x05\x65vent\"\x1a\n\tAttending\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\"m\n\x0c\x44\x65\x63odeTokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12$\n\x05stats\x18\x04 \x01(\x0b\x32\x15.baton.v1.DecodeStats\"\xd3\x01\n\x0b\x44\x65\x63odeStats\x12\x18\n\x10num_verify_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12\x1a\n\x12num_emitted_tokens\x18\x04 \x01(\r\x12\x17\n\x0fkv_bytes_landed\x18\x05 \x01(\x04\x12*\n\"kv_bytes_landed_before_prefill_end\x18\x06 \x01(\x04\x12\x12\n\nhandoff_ms\x18\x07 \x01(\x01\"\x94\x02\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x12\n\nkv_address\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x13\n\x0blayout_hash\x18\x07 \x01(\x0c\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\t \x01(\r\x12&\n\tinventory\x18\n \x01(\x0b\x32\x13.baton.v1.Inventory\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x10\n\x08numerics\x18\x0c \x01(\t\x12\r\n\x05\x64type\x18\r \x01(\t\"\x1f\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\"\xf8\x03\n\tInventory\x12\x1c\n\x14num_requests_waiting\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_running\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_blocks_free\x18\x04 \x01(\r\x12\x1b\n\x13num_blocks_reserved\x18\x05 \x01(\r\x12\x1e\n\x16num_blocks_quarantined\x18\x06 \x01(\r\x12\x14\n\x0cnum_landings\x18\x07 \x01(\r\x12\x18\n\x10num_slots_in_use\x18\x08 \x01(\r\x12\x13\n\x0bnum_attends\x18\t \x01(\r\x12\x1b\n\x13\x66rames_late_dropped\x18\n \x01(\x04\x12\x16\n\x0e\x66rames_corrupt\x18\x0b \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x0c \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\r \x01(\x04\x12\x1a\n\x12num_emitted_tokens\x18\x0e \x01(\x04\x12\x1d\n\x15num_requests_finished\x18\x0f \x01(\x04\x12\x1b\n\x13num_requests_failed\x18\x10 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x11 \x01(\x04\x12*\n\x08transfer\x18( \x01(\x0b\x32\x18.baton.v1.TransferCounts\"\x91\x02\n\x0eTransferCounts\x12\x11\n\ttransfers\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x17\n\x0f\x65xposed_seconds\x18\x04 \x01(\x01\x12\x0e\n\x06\x66rames\x18\x05 \x01(\x04\x12\x0e\n\x06resent\x18\x06 \x01(\x04\x12\x14\n\x0clate_dropped\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\t \x01(\r\x12\x11\n\tfallbacks\x18\n \x01(\x04\x12\x1c\n\x14\x63redit_stall_seconds\x18\x0b \x01(\x01\x12\x1f\n\x05paths\x18\x0c \x03(\x0b\x32\x10.baton.v1.KvPath\"\x8d\x01\n\x06KvPath\x12\x12\n\nkv_address\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0c\n\x04lane\x18\x03 \x01(\t\x12\x0b\n\x03why\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x11\n\ttransfers\x18\x06 \x01(\x04\x12\x0c\n\x04gbps\x18\x07 \x01(\x01\x12\x15\n\rround_trip_ms\x18\x08 \x01(\x01\x32\x44\n\x07Prefill\x12\x39\n\x03Run\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillEvent0\x01\x32\x44\n\x06\x44\x65\x63ode\x12:\n\x06\x41ttend\x12\x17.baton.v1.AttendRequest\x1a\x15.baton.v1.DecodeEvent0\x01\x32J\n\nMembership\x12<\n\tHeartbeat\x12\x15.baton.v1.WorkerState\x1a\x18.baton.v1.HeartbeatReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/proto/worker.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/proto/inference.proto\x1a\x14\x62\x61ton/proto/kv.proto\"<\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nkv_address\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\"\xd2\x01\n\x0ePrefillRequest\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12$\n\x08sampling\x18\x03 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x1e\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\"k\n\x0cPrefillEvent\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12%\n\x04\x64one\x18\x02 \x01(\x0b\x32\x15.baton.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"\xad\x01\n\nFirstToken\x12\r\n\x05token\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\nlanding_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x0f\n\x07sent_ns\x18\x06 \x01(\x03\x12\x13\n\x0breceived_ns\x18\x07 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\":\n\x0bPrefillDone\x12\x17\n\x0fkv_bytes_pushed\x18\x01 \x01(\x04\x12\x12\n\nhanded_off\x18\x02 \x01(\x08\"\xa1\x01\n\rAttendRequest\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12$\n\x08sampling\x18\x03 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\"j\n\x0b\x44\x65\x63odeEvent\x12(\n\tattending\x18\x01 \x01(\x0b\x32\x13.baton.v1.AttendingH\x00\x12(\n\x06tokens\x18\x02 \x01(\x0b\x32\x16.baton.v1.DecodeTokensH\x00\x42\x07\n\x05\x65vent\"\x1a\n\tAttending\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\"m\n\x0c\x44\x65\x63odeTokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12$\n\x05stats\x18\x04 \x01(\x0b\x32\x15.baton.v1.DecodeStats\"\xd3\x01\n\x0b\x44\x65\x63odeStats\x12\x18\n\x10num_verify_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12\x1a\n\x12num_emitted_tokens\x18\x04 \x01(\r\x12\x17\n\x0fkv_bytes_landed\x18\x05 \x01(\x04\x12*\n\"kv_bytes_landed_before_prefill_end\x18\x06 \x01(\x04\x12\x12\n\nhandoff_ms\x18\x07 \x01(\x01\"\x94\x02\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x12\n\nkv_address\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x13\n\x0blayout_hash\x18\x07 \x01(\x0c\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\t \x01(\r\x12&\n\tinventory\x18\n \x01(\x0b\x32\x13.baton.v1.Inventory\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x10\n\x08numerics\x18\x0c \x01(\t\x12\r\n\x05\x64type\x18\r \x01(\t\"\x1f\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\"\xe6\x04\n\tInventory\x12\x1c\n\x14num_requests_waiting\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_running\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_blocks_free\x18\x04 \x01(\r\x12\x1b\n\x13num_blocks_reserved\x18\x05 \x01(\r\x12\x1e\n\x16num_blocks_quarantined\x18\x06 \x01(\r\x12\x14\n\x0cnum_landings\x18\x07 \x01(\r\x12\x18\n\x10num_slots_in_use\x18\x08 \x01(\r\x12\x13\n\x0bnum_attends\x18\t \x01(\r\x12\x1b\n\x13\x66rames_late_dropped\x18\n \x01(\x04\x12\x16\n\x0e\x66rames_corrupt\x18\x0b \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x0c \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\r \x01(\x04\x12\x1a\n\x12num_emitted_tokens\x18\x0e \x01(\x04\x12\x1d\n\x15num_requests_finished\x18\x0f \x01(\x04\x12\x1b\n\x13num_requests_failed\x18\x10 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x11 \x01(\x04\x12\x19\n\x11num_prefix_tokens\x18\x1e \x01(\x04\x12\x1d\n\x15num_prefix_hit_tokens\x18\x1f \x01(\x04\x12\x17\n\x0fnum_prefix_hits\x18  \x01(\x04\x12\x19\n\x11num_blocks_cached\x18! \x01(\r\x12*\n\x08transfer\x18( \x01(\x0b\x32\x18.baton.v1.TransferCounts\"\x91\x02\n\x0eTransferCounts\x12\x11\n\ttransfers\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x17\n\x0f\x65xposed_seconds\x18\x04 \x01(\x01\x12\x0e\n\x06\x66rames\x18\x05 \x01(\x04\x12\x0e\n\x06resent\x18\x06 \x01(\x04\x12\x14\n\x0clate_dropped\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\t \x01(\r\x12\x11\n\tfallbacks\x18\n \x01(\x04\x12\x1c\n\x14\x63redit_stall_seconds\x18\x0b \x01(\x01\x12\x1f\n\x05paths\x18\x0c \x03(\x0b\x32\x10.baton.v1.KvPath\"\x8d\x01\n\x06KvPath\x12\x12\n\nkv_address\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0c\n\x04lane\x18\x03 \x01(\t\x12\x0b\n\x03why\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x11\n\ttransfers\x18\x06 \x01(\x04\x12\x0c\n\x04gbps\x18\x07 \x01(\x01\x12\x15\n\rround_trip_ms\x18\x08 \x01(\x01\x32\x44\n\x07Prefill\x12\x39\n\x03Run\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillEvent0\x01\x32\x44\n\x06\x44\x65\x63ode\x12:\n\x06\x41ttend\x12\x17.baton.v1.AttendRequest\x1a\x15.baton.v1.DecodeEvent0\x01\x32J\n\nMembership\x12<\n\tHeartbeat\x12\x15.baton.v1.WorkerState\x1a\x18.baton.v1.HeartbeatReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,37 +36,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PEER']._serialized_start=89
   _globals['_PEER']._serialized_end=149
   _globals['_PREFILLREQUEST']._serialized_start=152
-  _globals['_PREFILLREQUEST']._serialized_end=346
-  _globals['_PREFILLEVENT']._serialized_start=348
-  _globals['_PREFILLEVENT']._serialized_end=455
-  _globals['_FIRSTTOKEN']._serialized_start=458
-  _globals['_FIRSTTOKEN']._serialized_end=604
-  _globals['_PREFILLDONE']._serialized_start=606
-  _globals['_PREFILLDONE']._serialized_end=664
-  _globals['_ATTENDREQUEST']._serialized_start=667
-  _globals['_ATTENDREQUEST']._serialized_end=828
-  _globals['_DECODEEVENT']._serialized_start=830
-  _globals['_DECODEEVENT']._serialized_end=936
-  _globals['_ATTENDING']._serialized_start=938
-  _globals['_ATTENDING']._serialized_end=964
-  _globals['_DECODETOKENS']._serialized_start=966
-  _globals['_DECODETOKENS']._serialized_end=1075
-  _globals['_DECODESTATS']._serialized_start=1078
-  _globals['_DECODESTATS']._serialized_end=1289
-  _globals['_WORKERSTATE']._serialized_start=1292
-  _globals['_WORKERSTATE']._serialized_end=1568
-  _globals['_HEARTBEATREPLY']._serialized_start=1570
-  _globals['_HEARTBEATREPLY']._serialized_end=1601
-  _globals['_INVENTORY']._serialized_start=1604
-  _globals['_INVENTORY']._serialized_end=2108
-  _globals['_TRANSFERCOUNTS']._serialized_start=2111
-  _globals['_TRANSFERCOUNTS']._serialized_end=2384
-  _globals['_KVPATH']._serialized_start=2387
-  _globals['_KVPATH']._serialized_end=2528
-  _globals['_PREFILL']._serialized_start=2530
-  _globals['_PREFILL']._serialized_end=2598
-  _globals['_DECODE']._serialized_start=2600
-  _globals['_DECODE']._serialized_end=2668
-  _globals['_MEMBERSHIP']._serialized_start=2670
-  _globals['_MEMBERSHIP']._serialized_end=2744
+  _globals['_PREFILLREQUEST']._serialized_end=362
+  _globals['_PREFILLEVENT']._serialized_start=364
+  _globals['_PREFILLEVENT']._serialized_end=471
+  _globals['_FIRSTTOKEN']._serialized_start=474
+  _globals['_FIRSTTOKEN']._serialized_end=647
+  _globals['_PREFILLDONE']._serialized_start=649
+  _globals['_PREFILLDONE']._serialized_end=707
+  _globals['_ATTENDREQUEST']._serialized_start=710
+  _globals['_ATTENDREQUEST']._serialized_end=871
+  _globals['_DECODEEVENT']._serialized_start=873
+  _globals['_DECODEEVENT']._serialized_end=979
+  _globals['_ATTENDING']._serialized_start=981
+  _globals['_ATTENDING']._serialized_end=1007
+  _globals['_DECODETOKENS']._serialized_start=1009
+  _globals['_DECODETOKENS']._serialized_end=1118
+  _globals['_DECODESTATS']._serialized_start=1121
+  _globals['_DECODESTATS']._serialized_end=1332
+  _globals['_WORKERSTATE']._serialized_start=1335
+  _globals['_WORKERSTATE']._serialized_end=1611
+  _globals['_HEARTBEATREPLY']._serialized_start=1613
+  _globals['_HEARTBEATREPLY']._serialized_end=1644
+  _globals['_INVENTORY']._serialized_start=1647
+  _globals['_INVENTORY']._serialized_end=2261
+  _globals['_TRANSFERCOUNTS']._serialized_start=2264
+  _globals['_TRANSFERCOUNTS']._serialized_end=2537
+  _globals['_KVPATH']._serialized_start=2540
+  _globals['_KVPATH']._serialized_end=2681
+  _globals['_PREFILL']._serialized_start=2683
+  _globals['_PREFILL']._serialized_end=2751
+  _globals['_DECODE']._serialized_start=2753
+  _globals['_DECODE']._serialized_end=2821
+  _globals['_MEMBERSHIP']._serialized_start=2823
+  _globals['_MEMBERSHIP']._serialized_end=2897
 # @@protoc_insertion_point(module_scope)

@@ -18,20 +18,22 @@ class Peer(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., kv_address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "sampling", "decode", "num_draft_tokens", "timeout_ms")
+    __slots__ = ("attempt", "prompt_token_ids", "sampling", "decode", "num_draft_tokens", "timeout_ms", "tenant")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     attempt: _kv_pb2.Attempt
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _inference_pb2.Sampling
     decode: Peer
     num_draft_tokens: int
     timeout_ms: int
-    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., decode: _Optional[_Union[Peer, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., decode: _Optional[_Union[Peer, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("first_token", "done")
@@ -42,7 +44,7 @@ class PrefillEvent(_message.Message):
     def __init__(self, first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token", "finish_reason", "queue_ms", "landing_ms", "prefill_ms", "sent_ns", "received_ns")
+    __slots__ = ("token", "finish_reason", "queue_ms", "landing_ms", "prefill_ms", "sent_ns", "received_ns", "num_cached_tokens")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +52,7 @@ class FirstToken(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     SENT_NS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_NS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     token: int
     finish_reason: str
     queue_ms: float
@@ -57,7 +60,8 @@ class FirstToken(_message.Message):
     prefill_ms: float
     sent_ns: int
     received_ns: int
-    def __init__(self, token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., queue_ms: _Optional[float] = ..., landing_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., sent_ns: _Optional[int] = ..., received_ns: _Optional[int] = ...) -> None: ...
+    num_cached_tokens: int
+    def __init__(self, token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., queue_ms: _Optional[float] = ..., landing_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., sent_ns: _Optional[int] = ..., received_ns: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
     __slots__ = ("kv_bytes_pushed", "handed_off")
@@ -162,7 +166,7 @@ class HeartbeatReply(_message.Message):
     def __init__(self, known: bool = ...) -> None: ...
 
 class Inventory(_message.Message):
-    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "transfer")
+    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "transfer")
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +184,10 @@ class Inventory(_message.Message):
     NUM_REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     num_requests_waiting: int
     num_requests_running: int
@@ -198,8 +206,12 @@ class Inventory(_message.Message):
     num_requests_finished: int
     num_requests_failed: int
     kv_bytes: int
+    num_prefix_tokens: int
+    num_prefix_hit_tokens: int
+    num_prefix_hits: int
+    num_blocks_cached: int
     transfer: TransferCounts
-    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ...) -> None: ...
+    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ...) -> None: ...
 
 class TransferCounts(_message.Message):
     __slots__ = ("transfers", "bytes", "seconds", "exposed_seconds", "frames", "resent", "late_dropped", "corrupt", "quarantined_blocks", "fallbacks", "credit_stall_seconds", "paths")

@@ -13,6 +13,7 @@ from baton.core.metrics import RouterMetrics
 from baton.proto import admin_pb2, admin_pb2_grpc
 from baton.router.channels import Channels
 from baton.router.members import Member, Members
+from baton.router.refusals import Refusals
 
 INVENTORY_TIMEOUT_S: Final = 1.0
 
@@ -25,6 +26,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         *,
         model: str,
         members: Members,
+        refusals: Refusals,
         channels: Channels,
         metrics: RouterMetrics,
         num_running: Callable[[], int],
@@ -32,6 +34,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> None:
         self._model = model
         self._members = members
+        self._refusals = refusals
         self._channels = channels
         self._metrics = metrics
         self._num_running = num_running
@@ -51,6 +54,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             num_requests_failed=self._metrics.total("requests_failed"),
             num_tokens_streamed=self._metrics.total("generation_tokens"),
             workers=[self._status(member) for member in self._members.all()],
+            refused_pairs=[
+                admin_pb2.RefusedPair(
+                    prefill_worker=refusal.prefill.worker_id,
+                    decode_worker=refusal.decode.worker_id,
+                    reason=refusal.reason,
+                )
+                for refusal in self._refusals.all()
+            ],
+            num_handoff_retries=self._metrics.total("handoff_retries"),
         )
 
     async def Inventory(

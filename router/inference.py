@@ -17,15 +17,17 @@ from baton.core.sampling import SamplingParams
 from baton.core.validate import RequestLimits, validate_request
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.router.admission import Admission
+from baton.router.attempts import Attempts
 from baton.router.channels import Channels
 from baton.router.members import DECODE, PREFILL, Members
-from baton.router.policy import Policy, require
-from baton.router.request_run import RequestRun
+from baton.router.policy import Pair, Policy, require
+from baton.router.refusals import Refusals
 from baton.router.served_model import ServedModel
 from baton.router.stats import StreamStats
 from baton.router.text import IncrementalText
 
 MAX_REQUEST_ID_LEN: Final = 128
+MAX_TENANT_LEN: Final = 256
 THREAD_TEXT_LEN: Final = 4096  # longer texts (> 1 ms) are tokenized in a thread, so that other streams go on
 # A request may have this many bytes, and so many more per position of the model: no text that fits is longer, but for
 # runs of a few very long tokens; what is longer is refused unread.
@@ -48,6 +50,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         admission: Admission,
         policy: Policy,
         members: Members,
+        refusals: Refusals,
         channels: Channels,
         metrics: RouterMetrics,
         clock: Clock,
@@ -59,6 +62,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._admission = admission
         self._policy = policy
         self._members = members
+        self._refusals = refusals
         self._channels = channels
         self._metrics = metrics
         self._clock = clock
@@ -118,6 +122,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if len(asked.request_id) > MAX_REQUEST_ID_LEN:
             message = f"request_id has {len(asked.request_id)} characters; at most {MAX_REQUEST_ID_LEN}"
             raise InvalidRequest(message, field="request_id", limit=MAX_REQUEST_ID_LEN)
+        if len(asked.tenant) > MAX_TENANT_LEN:
+            message = f"tenant has {len(asked.tenant)} characters; at most {MAX_TENANT_LEN}"
+            raise InvalidRequest(message, field="tenant", limit=MAX_TENANT_LEN)
         self._check_size(asked)
         # Once without the workers, so that a bad value is named even when nobody is there to serve a good one.
         self._sampling(asked, room_len=1).validate(self._model.vocab_size)
@@ -134,16 +141,23 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             sampling=sampling,
             deadline_s=received_s + timeout_s,
             num_draft_tokens=num_draft_tokens,
+            tenant=asked.tenant,
         )
 
     async def _stream(self, request: GenerationRequest, shown_id: str, stats: StreamStats, context: Context) -> None:
-        pair = self._policy.pick(self._members.live(PREFILL), self._members.live(DECODE))
-        same_host = pair.prefill.state.address.rpartition(":")[0] in self._hosts
-        run = RequestRun(request, pair, channels=self._channels, members=self._members, clock=self._clock)
+        attempts = Attempts(
+            request,
+            policy=self._policy,
+            members=self._members,
+            refusals=self._refusals,
+            channels=self._channels,
+            clock=self._clock,
+            spawn=self._spawn,
+            on_retry=self._metrics.handoff_retries.inc,
+        )
         text = IncrementalText(self._model.tokenizer, request.sampling.stop)
-        run.start()
         try:
-            async for emitted in run.events():
+            async for emitted in attempts.events():
                 chunk = inference_pb2.GenerateChunk(
                     request_id=shown_id,
                     index=emitted.index,
@@ -154,13 +168,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     stats.mark(len(emitted.token_ids))
                 if emitted.finish_reason:
                     chunk.text += text.finish()
-                    summary = stats.summary(run, same_host=same_host)
+                    summary = stats.summary(attempts, same_host=self._is_near(attempts.first_pair))
                     stats.count(summary, emitted.finish_reason)
                     chunk.finish.CopyFrom(inference_pb2.Finish(reason=emitted.finish_reason, stats=summary))
                 await context.write(chunk)
         finally:
-            run.close()
-            self._spawn(run.drain())
+            attempts.close()
+
+    def _is_near(self, pair: Pair | None) -> bool:
+        """Whether the prefill worker's clock is ours."""
+        return pair is not None and pair.prefill.state.address.rpartition(":")[0] in self._hosts
 
     def _check_model(self, name: str) -> None:
         if name and name != self._model.name:

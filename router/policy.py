@@ -1,12 +1,15 @@
 """Which workers serve a request. Pure: it sees the live ones and chooses; it never asks whether they are well."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.core.errors import NoWorker
-from baton.router.members import DECODE, PREFILL, Member
+from baton.core.errors import NoWorker, WorkersIncompatible
+from baton.router.members import DECODE, PREFILL, Life, Member
+
+Lives = tuple[Life, Life]  # of a prefill worker and a decode worker
+NOBODY: Set[Lives] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +19,21 @@ class Pair:
     prefill: Member
     decode: Member
 
+    @property
+    def lives(self) -> Lives:
+        """The lives the two are in."""
+        return self.prefill.life, self.decode.life
+
 
 class Policy(Protocol):
     """Chooses a pair."""
 
-    def pick(self, prefill: Sequence[Member], decode: Sequence[Member]) -> Pair:
-        """Choose among live workers, each sequence ordered by name.
+    def pick(self, prefill: Sequence[Member], decode: Sequence[Member], excluded: Set[Lives] = NOBODY) -> Pair:
+        """Choose among live workers, each sequence ordered by name; an excluded pair is never chosen.
 
         Raises:
             NoWorker: a role has none.
+            WorkersIncompatible: every pair is excluded.
         """
         ...
 
@@ -35,21 +44,29 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = {PREFILL: "", DECODE: ""}
 
-    def pick(self, prefill: Sequence[Member], decode: Sequence[Member]) -> Pair:
-        """The next of each role.
+    def pick(self, prefill: Sequence[Member], decode: Sequence[Member], excluded: Set[Lives] = NOBODY) -> Pair:
+        """The next of each role; where that pair is excluded, the next pair after it.
 
         Raises:
             NoWorker: a role has none; no turn is taken.
+            WorkersIncompatible: every pair is excluded; no turn is taken.
         """
         require(prefill, PREFILL)
         require(decode, DECODE)
-        return Pair(self._next(prefill, PREFILL), self._next(decode, DECODE))
+        decode_in_turn = self._in_turn(decode, DECODE)
+        for prefill_member in self._in_turn(prefill, PREFILL):
+            for decode_member in decode_in_turn:
+                if (prefill_member.life, decode_member.life) not in excluded:
+                    self._last[PREFILL] = prefill_member.state.worker_id
+                    self._last[DECODE] = decode_member.state.worker_id
+                    return Pair(prefill_member, decode_member)
+        message = f"none of {len(prefill)} prefill workers can hand over to any of {len(decode)} decode workers"
+        raise WorkersIncompatible(message, num_prefill=len(prefill), num_decode=len(decode))
 
-    def _next(self, members: Sequence[Member], role: str) -> Member:
+    def _in_turn(self, members: Sequence[Member], role: str) -> list[Member]:
         names = [member.state.worker_id for member in members]
-        member = members[bisect_right(names, self._last[role]) % len(members)]
-        self._last[role] = member.state.worker_id
-        return member
+        first = bisect_right(names, self._last[role]) % len(members)
+        return [*members[first:], *members[:first]]
 
 
 def require(members: Sequence[Member], role: str) -> None:

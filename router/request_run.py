@@ -1,7 +1,8 @@
 """One request's life between two workers: both legs opened, tokens put in order, one end for whatever happens.
 
-It owns the two streams of one attempt. It never touches blocks or text, and it never retries. Whatever ends the
-request ends both legs: a leg is cancelled unless it has nothing left but to report, and then it is given a moment.
+It owns the two streams of one attempt. It never touches blocks or text, and it never retries (`attempts` does).
+Whatever ends the request ends both legs: a leg is cancelled unless it has nothing left but to report, and then it is
+given a moment.
 """
 
 import asyncio

@@ -25,6 +25,7 @@ from baton.router.inference import InferenceService
 from baton.router.members import ALIVE_S, Members
 from baton.router.membership import MembershipService
 from baton.router.policy import RoundRobin
+from baton.router.refusals import Refusals
 from baton.router.served_model import ServedModel
 
 TICK_S: Final = 0.05
@@ -68,6 +69,7 @@ class RouterServer:
         self.metrics = RouterMetrics()
         self.members = Members(self._clock, config.alive_s)
         self.metrics.watch_transfers(self.members.transfers)
+        self.refusals = Refusals(self.members)
         self._channels = Channels(self.members, self._background.spawn)
         self.port = 0
 
@@ -104,6 +106,7 @@ class RouterServer:
             admission=admission,
             policy=RoundRobin(),
             members=self.members,
+            refusals=self.refusals,
             channels=self._channels,
             metrics=self.metrics,
             clock=self._clock,
@@ -112,6 +115,7 @@ class RouterServer:
         admin = AdminService(
             model=self._model.name,
             members=self.members,
+            refusals=self.refusals,
             channels=self._channels,
             metrics=self.metrics,
             num_running=lambda: admission.num_in_flight,

@@ -3,7 +3,7 @@
 from baton.core.clock import Clock
 from baton.core.metrics import RouterMetrics
 from baton.proto import inference_pb2
-from baton.router.request_run import RequestRun
+from baton.router.attempts import Attempts
 
 
 class StreamStats:
@@ -30,15 +30,16 @@ class StreamStats:
         self._num_tokens += num_tokens
         self._metrics.generation_tokens.inc(num_tokens)
 
-    def summary(self, run: RequestRun, *, same_host: bool) -> inference_pb2.RequestStats:
+    def summary(self, attempts: Attempts, *, same_host: bool) -> inference_pb2.RequestStats:
         """The stats of a finished request.
 
         Args:
-            run: finished.
+            attempts: finished.
             same_host: the prefill worker's clock is ours, so its stamps can be compared.
         """
-        assert run.first is not None
-        first, done, decode = run.first, run.prefill_done, run.decode_stats
+        assert attempts.first is not None
+        first, run = attempts.first, attempts.run
+        done, decode = run.prefill_done, run.decode_stats
         num_later = self._num_tokens - 1
         stats = inference_pb2.RequestStats(
             prompt_len=run.request.prompt_len,
@@ -52,6 +53,8 @@ class StreamStats:
             queue_ms=first.queue_ms,
             landing_ms=first.landing_ms,
             prefill_ms=first.prefill_ms,
+            num_cached_tokens=first.num_cached_tokens,
+            num_handoff_retries=attempts.num_retries,
         )
         if same_host:
             stats.router_ms = max(0.0, first.received_ns / 1e6 - 1e3 * self._received_s)

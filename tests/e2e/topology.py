@@ -55,6 +55,7 @@ class Outcome:
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    num_cached_tokens: int = 0
     decode_stats: Any = None
     prefill_done: Any = None
     error: BatonError | None = None
@@ -63,7 +64,7 @@ class Outcome:
 class PrefillSide:
     """One prefill worker and its parts."""
 
-    def __init__(self, model, tokenizer, *, epoch, num_blocks, block_size, chunk_len, transfer, fatal):
+    def __init__(self, model, tokenizer, *, epoch, num_blocks, block_size, chunk_len, transfer, prefix_cache, fatal):
         clock = MonotonicClock()
         self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
         self.push = PushService(
@@ -83,6 +84,7 @@ class PrefillSide:
             chunk_len=chunk_len,
             max_num_seqs=16,
             max_queue_len=1024,
+            prefix_cache=prefix_cache,
             clock=clock,
             on_fatal=fatal,
         )
@@ -138,12 +140,21 @@ class Topology:
         block_size=16,
         max_num_seqs=16,
         transfer=None,
+        num_prefill_blocks=None,
+        prefix_cache=True,
     ):
         self.fatal = []
         transfer = transfer or KVTransferConfig()
         common = {"num_blocks": num_blocks, "block_size": block_size, "transfer": transfer, "fatal": self.fatal.append}
         self.prefill = [
-            PrefillSide(model, tokenizer, epoch=100 + index, chunk_len=chunk_len, **common)
+            PrefillSide(
+                model,
+                tokenizer,
+                epoch=100 + index,
+                chunk_len=chunk_len,
+                prefix_cache=prefix_cache,
+                **{**common, "num_blocks": num_prefill_blocks or num_blocks},
+            )
             for index in range(num_prefill)
         ]
         self.decode = [
@@ -187,6 +198,7 @@ class Topology:
                 if event.HasField("first_token"):
                     outcome.token_ids.append(event.first_token.token)
                     outcome.finish_reason = event.first_token.finish_reason
+                    outcome.num_cached_tokens = event.first_token.num_cached_tokens
                 else:
                     outcome.prefill_done = event.done
             if outcome.finish_reason:

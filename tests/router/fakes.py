@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from baton.core.clock import MonotonicClock
+from baton.core.errors import TransferFailed
 from baton.core.tokenizer import Tokenizer
 from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
 from baton.router.served_model import ServedModel
@@ -56,6 +57,10 @@ class Script:
     attending_epoch: int | None = None
     no_done: bool = False
     no_finish: bool = False
+    attempt_errors: dict[int, BaseException] = field(default_factory=dict)  # at prefill, by attempt
+    errors_after_first: bool = False
+    attempt_answers: dict[int, str] = field(default_factory=dict)
+    refused_pairs: dict[tuple[str, str], str] = field(default_factory=dict)  # (prefill, decode) to the reason
 
 
 @dataclass
@@ -76,7 +81,8 @@ class Bench:
         self.first_sent = {}
 
     def sent(self, request):
-        return self.first_sent.setdefault(request.attempt.request_id, asyncio.Event())
+        key = (request.attempt.request_id, request.attempt.attempt)
+        return self.first_sent.setdefault(key, asyncio.Event())
 
 
 class FakeWorker:
@@ -145,9 +151,15 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
             await asyncio.sleep(script.first_delay_s)
             if script.prefill_error is not None:
                 await wire.abort_with(context, script.prefill_error)
+            attempt_error = script.attempt_errors.get(request.attempt.attempt)
+            refused = script.refused_pairs.get((self.worker.worker_id, request.decode.worker_id))
+            if refused:
+                attempt_error = TransferFailed("the landing was refused", pair_refused=refused)
+            if attempt_error is not None and not script.errors_after_first:
+                await wire.abort_with(context, attempt_error)
             if script.prefill_hangs:
                 await seen.hang.wait()
-            token = TOKENIZER.encode(script.answer)[0]
+            token = TOKENIZER.encode(script.attempt_answers.get(request.attempt.attempt, script.answer))[0]
             sent_ns = now_ns()
             sixth_ms = (sent_ns - received_ns) / 6e6
             first = worker_pb2.FirstToken(
@@ -158,12 +170,15 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
                 prefill_ms=3 * sixth_ms,
                 sent_ns=sent_ns,
                 received_ns=received_ns,
+                num_cached_tokens=max(0, len(request.prompt_token_ids) - 2),
             )
             if script.decode_before_first:
                 self.worker.bench.sent(request).set()
                 await asyncio.sleep(0.1)
             await context.write(worker_pb2.PrefillEvent(first_token=first))
             self.worker.bench.sent(request).set()
+            if attempt_error is not None:
+                await wire.abort_with(context, attempt_error)
             if script.prefill_error_after_first is not None:
                 await asyncio.sleep(0.05)
                 await wire.abort_with(context, script.prefill_error_after_first)
@@ -186,6 +201,8 @@ class Decode(worker_pb2_grpc.DecodeServicer):
             if script.decode_error is not None and script.decode_error_after == 0:
                 await wire.abort_with(context, script.decode_error)
             await self.worker.bench.sent(request).wait()
+            if request.attempt.attempt in script.attempt_errors:
+                await seen.hang.wait()
             if script.events is not None:
                 for tokens in script.events:
                     await context.write(worker_pb2.DecodeEvent(tokens=tokens))

@@ -189,7 +189,7 @@ async def test_a_failed_hand_off_seen_by_decode_waits_for_prefills_word():
         script.prefill_hangs = True
         start_s = time.monotonic()
         await fails(running, TransferFailed)
-        assert time.monotonic() - start_s < 1.0
+        assert time.monotonic() - start_s < 2.0, "three attempts"
         await running.idle()
 
 

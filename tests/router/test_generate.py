@@ -64,6 +64,19 @@ async def test_an_answer_its_indexes_and_its_stats():
 
 
 @pytest.mark.fast
+async def test_a_tenant_reaches_the_prefill_worker_and_what_it_had_comes_back():
+    async with cluster() as running:
+        stats = [(await chunks_of(running, "hello", tenant=tenant))[-1].finish.stats for tenant in ("", "one")]
+        prefill, _ = await running.idle()
+        assert [seen.request.tenant for seen in prefill] == ["", "one"]
+        assert [each.num_cached_tokens for each in stats] == [3, 3]
+        with pytest.raises(InvalidRequest, match="at most 256"):
+            await chunks_of(running, "hello", tenant="x" * 257)
+        with pytest.raises(InvalidText, match="tenant"):
+            await chunks_of(running, "hello", tenant="\ud800")
+
+
+@pytest.mark.fast
 async def test_the_parts_of_the_first_tokens_time_are_its_whole():
     async with cluster() as running:
         running.script.first_delay_s = 0.03

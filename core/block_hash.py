@@ -1,0 +1,42 @@
+"""Names for the content of KV blocks: equal names mean equal KV, whichever worker computed it. Pure.
+
+A block's name covers everything its KV depends on: the model, every token up to the block's end, and, with an MTP
+head, one token more, because MTP entry i joins position i with token i + 1. So a block whose last MTP entry would
+depend on a token that is not part of the prompt has no name, and is never shared. Names of different tenants differ:
+nobody can find out by timing what another tenant has asked.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+HASH_BYTES = 16
+_TOKEN_BYTES = 4
+
+
+def block_hashes(
+    token_ids: Sequence[int], *, model: str, tenant: str, block_size: int, with_mtp: bool
+) -> tuple[bytes, ...]:
+    """Names of the full blocks of a prompt, in order; each covers all before it.
+
+    Args:
+        token_ids: of the prompt.
+        model: identity of config and weights.
+        tenant: who may share; empty is a tenant like any other.
+        block_size: positions per block.
+        with_mtp: the last layer is an MTP head's, so a block's KV depends on the token after it.
+    """
+    num_after = int(with_mtp)
+    packed = memoryview(struct.pack(f"<{len(token_ids)}I", *token_ids))
+    name = _digest(repr(("baton prefix 1", model, tenant, block_size, with_mtp)).encode())
+    names = []
+    start = 0
+    for end in range(block_size + num_after, len(token_ids) + 1, block_size):
+        name = _digest(name + packed[start * _TOKEN_BYTES : end * _TOKEN_BYTES])
+        names.append(name)
+        start = end
+    return tuple(names)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=HASH_BYTES).digest()

@@ -1,0 +1,72 @@
+"""Which blocks hold KV that has a name, and which of them may be given up first.
+
+It knows names and block indices, not tokens or tensors, and counts no references: the allocator does, and tells it
+when a block is in use by nobody (`rest`) or by somebody again (`wake`). Only blocks that rest may be given up, the one
+that has rested longest first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+
+class PrefixIndex:
+    """Names to blocks, one block a name and one name a block."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
+        self._resting: OrderedDict[int, None] = OrderedDict()
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._names
+
+    @property
+    def num_resting(self) -> int:
+        """Named blocks that nobody uses."""
+        return len(self._resting)
+
+    def is_resting(self, block: int) -> bool:
+        """Whether it is named and nobody uses it."""
+        return block in self._resting
+
+    def match(self, names: Iterable[bytes]) -> tuple[int, ...]:
+        """Blocks of the longest run of names from the first on; the caller must take them before anything else."""
+        found = []
+        for name in names:
+            block = self._blocks.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return tuple(found)
+
+    def add(self, name: bytes, block: int) -> bool:
+        """Give a block in use its name. False, and nothing changes, if another block has it or it has another."""
+        assert not self.is_resting(block)
+        if name in self._blocks or block in self._names:
+            return False
+        self._blocks[name] = block
+        self._names[block] = name
+        return True
+
+    def rest(self, block: int) -> bool:
+        """Nobody uses the block any more. False if it has no name, so that nothing is worth keeping."""
+        if block not in self._names:
+            return False
+        assert block not in self._resting
+        self._resting[block] = None
+        return True
+
+    def wake(self, block: int) -> None:
+        """Somebody uses a resting block again."""
+        del self._resting[block]
+
+    def evict(self) -> int:
+        """Take the name of the block that has rested longest, and the block."""
+        block, _ = self._resting.popitem(last=False)
+        del self._blocks[self._names.pop(block)]
+        self.num_evicted += 1
+        return block
