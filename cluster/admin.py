@@ -84,7 +84,7 @@ def as_data(message: Message) -> dict[str, Any]:
             data[field.name] = [as_data(item) for item in value] if repeated else as_data(value)
         elif field.type == field.TYPE_BYTES:
             data[field.name] = value.hex()
-        elif field.name == "epoch":
+        elif field.name in ("epoch", "kv_epoch"):
             data[field.name] = f"{value:016x}"  # 64 bits do not survive most JSON readers
         else:
             data[field.name] = list(value) if isinstance(value, (list, tuple)) else value

@@ -129,6 +129,7 @@ class KVTransferConfig:
     window_bytes: int = 64 << 20
     max_resends: int = 2
     commit_timeout_s: float = 5.0
+    max_landing_deaths: int = 8  # of a landing process within a minute; with the last one the worker gives up
     drop_pushes: bool = False  # test hook: frames are counted as sent and thrown away
 
 

@@ -12,11 +12,14 @@ from baton.core.config import WorkerConfig
 from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
-from baton.kvtransfer.landing import LandingService
-from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvtransfer.landing import LandingService, landing_region
+from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.lanes import SHM
+from baton.kvtransfer.shared_region import SharedRegion
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.host import WorkerHost
-from baton.worker.loading import load_worker, request_limits
+from baton.worker.loading import LoadedWorker, load_worker, request_limits
 
 
 class DecodeNode:
@@ -34,16 +37,8 @@ class DecodeNode:
         self.config = config
         self.epoch = secrets.randbits(64) or 1
         clock = MonotonicClock()
-        loaded = load_worker(config)
+        loaded, self._landing = self._load()
         self._layout = loaded.layout
-        self._landing = LandingService(
-            pool=loaded.pool,
-            layout=loaded.layout,
-            epoch=self.epoch,
-            transport=ZmqTransport(bind=f"tcp://{config.host}:0", config=config.transfer),
-            config=config.transfer,
-            clock=clock,
-        )
         self.worker = DecodeWorker(
             runner=DecodeRunner(loaded.model, loaded.pool, config.max_num_seqs, config.num_draft_tokens),
             pool=loaded.pool,
@@ -66,6 +61,32 @@ class DecodeNode:
         self.host = WorkerHost(config.host, register, self.state, config.router_address, on_fatal)
         self.host.start()
 
+    def _load(self) -> tuple[LoadedWorker, LandingService]:
+        """The model over a pool in shared memory, and the landing in a process of its own that writes there."""
+        config = self.config
+        regions: list[SharedRegion] = []
+
+        def pool_memory(geometry: PoolGeometry) -> memoryview:
+            regions.append(landing_region([geometry], config.transfer))
+            return regions[0].pool(0)
+
+        try:
+            loaded = load_worker(config, pool_memory=pool_memory)
+            is_shared = config.transfer.transport in ("auto", "shm")
+            setup = LandingSetup(
+                epoch=self.epoch,
+                layout=loaded.layout,
+                num_blocks=loaded.pool.num_blocks,
+                tp_size=1,
+                listen=Listen("zmq", f"tcp://{config.host}:0", (SHM,) if is_shared else ()),
+                config=config.transfer,
+            )
+            return loaded, LandingService.in_process(regions[0], setup)
+        except BaseException:
+            for region in regions:
+                region.close()
+            raise
+
     def state(self) -> worker_pb2.WorkerState:
         """What a heartbeat says."""
         return worker_pb2.WorkerState(
@@ -74,6 +95,7 @@ class DecodeNode:
             epoch=self.epoch,
             address=self.host.address,
             kv_address=self._landing.address,
+            kv_epoch=self._landing.epoch,
             model=self.config.model_name,
             layout_hash=self._layout.hash,
             max_model_len=self.config.max_model_len,

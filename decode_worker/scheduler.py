@@ -1,8 +1,9 @@
 """Who gets blocks, who gets a slot, and who waits, on a decode worker. Pure bookkeeping over host values.
 
 The life of a request here: ATTENDING (the router listens; nothing is held) -> LANDING (blocks granted, pushes arrive)
--> READY (sealed and verified, waits for a slot) -> RUNNING -> gone; or ABORTING, until nothing can write its blocks.
-RESERVEs wait first come, first served, and hold nothing while they wait.
+-> READY (sealed and verified, waits for a slot) -> RUNNING -> gone. One that ends while LANDING is gone at once, but
+its blocks are quarantined until nothing can write them. RESERVEs wait first come, first served, and hold nothing while
+they wait.
 """
 
 from collections import OrderedDict, deque
@@ -30,7 +31,6 @@ class DecodeState(Enum):
     LANDING = auto()
     READY = auto()
     RUNNING = auto()
-    ABORTING = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +66,7 @@ class DecodeScheduler:
         self._reserves: deque[ReserveWanted] = deque()
         self._ready: deque[DecodeSequence] = deque()
         self._ended: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._quarantined: dict[AttemptKey, BlockTable] = {}
 
     def add(self, sequence: DecodeSequence) -> None:
         """A stream for this attempt was opened."""
@@ -154,6 +155,19 @@ class DecodeScheduler:
     def running(self) -> list[DecodeSequence]:
         """Sequences of the next step, in slot order."""
         return sorted((s for s in self._sequences.values() if s.state is DecodeState.RUNNING), key=lambda s: s.slot)
+
+    def quarantine(self, sequence: DecodeSequence) -> None:
+        """Forget a sequence that ended while it was landing; its blocks stay until `drained`."""
+        assert sequence.state is DecodeState.LANDING
+        assert sequence.table is not None
+        self._allocator.quarantine(sequence.table)
+        self._quarantined[sequence.key] = sequence.table
+        sequence.table = None
+        self.remove(sequence)
+
+    def drained(self, key: AttemptKey) -> None:
+        """Nothing writes the blocks of an ended landing any more: they are free."""
+        self._allocator.release_quarantined(self._quarantined.pop(key))
 
     def remove(self, sequence: DecodeSequence) -> None:
         """Forget a sequence; its slot and blocks are free for others."""

@@ -99,7 +99,7 @@ class DecodeWorker:
         scheduler = self._scheduler
         return worker_pb2.Inventory(
             num_requests_waiting=scheduler.count(DecodeState.ATTENDING, DecodeState.LANDING, DecodeState.READY),
-            num_requests_running=scheduler.count(DecodeState.RUNNING, DecodeState.ABORTING),
+            num_requests_running=scheduler.count(DecodeState.RUNNING),
             num_blocks=self._allocator.num_blocks,
             num_blocks_free=self._allocator.num_free,
             num_blocks_reserved=self._allocator.num_reserved,
@@ -144,6 +144,10 @@ class DecodeWorker:
                 if not self._scheduler.want(event):
                     self._landing.deny(event.attempt, kv_pb2.Deny.STALE, "the attempt has ended")
                 continue
+            if isinstance(event, Drained):
+                # A landing ends by itself when its prefill worker dies; that is reported failed first.
+                self._scheduler.drained(event.attempt)
+                continue
             if isinstance(event, LandingFailed):
                 self._scheduler.drop_reserves(event.attempt)
             sequence = self._scheduler.get(event.attempt)
@@ -154,10 +158,6 @@ class DecodeWorker:
                     self._sealed(sequence, event)
                 case LandingFailed():
                     self._landing_failed(sequence, event)
-                case Drained():
-                    # A landing ends by itself when its prefill worker dies; that is reported failed first.
-                    assert sequence.stream.ended
-                    self._forget(sequence)
         return bool(events)
 
     def _landing_failed(self, sequence: DecodeSequence, event: LandingFailed) -> None:
@@ -273,15 +273,14 @@ class DecodeWorker:
         self._give_up(sequence, error.message)
 
     def _give_up(self, sequence: DecodeSequence, why: str) -> None:
-        """Stop working on a request. Blocks that a push may still write are freed when the landing has drained."""
+        """Stop working on a request. Blocks that may still be written are quarantined until the landing has drained."""
         for reserve in self._scheduler.drop_reserves(sequence.key):
             self._landing.deny(reserve.attempt, kv_pb2.Deny.STALE, why)
         match sequence.state:
             case DecodeState.LANDING:
-                sequence.state = DecodeState.ABORTING
                 self._landing.abort(sequence.key, why)
-            case DecodeState.ABORTING:
-                pass
+                self._scheduler.quarantine(sequence)
+                self._gate.leave()
             case DecodeState.ATTENDING:
                 self._forget(sequence)
             case DecodeState.READY | DecodeState.RUNNING:

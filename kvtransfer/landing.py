@@ -1,22 +1,32 @@
-"""The decode worker's end of the hand-off: a thread that drives protocol and transport and writes into the pool.
+"""The decode worker's end of the hand-off: every landing, wherever it runs.
 
-Worker and thread share two rings of plain records (commands one way, events the other), completion words, and the pool;
-nothing else, so that the thread can become a process of its own. The worker's calls never wait.
+Worker and landing share a `LandingLink` and the pools' memory, nothing else, so that the landing has a process, and an
+interpreter lock, of its own. The worker's calls never wait. This side knows what it was asked for and what it granted;
+so it can say what became of it when the landing's process dies: nothing is lost silently, and blocks come back only
+with evidence that nobody writes them.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from baton.core.clock import Clock
 from baton.core.config import KVTransferConfig
-from baton.core.errors import TransferFailed
+from baton.core.errors import ProtocolError
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
+from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing_actions import Drained, LandingEvent, LandingFailed, ReserveWanted, Sealed
+from baton.kvtransfer.landing_driver import COUNT_NAMES, GAUGE_NAMES, LandingDriver
+from baton.kvtransfer.landing_host import LandingHost
+from baton.kvtransfer.landing_link import LandingLink
+from baton.kvtransfer.landing_setup import LandingSetup, Legacy, Listen
 from baton.kvtransfer.landing_thread import LandingThread
+from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.messages import shorten
+from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.records import (
     AbortCommand,
     Command,
@@ -26,110 +36,231 @@ from baton.kvtransfer.records import (
     decode_record,
     encode_record,
 )
-from baton.kvtransfer.ring import HEADER_BYTES, CompletionWords, Ring
+from baton.kvtransfer.shared_region import SharedRegion, sweep
+from baton.kvtransfer.supervisor import LandingSupervisor
 from baton.kvtransfer.transport import Transport
 from baton.proto import kv_pb2
 
-__all__ = ["Drained", "LandingEvent", "LandingFailed", "LandingService", "ReserveWanted", "Sealed"]
-
-RING_BYTES_PER_SLOT = 1024
-RING_BYTES_PER_BLOCK = 8  # a grant names each of its blocks with four
-MIN_RING_BYTES = 1 << 20  # four of the largest states (messages.MAX_STATE_BYTES)
+__all__ = ["Drained", "LandingEvent", "LandingFailed", "LandingService", "ReserveWanted", "Sealed", "landing_region"]
 
 
-def _do_nothing() -> None:
-    pass
+@dataclass(slots=True)
+class _Open:
+    """An attempt that was asked for and is neither refused, released nor drained.
+
+    Attributes:
+        reserve: what was asked for.
+        epoch: of the life that was asked.
+        is_granted: it has blocks.
+        is_sealed: the sequence has them.
+        has_failed: the worker knows.
+    """
+
+    reserve: ReserveWanted
+    epoch: int
+    is_granted: bool = False
+    is_sealed: bool = False
+    has_failed: bool = False
 
 
 class LandingService:
-    """Every landing of one decode worker.
+    """Every landing of one decode worker. `on_thread` and `in_process` make one.
 
     Args:
-        pool: where payloads go.
-        layout: of the pool.
-        epoch: of this process; random.
-        transport: the listening side; owned from here on.
-        config: limits and times.
-        clock: the worker's.
+        link: to the host's driver; this end is owned from here on.
+        host: owned from here on.
+        region: owned from here on, if there is one.
     """
 
-    def __init__(
-        self,
+    def __init__(self, link: LandingLink, host: LandingHost, region: SharedRegion | None = None) -> None:
+        self._link = link
+        self._host = host
+        self._region = region
+        self._unsent: deque[bytes] = deque()  # commands that found the ring full; the worker's side
+        self._open: dict[AttemptKey, _Open] = {}
+        self._past = dict.fromkeys(COUNT_NAMES, 0)  # totals of lives gone by
+
+    @classmethod
+    def on_thread(
+        cls,
         *,
-        pool: KVPool,
+        pool: KVPool | Sequence[KVPool],
         layout: KVLayout,
         epoch: int,
         transport: Transport,
         config: KVTransferConfig,
         clock: Clock,
-    ) -> None:
-        assert pool.layout == layout
-        self.wakeup: Callable[[], None] = _do_nothing
-        self.address = transport.address
-        sizes = (MIN_RING_BYTES, config.ring_slots * RING_BYTES_PER_SLOT, pool.num_blocks * RING_BYTES_PER_BLOCK)
-        ring_bytes = HEADER_BYTES + max(sizes)
-        self._command_ring = Ring(bytearray(ring_bytes))
-        self._event_ring = Ring(bytearray(ring_bytes))
-        self._words = CompletionWords(bytearray(CompletionWords.num_bytes(config.ring_slots)))
-        self._unsent: deque[bytes] = deque()  # commands that found the ring full; the worker's side
-        self._thread = LandingThread(
-            pool=pool,
-            epoch=epoch,
-            transport=transport,
-            config=config,
-            clock=clock,
-            commands=self._command_ring,
-            events=self._event_ring,
-            words=self._words,
-            wakeup=lambda: self.wakeup(),
+    ) -> "LandingService":
+        """A landing on a thread of this process.
+
+        Args:
+            pool: where payloads go; that of every rank if there are several.
+            layout: of the pools.
+            epoch: of this process; random.
+            transport: the listening side; owned from here on.
+            config: limits and times.
+            clock: the worker's.
+        """
+        pools = [pool] if isinstance(pool, KVPool) else list(pool)
+        num_blocks = pools[0].num_blocks
+        setup = LandingSetup(
+            epoch=epoch, layout=layout, num_blocks=num_blocks, tp_size=len(pools), listen=Listen("", ""), config=config
         )
-        self._transport = transport
+        assert [pool.geometry.layers for pool in pools] == [geometry.layers for geometry in setup.geometries]
+        link = LandingLink(
+            bytearray(LandingLink.num_bytes(config.ring_slots, num_blocks)), config.ring_slots, num_blocks
+        )
+        io = RankedPoolIO([PoolIO(pool.bytes_view, pool.geometry) for pool in pools])
+
+        def make_driver(notify: Callable[[], None]) -> LandingDriver:
+            return LandingDriver(setup=setup, io=io, transport=transport, clock=clock, link=link, notify=notify)
+
+        return cls(link, LandingThread(epoch, transport, make_driver))
+
+    @classmethod
+    def in_process(cls, region: SharedRegion, setup: LandingSetup) -> "LandingService":
+        """A landing in a supervised process of its own; it serves when this returns.
+
+        Args:
+            region: from `landing_region`; owned from here on.
+            setup: of the first life.
+
+        Raises:
+            StartupError: it cannot serve.
+        """
+        setup = replace(setup, region_path=str(region.path), region_nonce=region.nonce)
+        link = LandingLink(region.link, setup.config.ring_slots, setup.num_blocks)
+        host = LandingSupervisor(region, link, setup)
+        service = cls(link, host, region)
+        try:
+            host.start()
+        except BaseException:
+            service.close()
+            raise
+        return service
+
+    @property
+    def address(self) -> str:
+        """Where prefill workers reach it; may change when a process ended."""
+        return self._host.address
+
+    @property
+    def epoch(self) -> int:
+        """Of the present life: what prefill workers must name."""
+        return self._host.epoch
+
+    @property
+    def wakeup(self) -> Callable[[], None]:
+        """Called on another thread when there is something to poll."""
+        return self._host.wakeup
+
+    @wakeup.setter
+    def wakeup(self, wakeup: Callable[[], None]) -> None:
+        self._host.wakeup = wakeup
 
     def start(self) -> None:
         """Begin to serve."""
-        self._thread.start()
+        self._host.start()
 
     def close(self) -> None:
         """Stop; prefill workers notice by lease."""
-        self._thread.close()
+        self._host.close()
+        if self._region is not None:
+            self._region.close()
 
     def poll(self) -> list[LandingEvent]:
         """What happened since the last call, in order.
 
         Raises:
-            TransferFailed: the thread ended on an error; nothing can land any more.
+            TransferFailed: nothing can land any more.
         """
-        if self._thread.broken is not None:
-            raise TransferFailed(f"the landing thread ended: {self._thread.broken!r}") from self._thread.broken
-        self._send_commands()
+        self._host.check()
+        death = self._host.death()
+        if death is None:
+            self._send_commands()
         events: list[LandingEvent] = []
-        while (data := self._event_ring.pop()) is not None:
-            event, slot = decode_record(data)
-            assert isinstance(event, ReserveWanted | Sealed | LandingFailed | Drained)
-            if isinstance(event, Sealed) and self._words.get(slot) != event.landing_id:
-                continue  # it was given up since; LandingFailed is behind it
-            events.append(event)
+        try:
+            while (data := self._link.events.pop()) is not None:
+                self._take(data, events)
+        except ProtocolError as error:
+            if death is None:
+                self._host.condemn(error.message)
+        if death is not None:
+            self._outlive(f"the landing process ended: {death}", events)
         return events
 
     def grant(self, attempt: AttemptKey, table: BlockTable) -> None:
         """Blocks for a `ReserveWanted`. `Sealed`, or `LandingFailed` and `Drained`, follows."""
+        self._open[attempt].is_granted = True
         self._command(GrantCommand(attempt, table))
 
     def deny(self, attempt: AttemptKey, reason: kv_pb2.Deny.Reason, detail: str) -> None:
         """No blocks for a `ReserveWanted`. Nothing follows."""
+        self._open.pop(attempt, None)
         self._command(DenyCommand(attempt, reason, shorten(detail)))
 
     def abort(self, attempt: AttemptKey, reason: str) -> None:
         """Give a granted attempt up. `Drained` follows, unless it was said already."""
-        self._command(AbortCommand(attempt, shorten(reason)))
+        known = self._open.get(attempt)
+        if known is not None:
+            known.has_failed = True
+            self._command(AbortCommand(attempt, shorten(reason)))
 
     def release(self, attempt: AttemptKey) -> None:
         """The sequence of a sealed landing has ended. Nothing follows; the worker has its blocks already."""
+        self._open.pop(attempt, None)
         self._command(ReleaseCommand(attempt))
 
     def inventory(self) -> dict[str, int]:
-        """Counts, as of the thread's last turn. Any thread."""
-        return dict(self._thread.counts)
+        """Counts, as of the landing's last turns. Any thread."""
+        return {name: self._past[name] + count for name, count in self._link.counts(COUNT_NAMES).items()}
+
+    def _take(self, data: bytes, events: list[LandingEvent]) -> None:
+        event, slot = decode_record(data)
+        attempt = event.attempt
+        match event:
+            case ReserveWanted():
+                self._open[attempt] = _Open(event, self._host.epoch)
+            case Sealed():
+                if self._link.words.get(slot) != event.landing_id:
+                    return  # it was given up since; LandingFailed is behind it
+                self._open[attempt].is_sealed = True
+            case LandingFailed():
+                known = self._open.get(attempt)
+                if known is not None and known.is_granted:
+                    known.has_failed = True
+                else:
+                    self._open.pop(attempt, None)
+            case Drained():
+                self._open.pop(attempt, None)
+            case _:
+                raise ProtocolError(f"a landing says {event}")
+        events.append(event)
+
+    def _outlive(self, reason: str, events: list[LandingEvent]) -> None:
+        """Say what becomes of everything the dead life had in hand, and let the next one start.
+
+        The process is reaped and its sockets are closed: on a lane where it alone wrote, nothing is written any more.
+        Where prefill workers write themselves, the next life asks each of them.
+        """
+        legacies = []
+        for attempt, known in tuple(self._open.items()):
+            if not known.is_sealed and not known.has_failed:
+                known.has_failed = True
+                events.append(LandingFailed(attempt, reason))
+            reserve = known.reserve
+            if known.is_sealed or (known.is_granted and is_one_sided(reserve.lane)):
+                origin = (known.epoch, reserve.p_epoch, reserve.tp_size, reserve.lane)
+                legacies.append(Legacy(attempt, *origin, known.is_sealed))
+                continue
+            del self._open[attempt]
+            if known.is_granted:
+                events.append(Drained(attempt))
+        self._unsent.clear()
+        for name in set(COUNT_NAMES) - GAUGE_NAMES:
+            self._past[name] += self._link.counts(COUNT_NAMES)[name]
+        self._link.reset()
+        self._host.revive(legacies)
 
     def _command(self, command: Command) -> None:
         self._unsent.append(encode_record(command))
@@ -138,6 +269,17 @@ class LandingService:
     def _send_commands(self) -> None:
         if not self._unsent:
             return
-        while self._unsent and self._command_ring.push(self._unsent[0]):
+        while self._unsent and self._link.commands.push(self._unsent[0]):
             self._unsent.popleft()
-        self._transport.wake()
+        self._host.wake()
+
+
+def landing_region(geometries: Sequence[PoolGeometry], config: KVTransferConfig) -> SharedRegion:
+    """Shared memory for the pools of all ranks and the link; those of owners that died are removed first.
+
+    Raises:
+        ConfigInvalid: there is no room for it.
+    """
+    sweep()
+    link_bytes = LandingLink.num_bytes(config.ring_slots, geometries[0].num_blocks)
+    return SharedRegion.create(link_bytes=link_bytes, pool_bytes=[geometry.num_bytes for geometry in geometries])

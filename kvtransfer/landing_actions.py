@@ -9,17 +9,31 @@ from baton.proto import kv_pb2
 
 @dataclass(frozen=True, slots=True)
 class ReserveWanted:
-    """A prefill worker asks for blocks: answer with `grant` or `deny` before `deadline_s`. Nothing is held yet."""
+    """A prefill worker asks for blocks: answer with `grant` or `deny` before `deadline_s`. Nothing is held yet.
+
+    Attributes:
+        attempt: whose.
+        prompt_len: positions that will be pushed.
+        capacity_len: positions to grant blocks for.
+        deadline_s: on this side's clock.
+        p_epoch: the life of the prefill worker.
+        tp_size: its ranks; each pushes its own heads.
+        lane: how payloads come. On a one-sided lane the worker must keep (p_epoch, tp_size) beside the blocks: if the
+            landing process dies, its next life needs them to ask for evidence (`LandingProtocol.inherit`).
+    """
 
     attempt: AttemptKey
     prompt_len: int
     capacity_len: int
     deadline_s: float
+    p_epoch: int = 0
+    tp_size: int = 1
+    lane: str = "inline"
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Every position of every layer has landed and is verified; the blocks belong to the sequence from here on.
+    """Every position of every layer and head has landed and is verified; the blocks are the sequence's from here on.
 
     Attributes:
         attempt: whose.
@@ -64,7 +78,7 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class SendControl:
-    """Send a message to a peer. It may get lost."""
+    """Send a message (`messages.encode_control`) to a peer. It may get lost."""
 
     peer: str
     control: kv_pb2.Control
@@ -72,19 +86,33 @@ class SendControl:
 
 @dataclass(frozen=True, slots=True)
 class WriteFrame:
-    """Write the payload at hand into the landing's blocks, then call `landed`."""
+    """Bring the payload of `header` into the landing's blocks, then call `landed`, or `write_failed` if that fails.
+
+    Several may be in progress; they never overlap. If the header has the flag WRITTEN, the payload is there already:
+    only compute its digest from the pool. A frame for which no WriteFrame follows `on_frame` is to be discarded.
+    """
 
     landing_id: int
     header: FrameHeader
 
 
 @dataclass(frozen=True, slots=True)
+class DiscardWrites:
+    """The landing was fenced: discard every payload of it still being written, then call `write_failed` for each."""
+
+    landing_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class DigestLayer:
-    """Compute the digest of a complete layer from the pool, then call `digested`."""
+    """Have the digest of a complete layer computed from the pool, then call `digested`.
+
+    Only where the process that runs the protocol cannot read the pool itself (`digests_layers`).
+    """
 
     landing_id: int
     layer: int
 
 
 LandingEvent = ReserveWanted | Sealed | LandingFailed | Drained
-LandingAction = LandingEvent | SendControl | WriteFrame | DigestLayer
+LandingAction = LandingEvent | SendControl | WriteFrame | DiscardWrites | DigestLayer

@@ -4,40 +4,33 @@ A pure state machine: no I/O, no clock of its own. Every method returns, in orde
 worker (`landing_actions`); a caller that obeys keeps the promises:
 
 - nothing is written without a grant, after a seal, or once a landing has drained;
-- SEALED means that every position of every layer is there and that each layer's digest, computed from the pool, equals
-  what the prefill worker announced;
+- SEALED means that every position of every layer and head is there, that every rank of the prefill worker committed its
+  part, and that digests computed from the pool equal what was announced. All ranks or none;
 - after SEALED the sequence needs nothing of its prefill worker any more: that one's ABORT is acknowledged, its silence
   and its restart are ignored. Only the worker here, or a higher attempt at the same request, ends it;
 - replays of old messages and frames of old epochs, landings and attempts change nothing.
 
-The transport is two-sided: this side writes, so a fenced landing has drained as soon as the write in progress is over.
-That evidence, never a timer, ends quarantine.
+Evidence, never a timer, ends quarantine. On a two-sided lane this side writes, so a fenced landing has drained when the
+writes in progress are over. On a one-sided lane the ranks of the prefill worker write: each must say that it has
+stopped, in that life, or be proven dead.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from baton.core.config import KVTransferConfig
-from baton.core.errors import ProtocolError
 from baton.core.request import AttemptKey
 from baton.kvcache.layout import KVLayout
-from baton.kvtransfer.coverage import Coverage
 from baton.kvtransfer.frame import FrameHeader, FrameShape
-from baton.kvtransfer.landing_actions import (
-    DigestLayer,
-    Drained,
-    LandingAction,
-    LandingFailed,
-    ReserveWanted,
-    WriteFrame,
-)
+from baton.kvtransfer.landing_actions import Drained, LandingAction, LandingFailed
+from baton.kvtransfer.landing_frames import LandingFrames
+from baton.kvtransfer.landing_inbox import LandingInbox
+from baton.kvtransfer.landing_peers import Life
 from baton.kvtransfer.landing_rules import LandingCounts, LandingRules
-from baton.kvtransfer.landing_table import Landing, LandingPeer, LandingState, Tombstone
+from baton.kvtransfer.landing_table import Inherited, Landing, LandingState, Part
+from baton.kvtransfer.lanes import NIXL, is_one_sided
 from baton.kvtransfer.last_sign import LastSign
-from baton.kvtransfer.messages import attempt_of, hello_problem
 from baton.proto import kv_pb2
 
-MAX_PEERS = 4096
-PEER_FORGOTTEN_S = 60.0
 Actions = list[LandingAction]
 
 
@@ -46,21 +39,32 @@ class LandingProtocol:
 
     Args:
         epoch: of this process.
-        layout: of its pool.
+        layout: of its pools, all ranks together.
         config: limits and times.
         max_capacity_len: positions of the whole pool.
+        offers: the lanes served beside "inline".
+        host_id: of this machine; offers of shared memory go to peers with the same.
+        has_digest: verify frames and layers by digest, if the peer can.
+        digests_layers: this process cannot read the pool; the engine digests whole layers (`DigestLayer`).
     """
 
-    def __init__(self, *, epoch: int, layout: KVLayout, config: KVTransferConfig, max_capacity_len: int) -> None:
-        self._epoch = epoch
-        self._layout = layout
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        layout: KVLayout,
+        config: KVTransferConfig,
+        max_capacity_len: int,
+        offers: Sequence[kv_pb2.LaneOffer] = (),
+        host_id: str = "",
+        has_digest: bool = True,
+        digests_layers: bool = False,
+    ) -> None:
         self._config = config
-        self._max_capacity_len = max_capacity_len
-        self._shape = FrameShape(layout, config.max_frame_bytes)
-        self._rules = LandingRules(epoch, layout, config)
-        self._peers: dict[str, LandingPeer] = {}
+        self._rules = LandingRules(epoch, layout, config, offers, host_id, has_digest, digests_layers)
+        self._frames = LandingFrames(self._rules, FrameShape(layout, config.max_frame_bytes), digests_layers)
+        self._inbox = LandingInbox(self._rules, max_capacity_len, has_digest)
         self._next_landing_id = 1
-        self._uncredited: set[int] = set()
         self._heartbeat_s = float("-inf")
 
     @property
@@ -78,6 +82,18 @@ class LandingProtocol:
         assert landing is not None
         return landing
 
+    def suspects(self) -> list[Life]:
+        """Ranks that hold up quarantined blocks: for each, `peer_is_dead` may be told once its death is proven."""
+        waiting = [landing for landing in self._rules.table if landing.state is LandingState.QUARANTINED]
+        keys = {
+            (landing.p_epoch, part.rank)
+            for landing in waiting
+            if is_one_sided(landing.lane)
+            for part in landing.parts
+            if not part.is_drained
+        }
+        return [self._rules.peers.life(*key) for key in sorted(keys)]
+
     # From the wire
 
     def on_control(self, peer: str, control: kv_pb2.Control, now_s: float) -> Actions:
@@ -86,98 +102,47 @@ class LandingProtocol:
         Raises:
             ProtocolError: the message breaks the protocol; nothing changed.
         """
-        kind = control.WhichOneof("message")
-        if kind == "hello":
-            return self._on_hello(peer, control.hello, now_s)
-        known = self._peers.get(peer)
-        if known is None:
-            self._rules.counts.messages_refused += 1
-            if kind == "reserve":
-                return [
-                    self._rules.replies.deny(peer, attempt_of(control.reserve.attempt), kv_pb2.Deny.LAYOUT, "no HELLO")
-                ]
-            return []
-        known.heard_s = now_s
-        match kind:
-            case "reserve":
-                return self._on_reserve(peer, known, control.reserve, now_s)
-            case "commit":
-                return self._on_commit(peer, control.commit, now_s)
-            case "lease":
-                return self._on_lease(known, control.lease, now_s)
-            case "abort":
-                return self._on_abort(peer, control.abort, now_s)
-            case "abort_ack":
-                return []
-            case "resume":
-                return self._on_resume(peer, control.resume, now_s)
-        raise ProtocolError(f"a decode worker takes no {kind}", kind=str(kind))
+        return self._inbox.take(peer, control, now_s)
 
     def on_frame(self, peer: str, header: FrameHeader, now_s: float) -> Actions:
-        """Take the header of an intact frame; a `WriteFrame` among the actions says that its payload is wanted.
+        """Take the header of a frame; a `WriteFrame` among the actions says that its payload is wanted.
 
         Raises:
             ProtocolError: the header contradicts the layout or the landing; nothing changed.
         """
-        assert self._rules.writing == 0
-        landing = self._rules.table.by_id(header.landing_id) if header.d_epoch == self._epoch else None
-        fits = landing is not None and landing.attempt.attempt == header.attempt
-        if landing is None or not fits or landing.state is not LandingState.FILLING:
-            return self._rules.late_frame(peer, header, now_s)
-        self._shape.check(header)
-        if header.end > landing.prompt_len:
-            raise ProtocolError(f"a frame up to position {header.end} of a prompt of {landing.prompt_len}")
-        landing.renewed.renew(now_s)
-        landing.charged_bytes += header.charge_bytes
-        self._uncredited.add(header.landing_id)
-        # A frame lands whole or not at all: one that overlaps what is there would write good positions twice.
-        if landing.coverage.overlaps(header.layer, header.first, header.count, header.head_first, header.head_count):
-            self._rules.counts.frames_duplicate += 1
-            return []
-        self._rules.writing = header.landing_id
-        return [WriteFrame(header.landing_id, header)]
+        return self._frames.arrived(peer, header, now_s)
 
     def on_corrupt_frame(self) -> None:
-        """Note a frame whose checksum or form was wrong: nothing in it can be believed."""
+        """Note a frame whose header was damaged: nothing in it can be believed."""
         self._rules.counts.frames_corrupt += 1
 
-    def landed(self, header: FrameHeader, now_s: float) -> Actions:
-        """The payload that `WriteFrame` asked for lies in the pool."""
-        assert self._rules.writing == header.landing_id
-        self._rules.writing = 0
-        landing = self._rules.table.by_id(header.landing_id)
-        assert landing is not None
-        if landing.state is LandingState.QUARANTINED:
-            return self._rules.drain(landing, now_s)
-        assert landing.state is LandingState.FILLING
-        landing.coverage.add(header.layer, header.first, header.count, header.head_first, header.head_count)
-        landing.arrivals.append((now_s, header.payload_bytes))
-        landing.bytes_landed += header.payload_bytes
-        self._rules.counts.bytes_landed += header.payload_bytes
-        self._rules.counts.frames_landed += 1
-        if landing.coverage.is_layer_complete(header.layer):
-            return [DigestLayer(landing.landing_id, header.layer)]
-        return []
+    def landed(self, header: FrameHeader, digest: int | None, now_s: float) -> Actions:
+        """The payload that `WriteFrame` asked for lies in the pool, and `digest` is the pool's; None: not computed."""
+        return self._frames.landed(header, digest, now_s)
+
+    def write_failed(self, header: FrameHeader, now_s: float, *, is_corrupt: bool = False) -> Actions:
+        """That payload will not come, or was discarded; or its checksum is wrong. Nothing writes it any more."""
+        return self._frames.failed(header, now_s, is_corrupt=is_corrupt)
 
     def digested(self, landing_id: int, layer: int, digest: int, now_s: float) -> Actions:
         """The digest that `DigestLayer` asked for."""
-        landing = self._rules.table.by_id(landing_id)
-        if landing is None or landing.state is not LandingState.FILLING:
-            return []
-        landing.digests[layer] = digest
-        return self._rules.seal_if_complete(landing)
+        return self._frames.digested(landing_id, layer, digest, now_s)
 
     # From the worker
 
-    def grant(self, attempt: AttemptKey, now_s: float) -> Actions:
-        """Blocks were reserved for this attempt. If it ended meanwhile, they are given back at once."""
+    def grant(self, attempt: AttemptKey, now_s: float, blocks: Sequence[int] = ()) -> Actions:
+        """These blocks were reserved for this attempt. If it ended meanwhile, they are given back at once."""
         landing = self._rules.table.get(attempt)
         if landing is None:
             return [LandingFailed(attempt, "the prefill worker gave up before the grant"), Drained(attempt)]
         assert landing.state is LandingState.WANTED, f"{attempt} was granted twice"
         landing.state = LandingState.FILLING
         landing.landing_id = self._next_landing_id
-        landing.renewed.renew(now_s)
+        if is_one_sided(landing.lane):
+            assert blocks, "the sender must know where to write"
+            landing.blocks = tuple(blocks)
+        for part in landing.parts:
+            part.renewed.renew(now_s)
         self._next_landing_id += 1
         self._rules.table.index(landing)
         return [self._rules.replies.grant(landing)]
@@ -211,181 +176,66 @@ class LandingProtocol:
             self._rules.table.end(landing, now_s)
         return []
 
-    # From time
+    def inherit(self, inherited: Inherited, now_s: float) -> None:
+        """Take over what a former life granted on a one-sided lane. Before the first message is taken.
 
-    def tick(self, now_s: float) -> Actions:
-        """Do what is due: leases, heartbeats, NACKs, forgetting."""
+        Of what was not sealed, the ranks of its prefill worker are asked to stop; `Drained` follows on evidence.
+        """
+        attempt, is_sealed = inherited.attempt, inherited.is_sealed
+        landing = Landing(
+            attempt=attempt,
+            epoch=inherited.epoch,
+            peer="",
+            p_epoch=inherited.p_epoch,
+            lane=NIXL,
+            prompt_len=1,
+            capacity_len=1,
+            deadline_s=now_s,
+            coverage=self._rules.coverage(1),
+            parts=[Part(rank, LastSign(now_s), []) for rank in range(inherited.tp_size)],
+            digests=[],
+            state=LandingState.SEALED if is_sealed else LandingState.QUARANTINED,
+            has_failed=not is_sealed,
+            reason="the landing process of the decode worker restarted",
+        )
+        self._rules.table.add(landing, now_s)
+
+    # From evidence and time
+
+    def peer_is_dead(self, p_epoch: int, now_s: float, rank: int | None = None) -> Actions:
+        """It is proven that this rank of a life, or with None every rank, is dead and writes nothing any more."""
         actions: Actions = []
         for landing in self._rules.table:
-            actions += self._rules.due(landing, now_s)
+            if landing.p_epoch != p_epoch or landing.state is LandingState.SEALED:
+                continue
+            for part in landing.parts:
+                part.is_drained |= rank is None or rank == part.rank
+            if landing.state is LandingState.QUARANTINED:
+                actions += self._rules.drain_if_quiet(landing, now_s)
+            else:
+                actions += self._rules.fence(landing, "the prefill worker is dead", now_s)
+        return actions
+
+    def tick(self, now_s: float) -> Actions:
+        """Do what is due: leases, heartbeats, NACKs, questions, forgetting."""
+        rules = self._rules
+        actions: Actions = []
+        for landing in rules.table:
+            actions += rules.due(landing, now_s)
         if now_s - self._heartbeat_s >= self._config.heartbeat_s:
             self._heartbeat_s = now_s
-            actions += self._rules.replies.leases(self._rules.table)
-            self._rules.table.prune(now_s)
-            holders = {landing.peer for landing in self._rules.table}
-            for name, peer in tuple(self._peers.items()):
-                if name not in holders and now_s - peer.heard_s > PEER_FORGOTTEN_S:
-                    del self._peers[name]
+            actions += rules.replies.leases(rules.table)
+            rules.table.prune(now_s)
+            rules.peers.prune({landing.p_epoch for landing in rules.table}, now_s)
         return actions
 
     def forgive(self, pause_s: float, now_s: float) -> None:
         """This process did nothing for so long: peers must not be blamed for a silence that is mostly its own."""
         if pause_s > self._config.lease_s / 2:
             for landing in self._rules.table:
-                landing.renewed.forgive(pause_s, self._config.lease_s, now_s)
+                for part in landing.parts:
+                    part.renewed.forgive(pause_s, self._config.lease_s, now_s)
 
     def flush(self) -> Actions:
         """Credits for what was taken since the last call; to be called after every batch of frames."""
-        taken = [self._rules.table.by_id(landing_id) for landing_id in sorted(self._uncredited)]
-        self._uncredited.clear()
-        return [*self._rules.replies.credits(landing for landing in taken if landing is not None)]
-
-    # Messages
-
-    def _on_hello(self, peer: str, hello: kv_pb2.Hello, now_s: float) -> Actions:
-        known = self._peers.get(peer)
-        if known is not None and hello.epoch in known.retired:
-            return []  # overtaken by the HELLO of a later life
-        refused = hello_problem(hello.version, hello.layout, self._layout)
-        actions: Actions = []
-        if known is not None and known.epoch != hello.epoch:
-            for landing in self._rules.table:
-                is_theirs = landing.peer == peer and landing.p_epoch == known.epoch
-                if is_theirs and landing.state is not LandingState.SEALED:
-                    actions += self._rules.fence(landing, "the prefill worker restarted", now_s)
-            known.retired.append(known.epoch)
-            known.epoch = hello.epoch
-        if refused:
-            self._peers.pop(peer, None)
-        elif known is not None:
-            known.heard_s = now_s
-        else:
-            if len(self._peers) >= MAX_PEERS:
-                refused = f"{MAX_PEERS} prefill workers are connected already"
-            else:
-                self._peers[peer] = LandingPeer(hello.epoch, now_s)
-        return [*actions, self._rules.replies.hello(peer, hello, refused, now_s)]
-
-    def _on_reserve(self, peer: str, known: LandingPeer, reserve: kv_pb2.Reserve, now_s: float) -> Actions:
-        attempt = attempt_of(reserve.attempt)
-        if reserve.epoch != known.epoch:
-            self._rules.counts.messages_refused += 1
-            return []
-        landing = self._rules.table.get(attempt)
-        if landing is not None:
-            return self._repeated_reserve(peer, landing, reserve, now_s)
-        tombstone = self._rules.table.tombstone(attempt)
-        if tombstone is not None:
-            return [self._rules.replies.deny(peer, attempt, tombstone.deny_reason, tombstone.reason or "it has ended")]
-        if attempt.attempt < self._rules.table.highest_attempt(attempt.request_id):
-            return [self._rules.replies.deny(peer, attempt, kv_pb2.Deny.STALE, "a later attempt was seen")]
-        if not 0 < reserve.prompt_len <= reserve.capacity_len <= self._max_capacity_len:
-            return [self._rules.replies.deny_sizes(peer, attempt, reserve, self._max_capacity_len)]
-        if len(self._rules.table) >= self._config.ring_slots:
-            return [
-                self._rules.replies.deny(peer, attempt, kv_pb2.Deny.BUSY, f"{len(self._rules.table)} landings are here")
-            ]
-        actions: Actions = []
-        for other in self._rules.table.others_of(attempt):
-            actions += self._rules.fence(other, f"superseded by attempt {attempt.attempt}", now_s)
-        deadline_s = now_s + reserve.wait_ms / 1e3
-        layers, heads = self._layout.num_layers, self._layout.num_kv_heads
-        landing = Landing(
-            attempt=attempt,
-            peer=peer,
-            p_epoch=known.epoch,
-            prompt_len=reserve.prompt_len,
-            capacity_len=reserve.capacity_len,
-            deadline_s=deadline_s,
-            renewed=LastSign(now_s),
-            coverage=Coverage(layers, heads, reserve.prompt_len),
-            digests=[None] * layers,
-        )
-        self._rules.table.add(landing, now_s)
-        return [*actions, ReserveWanted(attempt, landing.prompt_len, landing.capacity_len, deadline_s)]
-
-    def _repeated_reserve(self, peer: str, landing: Landing, reserve: kv_pb2.Reserve, now_s: float) -> Actions:
-        if landing.p_epoch != reserve.epoch:
-            return [
-                self._rules.replies.deny(
-                    peer, landing.attempt, kv_pb2.Deny.STALE, "another life of the prefill worker has it"
-                )
-            ]
-        match landing.state:
-            case LandingState.WANTED:
-                landing.renewed.renew(now_s)
-                return []
-            case LandingState.FILLING:
-                landing.renewed.renew(now_s)
-                return [self._rules.replies.grant(landing)]
-            case LandingState.SEALED:
-                return [self._rules.replies.grant(landing)]
-            case LandingState.QUARANTINED:
-                return [self._rules.replies.deny(peer, landing.attempt, kv_pb2.Deny.STALE, landing.reason)]
-
-    def _on_commit(self, peer: str, commit: kv_pb2.Commit, now_s: float) -> Actions:
-        if commit.epoch != self._epoch:
-            self._rules.counts.messages_refused += 1
-            return []
-        landing = self._rules.table.by_id(commit.landing_id)
-        if landing is None or landing.state is LandingState.QUARANTINED:
-            tombstone = self._rules.table.tombstone_by_id(commit.landing_id)
-            if tombstone is not None and tombstone.was_sealed:
-                return [self._rules.replies.ack(peer, commit.landing_id)]
-            reason = tombstone.reason if tombstone else landing.reason if landing else "there is no such landing"
-            return [self._rules.replies.abort(peer, attempt_of(commit.attempt), commit.landing_id, reason)]
-        if landing.attempt != attempt_of(commit.attempt):
-            raise ProtocolError(f"a COMMIT of {attempt_of(commit.attempt)} for the landing of {landing.attempt}")
-        if landing.state is LandingState.SEALED:
-            return [self._rules.replies.ack(peer, commit.landing_id)]
-        landing.renewed.renew(now_s)
-        manifest = (commit.prompt_len, commit.num_layers, len(commit.layer_digests))
-        if manifest != (landing.prompt_len, self._layout.num_layers, self._layout.num_layers):
-            return self._rules.fence(landing, f"the COMMIT does not describe this landing: {manifest}", now_s)
-        if landing.commit is None or commit.round > landing.commit.round:
-            landing.commit = commit
-            # Frames may be on their way behind the COMMIT; only what is still missing then is asked for again.
-            landing.nack_due_s = now_s + self._config.heartbeat_s / 2
-            return self._rules.seal_if_complete(landing)
-        if commit.round == landing.nacked_round:
-            return [self._rules.nack(landing)]
-        return []
-
-    def _on_lease(self, known: LandingPeer, lease: kv_pb2.Lease, now_s: float) -> Actions:
-        if lease.epoch != known.epoch:
-            return []
-        for landing_id in lease.landing_ids:
-            landing = self._rules.table.by_id(landing_id)
-            if landing is not None and landing.p_epoch == lease.epoch:
-                landing.renewed.renew(now_s)
-        return []
-
-    def _on_abort(self, peer: str, abort: kv_pb2.Abort, now_s: float) -> Actions:
-        if abort.epoch != self._epoch:
-            self._rules.counts.messages_refused += 1
-            return []
-        attempt = attempt_of(abort.attempt)
-        landing = self._rules.table.get(attempt)
-        if landing is None:
-            if self._rules.table.tombstone(attempt) is None:
-                # The RESERVE may still be on its way; it must not be taken for a new one.
-                self._rules.table.bury(attempt, Tombstone(0, False, now_s, abort.reason))
-            return [self._rules.replies.abort_ack(peer, attempt, abort.landing_id)]
-        if abort.landing_id not in (0, landing.landing_id):
-            raise ProtocolError(f"an ABORT of landing {abort.landing_id} for {landing.landing_id}")
-        landing.ack_abort = landing.state in (LandingState.FILLING, LandingState.QUARANTINED)
-        actions: Actions = (
-            [] if landing.ack_abort else [self._rules.replies.abort_ack(peer, attempt, landing.landing_id)]
-        )
-        if landing.state is LandingState.SEALED:
-            return actions  # the sequence has all it needs
-        reason = f"the prefill worker gave up: {abort.reason}"
-        return [*self._rules.fence(landing, reason, now_s, by_peer=True), *actions]
-
-    def _on_resume(self, peer: str, resume: kv_pb2.Resume, now_s: float) -> Actions:
-        landing = self._rules.table.by_id(resume.landing_id) if resume.epoch == self._epoch else None
-        if landing is None or landing.state is not LandingState.FILLING:
-            return []
-        landing.renewed.renew(now_s)
-        self._uncredited.add(landing.landing_id)
-        return [*self.flush(), self._rules.replies.have(landing, resume.round)]
+        return self._rules.flush()

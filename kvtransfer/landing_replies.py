@@ -1,27 +1,61 @@
 """The messages a landing sends, built from records; no rule is made here."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from baton.core.config import KVTransferConfig
 from baton.core.request import AttemptKey
 from baton.kvcache.layout import KVLayout
+from baton.kvtransfer.coverage import Gap
 from baton.kvtransfer.frame import VERSION
 from baton.kvtransfer.landing_actions import SendControl
-from baton.kvtransfer.landing_table import Landing, LandingState
-from baton.kvtransfer.messages import control_of, layout_message, wire_attempt
+from baton.kvtransfer.landing_peers import LandingPeers
+from baton.kvtransfer.landing_table import Landing, LandingState, Part
+from baton.kvtransfer.lanes import INLINE, SAME_HOST
+from baton.kvtransfer.messages import DIGEST, control_of, layout_message, wire_attempt
 from baton.proto import kv_pb2
 
 
 class LandingReplies:
-    """Builds messages of one decode worker's life."""
+    """Builds messages of one decode worker's life.
 
-    def __init__(self, epoch: int, layout: KVLayout, config: KVTransferConfig) -> None:
+    Args:
+        epoch: of this life.
+        layout: of its pools.
+        config: limits and times.
+        peers: where they go.
+        offers: the lanes served here beside "inline".
+        host_id: of this machine.
+        has_digest: frames are verified by digest.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        layout: KVLayout,
+        config: KVTransferConfig,
+        peers: LandingPeers,
+        offers: Sequence[kv_pb2.LaneOffer],
+        host_id: str,
+        has_digest: bool,
+    ) -> None:
         self._epoch = epoch
         self._layout = layout
         self._config = config
+        self._peers = peers
+        self._offers = tuple(offers)
+        self._host_id = host_id
+        self._capabilities = [DIGEST] if has_digest else []
+
+    def serves(self, lane: str) -> bool:
+        """Whether payloads may come by this lane."""
+        return lane == INLINE or any(offer.lane == lane for offer in self._offers)
 
     def hello(self, peer: str, hello: kv_pb2.Hello, refused: str, now_s: float) -> SendControl:
         """HELLO_REPLY; `refused` says why the two must not talk, or is empty."""
+        same_host = bool(self._host_id) and hello.host_id == self._host_id
+        offers = [
+            offer for offer in self._offers if offer.lane in hello.lanes and (same_host or offer.lane not in SAME_HOST)
+        ]
         reply = kv_pb2.HelloReply(
             version=VERSION,
             epoch=self._epoch,
@@ -29,9 +63,12 @@ class LandingReplies:
             layout=layout_message(self._layout),
             tp_size=1,
             head_count=self._layout.num_kv_heads,
+            capabilities=self._capabilities,
             echo_sent_ns=hello.sent_ns,
             receiver_ns=int(now_s * 1e9),
             refused=refused,
+            offers=() if refused else offers,
+            host_id=self._host_id,
         )
         return SendControl(peer, control_of(reply))
 
@@ -43,6 +80,8 @@ class LandingReplies:
             landing_id=landing.landing_id,
             credit_bytes=self._config.window_bytes,
             lease_ms=int(self._config.lease_s * 1e3),
+            lane=landing.lane,
+            blocks=landing.blocks,
         )
         return SendControl(landing.peer, control_of(grant))
 
@@ -57,56 +96,90 @@ class LandingReplies:
         reason = kv_pb2.Deny.TOO_LONG if reserve.capacity_len > limit else kv_pb2.Deny.UNSPECIFIED
         return self.deny(peer, attempt, reason, sizes)
 
-    def ack(self, peer: str, landing_id: int) -> SendControl:
+    def ack(self, peer: str, epoch: int, landing_id: int) -> SendControl:
         """COMMIT_ACK."""
-        return SendControl(peer, control_of(kv_pb2.CommitAck(epoch=self._epoch, landing_id=landing_id)))
+        return SendControl(peer, control_of(kv_pb2.CommitAck(epoch=epoch, landing_id=landing_id)))
 
-    def nack(self, landing: Landing, corrupt: Iterable[int]) -> SendControl:
-        """COMMIT_NACK with everything that is missing, corrupt layers included."""
-        assert landing.commit is not None
+    def acks(self, landing: Landing) -> list[SendControl]:
+        """COMMIT_ACK to every rank."""
+        names = [self._peers.name_of(landing.p_epoch, part.rank) for part in landing.parts]
+        return [self.ack(name, landing.epoch, landing.landing_id) for name in names if name]
+
+    def nack(self, landing: Landing, part: Part, gaps: Iterable[Gap], corrupt: Iterable[int]) -> list[SendControl]:
+        """COMMIT_NACK with everything that is missing of a rank's part, corrupt layers included."""
+        assert part.commit is not None
         nack = kv_pb2.CommitNack(
             epoch=self._epoch,
             landing_id=landing.landing_id,
-            missing=_gaps(landing),
+            missing=_wire_gaps(gaps),
             corrupt_layers=corrupt,
-            round=landing.commit.round,
+            round=part.commit.round,
+            charged_bytes=part.charged_bytes,
         )
-        return SendControl(landing.peer, control_of(nack))
+        name = self._peers.name_of(landing.p_epoch, part.rank)
+        return [SendControl(name, control_of(nack))] if name else []
 
-    def have(self, landing: Landing, round: int) -> SendControl:
+    def have(self, peer: str, landing: Landing, part: Part, gaps: Iterable[Gap], round: int) -> SendControl:
         """HAVE, for the RESUME with this round."""
-        have = kv_pb2.Have(epoch=self._epoch, landing_id=landing.landing_id, missing=_gaps(landing), round=round)
-        return SendControl(landing.peer, control_of(have))
+        have = kv_pb2.Have(
+            epoch=self._epoch,
+            landing_id=landing.landing_id,
+            missing=_wire_gaps(gaps),
+            round=round,
+            charged_bytes=part.charged_bytes,
+        )
+        return SendControl(peer, control_of(have))
 
-    def abort(self, peer: str, attempt: AttemptKey | None, landing_id: int, reason: str) -> SendControl:
-        """ABORT; without an attempt for a landing of which only the id is known."""
-        abort = kv_pb2.Abort(epoch=self._epoch, landing_id=landing_id, reason=reason)
-        if attempt is not None:
-            abort.attempt.CopyFrom(wire_attempt(attempt))
+    def abort(
+        self, peer: str, attempt: AttemptKey, epoch: int, landing_id: int, p_epoch: int, reason: str
+    ) -> SendControl:
+        """ABORT of a landing that the life `epoch` granted to the life `p_epoch`."""
+        abort = kv_pb2.Abort(
+            epoch=epoch,
+            landing_id=landing_id,
+            attempt=wire_attempt(attempt),
+            reason=reason,
+            sender_epoch=self._epoch,
+            peer_epoch=p_epoch,
+        )
         return SendControl(peer, control_of(abort))
 
-    def abort_ack(self, peer: str, attempt: AttemptKey, landing_id: int) -> SendControl:
+    def abort_part(self, landing: Landing, part: Part) -> list[SendControl]:
+        """ABORT to one rank, if there is a way to it."""
+        name = self._peers.name_of(landing.p_epoch, part.rank)
+        if not name:
+            return []
+        epoch, landing_id = landing.epoch, landing.landing_id
+        return [self.abort(name, landing.attempt, epoch, landing_id, landing.p_epoch, landing.reason)]
+
+    def abort_ack(self, peer: str, attempt: AttemptKey, epoch: int, landing_id: int) -> SendControl:
         """ABORT_ACK: nothing of this landing will be written any more."""
-        ack = kv_pb2.AbortAck(epoch=self._epoch, landing_id=landing_id, attempt=wire_attempt(attempt), drained=True)
+        ack = kv_pb2.AbortAck(epoch=epoch, landing_id=landing_id, attempt=wire_attempt(attempt), drained=True)
         return SendControl(peer, control_of(ack))
 
     def leases(self, landings: Iterable[Landing]) -> list[SendControl]:
-        """One LEASE for each peer that has a landing here, or waits for one."""
+        """One LEASE for each rank that has a landing here, or waits for one."""
         by_peer: dict[str, kv_pb2.Lease] = {}
         for landing in landings:
-            lease = by_peer.setdefault(landing.peer, kv_pb2.Lease(epoch=self._epoch))
-            if landing.state in (LandingState.FILLING, LandingState.SEALED):
-                lease.landing_ids.append(landing.landing_id)
+            for part in landing.parts:
+                name = self._peers.name_of(landing.p_epoch, part.rank)
+                if not name:
+                    continue
+                lease = by_peer.setdefault(name, kv_pb2.Lease(epoch=self._epoch))
+                if landing.state in (LandingState.FILLING, LandingState.SEALED) and landing.epoch == self._epoch:
+                    lease.landing_ids.append(landing.landing_id)
         return [SendControl(peer, control_of(lease)) for peer, lease in by_peer.items()]
 
-    def credits(self, landings: Iterable[Landing]) -> list[SendControl]:
-        """One CREDIT for each peer of `landings`."""
+    def credits(self, parts: Iterable[tuple[Landing, Part]]) -> list[SendControl]:
+        """One CREDIT for each rank among `parts`."""
         by_peer: dict[str, kv_pb2.Credit] = {}
-        for landing in landings:
-            credit = by_peer.setdefault(landing.peer, kv_pb2.Credit(epoch=self._epoch))
-            credit.landings.add(landing_id=landing.landing_id, charged_bytes=landing.charged_bytes)
+        for landing, part in parts:
+            name = self._peers.name_of(landing.p_epoch, part.rank)
+            if name:
+                credit = by_peer.setdefault(name, kv_pb2.Credit(epoch=self._epoch))
+                credit.landings.add(landing_id=landing.landing_id, charged_bytes=part.charged_bytes)
         return [SendControl(peer, control_of(credit)) for peer, credit in by_peer.items()]
 
 
-def _gaps(landing: Landing) -> list[kv_pb2.LayerGap]:
-    return [kv_pb2.LayerGap(layer=gap.layer, first=gap.first, count=gap.count) for gap in landing.coverage.gaps()]
+def _wire_gaps(gaps: Iterable[Gap]) -> list[kv_pb2.LayerGap]:
+    return [kv_pb2.LayerGap(layer=gap.layer, first=gap.first, count=gap.count) for gap in gaps]

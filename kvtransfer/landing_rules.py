@@ -1,19 +1,24 @@
 """When a landing ends, seals, drains or asks again: the rules that messages, frames, workers and time all lead to.
 
-`landing_protocol` decides which rule applies.
+Who calls them decides which rule applies.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.core.config import KVTransferConfig
-from baton.kvcache.layout import KVLayout
+from baton.kvcache.layout import HeadRange, KVLayout
+from baton.kvtransfer.coverage import Coverage, Gap
 from baton.kvtransfer.frame import FrameHeader
-from baton.kvtransfer.landing_actions import Drained, LandingAction, LandingFailed, Sealed, SendControl
+from baton.kvtransfer.landing_actions import DiscardWrites, Drained, LandingAction, LandingFailed, Sealed
+from baton.kvtransfer.landing_peers import LandingPeers
 from baton.kvtransfer.landing_replies import LandingReplies
-from baton.kvtransfer.landing_table import Landing, LandingState, LandingTable
+from baton.kvtransfer.landing_table import Landing, LandingState, LandingTable, Part
+from baton.kvtransfer.lanes import is_one_sided
 from baton.proto import kv_pb2
 
+MASK = (1 << 64) - 1
+ASK_HEARTBEATS = 2  # between two questions whether a rank has drained
 Actions = list[LandingAction]
 
 
@@ -33,40 +38,109 @@ class LandingCounts:
 class LandingRules:
     """The state of all landings, and the rules that change it."""
 
-    def __init__(self, epoch: int, layout: KVLayout, config: KVTransferConfig) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        layout: KVLayout,
+        config: KVTransferConfig,
+        offers: Sequence[kv_pb2.LaneOffer],
+        host_id: str,
+        has_digest: bool,
+        digests_layers: bool,
+    ) -> None:
+        self._digests_layers = digests_layers
+        self.epoch = epoch
+        self.layout = layout
+        self.config = config
         self.table = LandingTable()
+        self.peers = LandingPeers()
         self.counts = LandingCounts()
-        self.replies = LandingReplies(epoch, layout, config)
-        self.writing = 0  # landing id of the frame being written, 0 for none
-        self._epoch = epoch
-        self._config = config
+        self.replies = LandingReplies(epoch, layout, config, self.peers, offers, host_id, has_digest)
+        self._heads: dict[tuple[int, int], list[HeadRange]] = {}
+        self._uncredited: set[tuple[int, int]] = set()  # (landing id, rank)
+
+    def pushed_heads(self, rank: int, size: int) -> list[HeadRange]:
+        """The heads of every layer that a rank sends."""
+        found = self._heads.get((rank, size))
+        if found is None:
+            layers = range(self.layout.num_all_layers)
+            found = self._heads[rank, size] = [self.layout.pushed_heads(layer, rank, size) for layer in layers]
+        return found
+
+    def gaps(self, landing: Landing, part: Part) -> list[Gap]:
+        """What is missing of a rank's part."""
+        heads = enumerate(self.pushed_heads(part.rank, len(landing.parts)))
+        return [
+            gap for layer, its in heads for gap in landing.coverage.layer_gaps(layer, its.first, its.count) if its.count
+        ]
+
+    def charge(self, landing: Landing, part: Part, header: FrameHeader) -> None:
+        """A frame has landed, to stay or not: its sender gets the room back, once. One written off has none."""
+        if part.seen.add(header.seq):
+            part.charged_bytes += header.charge_bytes
+            self._uncredited.add((landing.landing_id, part.rank))
+
+    def credit(self, landing: Landing, part: Part) -> None:
+        """Have the credit of a rank repeated."""
+        self._uncredited.add((landing.landing_id, part.rank))
+
+    def flush(self) -> Actions:
+        """Credits that were not sent yet."""
+        parts = []
+        for landing_id, rank in sorted(self._uncredited):
+            landing = self.table.by_id(landing_id)
+            if landing is not None:
+                parts.append((landing, landing.parts[rank]))
+        self._uncredited.clear()
+        return [*self.replies.credits(parts)]
 
     def due(self, landing: Landing, now_s: float) -> Actions:
-        """What time makes necessary for one landing: a NACK, or its end."""
+        """What time makes necessary for one landing: a NACK, a question, or its end."""
         actions: Actions = []
-        if landing.nack_due_s is not None and now_s >= landing.nack_due_s and landing.state is LandingState.FILLING:
-            actions.append(self.nack(landing))
-        lease_s = self._config.lease_s
-        if landing.state in (LandingState.WANTED, LandingState.FILLING) and landing.renewed.silence_s(now_s) > lease_s:
-            actions += self.fence(landing, f"nothing heard of it from its prefill worker for {lease_s} s", now_s)
+        if landing.state is LandingState.QUARANTINED:
+            return self.ask(landing, now_s)
+        if landing.state is LandingState.SEALED:
+            return []
+        for part in landing.parts:
+            if part.nack_due_s is not None and now_s >= part.nack_due_s:
+                actions += self.nack(landing, part)
+        lease_s = self.config.lease_s
+        parts = landing.parts if landing.state is LandingState.FILLING else landing.parts[:1]
+        silent = [part.rank for part in parts if part.renewed.silence_s(now_s) > lease_s]
+        if silent:
+            whom = f"rank {silent[0]} of its prefill worker" if len(landing.parts) > 1 else "its prefill worker"
+            actions += self.fence(landing, f"nothing heard of it from {whom} for {lease_s} s", now_s)
         elif landing.state is LandingState.WANTED and now_s > landing.deadline_s + lease_s:
             actions += self.fence(landing, "it was neither granted nor denied in time", now_s)
         return actions
 
-    def seal_if_complete(self, landing: Landing) -> Actions:
+    def ask(self, landing: Landing, now_s: float) -> Actions:
+        """Ask every rank that may still write the blocks to stop and say so."""
+        actions: Actions = []
+        if not is_one_sided(landing.lane):
+            return actions
+        for part in landing.parts:
+            if not part.is_drained and now_s - part.asked_s >= ASK_HEARTBEATS * self.config.heartbeat_s:
+                asked = self.replies.abort_part(landing, part)
+                if asked:
+                    part.asked_s = now_s
+                    actions += asked
+        return actions
+
+    def seal_if_complete(self, landing: Landing, now_s: float) -> Actions:
         """Seal a landing that is whole and verified; ask again for layers that are whole and wrong."""
-        commit = landing.commit
-        if commit is None or not landing.coverage.is_complete() or None in landing.digests:
+        if any(part.commit is None or part.is_commit_void for part in landing.parts):
             return []
-        corrupt = [layer for layer, digest in enumerate(commit.layer_digests) if landing.digests[layer] != digest]
-        if corrupt:
-            self.counts.layers_corrupt += len(corrupt)
-            for layer in corrupt:
-                landing.coverage.reset_layer(layer)
-                landing.digests[layer] = None
-            return [self.nack(landing, corrupt)]
+        if landing.writes or not landing.coverage.is_complete():
+            return []
+        wrong = self._wrong_layers(landing)
+        if wrong is None:
+            return []
+        if wrong:
+            return self._ask_for_layers(landing, wrong, now_s)
         landing.state = LandingState.SEALED
-        landing.nack_due_s = None
+        commit = landing.parts[0].commit
+        assert commit is not None
         prefill_end_s = commit.prefill_end_ns / 1e9
         sealed = Sealed(
             attempt=landing.attempt,
@@ -77,10 +151,10 @@ class LandingRules:
             bytes_landed_before_prefill_end=landing.bytes_before(prefill_end_s),
             prefill_end_s=prefill_end_s,
         )
-        return [sealed, self.replies.ack(landing.peer, landing.landing_id)]
+        return [sealed, *self.replies.acks(landing)]
 
     def fence(self, landing: Landing, reason: str, now_s: float, *, by_peer: bool = False) -> Actions:
-        """End a landing that will not be used; its blocks go back when nothing writes them.
+        """End a landing that will not be used; its blocks go back when nobody writes them.
 
         `by_peer`: its prefill worker gave it up.
         """
@@ -96,34 +170,96 @@ class LandingRules:
             case LandingState.FILLING:
                 landing.reason = reason
                 landing.state = LandingState.QUARANTINED
-                if not landing.ack_abort:
-                    actions.append(self.replies.abort(landing.peer, landing.attempt, landing.landing_id, reason))
-                if self.writing != landing.landing_id:
-                    actions += self.drain(landing, now_s)
+                if landing.writes:
+                    actions.append(DiscardWrites(landing.landing_id))
+                for part in landing.parts:
+                    is_asking = self.peers.name_of(landing.p_epoch, part.rank) in landing.ack_to
+                    if is_one_sided(landing.lane) or not is_asking:
+                        part.asked_s = now_s
+                        actions += self.replies.abort_part(landing, part)
+                actions += self.drain_if_quiet(landing, now_s)
             case LandingState.SEALED | LandingState.QUARANTINED:
-                pass  # the worker releases what is sealed; the write in progress ends quarantine
+                pass  # the worker releases what is sealed; evidence ends quarantine
         return actions
+
+    def drain_if_quiet(self, landing: Landing, now_s: float) -> Actions:
+        """End a quarantined landing that nobody writes any more."""
+        assert landing.state is LandingState.QUARANTINED
+        if landing.writes:
+            return []
+        if is_one_sided(landing.lane) and not all(part.is_drained for part in landing.parts):
+            return []
+        return self.drain(landing, now_s)
 
     def drain(self, landing: Landing, now_s: float) -> Actions:
-        """Nothing writes the blocks any more."""
+        """Nobody writes the blocks any more."""
         self.table.end(landing, now_s)
-        actions: Actions = [Drained(landing.attempt)]
-        if landing.ack_abort:
-            actions.append(self.replies.abort_ack(landing.peer, landing.attempt, landing.landing_id))
+        acks = [
+            self.replies.abort_ack(name, landing.attempt, landing.epoch, landing.landing_id)
+            for name in sorted(landing.ack_to)
+        ]
+        return [Drained(landing.attempt), *acks]
+
+    def nack(self, landing: Landing, part: Part, corrupt: Iterable[int] = ()) -> Actions:
+        """Ask a rank for everything that is missing of its part; once for each COMMIT, and for each repeat of it."""
+        assert part.commit is not None
+        part.nack_due_s = None
+        part.nacked_round = part.commit.round
+        part.write_off(part.commit.next_seq)
+        # Where the sender writes, it may be writing from now on; only its next COMMIT says that it has stopped.
+        part.is_commit_void = is_one_sided(landing.lane)
+        return [*self.replies.nack(landing, part, self.gaps(landing, part), corrupt)]
+
+    def corrupt_frame(self, landing: Landing, header: FrameHeader, now_s: float) -> Actions:
+        """A frame's content is not what its sender read: it counts as missing. The second time there is no third."""
+        self.counts.frames_corrupt += 1
+        where = (header.layer, header.first, header.count, header.head_first, header.head_count)
+        if landing.corrupt is None:
+            landing.corrupt = self.coverage(landing.prompt_len)
+        if landing.corrupt.overlaps(*where):
+            reason = f"layer {header.layer} arrived corrupt twice from position {header.first}"
+            return self.fence(landing, reason, now_s)
+        landing.corrupt.add(*where)
+        return []
+
+    def coverage(self, prompt_len: int) -> Coverage:
+        """An empty one."""
+        layers = self.layout.layers
+        lens = [self.layout.layer_len(layer, prompt_len) for layer in range(len(layers))]
+        return Coverage(lens, [layer.num_heads for layer in layers])
+
+    def _wrong_layers(self, landing: Landing) -> dict[int, list[int]] | None:
+        """Layers, by rank, whose digest is not what their COMMIT says; None if not all digests are known."""
+        commits = [part.commit for part in landing.parts if part.commit is not None]
+        layers = range(self.layout.num_all_layers)
+        if not all(commit.layer_digests for commit in commits):
+            return {}
+        if self._digests_layers:
+            if None in landing.digests:
+                return None
+            sums = [sum(commit.layer_digests[layer] for commit in commits) & MASK for layer in layers]
+            wrong = [layer for layer in layers if landing.digests[layer] != sums[layer]]
+            return {part.rank: wrong for part in landing.parts} if wrong else {}
+        found = {
+            part.rank: [layer for layer in layers if part.digests[layer] != commit.layer_digests[layer]]
+            for part, commit in zip(landing.parts, commits, strict=True)
+        }
+        return {rank: wrong for rank, wrong in found.items() if wrong}
+
+    def _ask_for_layers(self, landing: Landing, wrong: dict[int, list[int]], now_s: float) -> Actions:
+        corrupt = {layer for layers in wrong.values() for layer in layers}
+        self.counts.layers_corrupt += len(corrupt)
+        twice = corrupt & landing.corrupt_layers
+        if twice:
+            return self.fence(landing, f"layer {min(twice)} arrived corrupt twice", now_s)
+        landing.corrupt_layers |= corrupt
+        actions: Actions = []
+        for rank, layers in wrong.items():
+            part = landing.parts[rank]
+            heads = self.pushed_heads(rank, len(landing.parts))
+            for layer in layers:
+                landing.coverage.reset_layer(layer, heads[layer].first, heads[layer].count)
+                part.digests[layer] = 0
+                landing.digests[layer] = None
+            actions += self.nack(landing, part, layers)
         return actions
-
-    def late_frame(self, peer: str, header: FrameHeader, now_s: float) -> Actions:
-        """Drop a frame that no landing wants; its sender is told, not more often than every heartbeat."""
-        self.counts.frames_late_dropped += 1
-        tombstone = self.table.tombstone_by_id(header.landing_id) if header.d_epoch == self._epoch else None
-        if tombstone is None or tombstone.was_sealed or now_s - tombstone.told_s < self._config.heartbeat_s:
-            return []
-        tombstone.told_s = now_s
-        return [self.replies.abort(peer, None, header.landing_id, tombstone.reason)]
-
-    def nack(self, landing: Landing, corrupt: Iterable[int] = ()) -> SendControl:
-        """Ask for everything that is missing; once for each COMMIT, and for each repeat of it."""
-        assert landing.commit is not None
-        landing.nack_due_s = None
-        landing.nacked_round = landing.commit.round
-        return self.replies.nack(landing, corrupt)

@@ -1,21 +1,22 @@
 """The records of the landing side: what is here, and what was here not long ago.
 
-Bookkeeping only; every rule about when a record changes is in `landing_protocol`.
+Bookkeeping only; every rule about when a record changes is in `landing_rules` and those who call it.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.core.request import AttemptKey
 from baton.kvtransfer.coverage import Coverage
+from baton.kvtransfer.frame import FrameHeader
 from baton.kvtransfer.last_sign import LastSign
+from baton.kvtransfer.seq_set import SeqSet
 from baton.proto import kv_pb2
 
 TOMBSTONE_S = 60.0
 MAX_TOMBSTONES = 65_536
-MAX_RETIRED_EPOCHS = 16  # of a peer; a HELLO of one before those would take a very long way
 
 
 class LandingState(Enum):
@@ -24,32 +25,82 @@ class LandingState(Enum):
     WANTED = auto()  # RESERVE seen; holds nothing
     FILLING = auto()  # blocks granted; frames may land
     SEALED = auto()  # complete and verified; the sequence owns the blocks, nothing is written
-    QUARANTINED = auto()  # fenced while a frame was being written
+    QUARANTINED = auto()  # fenced; somebody may still write the blocks
+
+
+@dataclass(slots=True)
+class Part:
+    """What one rank of the prefill worker has to do with a landing.
+
+    Attributes:
+        rank: of the prefill worker.
+        renewed: its last sign of life for this landing.
+        digests: of what it sent and landed, by layer.
+        charged_bytes: of its frames, each once, those that have landed; frames written off are not in it.
+        seen: what was charged or written off.
+        min_seq: frames with a lower one are written off: their sender was told that they are missing.
+        commit: the last.
+        is_commit_void: its sender was asked to write again, so the next COMMIT counts.
+        nack_due_s: when to ask for what is missing.
+        nacked_round: of the COMMIT that was last answered so.
+        is_drained: it said that it writes nothing any more, or is dead.
+        asked_s: when it was last asked that.
+    """
+
+    rank: int
+    renewed: LastSign
+    digests: list[int]
+    charged_bytes: int = 0
+    seen: SeqSet = field(default_factory=SeqSet)
+    min_seq: int = 0
+    commit: kv_pb2.Commit | None = None
+    is_commit_void: bool = False
+    nack_due_s: float | None = None
+    nacked_round: int = -1
+    is_drained: bool = False
+    asked_s: float = float("-inf")
+
+    def write_off(self, next_seq: int) -> None:
+        """Its sender was told what is missing of the frames below `next_seq`; what comes of them now is not charged."""
+        if next_seq > self.min_seq:
+            self.min_seq = next_seq
+            self.seen.raise_base(next_seq)
 
 
 @dataclass(slots=True)
 class Landing:
-    """One attempt at this decode worker. Counts of positions and bytes start with the grant."""
+    """One attempt at this decode worker. Counts of positions and bytes start with the grant.
+
+    Attributes:
+        epoch: of the life that granted it; not this one's for what was inherited.
+        parts: by rank of the prefill worker.
+        writes: in progress, by what they cover.
+        corrupt: what arrived corrupt before.
+        ack_to: peers that wait for an AbortAck.
+        has_failed: LandingFailed was said.
+    """
 
     attempt: AttemptKey
+    epoch: int
     peer: str
     p_epoch: int
+    lane: str
     prompt_len: int
     capacity_len: int
     deadline_s: float
-    renewed: LastSign
     coverage: Coverage
-    digests: list[int | None]
+    parts: list[Part]
+    digests: list[int | None]  # of whole layers, where only the engine can read the pool
     state: LandingState = LandingState.WANTED
     landing_id: int = 0
+    blocks: tuple[int, ...] = ()
+    writes: dict[tuple[int, int, int], FrameHeader] = field(default_factory=dict)
+    corrupt: Coverage | None = None
+    corrupt_layers: set[int] = field(default_factory=set)
     bytes_landed: int = 0
-    charged_bytes: int = 0
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # (moment, payload bytes)
-    commit: kv_pb2.Commit | None = None
-    nack_due_s: float | None = None
-    nacked_round: int = -1
-    has_failed: bool = False  # LandingFailed was said
-    ack_abort: bool = False  # the peer waits for an AbortAck
+    has_failed: bool = False
+    ack_to: set[str] = field(default_factory=set)
     reason: str = ""
     deny_reason: kv_pb2.Deny.Reason = kv_pb2.Deny.STALE
 
@@ -57,20 +108,47 @@ class Landing:
         """Payload bytes that had landed by then."""
         return sum(num_bytes for arrived_s, num_bytes in self.arrivals if arrived_s <= moment_s)
 
+    def is_being_written(self, header: FrameHeader) -> bool:
+        """Whether a write in progress overlaps this frame."""
+        return any(
+            write.layer == header.layer
+            and write.first < header.end
+            and header.first < write.end
+            and write.head_first < header.head_first + header.head_count
+            and header.head_first < write.head_first + write.head_count
+            for write in self.writes.values()
+        )
 
-@dataclass(slots=True)
-class LandingPeer:
-    """One prefill worker, by the name its transport gives it."""
 
+def write_key(header: FrameHeader) -> tuple[int, int, int]:
+    """What names a write in progress; they do not overlap."""
+    return header.layer, header.first, header.head_first
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """A landing that a former life of the landing process granted, as the worker knows it.
+
+    Attributes:
+        attempt: whose.
+        epoch: the life that granted it.
+        p_epoch: the life of the prefill worker, from `ReserveWanted`.
+        tp_size: its ranks.
+        is_sealed: the sequence runs; else its blocks are held back until there is evidence that nobody writes them.
+    """
+
+    attempt: AttemptKey
     epoch: int
-    heard_s: float
-    retired: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_RETIRED_EPOCHS))  # its lives before
+    p_epoch: int
+    tp_size: int
+    is_sealed: bool
 
 
 @dataclass(slots=True)
 class Tombstone:
     """What is still answered for an attempt that has ended."""
 
+    attempt: AttemptKey
     landing_id: int
     was_sealed: bool
     ended_s: float
@@ -133,14 +211,14 @@ class LandingTable:
         del self._live[landing.attempt]
         self._by_id.pop(landing.landing_id, None)
         sealed = landing.state is LandingState.SEALED
-        self.bury(landing.attempt, Tombstone(landing.landing_id, sealed, now_s, landing.reason, landing.deny_reason))
+        self.bury(Tombstone(landing.attempt, landing.landing_id, sealed, now_s, landing.reason, landing.deny_reason))
 
-    def bury(self, attempt: AttemptKey, tombstone: Tombstone) -> None:
+    def bury(self, tombstone: Tombstone) -> None:
         """Note that an attempt has ended, whether or not it was ever here."""
-        self._ended[attempt] = tombstone
+        self._ended[tombstone.attempt] = tombstone
         if tombstone.landing_id:
             self._ended_by_id[tombstone.landing_id] = tombstone
-        self._see(attempt, tombstone.ended_s)
+        self._see(tombstone.attempt, tombstone.ended_s)
         if len(self._ended) > MAX_TOMBSTONES:
             self._forget_oldest()
 

@@ -1,10 +1,13 @@
 """Small translations between protobuf control messages and Baton's own types, shared by both sides."""
 
+import struct
+
+from crc32c import crc32c
 from google.protobuf.message import DecodeError
 
 from baton.core.errors import MalformedMessage
 from baton.core.request import AttemptKey
-from baton.kvcache.layout import KVLayout
+from baton.kvcache.layout import KVLayout, PayloadKind
 from baton.kvtransfer.frame import VERSION, Bytes
 from baton.proto import kv_pb2
 
@@ -29,6 +32,11 @@ MAX_REQUEST_ID_BYTES = 512  # every id the router lets in: 128 characters
 MAX_TEXT_BYTES = 1024
 MAX_STATE_BYTES = 256 << 10
 MAX_DRAFT_TOKENS = 16
+MAX_LANES = 16
+MAX_TP_SIZE = 64
+DIGEST = "digest"  # the capability
+_TAG = bytes([15 << 3 | 5])  # of Control.checksum, a fixed32
+_CHECKSUM = struct.Struct("<I")
 _TEXTS = {"abort": "reason", "deny": "detail", "hello_reply": "refused"}
 _FIELDS = {field.message_type.name: field.name for field in kv_pb2.Control.DESCRIPTOR.fields if field.message_type}
 
@@ -40,14 +48,25 @@ def control_of(message: Message) -> kv_pb2.Control:
     return control
 
 
+def encode_control(control: kv_pb2.Control) -> bytes:
+    """What goes on the wire: the message, and its checksum as the last field."""
+    assert not control.checksum
+    body = control.SerializeToString()
+    return body + _TAG + _CHECKSUM.pack(crc32c(body))
+
+
 def parse_control(data: Bytes) -> kv_pb2.Control:
-    """The Control that `data` holds; explanations in it are shortened.
+    """The Control that `data` holds, as `encode_control` made it; explanations in it are shortened.
 
     Raises:
-        MalformedMessage: it holds none, an empty one, or one with an id or a state beyond the limits.
+        MalformedMessage: it holds none, a damaged or an empty one, or one with an id or a state beyond the limits.
     """
+    whole = bytes(data)
+    body, end = whole[: -1 - _CHECKSUM.size], whole[-1 - _CHECKSUM.size :]
+    if end != _TAG + _CHECKSUM.pack(crc32c(body)):
+        raise MalformedMessage("not a Control, or a damaged one: its checksum differs")
     try:
-        control = kv_pb2.Control.FromString(bytes(data))
+        control = kv_pb2.Control.FromString(body)
     except DecodeError as error:
         raise MalformedMessage(f"not a Control: {error}") from error
     if control.WhichOneof("message") is None:
@@ -82,6 +101,10 @@ def _bound(control: kv_pb2.Control) -> None:
         size, num_drafts = message.state.ByteSize(), len(message.state.draft_tokens)
         if size > MAX_STATE_BYTES or num_drafts > MAX_DRAFT_TOKENS:
             raise MalformedMessage(f"a COMMIT with a state of {size} bytes and {num_drafts} drafts")
+    if kind == "hello":
+        texts = (message.host_id, message.life_file, *message.lanes, *message.capabilities)
+        if len(texts) > MAX_LANES or any(len(text) > MAX_TEXT_BYTES for text in texts):
+            raise MalformedMessage("a HELLO with too many lanes or names that are too long")
 
 
 def attempt_of(attempt: kv_pb2.Attempt) -> AttemptKey:
@@ -110,6 +133,12 @@ def layout_message(layout: KVLayout) -> kv_pb2.Layout:
         block_size=layout.block_size,
         dtype=layout.dtype,
         hash=layout.hash,
+        extra_layers=[
+            kv_pb2.LayerLayout(
+                kind=layer.kind.value, num_heads=layer.num_heads, num_parts=layer.num_parts, row_len=layer.row_len
+            )
+            for layer in layout.extra_layers
+        ],
     )
 
 
@@ -126,4 +155,21 @@ def hello_problem(version: int, theirs: kv_pb2.Layout, ours: KVLayout) -> str:
         for name in fields
         if getattr(theirs, name) != getattr(mine, name)
     ]
+    if list(theirs.extra_layers) != list(mine.extra_layers):
+        differ.append(f"{len(theirs.extra_layers)} extra layers here {len(mine.extra_layers)}, or others")
     return shorten("KV layouts differ: " + ("; ".join(differ) or "layout hash"))
+
+
+def ranks_problem(hello: kv_pb2.Hello, layout: KVLayout) -> str:
+    """Why a rank cannot be what its HELLO says; empty if it can. `layout` was found to be shared."""
+    rank, size, num_heads = hello.tp_rank, hello.tp_size, layout.num_kv_heads
+    if not rank < size <= MAX_TP_SIZE:
+        return f"tensor parallel rank {rank} of {size}"
+    for index, layer in enumerate(layout.layers):
+        if layer.kind is not PayloadKind.LATENT and layer.num_heads % size and size % layer.num_heads:
+            return f"tensor parallel size {size} does not go with the {layer.num_heads} heads of layer {index}"
+    heads = layout.heads_of(0, rank, size)
+    if (hello.head_first, hello.head_count) != (heads.first, heads.count):
+        theirs = f"{hello.head_count} of {num_heads} heads from {hello.head_first}"
+        return f"rank {rank} of {size} holds {theirs}, here {heads.count} from {heads.first}"
+    return ""

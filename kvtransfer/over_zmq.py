@@ -9,14 +9,15 @@ import hashlib
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse
 from baton.kvtransfer.frame import Bytes
-from baton.kvtransfer.transport import Delivery
+from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts, delivery_of
+from baton.proto import kv_pb2
 
 HIGH_WATER_MESSAGES = 4096  # above what a window allows (frame.FRAME_OVERHEAD_BYTES), so that credits are the limit
 MAX_BATCH = 64  # messages a `receive` returns at most, so that ticks and commands get their turn
@@ -44,7 +45,7 @@ class ZmqTransport:
 
     def __init__(self, bind: str | None = None, config: KVTransferConfig | None = None) -> None:
         self._config = config or KVTransferConfig()
-        self.num_lost = 0
+        self.counts = TransportCounts()
         self.address = ""
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
@@ -65,11 +66,37 @@ class ZmqTransport:
         if bind is not None:
             self._listen(bind)
 
-    def send(self, peer: str, parts: Sequence[Bytes]) -> None:
+    def send(self, peer: str, message: bytes) -> None:
         """Post without waiting; a peer never heard of is connected to, on the side that connects."""
+        self._post(peer, [message])
+
+    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], lane: str) -> None:
+        """The payload goes along as one flat part."""
+        self._post(peer, [header, payload[0] if len(payload) == 1 else b"".join(payload)])
+
+    def unpin(self, peer: str, match: Callable[[bytes], bool]) -> None:
+        """Posted memory is libzmq's until it has left."""
+
+    def offers(self) -> list[kv_pb2.LaneOffer]:
+        """None: payloads are in the messages."""
+        return []
+
+    def open_lane(self, peer: str, offer: kv_pb2.LaneOffer) -> str:
+        """There is none."""
+        return f"no lane {offer.lane}"
+
+    def num_pinned(self, peer: str) -> int:
+        """Posted memory is libzmq's."""
+        return 0
+
+    def lane_of(self, peer: str) -> str:
+        """The only one."""
+        return "inline"
+
+    def _post(self, peer: str, parts: Sequence[Bytes]) -> None:
         copy = len(parts[-1]) < _COPY_BELOW_BYTES
         if self._router is None and self.problem(peer):
-            self.num_lost += 1
+            self.counts.messages_lost += 1
             return
         try:
             if self._router is not None:
@@ -79,7 +106,7 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             if error.errno not in _LOST:
                 raise
-            self.num_lost += 1
+            self.counts.messages_lost += 1
 
     def problem(self, peer: str) -> str:
         """Connects, on the side that does: an address is data, so nothing about it can be a bug here."""
@@ -98,9 +125,9 @@ class ZmqTransport:
             log.warning("%s", found)
         return found
 
-    def receive(self, timeout_s: float) -> list[Delivery]:
+    def receive(self, timeout_s: float) -> list[Delivery | PayloadDone]:
         """Up to MAX_BATCH messages, or about MAX_BATCH_BYTES."""
-        deliveries: list[Delivery] = []
+        deliveries: list[Delivery | PayloadDone] = []
         num_bytes = 0
         for socket, _ in self._poller.poll(max(0, int(timeout_s * 1e3))):
             if socket is self._waker:
@@ -114,7 +141,7 @@ class ZmqTransport:
                 and (delivery := self._take(socket)) is not None
             ):
                 deliveries.append(delivery)
-                num_bytes += len(delivery.parts[-1])
+                num_bytes += 0 if delivery.payload is None else delivery.payload.num_bytes
         return deliveries
 
     def wake(self) -> None:
@@ -190,5 +217,5 @@ class ZmqTransport:
             return None
         buffers = [part.buffer for part in parts]
         if socket is self._router:
-            return Delivery(bytes(buffers[0]).decode("latin-1"), buffers[1:])
-        return Delivery(self._names[socket], buffers)
+            return delivery_of(bytes(buffers[0]).decode("latin-1"), buffers[1:]) or Delivery("")
+        return delivery_of(self._names[socket], buffers) or Delivery("")

@@ -23,7 +23,8 @@ from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import AsyncWriter, PushPart
 from baton.kvtransfer.frame import FrameHeader, FrameShape, crc_of, encode_header
-from baton.kvtransfer.messages import parse_control
+from baton.kvtransfer.lanes import INLINE
+from baton.kvtransfer.messages import encode_control, parse_control
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.push_actions import (
     Acked,
@@ -31,13 +32,16 @@ from baton.kvtransfer.push_actions import (
     Denied,
     DropPeer,
     Granted,
+    OpenLane,
     PushAction,
     PushDrained,
     PushEvent,
     PushFailed,
     SendControl,
     SendFrame,
+    StopFrames,
 )
+from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.span import Span
 from baton.kvtransfer.transport import Delivery, Transport
@@ -104,7 +108,7 @@ class PushService:
         self._layout = layout
         self._io = PoolIO(pool.bytes_view, pool.geometry)
         self._shape = FrameShape(layout, config.max_frame_bytes)
-        self._protocol = PushProtocol(epoch=epoch, layout=layout, config=config)
+        self._protocol = PushProtocol(identity=PushIdentity(epoch), layout=layout, config=config)
         self._commands: deque[Callable[[float], list[PushAction]]] = deque()
         self._pushed: deque[_Pushed] = deque()
         self._events: deque[PushEvent] = deque()
@@ -258,13 +262,15 @@ class PushService:
         for command in commands:
             self._do(command(now_s))
         for delivery in self._transport.receive(IDLE_S):
-            self._deliver(delivery)
+            if isinstance(delivery, Delivery):
+                self._deliver(delivery)
         self._do(self._protocol.tick(self._clock.now_s()))
         self._counts["num_pushes"] = len(tuple(self._protocol.transfers()))
 
     def _deliver(self, delivery: Delivery) -> None:
         try:
-            control = parse_control(delivery.parts[0])
+            assert delivery.control is not None
+            control = parse_control(delivery.control)
             self._do(self._protocol.on_control(delivery.peer, control, self._clock.now_s()))
         except BatonError as error:
             log.warning("a message from %s is refused: %s", delivery.peer, error)
@@ -274,9 +280,13 @@ class PushService:
         for action in actions:
             match action:
                 case SendControl():
-                    self._transport.send(action.peer, [action.control.SerializeToString()])
+                    self._transport.send(action.peer, encode_control(action.control))
                 case SendFrame():
                     self._send_frame(action)
+                case OpenLane():
+                    self._do(self._protocol.lane_opened(action.peer, INLINE, self._clock.now_s()))
+                case StopFrames():
+                    pass  # what was posted is the transport's own copy
                 case DropPeer():
                     self._transport.drop(action.peer)
                 case _:
@@ -297,8 +307,9 @@ class PushService:
                 self._warned_of_drops = True
                 log.warning("drop_pushes is set: no KV leaves this worker, every hand-off will fail")
             return
-        header = dataclasses.replace(header, payload_crc=payload.crc)
-        self._transport.send(action.peer, [encode_header(header), payload.data])
+        digest = self._io.digest(self._tables[action.attempt].blocks, header.span)
+        header = dataclasses.replace(header, payload_digest=digest)
+        self._transport.send_frame(action.peer, encode_header(header), [payload.data], action.lane)
 
     def _take_payload(self, attempt: AttemptKey, header: FrameHeader) -> _Payload:
         with self._payload_lock:

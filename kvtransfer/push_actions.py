@@ -23,10 +23,34 @@ class DecodePeer:
 
 
 @dataclass(frozen=True, slots=True)
+class GrantInfo:
+    """What rank 0 was granted, for `PushProtocol.adopt` on the other ranks.
+
+    Attributes:
+        d_epoch: the decode worker's life.
+        landing_id: with the epoch, the fence of every frame.
+        credit_bytes: the most that may be in flight on one connection.
+        lease_s: how long the decode worker waits for a sign of life.
+        lane: named in the RESERVE.
+        blocks: the decode worker's, in order; empty on lanes where it writes itself.
+        block_size: the decode worker's.
+    """
+
+    d_epoch: int
+    landing_id: int
+    credit_bytes: int
+    lease_s: float
+    lane: str
+    blocks: tuple[int, ...]
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Granted:
-    """The decode worker has blocks: layers may be pushed."""
+    """The decode worker has blocks: layers may be pushed. Only rank 0 hears it; `grant` goes to the other ranks."""
 
     attempt: AttemptKey
+    grant: GrantInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +86,14 @@ class PushFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushDrained:
-    """The last word on an aborted or failed transfer: nothing reads its source blocks any more."""
+    """The last word on an aborted or failed transfer: nothing reads its source blocks or writes its landing."""
 
     attempt: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class SendControl:
-    """Send a message to a peer. It may get lost."""
+    """Send a message (`messages.encode_control`) to a peer. It may get lost."""
 
     peer: str
     control: kv_pb2.Control
@@ -77,11 +101,54 @@ class SendControl:
 
 @dataclass(frozen=True, slots=True)
 class SendFrame:
-    """Read a payload from the source blocks now and send it."""
+    """Send a payload from the source blocks.
+
+    `header` lacks its `payload_digest` (if `has_digest`), or else, on a two-sided lane, its `payload_crc`. On a
+    one-sided lane: write into `target_blocks`, send the header (`is_written` is set in it) when the bytes are there,
+    and call `PushProtocol.written`, exactly once for each SendFrame, be it written or, after a `StopFrames`, not begun.
+
+    Attributes:
+        peer: the decode worker's address.
+        attempt: whose blocks are read.
+        header: of the frame.
+        lane: what it goes by.
+        target_blocks: the decode worker's; empty on a two-sided lane.
+        has_digest: the decode worker verifies by digest.
+    """
 
     peer: str
     attempt: AttemptKey
     header: FrameHeader
+    lane: str
+    target_blocks: tuple[int, ...]
+    has_digest: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StopFrames:
+    """From now on read nothing for this transfer and begin no write: take back what is queued (`Transport.unpin`).
+
+    The source blocks may be free right after this action. Writes that have begun on a one-sided lane go on; the
+    transfer ends when `written` was called for each.
+    """
+
+    peer: str
+    attempt: AttemptKey
+    d_epoch: int
+    landing_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLane:
+    """A decode worker's life was met: open the best lane that works, then call `PushProtocol.lane_opened` at once.
+
+    What was opened for an earlier life at this address leads nowhere any more.
+    """
+
+    peer: str
+    epoch: int
+    host_id: str
+    offers: tuple[kv_pb2.LaneOffer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +159,4 @@ class DropPeer:
 
 
 PushEvent = Granted | Denied | Acked | PushFailed | PushDrained
-PushAction = PushEvent | SendControl | SendFrame | DropPeer
+PushAction = PushEvent | SendControl | SendFrame | StopFrames | OpenLane | DropPeer

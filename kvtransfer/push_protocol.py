@@ -4,57 +4,71 @@ A pure state machine: no I/O, no clock of its own. Every method returns, in orde
 worker (`push_actions`). It promises:
 
 - a transfer ends once, with `Denied`, `Acked` or `PushDrained`, and until then its source blocks may be read;
-- bytes in flight to one decode worker never exceed the window it granted;
+- bytes in flight to one decode worker never exceed the window;
+- where this side writes the decode worker's pool, it says that it has drained only when no write is in progress and
+  none will ever begin; it commits only when none is in progress; and it begins none without a fresh sign that the
+  landing is still its own;
 - every wait has a deadline: for a GRANT, for credit, for the answer to a COMMIT, and for any sign of life.
 """
 
 from collections.abc import Iterable
 
 from baton.core.config import KVTransferConfig
-from baton.core.errors import ProtocolError
 from baton.core.request import AttemptKey
 from baton.kvcache.layout import KVLayout
-from baton.kvtransfer.coverage import Coverage, Gap
-from baton.kvtransfer.frame import FrameShape
+from baton.kvtransfer.coverage import Coverage
+from baton.kvtransfer.frame import FrameHeader
 from baton.kvtransfer.last_sign import LastSign
-from baton.kvtransfer.messages import attempt_of, hello_problem, request_id_problem
-from baton.kvtransfer.push_actions import (
-    Acked,
-    DecodePeer,
-    Denied,
-    Granted,
-    PushAction,
-)
-from baton.kvtransfer.push_messages import MAX_U32
+from baton.kvtransfer.messages import request_id_problem
+from baton.kvtransfer.push_actions import DecodePeer, Denied, GrantInfo, PushAction, PushDrained, PushFailed
+from baton.kvtransfer.push_inbox import PushInbox
+from baton.kvtransfer.push_messages import MAX_U32, PushIdentity
+from baton.kvtransfer.push_peers import PushPeers
 from baton.kvtransfer.push_rules import PushRules
 from baton.kvtransfer.push_table import PushPeer, Transfer, TransferState
 from baton.proto import kv_pb2
 
 MASK = (1 << 64) - 1
+ROUNDS = 64  # of RESUME that one transfer will not need; answers to an earlier one with the same id are told apart
 Actions = list[PushAction]
 
 
 class PushProtocol:
-    """Every transfer of one prefill worker.
+    """Every transfer of one rank of a prefill worker.
 
     Args:
-        epoch: of this process.
+        identity: of this rank.
         layout: of its pool.
         config: limits and times.
     """
 
-    def __init__(self, *, epoch: int, layout: KVLayout, config: KVTransferConfig) -> None:
-        self._epoch = epoch
+    def __init__(self, *, identity: PushIdentity, layout: KVLayout, config: KVTransferConfig) -> None:
+        self._me = identity
         self._layout = layout
         self._config = config
-        self._shape = FrameShape(layout, config.max_frame_bytes)
-        self._rules = PushRules(epoch, layout, config)
+        self._rules = PushRules(identity, layout, config)
+        self._inbox = PushInbox(identity, self._rules)
+        self._peers = PushPeers(self._rules, config)
         self._heartbeat_s = float("-inf")
-        self.num_messages_refused = 0
+        self._num_adopted = 0
+
+    @property
+    def num_messages_refused(self) -> int:
+        """Messages of other lives, or about them."""
+        return self._inbox.num_refused
+
+    @property
+    def num_bytes_resent(self) -> int:
+        """Payload that was posted more than once."""
+        return self._rules.num_bytes_resent
 
     def transfers(self) -> Iterable[Transfer]:
         """All live transfers, oldest first; to be read only."""
         return tuple(self._rules.transfers.values())
+
+    def lanes(self) -> dict[str, str]:
+        """The lane to each decode worker that was met, by address."""
+        return {address: peer.lane for address, peer in self._rules.peers.items() if peer.lane}
 
     # From the worker
 
@@ -68,69 +82,76 @@ class PushProtocol:
         wait_s: float,
         now_s: float,
     ) -> Actions:
-        """Ask `peer` for a landing; it answers within `wait_s`, or the transfer fails."""
-        assert attempt not in self._rules.transfers, f"{attempt} is here already"
-        known = self._rules.peers.get(peer.kv_address)
-        if known is None:
-            known = self._rules.peers[peer.kv_address] = PushPeer(heard=LastSign(now_s))
-        elif not self._rules.active_on(peer.kv_address) and known.heard.silence_s(now_s) > self._config.lease_s:
-            known.epoch = 0  # out of touch: it may have forgotten us, or be another life
-            known.heard.renew(now_s)
+        """Rank 0: ask `peer` for a landing; it answers within `wait_s`, or the transfer fails."""
+        assert self._me.rank == 0, "rank 0 reserves; the others adopt"
         problem = request_id_problem(attempt.request_id)
         if problem or capacity_len > MAX_U32:
             reason = kv_pb2.Deny.UNSPECIFIED if problem else kv_pb2.Deny.TOO_LONG
             return [Denied(attempt, reason, problem or f"{capacity_len} positions are more than any pool has")]
-        transfer = Transfer(
-            attempt=attempt,
-            peer=peer,
-            prompt_len=prompt_len,
-            capacity_len=capacity_len,
-            deadline_s=now_s + wait_s,
-            retry_s=now_s,
-            renewed=LastSign(now_s),
-            progress=LastSign(now_s),
-            coverage=Coverage(self._layout.num_layers, 1, prompt_len),
-            digests=[0] * self._layout.num_layers,
-        )
-        self._rules.transfers[attempt] = transfer
-        if known.epoch == 0:
-            return (
-                [] if now_s - known.hello_s < self._config.heartbeat_s else [self._rules.hello(peer.kv_address, now_s)]
-            )
-        if known.epoch != peer.epoch:
-            return self._rules.fail(transfer, "the decode worker restarted", now_s)
-        return [self._rules.reserve_message(transfer, now_s)]
+        transfer = self._add(attempt, peer, prompt_len, capacity_len, now_s + wait_s, now_s)
+        return self._begin(transfer, now_s)
+
+    def adopt(
+        self, attempt: AttemptKey, peer: DecodePeer, *, prompt_len: int, grant: GrantInfo, now_s: float
+    ) -> Actions:
+        """Any other rank: push into what rank 0 was granted. No event follows before `Acked` or `PushFailed`.
+
+        Each `Granted` of rank 0 must come to every other rank, even if the transfer has failed meanwhile: a decode
+        worker whose pool the ranks write asks all of them before it frees the blocks, and only now they meet it.
+        """
+        assert self._me.rank > 0, "rank 0 hears of its grants itself"
+        if grant.d_epoch != peer.epoch:
+            return [PushFailed(attempt, "the grant is another life's"), PushDrained(attempt)]
+        transfer = self._add(attempt, peer, prompt_len, prompt_len, now_s, now_s)
+        transfer.state = TransferState.PUSHING
+        transfer.grant = grant
+        transfer.lease_s = grant.lease_s
+        transfer.is_told = True
+        transfer.is_confirmed = False
+        self._num_adopted += 1
+        transfer.resume_round = self._num_adopted * ROUNDS & MAX_U32
+        self._rules.by_landing[peer.kv_address, grant.landing_id] = transfer
+        return self._begin(transfer, now_s)
 
     def pushed(self, attempt: AttemptKey, layer: int, first: int, count: int, digest: int, now_s: float) -> Actions:
         """These positions of a layer are computed, and `digest` is theirs; they are sent when the window allows."""
-        transfer = self._rules.transfers.get(attempt)
+        rules = self._rules
+        transfer = rules.transfers.get(attempt)
         if transfer is None or transfer.state is not TransferState.PUSHING:
             return []
+        heads = rules.messages.heads[layer]
+        if not heads.count:
+            return []  # a lower rank has them too
         if transfer.coverage.overlaps(layer, first, count, 0, 1):
-            return self._rules.fail(transfer, f"layer {layer} from position {first} was pushed twice", now_s)
+            return rules.fail(transfer, f"layer {layer} from position {first} was pushed twice", now_s)
         transfer.coverage.add(layer, first, count, 0, 1)
         transfer.digests[layer] = (transfer.digests[layer] + digest) & MASK
-        transfer.bytes_pushed += count * self._layout.bytes_per_position
-        transfer.to_send.extend(
-            Gap(layer, *piece) for piece in self._shape.split(layer, first, count, self._layout.num_kv_heads)
-        )
-        return self._rules.pump(transfer.peer.kv_address, now_s)
+        transfer.bytes_pushed += rules.shape.payload_bytes(layer, count, heads.count)
+        transfer.to_send.extend(rules.split(layer, first, count))
+        return rules.pump(transfer.peer.kv_address, now_s)
 
-    def commit(self, attempt: AttemptKey, state: kv_pb2.SequenceState, prefill_end_s: float, now_s: float) -> Actions:
-        """All of the prompt was pushed; hand the sequence over. `prefill_end_s` is a reading of the clock here."""
-        transfer = self._rules.transfers.get(attempt)
+    def commit(
+        self, attempt: AttemptKey, state: kv_pb2.SequenceState | None, prefill_end_s: float, now_s: float
+    ) -> Actions:
+        """All of the prompt was pushed; hand the sequence over. `prefill_end_s` is a reading of the clock here.
+
+        Rank 0 gives the state; the others give None.
+        """
+        rules = self._rules
+        transfer = rules.transfers.get(attempt)
         if transfer is None or transfer.state is TransferState.ABORTING:
             return []  # it failed meanwhile, and the worker was told
         assert transfer.state is TransferState.PUSHING, f"{attempt} is committed in {transfer.state.name}"
+        assert (state is not None) == (self._me.rank == 0)
         gap = next(transfer.coverage.gaps(), None)
         if gap is not None:
             reason = f"layer {gap.layer} was not pushed from position {gap.first}"
-            return self._rules.fail(transfer, f"the commit is premature: {reason}", now_s)
+            return rules.fail(transfer, f"the commit is premature: {reason}", now_s)
         transfer.state = TransferState.COMMITTING
         transfer.state_message = state
         transfer.prefill_end_s = prefill_end_s
         transfer.progress.renew(now_s)
-        return self._rules.pump(transfer.peer.kv_address, now_s)
+        return rules.pump(transfer.peer.kv_address, now_s)
 
     def abort(self, attempt: AttemptKey, reason: str, now_s: float) -> Actions:
         """Give a transfer up; `PushDrained` follows. One that has ended stays ended."""
@@ -154,6 +175,41 @@ class PushProtocol:
         transfer.num_holds -= 1
         return self._rules.drain_if_quiet(transfer)
 
+    # From lanes
+
+    def lane_opened(self, address: str, lane: str, now_s: float) -> Actions:
+        """The answer to `OpenLane`: payloads go to this decode worker by `lane` ("inline" always works)."""
+        peer = self._rules.peers.get(address)
+        if peer is None or not peer.epoch:
+            return []
+        peer.lane = lane
+        actions: Actions = []
+        for transfer in self._rules.active_on(address):
+            if transfer.peer.epoch == peer.epoch:
+                actions += self._rules.connected(transfer, now_s)
+        return actions
+
+    def lane_lost(self, address: str, now_s: float) -> Actions:
+        """The connection of a two-sided lane broke: ask now which of the frames posted have landed."""
+        return [
+            self._rules.resume_message(transfer, now_s)
+            for transfer in self._rules.active_on(address)
+            if transfer.in_flight_bytes and not transfer.is_commit_posted and not transfer.is_one_sided
+        ]
+
+    def written(self, attempt: AttemptKey, header: FrameHeader, now_s: float, problem: str = "") -> Actions:
+        """A write that `SendFrame` asked for on a one-sided lane is over, or was never begun; `problem`: it failed."""
+        transfer = self._rules.transfers.get(attempt)
+        assert transfer is not None, "a transfer stays until all its writes are over"
+        assert transfer.num_writes > 0
+        assert transfer.landing_id == header.landing_id
+        transfer.num_writes -= 1
+        if transfer.state is TransferState.ABORTING:
+            return self._rules.drain_if_quiet(transfer)
+        if problem:
+            return self._rules.fail(transfer, f"layer {header.layer} could not be written: {problem}", now_s)
+        return self._rules.pump(transfer.peer.kv_address, now_s)
+
     # From the wire
 
     def on_control(self, address: str, control: kv_pb2.Control, now_s: float) -> Actions:
@@ -162,18 +218,7 @@ class PushProtocol:
         Raises:
             ProtocolError: the message breaks the protocol; nothing changed.
         """
-        peer = self._rules.peers.get(address)
-        kind = control.WhichOneof("message")
-        if peer is None:
-            return []
-        if kind == "hello_reply":
-            return self._on_hello_reply(address, peer, control.hello_reply, now_s)
-        message = getattr(control, str(kind))
-        if peer.epoch == 0 or message.epoch != peer.epoch:
-            self.num_messages_refused += 1
-            return []
-        peer.heard.renew(now_s)
-        return self._dispatch(address, peer, control, now_s)
+        return self._inbox.take(address, control, now_s)
 
     # From time
 
@@ -186,7 +231,7 @@ class PushProtocol:
         if is_heartbeat:
             self._heartbeat_s = now_s
         for address, peer in tuple(self._rules.peers.items()):
-            actions += self._rules.peer_due(address, peer, now_s, is_heartbeat)
+            actions += self._peers.due(address, peer, now_s, is_heartbeat)
         return actions
 
     def forgive(self, pause_s: float, now_s: float) -> None:
@@ -204,125 +249,51 @@ class PushProtocol:
         """What to add to a reading here to get the decode worker's."""
         return self._rules.peers[address].clock_offset_s
 
-    # Messages
+    def _add(
+        self,
+        attempt: AttemptKey,
+        peer: DecodePeer,
+        prompt_len: int,
+        capacity_len: int,
+        deadline_s: float,
+        now_s: float,
+    ) -> Transfer:
+        rules = self._rules
+        assert attempt not in rules.transfers, f"{attempt} is here already"
+        layers = range(self._layout.num_all_layers)
+        transfer = Transfer(
+            attempt=attempt,
+            peer=peer,
+            prompt_len=prompt_len,
+            capacity_len=capacity_len,
+            deadline_s=deadline_s,
+            retry_s=now_s,
+            renewed=LastSign(now_s),
+            progress=LastSign(now_s),
+            named_s=now_s,
+            coverage=Coverage(
+                [self._layout.layer_len(layer, prompt_len) for layer in layers],
+                [min(1, rules.messages.heads[layer].count) for layer in layers],
+            ),
+            digests=[0] * len(layers),
+            two_layers_bytes=rules.two_layers_bytes(prompt_len),
+        )
+        known = rules.peers.get(peer.kv_address)
+        if known is None:
+            known = rules.peers[peer.kv_address] = PushPeer(LastSign(now_s), now_s)
+        elif not rules.active_on(peer.kv_address) and known.heard.silence_s(now_s) > self._config.lease_s:
+            known.forget_life()  # out of touch: it may have forgotten us, or be another life
+            known.heard.renew(now_s)
+        known.used_s = now_s
+        rules.transfers[attempt] = transfer
+        return transfer
 
-    def _dispatch(self, address: str, peer: PushPeer, control: kv_pb2.Control, now_s: float) -> Actions:
-        match control.WhichOneof("message"):
-            case "grant":
-                return self._on_grant(address, control.grant, now_s)
-            case "deny":
-                return self._on_deny(address, control.deny)
-            case "commit_ack":
-                return self._on_ack(address, control.commit_ack)
-            case "commit_nack":
-                return self._on_nack(address, control.commit_nack, now_s)
-            case "credit":
-                return self._on_credit(address, control.credit, now_s)
-            case "lease":
-                return self._on_lease(address, control.lease, now_s)
-            case "abort":
-                return self._on_abort(address, control.abort, now_s)
-            case "abort_ack":
-                peer.farewells.pop(attempt_of(control.abort_ack.attempt), None)
-                return []
-            case "have":
-                return self._on_have(address, control.have, now_s)
-            case kind:
-                raise ProtocolError(f"a prefill worker takes no {kind}", kind=str(kind))
-
-    def _on_hello_reply(self, address: str, peer: PushPeer, reply: kv_pb2.HelloReply, now_s: float) -> Actions:
-        if reply.peer_epoch != self._epoch or reply.echo_sent_ns not in peer.hellos:
-            self.num_messages_refused += 1
-            return []
-        peer.heard.renew(now_s)
-        sent_s, receiver_s = reply.echo_sent_ns / 1e9, reply.receiver_ns / 1e9
-        refused = reply.refused or hello_problem(reply.version, reply.layout, self._layout)
-        is_new = peer.epoch != reply.epoch
-        if is_new:
-            peer.epoch = reply.epoch
-            peer.offsets.clear()
-        peer.offsets.append((now_s - sent_s, receiver_s - (sent_s + now_s) / 2))
-        actions: Actions = []
-        for transfer in self._rules.live_on(address):
-            if transfer.state is TransferState.ABORTING:
-                continue
-            if refused and transfer.state is TransferState.RESERVING:
-                actions += self._rules.end(transfer, Denied(transfer.attempt, kv_pb2.Deny.LAYOUT, refused))
-            elif refused or transfer.peer.epoch != peer.epoch:
-                actions += self._rules.fail(transfer, refused or "the decode worker restarted", now_s)
-            elif is_new and transfer.state is TransferState.RESERVING:
-                actions.append(self._rules.reserve_message(transfer, now_s))
-        return actions
-
-    def _on_grant(self, address: str, grant: kv_pb2.Grant, now_s: float) -> Actions:
-        transfer = self._rules.transfers.get(attempt_of(grant.attempt))
-        if transfer is None or transfer.peer.kv_address != address:
-            return []  # it ended; its ABORT is on the way or done
-        transfer.renewed.renew(now_s)
-        if transfer.state is not TransferState.RESERVING or transfer.peer.epoch != grant.epoch:
-            return []
-        transfer.state = TransferState.PUSHING
-        transfer.landing_id = grant.landing_id
-        transfer.window_bytes = grant.credit_bytes
-        transfer.progress.renew(now_s)
-        self._rules.by_landing[address, grant.landing_id] = transfer
-        return [Granted(transfer.attempt)]
-
-    def _on_deny(self, address: str, deny: kv_pb2.Deny) -> Actions:
-        transfer = self._rules.transfers.get(attempt_of(deny.attempt))
-        if transfer is None or transfer.peer.kv_address != address or transfer.state is not TransferState.RESERVING:
-            return []
-        return self._rules.end(transfer, Denied(transfer.attempt, deny.reason, deny.detail))
-
-    def _on_ack(self, address: str, ack: kv_pb2.CommitAck) -> Actions:
-        transfer = self._rules.by_landing.get((address, ack.landing_id))
-        if transfer is None or transfer.state is not TransferState.COMMITTING:
-            return []
-        return self._rules.end(transfer, Acked(transfer.attempt, transfer.bytes_pushed))
-
-    def _on_nack(self, address: str, nack: kv_pb2.CommitNack, now_s: float) -> Actions:
-        transfer = self._rules.by_landing.get((address, nack.landing_id))
-        if transfer is None or transfer.state is not TransferState.COMMITTING:
-            return []
-        transfer.renewed.renew(now_s)
-        if not transfer.is_commit_posted or nack.round != transfer.round:
-            return []  # about an earlier COMMIT
-        if not nack.missing:
-            return self._rules.fail(transfer, "the decode worker lacks something and does not say what", now_s)
-        transfer.round += 1
-        transfer.is_commit_posted = False
-        return self._rules.send_again(transfer, nack.missing, now_s)
-
-    def _on_have(self, address: str, have: kv_pb2.Have, now_s: float) -> Actions:
-        transfer = self._rules.by_landing.get((address, have.landing_id))
-        if transfer is None or transfer.state not in (TransferState.PUSHING, TransferState.COMMITTING):
-            return []
-        transfer.renewed.renew(now_s)
-        if not transfer.is_resume_posted or have.round != transfer.resume_round:
-            return []  # it answers a RESUME that was answered before
-        transfer.is_resume_posted = False
-        transfer.resume_round += 1
-        return self._rules.send_again(transfer, have.missing, now_s)
-
-    def _on_credit(self, address: str, credit: kv_pb2.Credit, now_s: float) -> Actions:
-        for entry in credit.landings:
-            transfer = self._rules.by_landing.get((address, entry.landing_id))
-            if transfer is not None and entry.charged_bytes > transfer.credited_bytes:
-                transfer.credited_bytes = entry.charged_bytes
-                transfer.renewed.renew(now_s)
-                transfer.progress.renew(now_s)
-                self._rules.peers[address].progress_s = now_s
-        return self._rules.pump(address, now_s)
-
-    def _on_lease(self, address: str, lease: kv_pb2.Lease, now_s: float) -> Actions:
-        for landing_id in lease.landing_ids:
-            transfer = self._rules.by_landing.get((address, landing_id))
-            if transfer is not None:
-                transfer.renewed.renew(now_s)
-        return []
-
-    def _on_abort(self, address: str, abort: kv_pb2.Abort, now_s: float) -> Actions:
-        transfer = self._rules.by_landing.get((address, abort.landing_id))
-        if transfer is None or transfer.state is TransferState.ABORTING:
-            return []
-        return self._rules.fail(transfer, f"the decode worker gave up: {abort.reason}", now_s, tell=False)
+    def _begin(self, transfer: Transfer, now_s: float) -> Actions:
+        rules, address = self._rules, transfer.peer.kv_address
+        known = rules.peers[address]
+        if known.epoch == 0:
+            is_waiting = now_s - known.hello_s < self._config.heartbeat_s
+            return [] if is_waiting else [rules.hello(address, now_s)]
+        if known.epoch != transfer.peer.epoch:
+            return rules.fail(transfer, "the decode worker restarted", now_s)
+        return rules.connected(transfer, now_s) if known.lane else []

@@ -1,6 +1,6 @@
 """When a transfer posts, posts again, fails and ends: the rules that workers, messages and time all lead to.
 
-`push_protocol` decides which rule applies.
+Who calls them decides which rule applies.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,8 @@ from baton.core.config import KVTransferConfig
 from baton.core.request import AttemptKey
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.coverage import Gap
-from baton.kvtransfer.frame import FrameShape
+from baton.kvtransfer.frame import FRAME_OVERHEAD_BYTES, FrameShape
+from baton.kvtransfer.lanes import INLINE, is_one_sided
 from baton.kvtransfer.push_actions import (
     Acked,
     Denied,
@@ -19,28 +20,33 @@ from baton.kvtransfer.push_actions import (
     PushFailed,
     SendControl,
     SendFrame,
+    StopFrames,
 )
-from baton.kvtransfer.push_messages import PushMessages
+from baton.kvtransfer.push_messages import PushIdentity, PushMessages
 from baton.kvtransfer.push_table import Farewell, PushPeer, Transfer, TransferState
 from baton.proto import kv_pb2
 
 HELLO_HEARTBEATS = 4  # a HELLO goes out with every so many heartbeats, for the clock and to notice a new epoch
 RETRY_HEARTBEATS = 2
+SELF_FENCE = 0.75  # of a lease without a sign: nothing more is written into a pool that may be somebody else's by then
+ONE_SIDED_FAREWELL_S = 600.0  # the decode worker cannot free the blocks before it knows
+MAX_FAREWELLS = 4096
+IDLE_LEASES = 5
 Actions = list[PushAction]
 
 
 class PushRules:
     """The state of all transfers, and the rules that change it."""
 
-    def __init__(self, epoch: int, layout: KVLayout, config: KVTransferConfig) -> None:
+    def __init__(self, identity: PushIdentity, layout: KVLayout, config: KVTransferConfig) -> None:
         self.transfers: dict[AttemptKey, Transfer] = {}
         self.by_landing: dict[tuple[str, int], Transfer] = {}
         self.peers: dict[str, PushPeer] = {}
         self.num_bytes_resent = 0
-        self._layout = layout
-        self._config = config
-        self._shape = FrameShape(layout, config.max_frame_bytes)
-        self._messages = PushMessages(epoch, layout, self._shape)
+        self.layout = layout
+        self.config = config
+        self.shape = FrameShape(layout, config.max_frame_bytes)
+        self.messages = PushMessages(identity, layout, self.shape)
         self._retry_s = config.heartbeat_s * RETRY_HEARTBEATS
 
     def live_on(self, address: str) -> list[Transfer]:
@@ -51,54 +57,115 @@ class PushRules:
         """Those of them that were not given up."""
         return [transfer for transfer in self.live_on(address) if transfer.state is not TransferState.ABORTING]
 
+    def two_layers_bytes(self, prompt_len: int) -> int:
+        """What two layers of a prompt take of the window."""
+        layers = [0, *range(self.layout.num_layers, self.layout.num_all_layers)]
+        sizes = [
+            self.shape.payload_bytes(layer, self.layout.layer_len(layer, prompt_len), self.messages.heads[layer].count)
+            for layer in layers
+        ]
+        return 2 * max(size + -(-size // self.config.max_frame_bytes) * FRAME_OVERHEAD_BYTES for size in sizes)
+
     def pump(self, address: str, now_s: float) -> Actions:
         """Post what the window allows, oldest transfer first, and every COMMIT whose frames are all posted."""
         actions: Actions = []
+        peer = self.peers[address]
         live = [t for t in self.live_on(address) if t.state in (TransferState.PUSHING, TransferState.COMMITTING)]
+        if not live or not peer.lane:
+            return actions
+        window_bytes = self._window_bytes(peer, live, now_s)
         in_flight_bytes = sum(transfer.in_flight_bytes for transfer in live)
         for transfer in live:
+            if not self._may_post(transfer, peer, now_s):
+                continue
             while transfer.to_send:
-                header = self._messages.frame(transfer, transfer.to_send[0])
+                header = self.messages.frame(transfer, transfer.to_send[0])
                 # A frame larger than the whole window goes alone: waiting would never end.
-                if in_flight_bytes and in_flight_bytes + header.charge_bytes > transfer.window_bytes:
+                if in_flight_bytes and in_flight_bytes + header.charge_bytes > window_bytes:
                     break
                 transfer.to_send.popleft()
                 if not transfer.in_flight_bytes:
                     transfer.progress.renew(now_s)  # the wait for credit begins
                 transfer.next_seq += 1
                 transfer.charged_bytes += header.charge_bytes
+                transfer.num_writes += transfer.is_one_sided
                 in_flight_bytes += header.charge_bytes
-                actions.append(SendFrame(address, transfer.attempt, header))
-            if transfer.state is TransferState.COMMITTING and not transfer.to_send and not transfer.is_commit_posted:
+                peer.window.posted(header.charge_bytes, now_s)
+                blocks = transfer.grant.blocks if transfer.grant is not None else ()
+                actions.append(SendFrame(address, transfer.attempt, header, transfer.lane, blocks, peer.has_digest))
+            is_ready = transfer.state is TransferState.COMMITTING and not transfer.to_send and not transfer.num_writes
+            if is_ready and not transfer.is_commit_posted:
                 actions.append(self._commit_message(transfer, now_s))
         return actions
 
     def send_again(self, transfer: Transfer, missing: Iterable[kv_pb2.LayerGap], now_s: float) -> Actions:
-        """Queue what the decode worker lacks of what was computed. What was in flight has landed or is lost."""
+        """Queue what the decode worker lacks of what was computed. What was posted before has landed or is lost."""
         pieces: list[Gap] = []
-        split, num_heads = self._shape.split, self._layout.num_kv_heads
         for gap in missing:
-            if gap.layer >= self._layout.num_layers or not 0 < gap.first + gap.count <= transfer.prompt_len:
+            if gap.layer >= self.layout.num_all_layers:
+                return self.fail(transfer, f"the decode worker lacks layer {gap.layer}", now_s)
+            length = self.layout.layer_len(gap.layer, transfer.prompt_len)
+            if not 0 < gap.count <= length - gap.first:
                 return self.fail(transfer, "the decode worker lacks what was never announced", now_s)
+            if not self.messages.heads[gap.layer].count:
+                return self.fail(transfer, f"the decode worker lacks heads of layer {gap.layer} of another rank", now_s)
             for first, count in transfer.coverage.present(gap.layer, gap.first, gap.count):
-                pieces += [Gap(gap.layer, *piece) for piece in split(gap.layer, first, count, num_heads)]
-        not_posted = set(transfer.to_send)
-        lost = [piece for piece in pieces if piece not in not_posted]
-        if lost:
-            if transfer.num_resends >= self._config.max_resends:
-                what = f"{len(lost)} frames, first in layer {lost[0].layer} at position {lost[0].first}"
+                pieces += self.split(gap.layer, first, count)
+        num_bytes_lost = self._payload_bytes(pieces) - self._payload_bytes(transfer.to_send)
+        if num_bytes_lost > 0:
+            if transfer.num_resends >= self.config.max_resends:
+                what = f"{num_bytes_lost} bytes, first in layer {pieces[0].layer} at position {pieces[0].first}"
                 return self.fail(transfer, f"still incomplete after {transfer.num_resends} resends: {what}", now_s)
             transfer.num_resends += 1
-            self.num_bytes_resent += sum(piece.count for piece in lost) * self._layout.bytes_per_position
+            self.num_bytes_resent += num_bytes_lost
         transfer.to_send.clear()  # of it, everything is missing over there
         transfer.to_send.extend(pieces)
-        transfer.charged_bytes = transfer.credited_bytes
         transfer.progress.renew(now_s)
         return self.pump(transfer.peer.kv_address, now_s)
 
+    def split(self, layer: int, first: int, count: int) -> list[Gap]:
+        """Frames for these positions."""
+        num_heads = self.messages.heads[layer].count
+        return [Gap(layer, *piece) for piece in self.shape.split(layer, first, count, num_heads)]
+
+    def credit(self, transfer: Transfer, charged_bytes: int, now_s: float) -> None:
+        """So much of what was posted has landed."""
+        charged_bytes = min(charged_bytes, transfer.charged_bytes)
+        news = charged_bytes - transfer.credited_bytes
+        if news > 0:
+            transfer.credited_bytes = charged_bytes
+            transfer.progress.renew(now_s)
+            peer = self.peers[transfer.peer.kv_address]
+            peer.progress_s = now_s
+            peer.window.credited(news, now_s)
+
+    def write_off(self, transfer: Transfer) -> None:
+        """What has not landed of what was posted never will, or will not count."""
+        self.peers[transfer.peer.kv_address].window.lost(transfer.in_flight_bytes)
+        transfer.charged_bytes = transfer.credited_bytes
+
+    def named(self, transfer: Transfer, now_s: float) -> None:
+        """The decode worker showed that it knows this transfer."""
+        transfer.renewed.renew(now_s)
+        transfer.named_s = now_s
+
+    def connected(self, transfer: Transfer, now_s: float) -> Actions:
+        """There is a lane to the life that this transfer is for: reserve, or push what rank 0 reserved."""
+        peer = self.peers[transfer.peer.kv_address]
+        if transfer.state is TransferState.RESERVING:
+            transfer.lane = transfer.lane or peer.lane
+            return [self.reserve_message(transfer, now_s)]
+        if transfer.lane or transfer.grant is None:
+            return self.pump(transfer.peer.kv_address, now_s)
+        wanted = transfer.grant.lane
+        if is_one_sided(wanted) and peer.lane != wanted:
+            return self.fail(transfer, f"rank 0 was granted lane {wanted}, this rank has {peer.lane}", now_s)
+        transfer.lane = wanted if is_one_sided(wanted) else INLINE if is_one_sided(peer.lane) else peer.lane
+        # The landing may have been fenced, and this rank have said that it writes nothing, before it knew of it.
+        return [self.resume_message(transfer, now_s)]
+
     def due(self, transfer: Transfer, now_s: float) -> Actions:
         """What time makes necessary for one transfer: a repeat, a question, or its end."""
-        config = self._config
         address = transfer.peer.kv_address
         peer = self.peers[address]
         if transfer.state is TransferState.ABORTING:
@@ -108,87 +175,62 @@ class PushRules:
                 # No HELLO answered either: the connection may be dead, and short waits must not hide that for ever.
                 dropped: Actions = [] if peer.epoch else [DropPeer(address)]
                 return [*dropped, *self.fail(transfer, "the decode worker did not answer a RESERVE in time", now_s)]
-            is_connected = peer.epoch == transfer.peer.epoch
+            is_connected = peer.lane and peer.epoch == transfer.peer.epoch
             return [self.reserve_message(transfer, now_s)] if is_connected and now_s >= transfer.retry_s else []
-        if transfer.renewed.silence_s(now_s) > config.lease_s:
-            return self.fail(transfer, f"the decode worker did not name it for {config.lease_s} s", now_s)
-        progress_s = transfer.progress.at_s
-        if transfer.to_send and not transfer.in_flight_bytes:
-            # Others have the window; as long as they get on, it is only not this one's turn.
-            progress_s = max(progress_s, peer.progress_s)
-        is_waiting = transfer.in_flight_bytes or transfer.to_send or transfer.state is TransferState.COMMITTING
-        if is_waiting and now_s - progress_s > config.commit_timeout_s:
-            return self.fail(transfer, f"no progress for {config.commit_timeout_s} s", now_s)
-        if now_s < transfer.retry_s:
+        problem = self._overdue(transfer, peer, now_s)
+        if problem:
+            return self.fail(transfer, problem, now_s)
+        if now_s < transfer.retry_s or not peer.lane:
             return []
         if transfer.is_commit_posted:
             return [self._commit_message(transfer, now_s)]
-        if transfer.in_flight_bytes and transfer.progress.silence_s(now_s) > self._retry_s:
-            transfer.is_resume_posted = True
-            transfer.retry_s = now_s + self._retry_s
-            return [SendControl(address, self._messages.resume(transfer))]
+        if transfer.is_resume_posted or (
+            transfer.in_flight_bytes and transfer.progress.silence_s(now_s) > self._retry_s
+        ):
+            return [self.resume_message(transfer, now_s)]
         return []
-
-    def peer_due(self, address: str, peer: PushPeer, now_s: float, is_heartbeat: bool) -> Actions:
-        """What time makes necessary for one decode worker: signs of life, farewells, its end."""
-        actions: Actions = []
-        live = self.active_on(address)
-        if live and peer.heard.silence_s(now_s) > self._config.lease_s:
-            # The connection may be dead at the other end only; what is said from now on goes over a new one.
-            actions.append(DropPeer(address))
-            for transfer in live:
-                reason = f"nothing heard from the decode worker for {self._config.lease_s} s"
-                actions += self.fail(transfer, reason, now_s)
-            live = []
-            peer.epoch = 0
-        actions += self.pump(address, now_s)  # a transfer that ended left its share of the window
-        for attempt, farewell in tuple(peer.farewells.items()):
-            if now_s > farewell.until_s:
-                del peer.farewells[attempt]
-            elif now_s >= farewell.retry_s:
-                farewell.retry_s = now_s + self._retry_s
-                actions.append(SendControl(address, farewell.control))
-        if live and is_heartbeat:
-            hello_after_s = self._config.heartbeat_s * (HELLO_HEARTBEATS if peer.epoch else 1)
-            if now_s - peer.hello_s >= hello_after_s:
-                actions.append(self.hello(address, now_s))
-            ids = [transfer.landing_id for transfer in live if transfer.landing_id]
-            if peer.epoch:
-                actions.append(SendControl(address, self._messages.lease(ids)))
-        if not self.live_on(address) and not peer.farewells and peer.heard.silence_s(now_s) > 5 * self._config.lease_s:
-            del self.peers[address]
-            actions.append(DropPeer(address))
-        return actions
 
     def fail(self, transfer: Transfer, reason: str, now_s: float, *, tell: bool = True) -> Actions:
         """End a transfer that the worker believes alive."""
         return [PushFailed(transfer.attempt, reason), *self.give_up(transfer, reason, now_s, tell=tell)]
 
     def give_up(self, transfer: Transfer, reason: str, now_s: float, *, tell: bool = True) -> Actions:
-        """Post nothing more; tell the decode worker, unless it said so itself."""
+        """Post nothing more; tell the decode worker, unless it said so itself and waits for nothing."""
         transfer.state = TransferState.ABORTING
         transfer.to_send.clear()
-        actions: Actions = []
         address = transfer.peer.kv_address
+        actions = self._stop(transfer)
         peer = self.peers[address]
-        if tell and peer.epoch == transfer.peer.epoch:
-            abort = self._messages.abort(transfer, reason)
-            farewell = Farewell(abort, now_s + self._retry_s, now_s + self._config.lease_s)
+        one_sided = transfer.is_one_sided
+        is_known = bool(transfer.lane or transfer.grant)  # over there
+        if is_known and (one_sided or (tell and peer.epoch == transfer.peer.epoch)):
+            until_s = now_s + (ONE_SIDED_FAREWELL_S if one_sided else self.config.lease_s)
+            farewell = Farewell(self.messages.abort(transfer, reason), transfer.is_told, now_s + self._retry_s, until_s)
             peer.farewells[transfer.attempt] = farewell
+            if len(peer.farewells) > MAX_FAREWELLS:
+                peer.farewells.popitem(last=False)
             actions.append(SendControl(address, farewell.control))
         return [*actions, *self.drain_if_quiet(transfer)]
 
     def drain_if_quiet(self, transfer: Transfer) -> Actions:
-        """End a transfer that was given up, once no writer reads its blocks."""
-        if transfer.state is not TransferState.ABORTING or transfer.num_holds:
+        """End a transfer that was given up, once nothing reads its blocks or writes its landing."""
+        if transfer.state is not TransferState.ABORTING or not transfer.is_quiet:
             return []
         return self.end(transfer, PushDrained(transfer.attempt))
 
     def end(self, transfer: Transfer, event: Acked | Denied | PushDrained) -> Actions:
         """Forget a transfer; `event` is the last word on it."""
+        assert not transfer.num_writes
+        address = transfer.peer.kv_address
+        self.write_off(transfer)
         del self.transfers[transfer.attempt]
-        self.by_landing.pop((transfer.peer.kv_address, transfer.landing_id), None)
-        return [event]
+        if self.by_landing.get((address, transfer.landing_id)) is transfer:
+            del self.by_landing[address, transfer.landing_id]
+        actions = self._stop(transfer) if isinstance(event, Acked) else []
+        actions.append(event)
+        if transfer.abort is not None:
+            actions.append(SendControl(address, self.messages.abort_ack(transfer.abort, is_told=transfer.is_told)))
+        return actions
 
     def hello(self, address: str, now_s: float) -> SendControl:
         """HELLO, noted so that the reply can be matched and timed."""
@@ -196,15 +238,58 @@ class PushRules:
         peer.hello_s = now_s
         sent_ns = int(now_s * 1e9)
         peer.hellos.append(sent_ns)
-        return SendControl(address, self._messages.hello(sent_ns))
+        return SendControl(address, self.messages.hello(sent_ns))
 
     def reserve_message(self, transfer: Transfer, now_s: float) -> SendControl:
         """RESERVE, noted so that it is repeated."""
         transfer.retry_s = now_s + self._retry_s
-        return SendControl(transfer.peer.kv_address, self._messages.reserve(transfer, now_s))
+        return SendControl(transfer.peer.kv_address, self.messages.reserve(transfer, now_s))
+
+    def resume_message(self, transfer: Transfer, now_s: float) -> SendControl:
+        """RESUME, noted so that it is repeated; nothing is posted until it is answered."""
+        transfer.is_resume_posted = True
+        transfer.retry_s = now_s + self._retry_s
+        return SendControl(transfer.peer.kv_address, self.messages.resume(transfer))
 
     def _commit_message(self, transfer: Transfer, now_s: float) -> SendControl:
         transfer.is_commit_posted = True
         transfer.retry_s = now_s + self._retry_s
+        peer = self.peers[transfer.peer.kv_address]
+        commit = self.messages.commit(transfer, peer.clock_offset_s, peer.has_digest)
+        return SendControl(transfer.peer.kv_address, commit)
+
+    def _stop(self, transfer: Transfer) -> Actions:
+        if not transfer.next_seq:
+            return []
         address = transfer.peer.kv_address
-        return SendControl(address, self._messages.commit(transfer, self.peers[address].clock_offset_s))
+        return [StopFrames(address, transfer.attempt, transfer.peer.epoch, transfer.landing_id)]
+
+    def _window_bytes(self, peer: PushPeer, live: list[Transfer], now_s: float) -> int:
+        two_layers_bytes = max(transfer.two_layers_bytes for transfer in live)
+        credits = [transfer.grant.credit_bytes for transfer in live if transfer.grant is not None]
+        limit_bytes = min(self.config.window_bytes, *credits)
+        return peer.window.size_bytes(two_layers_bytes, peer.round_trip_s, limit_bytes, now_s)
+
+    def _may_post(self, transfer: Transfer, peer: PushPeer, now_s: float) -> bool:
+        if transfer.is_resume_posted or not transfer.is_confirmed or not transfer.lane:
+            return False
+        if peer.epoch != transfer.peer.epoch:
+            return False
+        return not transfer.is_one_sided or now_s - transfer.named_s <= SELF_FENCE * transfer.lease_s
+
+    def _overdue(self, transfer: Transfer, peer: PushPeer, now_s: float) -> str:
+        """Why a transfer that was granted has waited long enough; empty if it has not."""
+        if transfer.renewed.silence_s(now_s) > transfer.lease_s:
+            return f"the decode worker did not name it for {transfer.lease_s} s"
+        progress_s = transfer.progress.at_s
+        if transfer.to_send and not transfer.in_flight_bytes:
+            # Others have the window; as long as they get on, it is only not this one's turn.
+            progress_s = max(progress_s, peer.progress_s)
+        is_waiting = transfer.in_flight_bytes or transfer.to_send or transfer.state is TransferState.COMMITTING
+        if is_waiting and now_s - progress_s > self.config.commit_timeout_s:
+            return f"no progress for {self.config.commit_timeout_s} s"
+        return ""
+
+    def _payload_bytes(self, pieces: Iterable[Gap]) -> int:
+        heads = self.messages.heads
+        return sum(self.shape.payload_bytes(piece.layer, piece.count, heads[piece.layer].count) for piece in pieces)

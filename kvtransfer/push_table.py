@@ -1,16 +1,18 @@
 """The records of the prefill side: one for each transfer, one for each decode worker it goes to.
 
-Bookkeeping only; every rule about when a record changes is in `push_protocol`.
+Bookkeeping only; every rule about when a record changes is in `push_rules` and those who call it.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.core.request import AttemptKey
 from baton.kvtransfer.coverage import Coverage, Gap
+from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.last_sign import LastSign
-from baton.kvtransfer.push_actions import DecodePeer
+from baton.kvtransfer.push_actions import DecodePeer, GrantInfo
+from baton.kvtransfer.window import Window
 from baton.proto import kv_pb2
 
 MAX_HELLOS = 16  # sent and not answered
@@ -23,68 +25,136 @@ class TransferState(Enum):
     RESERVING = auto()
     PUSHING = auto()  # granted; frames may be posted
     COMMITTING = auto()
-    ABORTING = auto()  # nothing is posted any more; source blocks may still be read by a writer
+    ABORTING = auto()  # nothing is posted any more; source blocks may still be read, or the landing written
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One attempt on its way to a decode worker."""
+    """One attempt on its way to a decode worker; of this rank's heads.
+
+    Attributes:
+        deadline_s: for the answer to RESERVE.
+        retry_s: when RESERVE, COMMIT or RESUME is repeated.
+        renewed: when the decode worker last showed that it knows this transfer.
+        named_s: the same, with nothing forgiven.
+        progress: when it last did something about it.
+        is_told: `Granted` was said, so other ranks may know of the grant.
+        is_confirmed: the decode worker said so after this rank knew of the grant.
+        num_writes: into the decode worker's pool, that have begun and not ended.
+        two_layers_bytes: what two layers take of the window.
+        charged_bytes: posted, but for what was written off as lost.
+        credited_bytes: of those, no longer in flight.
+        bytes_pushed: payload, each position once.
+        abort: of the decode worker, which waits for an AbortAck.
+    """
 
     attempt: AttemptKey
     peer: DecodePeer
     prompt_len: int
     capacity_len: int
-    deadline_s: float  # for the answer to RESERVE
-    retry_s: float  # when RESERVE or COMMIT is repeated
-    renewed: LastSign  # when the decode worker last showed that it knows this transfer
-    progress: LastSign  # when it last did something about it
+    deadline_s: float
+    retry_s: float
+    renewed: LastSign
+    progress: LastSign
+    named_s: float
     coverage: Coverage
     digests: list[int]
+    two_layers_bytes: int
     state: TransferState = TransferState.RESERVING
-    landing_id: int = 0
-    window_bytes: int = 0
+    grant: GrantInfo | None = None
+    lane: str = ""
+    lease_s: float = 0.0
+    is_told: bool = False
+    is_confirmed: bool = True
     to_send: deque[Gap] = field(default_factory=deque)
     next_seq: int = 0
-    charged_bytes: int = 0  # posted
-    credited_bytes: int = 0  # of those, no longer in flight
-    bytes_pushed: int = 0  # payload, each position once
+    num_writes: int = 0
+    num_holds: int = 0
+    charged_bytes: int = 0
+    credited_bytes: int = 0
+    bytes_pushed: int = 0
     num_resends: int = 0
     round: int = 0
     state_message: kv_pb2.SequenceState | None = None
     prefill_end_s: float = 0.0
-    num_holds: int = 0
     is_commit_posted: bool = False
     is_resume_posted: bool = False
     resume_round: int = 0
+    abort: kv_pb2.Abort | None = None
+
+    @property
+    def landing_id(self) -> int:
+        """0 before the grant."""
+        return self.grant.landing_id if self.grant is not None else 0
 
     @property
     def in_flight_bytes(self) -> int:
         """Charged bytes that no credit has come back for."""
-        return max(0, self.charged_bytes - self.credited_bytes)
+        return self.charged_bytes - self.credited_bytes
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Whether this side writes the decode worker's pool."""
+        return is_one_sided(self.lane)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing reads the source blocks or writes the landing on behalf of this transfer."""
+        return not self.num_holds and not self.num_writes
 
 
 @dataclass(slots=True)
 class Farewell:
-    """An ABORT that is repeated until it is acknowledged or pointless."""
+    """An ABORT that is repeated until it is acknowledged or pointless. `is_told` as in the transfer."""
 
     control: kv_pb2.Control
+    is_told: bool
     retry_s: float
     until_s: float
 
 
 @dataclass(slots=True)
 class PushPeer:
-    """What is known of one decode worker, by its address."""
+    """What is known of one decode worker, by its address.
+
+    Attributes:
+        heard: its last sign of life.
+        used_s: when something was last to be said to it.
+        progress_s: when credit last came from it.
+        epoch: 0 until a HELLO was answered.
+        lane: the best that was opened to that life; empty until then.
+        has_digest: it verifies by digest.
+        block_size: of its pools.
+        hellos: moments of those sent and not answered, in ns.
+        offsets: (round trip, clock offset).
+    """
 
     heard: LastSign
-    progress_s: float = float("-inf")  # when credit last came from it
-    epoch: int = 0  # 0 until a HELLO was answered
+    used_s: float
+    progress_s: float = float("-inf")
+    epoch: int = 0
+    lane: str = ""
+    has_digest: bool = False
+    block_size: int = 0
+    window: Window = field(default_factory=Window)
     hello_s: float = float("-inf")
-    hellos: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_HELLOS))  # sent_ns
+    hellos: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_HELLOS))
     offsets: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_OFFSETS))
-    farewells: dict[AttemptKey, Farewell] = field(default_factory=dict)
+    farewells: OrderedDict[AttemptKey, Farewell] = field(default_factory=OrderedDict)
 
     @property
     def clock_offset_s(self) -> float:
         """What to add to a reading here to get one there: the estimate with the shortest round trip."""
         return min(self.offsets)[1] if self.offsets else 0.0
+
+    @property
+    def round_trip_s(self) -> float:
+        """The shortest lately; 0 if none was measured."""
+        return min(self.offsets)[0] if self.offsets else 0.0
+
+    def forget_life(self) -> None:
+        """What answers next may be another life; replies of the old one are no answers any more."""
+        self.epoch = 0
+        self.lane = ""
+        self.hellos.clear()
+        self.hello_s = float("-inf")

@@ -6,6 +6,9 @@ A record is a kind, a slot, and the fields of one dataclass in their order. Both
 import struct
 from dataclasses import dataclass, fields
 
+from google.protobuf.message import DecodeError
+
+from baton.core.errors import ProtocolError
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.landing_actions import Drained, LandingEvent, LandingFailed, ReserveWanted, Sealed
@@ -72,11 +75,20 @@ def encode_record(record: Record, slot: int = NO_SLOT) -> bytes:
 
 
 def decode_record(data: bytes) -> tuple[Record, int]:
-    """The event or command, and its slot."""
-    kind, slot = _HEAD.unpack_from(data)
-    reader = _Reader(data, _HEAD.size)
-    cls = _KINDS[kind]
-    record = cls(*(reader.read(field.type) for field in fields(cls)))
+    """The event or command, and its slot.
+
+    Raises:
+        ProtocolError: it is none: the other side has lost its mind, and must be ended.
+    """
+    try:
+        kind, slot = _HEAD.unpack_from(data)
+        cls = _KINDS[kind]
+        reader = _Reader(data, _HEAD.size)
+        record = cls(*(reader.read(field.type) for field in fields(cls)))
+    except (struct.error, IndexError, ValueError, DecodeError) as error:
+        raise ProtocolError(f"a ring holds a record that is none: {error!r}") from error
+    if not reader.is_at_end:
+        raise ProtocolError(f"a ring holds a {cls.__name__} and more in one record")
     return record, slot
 
 
@@ -116,6 +128,7 @@ class _Reader:
         if kind is BlockTable:
             block_size, count = self._number(_U32), self._number(_U32)
             blocks = struct.unpack_from(f"<{count}I", self._data, self._start)
+            self._start += 4 * count
             return BlockTable(blocks, block_size)
         if kind is str:
             return self._sized().decode()
@@ -129,6 +142,11 @@ class _Reader:
             return value
         return self._number(_U64)
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether nothing is left."""
+        return self._start == len(self._data)
+
     def _number(self, form: struct.Struct) -> int:
         (value,) = form.unpack_from(self._data, self._start)
         self._start += form.size
@@ -137,4 +155,6 @@ class _Reader:
     def _sized(self) -> bytes:
         size = self._number(_U32)
         start, self._start = self._start, self._start + size
+        if self._start > len(self._data):
+            raise IndexError(f"{size} bytes at {start} of {len(self._data)}")
         return self._data[start : self._start]

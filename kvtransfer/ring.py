@@ -3,7 +3,10 @@
 Both live in a plain buffer, positions included, so that they can be put into memory that two processes share. Each
 position is written by one side only, as one aligned 64-bit store, after the bytes it announces; that is enough on
 processors with total store order and between threads of one interpreter. Nothing here ever waits: a full ring says so.
+The consumer believes no position and no length that the producer wrote: a producer may be killed, or be another build.
 """
+
+from baton.core.errors import ProtocolError
 
 _WORD_BYTES = 8
 _LENGTH_BYTES = 4
@@ -37,14 +40,27 @@ class Ring:
         return True
 
     def pop(self) -> bytes | None:
-        """Take the oldest record; None if there is none. Only the consumer calls this."""
-        head = self._words[_HEAD_WORD]
-        if head == self._words[_TAIL_WORD]:
+        """Take the oldest record; None if there is none. Only the consumer calls this.
+
+        Raises:
+            ProtocolError: what lies there cannot have been pushed; the ring is of no use any more.
+        """
+        head, tail = self._words[_HEAD_WORD], self._words[_TAIL_WORD]
+        if head == tail:
             return None
         length = int.from_bytes(self._read(head, _LENGTH_BYTES), "little")
+        end = head + _LENGTH_BYTES + length
+        if tail - head > self.capacity_bytes or end > tail:
+            raise ProtocolError(
+                f"a ring of {self.capacity_bytes} bytes has {length} bytes at {head} and ends at {tail}"
+            )
         record = self._read(head + _LENGTH_BYTES, length)
-        self._words[_HEAD_WORD] = head + _LENGTH_BYTES + length
+        self._words[_HEAD_WORD] = end
         return record
+
+    def reset(self) -> None:
+        """Make it empty. Nobody may be at the other end."""
+        self._words[_HEAD_WORD] = self._words[_TAIL_WORD] = 0
 
     def _write(self, position: int, data: bytes) -> None:
         start = position % self.capacity_bytes
@@ -73,9 +89,14 @@ class CompletionWords:
         return len(self._words)
 
     def set(self, slot: int, landing_id: int) -> None:
-        """Only the landing thread writes."""
+        """Only the landing side writes."""
         self._words[slot] = landing_id
 
     def get(self, slot: int) -> int:
-        """Any thread reads."""
-        return self._words[slot]
+        """The engine's side reads; 0 for a slot that is none."""
+        return self._words[slot] if slot < len(self._words) else 0
+
+    def reset(self) -> None:
+        """Nothing is sealed. Nobody may be at the other end."""
+        for slot in range(len(self._words)):
+            self._words[slot] = 0

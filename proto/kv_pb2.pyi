@@ -15,7 +15,7 @@ class Attempt(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Control(_message.Message):
-    __slots__ = ("hello", "hello_reply", "reserve", "grant", "deny", "commit", "commit_ack", "commit_nack", "credit", "lease", "abort", "abort_ack", "resume", "have")
+    __slots__ = ("hello", "hello_reply", "reserve", "grant", "deny", "commit", "commit_ack", "commit_nack", "credit", "lease", "abort", "abort_ack", "resume", "have", "checksum")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HELLO_REPLY_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class Control(_message.Message):
     ABORT_ACK_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     hello_reply: HelloReply
     reserve: Reserve
@@ -44,10 +45,11 @@ class Control(_message.Message):
     abort_ack: AbortAck
     resume: Resume
     have: Have
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., deny: _Optional[_Union[Deny, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., commit_nack: _Optional[_Union[CommitNack, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., have: _Optional[_Union[Have, _Mapping]] = ...) -> None: ...
+    checksum: int
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., deny: _Optional[_Union[Deny, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., commit_nack: _Optional[_Union[CommitNack, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., have: _Optional[_Union[Have, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
-    __slots__ = ("model_hash", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "hash")
+    __slots__ = ("model_hash", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "hash", "extra_layers")
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +57,7 @@ class Layout(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     HASH_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_LAYERS_FIELD_NUMBER: _ClassVar[int]
     model_hash: str
     num_layers: int
     num_kv_heads: int
@@ -62,10 +65,121 @@ class Layout(_message.Message):
     block_size: int
     dtype: str
     hash: bytes
-    def __init__(self, model_hash: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., hash: _Optional[bytes] = ...) -> None: ...
+    extra_layers: _containers.RepeatedCompositeFieldContainer[LayerLayout]
+    def __init__(self, model_hash: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., hash: _Optional[bytes] = ..., extra_layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ...) -> None: ...
+
+class LayerLayout(_message.Message):
+    __slots__ = ("kind", "num_heads", "num_parts", "row_len")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
+    ROW_LEN_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    num_heads: int
+    num_parts: int
+    row_len: int
+    def __init__(self, kind: _Optional[str] = ..., num_heads: _Optional[int] = ..., num_parts: _Optional[int] = ..., row_len: _Optional[int] = ...) -> None: ...
+
+class LaneOffer(_message.Message):
+    __slots__ = ("lane", "raw", "shm", "nvlink", "nixl")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
+    SHM_FIELD_NUMBER: _ClassVar[int]
+    NVLINK_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
+    lane: str
+    raw: RawOffer
+    shm: ShmOffer
+    nvlink: NvlinkOffer
+    nixl: NixlOffer
+    def __init__(self, lane: _Optional[str] = ..., raw: _Optional[_Union[RawOffer, _Mapping]] = ..., shm: _Optional[_Union[ShmOffer, _Mapping]] = ..., nvlink: _Optional[_Union[NvlinkOffer, _Mapping]] = ..., nixl: _Optional[_Union[NixlOffer, _Mapping]] = ...) -> None: ...
+
+class RawOffer(_message.Message):
+    __slots__ = ("address", "token")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    token: bytes
+    def __init__(self, address: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class PoolPlace(_message.Message):
+    __slots__ = ("offset_bytes", "num_bytes", "num_blocks", "block_size", "tp_rank", "tp_size")
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    offset_bytes: int
+    num_bytes: int
+    num_blocks: int
+    block_size: int
+    tp_rank: int
+    tp_size: int
+    def __init__(self, offset_bytes: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
+
+class ShmOffer(_message.Message):
+    __slots__ = ("path", "nonce", "nonce_offset_bytes", "pools")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    NONCE_OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    nonce: bytes
+    nonce_offset_bytes: int
+    pools: _containers.RepeatedCompositeFieldContainer[PoolPlace]
+    def __init__(self, path: _Optional[str] = ..., nonce: _Optional[bytes] = ..., nonce_offset_bytes: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolPlace, _Mapping]]] = ...) -> None: ...
+
+class NvlinkOffer(_message.Message):
+    __slots__ = ("pools", "flags_path", "nonce", "flags_offset_bytes", "num_flags")
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_PATH_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FLAGS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[NvlinkPool]
+    flags_path: str
+    nonce: bytes
+    flags_offset_bytes: int
+    num_flags: int
+    def __init__(self, pools: _Optional[_Iterable[_Union[NvlinkPool, _Mapping]]] = ..., flags_path: _Optional[str] = ..., nonce: _Optional[bytes] = ..., flags_offset_bytes: _Optional[int] = ..., num_flags: _Optional[int] = ...) -> None: ...
+
+class NvlinkPool(_message.Message):
+    __slots__ = ("place", "ipc_handle", "device_uuid", "event_handle")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    EVENT_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    place: PoolPlace
+    ipc_handle: bytes
+    device_uuid: str
+    event_handle: bytes
+    def __init__(self, place: _Optional[_Union[PoolPlace, _Mapping]] = ..., ipc_handle: _Optional[bytes] = ..., device_uuid: _Optional[str] = ..., event_handle: _Optional[bytes] = ...) -> None: ...
+
+class NixlOffer(_message.Message):
+    __slots__ = ("agent", "metadata", "pools")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    agent: str
+    metadata: bytes
+    pools: _containers.RepeatedCompositeFieldContainer[NixlPool]
+    def __init__(self, agent: _Optional[str] = ..., metadata: _Optional[bytes] = ..., pools: _Optional[_Iterable[_Union[NixlPool, _Mapping]]] = ...) -> None: ...
+
+class NixlPool(_message.Message):
+    __slots__ = ("place", "address", "device_id", "memory")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    place: PoolPlace
+    address: int
+    device_id: int
+    memory: str
+    def __init__(self, place: _Optional[_Union[PoolPlace, _Mapping]] = ..., address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "sent_ns")
+    __slots__ = ("version", "epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "sent_ns", "lanes", "host_id", "life_file")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +189,9 @@ class Hello(_message.Message):
     HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     SENT_NS_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FILE_FIELD_NUMBER: _ClassVar[int]
     version: int
     epoch: int
     layout: Layout
@@ -84,10 +201,13 @@ class Hello(_message.Message):
     head_count: int
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     sent_ns: int
-    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., sent_ns: _Optional[int] = ...) -> None: ...
+    lanes: _containers.RepeatedScalarFieldContainer[str]
+    host_id: str
+    life_file: str
+    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., sent_ns: _Optional[int] = ..., lanes: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., life_file: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("version", "epoch", "peer_epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "echo_sent_ns", "receiver_ns", "refused")
+    __slots__ = ("version", "epoch", "peer_epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "echo_sent_ns", "receiver_ns", "refused", "offers", "host_id")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +220,8 @@ class HelloReply(_message.Message):
     ECHO_SENT_NS_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_NS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
     version: int
     epoch: int
     peer_epoch: int
@@ -112,35 +234,47 @@ class HelloReply(_message.Message):
     echo_sent_ns: int
     receiver_ns: int
     refused: str
-    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., echo_sent_ns: _Optional[int] = ..., receiver_ns: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
+    offers: _containers.RepeatedCompositeFieldContainer[LaneOffer]
+    host_id: str
+    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., echo_sent_ns: _Optional[int] = ..., receiver_ns: _Optional[int] = ..., refused: _Optional[str] = ..., offers: _Optional[_Iterable[_Union[LaneOffer, _Mapping]]] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("attempt", "epoch", "prompt_len", "capacity_len", "wait_ms")
+    __slots__ = ("attempt", "epoch", "prompt_len", "capacity_len", "wait_ms", "lane", "tp_size", "peer_epoch")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_LEN_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     epoch: int
     prompt_len: int
     capacity_len: int
     wait_ms: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_len: _Optional[int] = ..., capacity_len: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    lane: str
+    tp_size: int
+    peer_epoch: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_len: _Optional[int] = ..., capacity_len: _Optional[int] = ..., wait_ms: _Optional[int] = ..., lane: _Optional[str] = ..., tp_size: _Optional[int] = ..., peer_epoch: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("attempt", "epoch", "landing_id", "credit_bytes", "lease_ms")
+    __slots__ = ("attempt", "epoch", "landing_id", "credit_bytes", "lease_ms", "lane", "blocks")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LANDING_ID_FIELD_NUMBER: _ClassVar[int]
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     epoch: int
     landing_id: int
     credit_bytes: int
     lease_ms: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    lane: str
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., lane: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Deny(_message.Message):
     __slots__ = ("attempt", "epoch", "reason", "detail")
@@ -179,7 +313,7 @@ class SequenceState(_message.Message):
     def __init__(self, first_token: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., hidden: _Optional[bytes] = ..., num_draws: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("epoch", "landing_id", "attempt", "prompt_len", "num_layers", "layer_digests", "state", "prefill_end_ns", "payload_bytes", "round")
+    __slots__ = ("epoch", "landing_id", "attempt", "prompt_len", "num_layers", "layer_digests", "state", "prefill_end_ns", "payload_bytes", "round", "tp_rank", "tp_size", "next_seq")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LANDING_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +324,9 @@ class Commit(_message.Message):
     PREFILL_END_NS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEQ_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     landing_id: int
     attempt: Attempt
@@ -200,7 +337,10 @@ class Commit(_message.Message):
     prefill_end_ns: int
     payload_bytes: int
     round: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., prompt_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., layer_digests: _Optional[_Iterable[int]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., prefill_end_ns: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+    tp_rank: int
+    tp_size: int
+    next_seq: int
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., prompt_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., layer_digests: _Optional[_Iterable[int]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., prefill_end_ns: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., round: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., next_seq: _Optional[int] = ...) -> None: ...
 
 class CommitAck(_message.Message):
     __slots__ = ("epoch", "landing_id")
@@ -221,18 +361,20 @@ class LayerGap(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class CommitNack(_message.Message):
-    __slots__ = ("epoch", "landing_id", "missing", "corrupt_layers", "round")
+    __slots__ = ("epoch", "landing_id", "missing", "corrupt_layers", "round", "charged_bytes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LANDING_ID_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_LAYERS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    CHARGED_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     landing_id: int
     missing: _containers.RepeatedCompositeFieldContainer[LayerGap]
     corrupt_layers: _containers.RepeatedScalarFieldContainer[int]
     round: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[LayerGap, _Mapping]]] = ..., corrupt_layers: _Optional[_Iterable[int]] = ..., round: _Optional[int] = ...) -> None: ...
+    charged_bytes: int
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[LayerGap, _Mapping]]] = ..., corrupt_layers: _Optional[_Iterable[int]] = ..., round: _Optional[int] = ..., charged_bytes: _Optional[int] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("epoch", "landings")
@@ -259,50 +401,64 @@ class Lease(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., landing_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("epoch", "landing_id", "attempt", "reason")
+    __slots__ = ("epoch", "landing_id", "attempt", "reason", "sender_epoch", "peer_epoch")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LANDING_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SENDER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     landing_id: int
     attempt: Attempt
     reason: str
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    sender_epoch: int
+    peer_epoch: int
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ..., sender_epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ...) -> None: ...
 
 class AbortAck(_message.Message):
-    __slots__ = ("epoch", "landing_id", "attempt", "drained")
+    __slots__ = ("epoch", "landing_id", "attempt", "drained", "peer_epoch", "tp_rank", "all_ranks")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LANDING_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    ALL_RANKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     landing_id: int
     attempt: Attempt
     drained: bool
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., drained: bool = ...) -> None: ...
+    peer_epoch: int
+    tp_rank: int
+    all_ranks: bool
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., drained: bool = ..., peer_epoch: _Optional[int] = ..., tp_rank: _Optional[int] = ..., all_ranks: bool = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("epoch", "landing_id", "round")
+    __slots__ = ("epoch", "landing_id", "round", "next_seq")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LANDING_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEQ_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     landing_id: int
     round: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+    next_seq: int
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., round: _Optional[int] = ..., next_seq: _Optional[int] = ...) -> None: ...
 
 class Have(_message.Message):
-    __slots__ = ("epoch", "landing_id", "missing", "round")
+    __slots__ = ("epoch", "landing_id", "missing", "round", "charged_bytes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LANDING_ID_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    CHARGED_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     landing_id: int
     missing: _containers.RepeatedCompositeFieldContainer[LayerGap]
     round: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[LayerGap, _Mapping]]] = ..., round: _Optional[int] = ...) -> None: ...
+    charged_bytes: int
+    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[LayerGap, _Mapping]]] = ..., round: _Optional[int] = ..., charged_bytes: _Optional[int] = ...) -> None: ...
 
 class Packet(_message.Message):
     __slots__ = ("control", "header", "payload")

@@ -62,8 +62,11 @@ class RequestRun:
         self._decode = Leg("decode", pair.decode)
         self._channels = (channels.to(pair.prefill), channels.to(pair.decode))
         self._peer = worker_pb2.Peer(
-            worker_id=pair.decode.state.worker_id, kv_address=pair.decode.state.kv_address, epoch=pair.decode.life.epoch
+            worker_id=pair.decode.state.worker_id,
+            kv_address=pair.decode.state.kv_address,
+            epoch=pair.decode.state.kv_epoch or pair.decode.life.epoch,
         )
+        self._decode_epoch = pair.decode.life.epoch
         self._order = TokenOrder(request.sampling.max_tokens)
         self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
         self._queue: asyncio.Queue[Emitted | BatonError] = asyncio.Queue()
@@ -145,7 +148,7 @@ class RequestRun:
                 if event.HasField("tokens"):
                     self._decode_finished = event.tokens.finish_reason != ""
                     self._on_decode_tokens(event.tokens)
-                elif event.HasField("attending") and event.attending.epoch != self._peer.epoch:
+                elif event.HasField("attending") and event.attending.epoch != self._decode_epoch:
                     raise WorkerLost(f"{self._decode} was restarted", worker_id=self._decode.worker_id)
         finally:
             call.cancel()

@@ -1,7 +1,10 @@
 """Fixtures that several rooms' tests share."""
 
+import os
+
 import pytest
 
+from baton.kvtransfer import life_file, shared_region
 from baton.tests.model.checkpoints import write_checkpoint
 
 
@@ -17,3 +20,13 @@ def tiny_checkpoint(tmp_path_factory):
         return written[key]
 
     return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_shared_memory_is_left():
+    """Whatever this process put into /dev/shm is gone at the end."""
+    yield
+    left = list(shared_region.DIRECTORY.glob(f"{shared_region.PREFIX}{os.getpid()}-*"))
+    for path in life_file.DIRECTORY.glob(f"{life_file.PREFIX}*"):
+        left += [path] if path.read_text().split()[0] == str(os.getpid()) else []
+    assert not left

@@ -12,6 +12,7 @@ from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
 from baton.kernels.selftest import check_invariance
+from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import TORCH_DTYPES, KVPool, num_blocks_for_memory
 from baton.model.loader import load_model
@@ -28,8 +29,17 @@ class LoadedWorker:
     pool: KVPool
 
 
-def load_worker(config: WorkerConfig, on_progress: Callable[[int, int], None] | None = None) -> LoadedWorker:
+def load_worker(
+    config: WorkerConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+    pool_memory: Callable[[PoolGeometry], memoryview] | None = None,
+) -> LoadedWorker:
     """Load the model and size the pool from the memory there is.
+
+    Args:
+        config: what to load.
+        on_progress: told (tensors loaded, all tensors).
+        pool_memory: gives a pool on a CPU its memory, to share it; its own if None.
 
     Raises:
         StartupError: the model directory is unusable, or the numerics mode does not hold on this machine.
@@ -57,7 +67,9 @@ def load_worker(config: WorkerConfig, on_progress: Callable[[int, int], None] | 
             keys=["kv_memory_mib"],
         )
     try:
-        pool = KVPool(layout, num_blocks, device)
+        is_shared = pool_memory is not None and device.type == "cpu"
+        memory = pool_memory(PoolGeometry(layout, num_blocks)) if pool_memory is not None and is_shared else None
+        pool = KVPool(layout, num_blocks, device, memory=memory)
     except RuntimeError as error:  # what torch's allocators raise
         key = "gpu_memory_share" if device.type == "cuda" else "kv_memory_mib"
         mib = num_blocks * layout.bytes_per_block >> 20

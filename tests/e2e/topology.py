@@ -98,7 +98,7 @@ class DecodeSide:
         clock = MonotonicClock()
         self.epoch = epoch
         self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
-        self.landing = LandingService(
+        self.landing = LandingService.on_thread(
             pool=self.pool,
             layout=self.pool.layout,
             epoch=epoch,

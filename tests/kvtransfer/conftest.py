@@ -12,7 +12,15 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import PushPart
-from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed
+from baton.kvtransfer.landing import (
+    Drained,
+    LandingFailed,
+    LandingService,
+    ReserveWanted,
+    Sealed,
+    landing_region,
+)
+from baton.kvtransfer.landing_setup import LandingSetup, Listen
 from baton.kvtransfer.loopback import LoopbackHub
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
@@ -47,6 +55,21 @@ def rows(pool, blocks, prompt_len):
     return torch.stack(layers)[:, :, :, :prompt_len]
 
 
+def landing_in_process(layout, num_blocks, config, *, tp_size=1, lanes=()):
+    """The pool of rank 0, and the landing that writes it from a process of its own."""
+    setup = LandingSetup(
+        epoch=D_EPOCH,
+        layout=layout,
+        num_blocks=num_blocks,
+        tp_size=tp_size,
+        listen=Listen("zmq", "tcp://127.0.0.1:0", tuple(lanes)),
+        config=config,
+    )
+    region = landing_region(setup.geometries, config)
+    service = LandingService.in_process(region, setup)
+    return KVPool(layout, num_blocks, torch.device("cpu"), size=tp_size, memory=region.pool(0)), service
+
+
 class Pair:
     """A prefill worker's and a decode worker's end, and loops as simple as they can be."""
 
@@ -54,30 +77,39 @@ class Pair:
         self.layout = layout
         self.config = KVTransferConfig(**config)
         self.hub = LoopbackHub()
-        if kind == "zmq":
-            at_p, at_d = ZmqTransport(config=self.config), ZmqTransport("tcp://127.0.0.1:0", self.config)
-        else:
-            at_p, at_d = self.hub.join("prefill"), self.hub.join("decode")
-        self.at_p, self.at_d = at_p, at_d
         device = torch.device("cpu")
-        self.source, self.target = KVPool(layout, num_blocks, device), KVPool(layout, num_blocks, device)
+        if kind == "process":
+            self.at_p = ZmqTransport(config=self.config)
+            self.target, self.landing = landing_in_process(layout, num_blocks, self.config)
+        else:
+            self._land_on_thread(kind, layout, num_blocks)
+        self.source = KVPool(layout, num_blocks, device)
         generator = torch.Generator().manual_seed(1)
         fill(self.source, generator)
         self.from_blocks = BlockAllocator(num_blocks, layout.block_size)
         self.to_blocks = BlockAllocator(num_blocks, layout.block_size)
         common = {"layout": layout, "config": self.config, "clock": MonotonicClock()}
-        self.push = PushService(pool=self.source, epoch=P_EPOCH, transport=at_p, **common)
-        self.landing = LandingService(pool=self.target, epoch=D_EPOCH, transport=at_d, **common)
+        self.push = PushService(pool=self.source, epoch=P_EPOCH, transport=self.at_p, **common)
         self.peer = DecodePeer("d0", self.landing.address, D_EPOCH)
         self.tables, self.landed_tables, self.sizes = {}, {}, {}
+        self.all_tables = {}
         self.events = []  # (moment, event), of both sides
         self.is_granting = True
         self.push.start()
         self.landing.start()
 
+    def _land_on_thread(self, kind, layout, num_blocks):
+        if kind == "zmq":
+            self.at_p, at_d = ZmqTransport(config=self.config), ZmqTransport("tcp://127.0.0.1:0", self.config)
+        else:
+            self.at_p, at_d = self.hub.join("prefill"), self.hub.join("decode")
+        self.target = KVPool(layout, num_blocks, torch.device("cpu"))
+        common = {"layout": layout, "config": self.config, "clock": MonotonicClock()}
+        self.landing = LandingService.on_thread(pool=self.target, epoch=D_EPOCH, transport=at_d, **common)
+
     def reserve(self, prompt_len, request_id="r", attempt=0, wait_s=10.0, capacity_len=None):
         key = AttemptKey(request_id, attempt)
-        self.tables[key] = self.from_blocks.reserve(prompt_len)
+        self.tables[key] = self.all_tables[key] = self.from_blocks.reserve(prompt_len)
         self.sizes[key] = prompt_len
         self.push.reserve(key, self.peer, self.tables[key], prompt_len, capacity_len or prompt_len + 3, wait_s)
         return key

@@ -85,7 +85,7 @@ def test_arbitrary_bytes_as_control_are_refused_or_parsed(data):
 
 
 def test_a_control_never_looks_like_a_frame():
-    for field in kv_pb2.Control.DESCRIPTOR.fields:
+    for field in kv_pb2.Control.DESCRIPTOR.oneofs[0].fields:
         control = kv_pb2.Control()
         getattr(control, field.name).SetInParent()
         assert not is_frame(control.SerializeToString())
@@ -122,7 +122,7 @@ def test_pieces_cover_a_range_once_and_fit(first, count, max_frame_bytes):
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 11), st.integers(1, 6), st.integers(0, 1)), max_size=8))
 def test_coverage_is_a_set(ranges):
-    coverage, model = Coverage(2, 2, 17), set()
+    coverage, model = Coverage([17, 17], [2, 2]), set()
     for layer, first, count, head in ranges:
         cells = {(layer, p, head) for p in range(first, first + count)}
         assert coverage.overlaps(layer, first, count, head, 1) == bool(cells & model)
@@ -136,7 +136,7 @@ def test_coverage_is_a_set(ranges):
     for layer in range(2):
         present = {p for f, c in coverage.present(layer, 0, 17) for p in range(f, f + c)}
         assert present == {p for p in range(17) if (layer, p) not in missing}
-    coverage.reset_layer(0)
+    coverage.reset_layer(0, 0, 2)
     assert Gap(0, 0, 17) in coverage.gaps()
 
 

@@ -18,6 +18,7 @@ from baton.kvtransfer.messages import (
     MAX_STATE_BYTES,
     MAX_TEXT_BYTES,
     control_of,
+    encode_control,
     layout_message,
     parse_control,
     shorten,
@@ -30,7 +31,7 @@ MIB = 1 << 20
 
 
 def parse(message):
-    return parse_control(control_of(message).SerializeToString())
+    return parse_control(encode_control(control_of(message)))
 
 
 class Stranger:
@@ -40,17 +41,27 @@ class Stranger:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.connect(pair.landing.address)
-        self.say(kv_pb2.Hello(version=1, epoch=77, layout=layout_message(pair.layout), sent_ns=1))
+        self.say(
+            kv_pb2.Hello(
+                version=1,
+                epoch=77,
+                layout=layout_message(pair.layout),
+                tp_size=1,
+                head_count=pair.layout.num_kv_heads,
+                sent_ns=1,
+            )
+        )
+        self._epoch = pair.peer.epoch
         assert self.hear("hello_reply").refused == ""
 
     def say(self, message):
-        self._socket.send(control_of(message).SerializeToString())
+        self._socket.send(encode_control(control_of(message)))
 
     def reserve(self, request_id, prompt_len, capacity_len):
         attempt = kv_pb2.Attempt(request_id=request_id, attempt=1)
         wait_ms = 2**32 - 1
         sizes = {"prompt_len": prompt_len, "capacity_len": capacity_len}
-        self.say(kv_pb2.Reserve(attempt=attempt, epoch=77, wait_ms=wait_ms, **sizes))
+        self.say(kv_pb2.Reserve(attempt=attempt, epoch=77, peer_epoch=self._epoch, wait_ms=wait_ms, **sizes))
 
     def hear(self, kind, timeout_s=5.0):
         end_s = time.monotonic() + timeout_s
@@ -169,7 +180,7 @@ def test_a_clock_beyond_all_bounds_hurts_nobody(make_pair, receiver_ns):
             control = parse_control(parts[0])
             if control.WhichOneof("message") == "hello_reply":
                 control.hello_reply.receiver_ns = receiver_ns
-                return [[control.SerializeToString()]]
+                return [[encode_control(control)]]
         return [parts]
 
     pair.hub.on_message = shift

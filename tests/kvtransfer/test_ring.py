@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.errors import ProtocolError
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.landing_actions import Drained, LandingFailed, ReserveWanted, Sealed
@@ -78,11 +79,45 @@ def test_a_record_that_never_fits_is_a_bug():
         Ring(bytearray(HEADER_BYTES + 16)).push(bytes(13))
 
 
+@given(st.binary(max_size=80), st.integers(0, 200), st.integers(0, 200))
+def test_a_ring_that_holds_garbage_says_so_and_never_reads_beyond(garbage, head, tail):
+    buffer = bytearray(HEADER_BYTES + 64)
+    buffer[HEADER_BYTES : HEADER_BYTES + len(garbage)] = garbage[:64]
+    words = memoryview(buffer)[:HEADER_BYTES].cast("Q")
+    words[0], words[8] = head, tail
+    ring = Ring(buffer)
+    try:
+        while (record := ring.pop()) is not None:
+            assert len(record) <= 60
+    except ProtocolError:
+        pass
+    ring.reset()
+    assert ring.pop() is None
+    assert ring.push(b"new")
+    assert ring.pop() == b"new"
+
+
+@given(st.binary(max_size=80))
+def test_a_record_that_is_none_is_refused(data):
+    try:
+        record, slot = decode_record(data)
+    except ProtocolError:
+        return
+    assert decode_record(encode_record(record, slot)) == (record, slot)
+
+
+def test_a_record_that_was_cut_or_has_more_is_refused():
+    whole = encode_record(GrantCommand(KEY, BlockTable((1, 2, 3), 16)))
+    for data in (whole[:-1], whole + b"x", b"\xff" + whole[1:]):
+        with pytest.raises(ProtocolError):
+            decode_record(data)
+
+
 def test_words():
     words = CompletionWords(bytearray(CompletionWords.num_bytes(4)))
     assert len(words) == 4
     words.set(3, 2**64 - 1)
-    assert [words.get(slot) for slot in range(4)] == [0, 0, 0, 2**64 - 1]
+    assert [words.get(slot) for slot in range(5)] == [0, 0, 0, 2**64 - 1, 0]
 
 
 @pytest.mark.parametrize(

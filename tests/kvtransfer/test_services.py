@@ -12,7 +12,7 @@ from baton.kvtransfer.push import Acked, Denied, Granted, PushDrained, PushFaile
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout, rows
 
-KINDS = ["loopback", "zmq"]
+KINDS = ["loopback", "zmq", "process"]
 
 
 @pytest.mark.fast
@@ -90,16 +90,17 @@ def test_memory_that_changes_under_the_digest_is_never_sealed(make_pair):
     pair = make_pair(heartbeat_s=0.05, max_resends=1)
     key = pair.reserve(8)
     pair.wait_for(Granted, key)
-    real = pair.landing._thread._io.write
+    io = pair.landing._host.driver._io
+    real = io.digest
 
-    def write(blocks, span, payload, order_block_size):
-        real(blocks, span, payload, order_block_size)
+    def digest(blocks, span):
         pair.target.blocks(span.layer)[blocks[0], 0, 0, 0, 0] += 1
+        return real(blocks, span)
 
-    pair.landing._thread._io.write = write
+    io.digest = digest
     pair.compute(key)
     pair.commit(key)
-    assert "incomplete after 1 resends" in pair.wait_for(PushFailed, key).reason
+    assert "corrupt twice" in pair.wait_for(PushFailed, key).reason
     pair.wait_for(Drained, key)
     assert pair.find(Sealed, key) is None
 

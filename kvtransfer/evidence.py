@@ -1,0 +1,39 @@
+"""What proves that a prefill rank which may write into this worker's memory is dead. See `life_file`."""
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+
+from baton.kvtransfer.landing_peers import Life
+from baton.kvtransfer.landing_setup import Legacy
+from baton.kvtransfer.lanes import SAME_HOST
+from baton.kvtransfer.life_file import is_over, life_path
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@functools.cache
+def host_id() -> str:
+    """The same for two processes of one machine and one boot; empty if this machine does not tell."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+class Evidence:
+    """Looks for proof that lives are over.
+
+    Args:
+        legacies: what former lives of this landing left: their prefill workers may never say HELLO to this one.
+    """
+
+    def __init__(self, legacies: Iterable[Legacy]) -> None:
+        self._of_this_host = {legacy.p_epoch for legacy in legacies if legacy.lane in SAME_HOST}
+
+    def is_over(self, life: Life) -> bool:
+        """Whether this rank is proven dead. False also if nothing can prove it here."""
+        path = life_path(life.p_epoch, life.rank)
+        if life.life_file:  # a peer's word, and only believed where it names the one file that can be its own
+            return life.host_id == host_id() and life.life_file == str(path) and is_over(path)
+        return life.p_epoch in self._of_this_host and is_over(path)

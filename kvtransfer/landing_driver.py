@@ -1,0 +1,298 @@
+"""What runs beside the decode loop: takes messages from the transport, has payloads written into the pools, verifies.
+
+It drives one transport and one `LandingProtocol`, and shares a `LandingLink` and the pools' memory with the worker's
+side (`landing`), nothing else: whoever calls `turn`, a thread or a process, decides what the two have in common. No
+turn waits for one peer: a payload that is still on its way is read by the transport while other frames are taken.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+
+from baton.core.clock import Clock
+from baton.core.errors import BatonError, ProtocolError
+from baton.core.request import AttemptKey
+from baton.kvcache.allocator import BlockTable
+from baton.kvtransfer.evidence import Evidence, host_id
+from baton.kvtransfer.frame import Bytes, FrameHeader, crc_of, decode_header
+from baton.kvtransfer.landing_actions import (
+    DigestLayer,
+    DiscardWrites,
+    Drained,
+    LandingAction,
+    LandingEvent,
+    LandingFailed,
+    Sealed,
+    SendControl,
+    WriteFrame,
+)
+from baton.kvtransfer.landing_link import LandingLink
+from baton.kvtransfer.landing_protocol import LandingProtocol
+from baton.kvtransfer.landing_rules import LandingCounts
+from baton.kvtransfer.landing_setup import LandingSetup
+from baton.kvtransfer.landing_table import LandingState
+from baton.kvtransfer.messages import encode_control, parse_control
+from baton.kvtransfer.pool_io import RankedPoolIO
+from baton.kvtransfer.records import (
+    NO_SLOT,
+    AbortCommand,
+    Command,
+    DenyCommand,
+    GrantCommand,
+    ReleaseCommand,
+    decode_record,
+    encode_record,
+)
+from baton.kvtransfer.transport import Delivery, Payload, PayloadDone, Transport, TransportCounts
+from baton.proto import kv_pb2
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.02
+COUNT_S = 0.01  # counts may be so old
+TICK_S = 0.005  # nothing that time makes due is more urgent
+GAUGE_NAMES = frozenset(("num_landings", "num_reserves_waiting"))
+COUNT_NAMES = (
+    *sorted(GAUGE_NAMES),
+    *(field.name for field in fields(LandingCounts)),
+    *(f"transport_{field.name}" for field in fields(TransportCounts)),
+)
+
+
+class LandingDriver:
+    """One life of a landing.
+
+    Args:
+        setup: epoch, layout, limits and times.
+        io: the pools of all ranks.
+        transport: owned from here on.
+        clock: comparable with the worker's.
+        link: to the worker.
+        notify: called after events were written.
+        offers: lanes on which senders write the pools themselves.
+    """
+
+    def __init__(
+        self,
+        *,
+        setup: LandingSetup,
+        io: RankedPoolIO,
+        transport: Transport,
+        clock: Clock,
+        link: LandingLink,
+        notify: Callable[[], None],
+        offers: Sequence[kv_pb2.LaneOffer] = (),
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._io = io
+        self._link = link
+        self._notify = notify
+        self._protocol = LandingProtocol(
+            epoch=setup.epoch,
+            layout=setup.layout,
+            config=setup.config,
+            max_capacity_len=setup.num_blocks * setup.layout.block_size,
+            offers=[*transport.offers(), *offers],
+            host_id=host_id(),
+            has_digest=setup.config.digest,
+        )
+        self._backlog: deque[bytes] = deque()  # events that found the ring full; at most a few for each landing
+        self._has_news = False
+        self._tables: dict[AttemptKey, BlockTable] = {}
+        self._slots: dict[AttemptKey, int] = {}
+        self._free_slots = deque(range(len(link.words)))
+        self._reading: dict[int, tuple[Payload, FrameHeader]] = {}  # by id of the payload: still on their way
+        self._evidence = Evidence(setup.legacies)
+        self._heartbeat_s = setup.config.heartbeat_s
+        self._turn_s = self._ticked_s = self._counted_s = self._looked_s = clock.now_s()
+        for legacy in setup.legacies:
+            self._protocol.inherit(legacy.inherited, self._turn_s)
+        self._count_landings(self._turn_s)
+
+    def turn(self) -> None:
+        """Do what there is to do; sleeps a little if that is nothing."""
+        now_s = self._clock.now_s()
+        self._link.beat()
+        self._protocol.forgive(now_s - self._turn_s, now_s)
+        self._turn_s = now_s
+        while (data := self._link.commands.pop()) is not None:
+            command, _ = decode_record(data)
+            assert isinstance(command, GrantCommand | DenyCommand | AbortCommand | ReleaseCommand)
+            self._do(self._obey(command, now_s))
+        arrived = self._transport.receive(0.0 if self._backlog else IDLE_S)
+        for item in arrived:
+            if isinstance(item, PayloadDone):
+                self._finish(item)
+            else:
+                self._deliver(item)
+        if arrived:
+            self._do(self._protocol.flush())
+        now_s = self._clock.now_s()
+        if now_s - self._ticked_s >= TICK_S:
+            self._ticked_s = now_s
+            self._do(self._protocol.tick(now_s))
+        if now_s - self._looked_s >= self._heartbeat_s:
+            self._looked_s = now_s
+            for life in self._protocol.suspects():
+                if self._evidence.is_over(life):
+                    self._do(self._protocol.peer_is_dead(life.p_epoch, now_s, life.rank))
+        self._publish()
+        if now_s - self._counted_s >= COUNT_S:
+            self._count_landings(now_s)
+
+    def close(self) -> None:
+        """Close the transport."""
+        self._transport.close()
+
+    # Commands of the worker
+
+    def _obey(self, command: Command, now_s: float) -> list[LandingAction]:
+        attempt = command.attempt
+        match command:
+            case GrantCommand():
+                self._tables[attempt] = command.table
+                if self._free_slots:  # none are left only if the landing has ended meanwhile
+                    self._slots[attempt] = self._free_slots.popleft()
+                return self._protocol.grant(attempt, now_s, command.table.blocks)
+            case DenyCommand():
+                return self._protocol.deny(attempt, command.reason, command.detail, now_s)
+            case AbortCommand():
+                return self._protocol.abort(attempt, command.reason, now_s)
+            case ReleaseCommand():
+                actions = self._protocol.release(attempt, now_s)
+                self._forget(attempt)
+                return actions
+
+    # What arrived
+
+    def _deliver(self, delivery: Delivery) -> None:
+        try:
+            if delivery.header is not None:
+                self._take_frame(delivery.peer, delivery.header, delivery.payload)
+            elif delivery.control is not None:
+                control = parse_control(delivery.control)
+                self._do(self._protocol.on_control(delivery.peer, control, self._clock.now_s()))
+        except BatonError as error:
+            if delivery.header is not None:
+                self._protocol.on_corrupt_frame()
+                if delivery.payload is not None:
+                    delivery.payload.discard()
+            log.warning("a message from %s is refused: %s", delivery.peer, error)
+
+    def _take_frame(self, peer: str, head: Bytes, payload: Payload | None) -> None:
+        header = decode_header(head)
+        arriving_bytes = None if payload is None else payload.num_bytes
+        if arriving_bytes != (None if header.is_written else header.payload_bytes):
+            raise ProtocolError(f"a frame of {header.payload_bytes} payload bytes came with {arriving_bytes}")
+        is_wanted = False
+        for action in self._protocol.on_frame(peer, header, self._clock.now_s()):
+            if isinstance(action, WriteFrame):
+                is_wanted = True
+            else:
+                self._do([action])
+        if is_wanted:
+            self._write(header, payload)
+        elif payload is not None:
+            payload.discard()
+
+    def _write(self, header: FrameHeader, payload: Payload | None) -> None:
+        if payload is None:
+            self._land(header)
+        elif payload.read_into(self._io.pieces(self._blocks(header), header.span, header.order_block_size)):
+            self._land(header)
+        else:
+            self._reading[id(payload)] = payload, header
+
+    def _finish(self, done: PayloadDone) -> None:
+        found = self._reading.pop(id(done.payload), None)
+        if found is None:
+            return  # it was discarded meanwhile
+        _, header = found
+        if done.ok:
+            self._land(header)
+        else:
+            self._do(self._protocol.write_failed(header, self._clock.now_s()))
+
+    def _land(self, header: FrameHeader) -> None:
+        """The payload lies in the pool: have its one check made there, while it is in the cache."""
+        blocks, span = self._blocks(header), header.span
+        digest: int | None = None
+        if not header.is_written:
+            self._io.spread(blocks, span)
+        if header.payload_digest is not None:
+            digest = self._io.digest(blocks, span)
+        elif header.payload_crc is not None:
+            if crc_of(self._io.pieces(blocks, span, header.order_block_size)) != header.payload_crc:
+                self._do(self._protocol.write_failed(header, self._clock.now_s(), is_corrupt=True))
+                return
+        self._do(self._protocol.landed(header, digest, self._clock.now_s()))
+
+    def _blocks(self, header: FrameHeader) -> Sequence[int]:
+        return self._tables[self._protocol.landing(header.landing_id).attempt].blocks
+
+    # What the protocol wants
+
+    def _do(self, actions: Sequence[LandingAction]) -> None:
+        for action in actions:
+            match action:
+                case SendControl():
+                    self._transport.send(action.peer, encode_control(action.control))
+                case DiscardWrites():
+                    self._discard(action.landing_id)
+                case WriteFrame() | DigestLayer():
+                    raise AssertionError(f"nothing asked for {action}")
+                case _:
+                    self._tell(action)
+
+    def _discard(self, landing_id: int) -> None:
+        fenced = [key for key, (_, header) in self._reading.items() if header.landing_id == landing_id]
+        for key in fenced:
+            payload, header = self._reading.pop(key)
+            payload.discard()
+            self._do(self._protocol.write_failed(header, self._clock.now_s()))
+
+    # Events for the worker
+
+    def _tell(self, event: LandingEvent) -> None:
+        slot = self._slots.get(event.attempt, NO_SLOT)
+        if isinstance(event, Sealed):
+            self._link.words.set(slot, event.landing_id)
+        elif isinstance(event, LandingFailed) and slot != NO_SLOT:
+            self._link.words.set(slot, 0)
+        elif isinstance(event, Drained):
+            self._forget(event.attempt)
+        # At once: what is said to a prefill worker after this must be known to the worker if this process dies.
+        self._has_news = True
+        record = encode_record(event, slot)
+        if self._backlog or not self._link.events.push(record):
+            self._backlog.append(record)
+
+    def _forget(self, attempt: AttemptKey) -> None:
+        self._tables.pop(attempt, None)
+        slot = self._slots.pop(attempt, None)
+        if slot is not None:
+            self._link.words.set(slot, 0)
+            self._free_slots.append(slot)
+
+    def _publish(self) -> None:
+        while self._backlog and self._link.events.push(self._backlog[0]):
+            self._backlog.popleft()
+        if self._has_news:
+            self._has_news = bool(self._backlog)
+            self._notify()
+
+    def _count_landings(self, now_s: float) -> None:
+        num_landings = num_wanted = 0
+        for landing in self._protocol.landings():
+            if landing.state is LandingState.WANTED:
+                num_wanted += 1
+            else:
+                num_landings += 1
+        self._counted_s = now_s
+        of_transport = {f"transport_{name}": count for name, count in asdict(self._transport.counts).items()}
+        gauges = {"num_landings": num_landings, "num_reserves_waiting": num_wanted}
+        counts = {**gauges, **asdict(self._protocol.counts), **of_transport}
+        assert tuple(counts) == COUNT_NAMES
+        self._link.set_counts(counts)

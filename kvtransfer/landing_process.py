@@ -1,0 +1,167 @@
+"""The landing process: `python -m baton.kvtransfer.landing_process`, started by `supervisor` and of no use without it.
+
+It reads its setup from standard input, says on standard output where it listens, and then lands until it is told to
+stop. It imports no torch. It never outlives the decode worker: the kernel signals it when that one's thread ends, and
+its standard input ends; either way it takes the name of the shared memory away, for nobody else may be left to do so.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Final
+
+import numpy as np
+
+from baton.core.clock import MonotonicClock
+from baton.core.errors import BatonError, PortInUse
+from baton.kvtransfer.landing_driver import LandingDriver
+from baton.kvtransfer.landing_link import LandingLink
+from baton.kvtransfer.landing_setup import LandingSetup
+from baton.kvtransfer.lanes import SHM
+from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
+from baton.kvtransfer.shared_region import NONCE_AT, NONCE_BYTES, SharedRegion
+from baton.kvtransfer.transport import Transport
+from baton.proto import kv_pb2
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG: Final = 1
+EXIT_ORPHANED: Final = 3
+
+
+def main() -> int:
+    """Run one life; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the worker decides
+    setup, more = LandingSetup.from_json(sys.stdin.buffer.readline())
+    life = _Life(setup, more["parent"], notify=more["notify"], nudge=more["nudge"])
+    try:
+        life.begin()
+    except BatonError as error:
+        _say({"error": error.to_wire()})
+        return 1
+    _say({"address": life.address})
+    life.run()
+    return 0
+
+
+class _Life:
+    """Everything between the greeting and the end."""
+
+    def __init__(self, setup: LandingSetup, parent: int, *, notify: int, nudge: int) -> None:
+        self.address = ""
+        self._setup = setup
+        self._parent = parent
+        self._notify = notify
+        self._nudge = nudge
+        self._stopping = False
+
+    def begin(self) -> None:
+        """Take hold of memory and port.
+
+        Raises:
+            BatonError: one of them is not to be had.
+        """
+        setup = self._setup
+        self._region = setup.open_region()
+        self._leave_with_parent()
+        self._transport = _listen(setup)
+        self.address = self._transport.address
+        link = LandingLink(self._region.link, setup.config.ring_slots, setup.num_blocks)
+        pools = [
+            PoolIO(np.frombuffer(self._region.pool(rank), dtype=np.uint8), geometry)
+            for rank, geometry in enumerate(setup.geometries)
+        ]
+        self._driver = LandingDriver(
+            setup=setup,
+            io=RankedPoolIO(pools),
+            transport=self._transport,
+            clock=MonotonicClock(),
+            link=link,
+            notify=lambda: os.eventfd_write(self._notify, 1),
+            offers=[_shm_offer(setup, self._region)] if SHM in setup.listen.lanes else [],
+        )
+        threading.Thread(target=self._listen_to_parent, name="kv-parent", daemon=True).start()
+
+    def run(self) -> None:
+        """Land until told to stop."""
+        try:
+            while not self._stopping:
+                self._driver.turn()
+        finally:
+            self._driver.close()
+
+    def _leave_with_parent(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != self._parent:  # it was faster
+            self._orphaned()
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if os.getppid() != self._parent:
+            self._orphaned()
+        self._stopping = True
+
+    def _listen_to_parent(self) -> None:
+        poll = select.poll()
+        poll.register(self._nudge, select.POLLIN)
+        poll.register(sys.stdin.fileno(), select.POLLIN)
+        while not self._stopping:
+            for file, _ in poll.poll():
+                if file == self._nudge:
+                    os.eventfd_read(self._nudge)
+                    self._transport.wake()
+                elif not self._stopping:
+                    self._orphaned()
+
+    def _orphaned(self) -> None:
+        self._region.unlink()
+        os._exit(EXIT_ORPHANED)
+
+
+def _listen(setup: LandingSetup) -> Transport:
+    if setup.last_address:
+        try:
+            return _transport(setup, setup.last_address)
+        except PortInUse:
+            log.warning("%s is taken meanwhile; prefill workers hear of another", setup.last_address)
+    return _transport(setup, setup.listen.bind)
+
+
+def _transport(setup: LandingSetup, bind: str) -> Transport:
+    assert setup.listen.transport == "zmq"
+    return ZmqTransport(bind=bind, config=setup.config)
+
+
+def _shm_offer(setup: LandingSetup, region: SharedRegion) -> kv_pb2.LaneOffer:
+    pools = [
+        kv_pb2.PoolPlace(
+            offset_bytes=place.offset_bytes,
+            num_bytes=place.num_bytes,
+            num_blocks=setup.num_blocks,
+            block_size=setup.layout.block_size,
+            tp_rank=rank,
+            tp_size=setup.tp_size,
+        )
+        for rank, place in enumerate(region.pools)
+    ]
+    nonce = region.nonce.to_bytes(NONCE_BYTES, "little")
+    shm = kv_pb2.ShmOffer(path=str(region.path), nonce=nonce, nonce_offset_bytes=NONCE_AT, pools=pools)
+    return kv_pb2.LaneOffer(lane=SHM, shm=shm)
+
+
+def _say(greeting: dict[str, str]) -> None:
+    print(json.dumps(greeting), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

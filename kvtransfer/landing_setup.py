@@ -1,0 +1,129 @@
+"""What a landing process is started with: one line of JSON on its standard input. Both ends are of one version."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from baton.core.config import KVTransferConfig
+from baton.core.request import AttemptKey
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
+from baton.kvtransfer.landing_table import Inherited
+from baton.kvtransfer.shared_region import SharedRegion
+
+_PLAIN = ("epoch", "num_blocks", "tp_size", "region_path", "region_nonce", "last_address")
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where and how prefill workers reach a landing.
+
+    Attributes:
+        transport: of the control channel, "zmq" or "grpc".
+        bind: address, as that transport writes it; port 0 takes a free one.
+        lanes: that are served beside it.
+    """
+
+    transport: str
+    bind: str
+    lanes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Legacy:
+    """A landing that a life that ended had granted, as the worker knows it.
+
+    Attributes:
+        attempt: whose.
+        epoch: of the life that granted it.
+        p_epoch: of the prefill worker.
+        tp_size: ranks of the prefill worker.
+        lane: how its payloads came.
+        is_sealed: the sequence runs. If not, its prefill worker may still write its blocks.
+    """
+
+    attempt: AttemptKey
+    epoch: int
+    p_epoch: int
+    tp_size: int
+    lane: str
+    is_sealed: bool
+
+    @property
+    def inherited(self) -> Inherited:
+        """What the protocol has to know of it."""
+        return Inherited(self.attempt, self.epoch, self.p_epoch, self.tp_size, self.is_sealed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandingSetup:
+    """One life of a landing.
+
+    Attributes:
+        epoch: of this life.
+        layout: of the pools.
+        num_blocks: of each rank's pool.
+        tp_size: ranks of this worker.
+        listen: where it is reached.
+        config: limits and times.
+        region_path: the shared memory, for a process of its own.
+        region_nonce: of that.
+        last_address: where the life before listened; to be had again if nobody took it.
+        legacies: what the lives before left.
+    """
+
+    epoch: int
+    layout: KVLayout
+    num_blocks: int
+    tp_size: int
+    listen: Listen
+    config: KVTransferConfig
+    region_path: str = ""
+    region_nonce: int = 0
+    last_address: str = ""
+    legacies: tuple[Legacy, ...] = ()
+
+    @property
+    def geometries(self) -> tuple[PoolGeometry, ...]:
+        """Of the ranks' pools."""
+        return tuple(PoolGeometry(self.layout, self.num_blocks, rank, self.tp_size) for rank in range(self.tp_size))
+
+    def next_life(self, epoch: int, address: str, legacies: Sequence[Legacy]) -> "LandingSetup":
+        """The same landing once more, at the address of the last life if that is to be had."""
+        return replace(self, epoch=epoch, last_address=address, legacies=tuple(legacies))
+
+    def open_region(self) -> SharedRegion:
+        """Map the shared memory.
+
+        Raises:
+            ProtocolError: it is not there.
+        """
+        return SharedRegion.attach(Path(self.region_path), self.region_nonce)
+
+    def to_json(self, **more: int) -> str:
+        """One line; `more` goes along."""
+        return json.dumps({**asdict(self), **more})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> tuple["LandingSetup", dict[str, int]]:
+        """What `to_json` was called on, and with."""
+        values: dict[str, Any] = json.loads(text)
+        layout = values.pop("layout")
+        extra = [LayerLayout(PayloadKind(layer.pop("kind")), **layer) for layer in layout.pop("extra_layers")]
+        listen = values.pop("listen")
+        config = values.pop("config")
+        legacies = values.pop("legacies")
+        setup = cls(
+            layout=KVLayout(**layout, extra_layers=tuple(extra)),
+            listen=Listen(listen["transport"], listen["bind"], tuple(listen["lanes"])),
+            config=KVTransferConfig(**{key: _hashable(value) for key, value in config.items()}),
+            legacies=tuple(Legacy(AttemptKey(**legacy.pop("attempt")), **legacy) for legacy in legacies),
+            **{key: values.pop(key) for key in _PLAIN},
+        )
+        return setup, values
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

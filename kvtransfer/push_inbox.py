@@ -1,0 +1,233 @@
+"""What the messages of decode workers do to transfers.
+
+A message that contradicts what is known is refused and changes nothing.
+"""
+
+from collections.abc import Callable
+
+from baton.core.errors import ProtocolError
+from baton.kvtransfer.lanes import is_one_sided
+from baton.kvtransfer.messages import DIGEST, attempt_of, hello_problem
+from baton.kvtransfer.push_actions import Acked, Denied, Granted, GrantInfo, OpenLane, PushAction, SendControl
+from baton.kvtransfer.push_messages import PushIdentity
+from baton.kvtransfer.push_rules import PushRules
+from baton.kvtransfer.push_table import PushPeer, Transfer, TransferState
+from baton.proto import kv_pb2
+
+Actions = list[PushAction]
+
+
+class PushInbox:
+    """Takes control messages for one rank."""
+
+    def __init__(self, identity: PushIdentity, rules: PushRules) -> None:
+        self.num_refused = 0
+        self._me = identity
+        self._rules = rules
+
+    def take(self, address: str, control: kv_pb2.Control, now_s: float) -> Actions:
+        """Take a message of the decode worker at `address`.
+
+        Raises:
+            ProtocolError: it breaks the protocol; nothing changed.
+        """
+        peer = self._rules.peers.get(address)
+        kind = str(control.WhichOneof("message"))
+        if kind == "abort":
+            return self._on_abort(address, peer, control.abort, now_s)
+        if peer is None:
+            return []
+        if kind == "hello_reply":
+            return self._on_hello_reply(address, peer, control.hello_reply, now_s)
+        if kind == "abort_ack":
+            return self._on_abort_ack(peer, control.abort_ack, now_s)
+        message = getattr(control, kind)
+        if peer.epoch == 0 or message.epoch != peer.epoch:
+            self.num_refused += 1
+            return []
+        peer.heard.renew(now_s)
+        handlers: dict[str, Callable[..., Actions]] = {
+            "grant": self._on_grant,
+            "deny": self._on_deny,
+            "commit_ack": self._on_ack,
+            "commit_nack": self._on_nack,
+            "credit": self._on_credit,
+            "lease": self._on_lease,
+            "have": self._on_have,
+        }
+        handler = handlers.get(kind)
+        if handler is None:
+            raise ProtocolError(f"a prefill worker takes no {kind}", kind=kind)
+        return handler(address, peer, message, now_s)
+
+    def _on_hello_reply(self, address: str, peer: PushPeer, reply: kv_pb2.HelloReply, now_s: float) -> Actions:
+        rules = self._rules
+        if reply.peer_epoch != self._me.epoch or reply.echo_sent_ns not in peer.hellos or not reply.epoch:
+            self.num_refused += 1
+            return []
+        peer.heard.renew(now_s)
+        sent_s, receiver_s = reply.echo_sent_ns / 1e9, reply.receiver_ns / 1e9
+        refused = reply.refused or hello_problem(reply.version, reply.layout, rules.layout)
+        is_new = peer.epoch != reply.epoch
+        if is_new:
+            peer.forget_life()  # and with it every HELLO that the old one may still answer
+            peer.hello_s = now_s
+            peer.epoch = reply.epoch
+            peer.offsets.clear()
+        peer.has_digest = self._me.has_digest and DIGEST in reply.capabilities
+        peer.block_size = reply.layout.block_size
+        peer.offsets.append((now_s - sent_s, receiver_s - (sent_s + now_s) / 2))
+        actions: Actions = []
+        for transfer in rules.active_on(address):
+            if refused and transfer.state is TransferState.RESERVING:
+                actions += rules.end(transfer, Denied(transfer.attempt, kv_pb2.Deny.LAYOUT, refused))
+            elif refused or transfer.peer.epoch != peer.epoch:
+                actions += rules.fail(transfer, refused or "the decode worker restarted", now_s)
+        if refused:
+            peer.forget_life()  # whoever comes next asks again
+        elif not peer.lane:
+            actions.append(OpenLane(address, peer.epoch, reply.host_id, tuple(reply.offers)))
+        return actions
+
+    def _on_grant(self, address: str, peer: PushPeer, grant: kv_pb2.Grant, now_s: float) -> Actions:
+        rules = self._rules
+        transfer = rules.transfers.get(attempt_of(grant.attempt))
+        if transfer is None or transfer.peer.kv_address != address:
+            return []  # it ended; its ABORT is on the way or done
+        if transfer.peer.epoch != grant.epoch:
+            return []
+        rules.named(transfer, now_s)
+        if transfer.state is not TransferState.RESERVING:
+            return []
+        transfer.grant = GrantInfo(
+            d_epoch=grant.epoch,
+            landing_id=grant.landing_id,
+            credit_bytes=grant.credit_bytes,
+            lease_s=grant.lease_ms / 1e3,
+            lane=grant.lane,
+            blocks=tuple(grant.blocks),
+            block_size=peer.block_size,
+        )
+        problem = self._grant_problem(transfer, peer)
+        if problem:
+            return rules.fail(transfer, problem, now_s)
+        transfer.state = TransferState.PUSHING
+        transfer.lease_s = transfer.grant.lease_s
+        transfer.progress.renew(now_s)
+        transfer.is_told = True
+        rules.by_landing[address, grant.landing_id] = transfer
+        return [Granted(transfer.attempt, transfer.grant)]
+
+    def _grant_problem(self, transfer: Transfer, peer: PushPeer) -> str:
+        grant = transfer.grant
+        assert grant is not None
+        if (
+            not grant.landing_id
+            or not grant.lease_s
+            or (transfer.peer.kv_address, grant.landing_id) in (self._rules.by_landing)
+        ):
+            return f"the decode worker granted landing {grant.landing_id} with a lease of {grant.lease_s} s"
+        if grant.lane != transfer.lane:
+            return f"lane {transfer.lane} was asked for and {grant.lane[:32]!r} granted"
+        if is_one_sided(grant.lane) and len(grant.blocks) * peer.block_size < transfer.prompt_len:
+            size = f"{len(grant.blocks)} blocks of {peer.block_size}"
+            return f"the decode worker granted {size} for {transfer.prompt_len} positions"
+        return ""
+
+    def _on_deny(self, address: str, peer: PushPeer, deny: kv_pb2.Deny, now_s: float) -> Actions:
+        transfer = self._rules.transfers.get(attempt_of(deny.attempt))
+        if transfer is None or transfer.peer.kv_address != address or transfer.state is not TransferState.RESERVING:
+            return []
+        return self._rules.end(transfer, Denied(transfer.attempt, deny.reason, deny.detail))
+
+    def _on_ack(self, address: str, peer: PushPeer, ack: kv_pb2.CommitAck, now_s: float) -> Actions:
+        transfer = self._rules.by_landing.get((address, ack.landing_id))
+        if transfer is None or transfer.state is not TransferState.COMMITTING or transfer.num_writes:
+            return []
+        return self._rules.end(transfer, Acked(transfer.attempt, transfer.bytes_pushed))
+
+    def _on_nack(self, address: str, peer: PushPeer, nack: kv_pb2.CommitNack, now_s: float) -> Actions:
+        rules = self._rules
+        transfer = rules.by_landing.get((address, nack.landing_id))
+        if transfer is None or transfer.state is not TransferState.COMMITTING:
+            return []
+        rules.named(transfer, now_s)
+        if not transfer.is_commit_posted or nack.round != transfer.round:
+            return []  # about an earlier COMMIT
+        transfer.round += 1
+        transfer.is_commit_posted = False
+        rules.credit(transfer, nack.charged_bytes, now_s)
+        rules.write_off(transfer)
+        if not nack.missing:
+            return rules.pump(address, now_s)  # all of it came meanwhile; say again that it is all
+        return rules.send_again(transfer, nack.missing, now_s)
+
+    def _on_have(self, address: str, peer: PushPeer, have: kv_pb2.Have, now_s: float) -> Actions:
+        rules = self._rules
+        transfer = rules.by_landing.get((address, have.landing_id))
+        if transfer is None or transfer.state not in (TransferState.PUSHING, TransferState.COMMITTING):
+            return []
+        rules.named(transfer, now_s)
+        if not transfer.is_resume_posted or have.round != transfer.resume_round:
+            return []  # it answers a RESUME that was answered before
+        transfer.is_resume_posted = False
+        transfer.resume_round += 1
+        transfer.is_confirmed = True
+        rules.credit(transfer, have.charged_bytes, now_s)
+        rules.write_off(transfer)
+        return rules.send_again(transfer, have.missing, now_s)
+
+    def _on_credit(self, address: str, peer: PushPeer, credit: kv_pb2.Credit, now_s: float) -> Actions:
+        rules = self._rules
+        for entry in credit.landings:
+            transfer = rules.by_landing.get((address, entry.landing_id))
+            if transfer is None or entry.charged_bytes <= transfer.credited_bytes:
+                continue
+            rules.named(transfer, now_s)
+            rules.credit(transfer, entry.charged_bytes, now_s)
+            if transfer.is_resume_posted and transfer.is_confirmed and not transfer.in_flight_bytes:
+                transfer.is_resume_posted = False  # nothing is open that it asks about
+                transfer.resume_round += 1
+        return rules.pump(address, now_s)
+
+    def _on_lease(self, address: str, peer: PushPeer, lease: kv_pb2.Lease, now_s: float) -> Actions:
+        for landing_id in lease.landing_ids:
+            transfer = self._rules.by_landing.get((address, landing_id))
+            if transfer is not None:
+                self._rules.named(transfer, now_s)
+        return []
+
+    def _on_abort(self, address: str, peer: PushPeer | None, abort: kv_pb2.Abort, now_s: float) -> Actions:
+        """The decode worker gave a landing up, in this life or one gone by, and wants to know when it is quiet."""
+        rules = self._rules
+        if abort.peer_epoch not in (0, self._me.epoch):
+            self.num_refused += 1
+            return []  # only the life that was granted it may answer
+        attempt = attempt_of(abort.attempt)
+        transfer = rules.transfers.get(attempt)
+        if peer is not None and abort.epoch == peer.epoch:
+            if abort.sender_epoch == peer.epoch:
+                peer.heard.renew(now_s)
+            elif abort.sender_epoch:
+                peer.forget_life()
+        is_live = (
+            transfer is not None
+            and (transfer.peer.kv_address, transfer.peer.epoch) == (address, abort.epoch)
+            and (not transfer.landing_id or abort.landing_id in (0, transfer.landing_id))
+        )
+        if transfer is None or not is_live:
+            farewell = peer.farewells.get(attempt) if peer is not None else None
+            is_told = farewell is None or farewell.is_told or farewell.control.abort.epoch != abort.epoch
+            return [SendControl(address, rules.messages.abort_ack(abort, is_told=is_told))]
+        transfer.abort = abort
+        if transfer.state is TransferState.ABORTING:
+            return []
+        return rules.fail(transfer, f"the decode worker gave up: {abort.reason}", now_s, tell=False)
+
+    def _on_abort_ack(self, peer: PushPeer, ack: kv_pb2.AbortAck, now_s: float) -> Actions:
+        farewell = peer.farewells.get(attempt_of(ack.attempt))
+        if farewell is not None and farewell.control.abort.epoch == ack.epoch and ack.drained:
+            del peer.farewells[attempt_of(ack.attempt)]
+            if ack.epoch == peer.epoch:
+                peer.heard.renew(now_s)
+        return []

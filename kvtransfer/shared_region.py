@@ -1,0 +1,196 @@
+"""The memory that a decode worker shares with its landing process and, on one host, with prefill workers: a named file.
+
+Owns the file: its order (header, then the landing's link, then the pool of each rank, page aligned), its room in
+/dev/shm, and its end. The process that made it holds a lock on it as long as it lives; that lock, never an age, is what
+`sweep` goes by. Refuses to know what the bytes mean.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.core.errors import ConfigInvalid, ProtocolError
+
+DIRECTORY = Path("/dev/shm")
+PREFIX = "baton-kv-"
+MAGIC = b"BATONKV1"
+VERSION = 1
+MAX_POOLS = 64
+PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
+_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, number of pools, nonce, bytes of the link, bytes in all
+NONCE_AT, NONCE_BYTES = 16, 8  # in the file, little endian
+_EPOCH_AT = 64  # a word on a cache line of its own: the life of the landing that the memory belongs to now
+_POOLS_AT = 128
+_POOL = struct.Struct("<QQ")  # offset, bytes
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlace:
+    """Where in the file the pool of one rank lies."""
+
+    offset_bytes: int
+    num_bytes: int
+
+
+class SharedRegion:
+    """One mapped file. `create` makes it, `attach` maps one that another process made.
+
+    Attributes:
+        path: of the file.
+        nonce: random, in the header too: whoever maps a path knows by it that this is the file that was meant.
+        pools: places of the ranks' pools.
+    """
+
+    def __init__(self, path: Path, file: int, memory: mmap.mmap, *, is_owner: bool) -> None:
+        self.path = path
+        self._file = file  # open as long as the owner lives: the lock hangs on it
+        self._is_owner = is_owner
+        self._memory = memoryview(memory)
+        magic, version, num_pools, nonce, link_bytes, num_bytes = _HEADER.unpack_from(self._memory)
+        assert (magic, version, num_bytes) == (MAGIC, VERSION, len(memory))
+        self.nonce: int = nonce
+        self.num_bytes: int = num_bytes
+        self._link_bytes: int = link_bytes
+        places = _POOL.iter_unpack(self._memory[_POOLS_AT : _POOLS_AT + num_pools * _POOL.size])
+        self.pools = tuple(PoolPlace(*place) for place in places)
+
+    @classmethod
+    def create(cls, *, link_bytes: int, pool_bytes: Sequence[int], key: str = "kv_memory_mib") -> "SharedRegion":
+        """Make the file and take its memory at once: what is missing must not show as a bus error later.
+
+        Args:
+            link_bytes: for rings, words and counts.
+            pool_bytes: of each rank's pool.
+            key: the configuration key that an operator would lower.
+
+        Raises:
+            ConfigInvalid: /dev/shm has no room for it.
+        """
+        assert 0 < len(pool_bytes) <= MAX_POOLS
+        offset = PAGE_BYTES + _whole_pages(link_bytes)
+        places = []
+        for num_bytes in pool_bytes:
+            places.append(PoolPlace(offset, num_bytes))
+            offset += _whole_pages(num_bytes)
+        path, file = _make_locked_file()
+        try:
+            _take_memory(file, offset, key)
+            memory = mmap.mmap(file, offset)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(file)
+            raise
+        nonce = secrets.randbits(64)
+        for index, place in enumerate(places):
+            _POOL.pack_into(memory, _POOLS_AT + index * _POOL.size, place.offset_bytes, place.num_bytes)
+        _HEADER.pack_into(memory, 0, MAGIC, VERSION, len(places), nonce, link_bytes, offset)
+        return cls(path, file, memory, is_owner=True)
+
+    @classmethod
+    def attach(cls, path: Path, nonce: int) -> "SharedRegion":
+        """Map a file that another process made, and touch every page, so that no fault comes later.
+
+        Raises:
+            ProtocolError: there is no such file, or it is another one.
+        """
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise ProtocolError(f"cannot open {path}: {error.strerror}", path=str(path)) from error
+        try:
+            header = os.pread(file, _HEADER.size, 0)
+            if len(header) < _HEADER.size:
+                raise ProtocolError(f"{path} is no region", path=str(path))
+            magic, version, num_pools, found, _, num_bytes = _HEADER.unpack(header)
+            whole = (magic, version, found, num_bytes) == (MAGIC, VERSION, nonce, os.fstat(file).st_size)
+            if not whole or num_pools > MAX_POOLS:
+                raise ProtocolError(f"{path} is another region, or none", path=str(path))
+            memory = mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        finally:
+            os.close(file)
+        return cls(path, -1, memory, is_owner=False)
+
+    @property
+    def link(self) -> memoryview:
+        """The part for `LandingLink`."""
+        return self._memory[PAGE_BYTES : PAGE_BYTES + self._link_bytes]
+
+    def pool(self, rank: int) -> memoryview:
+        """The pool of one rank."""
+        place = self.pools[rank]
+        return self._memory[place.offset_bytes : place.offset_bytes + place.num_bytes]
+
+    @property
+    def epoch(self) -> int:
+        """The life of the landing that may write here; 0 while there is none."""
+        return self._memory[_EPOCH_AT : _EPOCH_AT + 8].cast("Q")[0]
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._memory[_EPOCH_AT : _EPOCH_AT + 8].cast("Q")[0] = epoch
+
+    def unlink(self) -> None:
+        """Take the name away; mappings live on. Whoever knows that the owner is gone may call it, too."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """The owner's end of it. Memory goes back when the last view of it is gone, in every process."""
+        if self._is_owner and self._file >= 0:
+            self.unlink()
+            os.close(self._file)
+            self._file = -1
+
+
+def sweep() -> list[Path]:
+    """Remove the files of owners that are dead; returns what was removed.
+
+    A file whose lock can be taken has no owner: whoever makes one takes the lock before it counts.
+    """
+    swept = []
+    for path in DIRECTORY.glob(f"{PREFIX}*"):
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, or somebody else's
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            swept.append(path)
+        except OSError:  # its owner lives
+            continue
+        finally:
+            os.close(file)
+    return swept
+
+
+def _make_locked_file() -> tuple[Path, int]:
+    while True:
+        path = DIRECTORY / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):  # a sweeper has it right now, and removes it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.stat(path).st_ino == os.fstat(file).st_ino:
+                return path, file
+        os.close(file)
+
+
+def _take_memory(file: int, num_bytes: int, key: str) -> None:
+    free = os.statvfs(DIRECTORY)
+    free_bytes = free.f_bavail * free.f_frsize
+    problem = f"{num_bytes >> 20} MiB of shared memory are wanted and {DIRECTORY} has {free_bytes >> 20} MiB free"
+    try:
+        if num_bytes > free_bytes:
+            raise OSError(problem)
+        os.posix_fallocate(file, 0, num_bytes)
+    except OSError as error:
+        raise ConfigInvalid(f"{key}: {problem}; lower it, or enlarge {DIRECTORY}", keys=[key]) from error

@@ -1,0 +1,187 @@
+"""A prefill rank without any rules: it sends what a test tells it to, over the product's own transport."""
+
+import sys
+import time
+
+import numpy as np
+
+from baton.core.clock import MonotonicClock
+from baton.core.request import AttemptKey
+from baton.kernels.digest import MASK
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.layout import KVLayout
+from baton.kvtransfer.frame import VERSION, FrameHeader, encode_header
+from baton.kvtransfer.messages import DIGEST, control_of, encode_control, layout_message, parse_control, wire_attempt
+from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.pool_io import PoolIO
+from baton.kvtransfer.span import Span
+from baton.proto import kv_pb2
+
+
+class ScriptedPrefill:
+    """One rank with a pool of random bytes whose blocks 0, 1, ... hold the prompt of every request.
+
+    Args:
+        address: of the landing.
+        layout: of both sides.
+        num_blocks: of the pool.
+        p_epoch: its life.
+        rank: in its group.
+        size: of that group.
+        lanes: that it says it can send on.
+        life_file: named in its HELLO.
+    """
+
+    def __init__(self, address, layout, *, num_blocks=64, p_epoch=77, rank=0, size=1, lanes=(), life_file=""):
+        self.address, self.layout, self.p_epoch, self.rank, self.size = address, layout, p_epoch, rank, size
+        self.lanes, self.life_file = list(lanes), life_file
+        self.transport = ZmqTransport()
+        whole = PoolGeometry(layout, num_blocks)
+        content = np.random.default_rng(7).integers(0, 256, whole.num_bytes, dtype=np.uint8)
+        self.whole = PoolIO(content, whole)  # the same for every rank, so that a test can compare
+        self.blocks = tuple(range(num_blocks))
+        self.replies = []  # every control message that came, in order
+        self.seq = 0
+        self.digests = {}
+
+    def close(self):
+        self.transport.close()
+
+    def send(self, message):
+        self.transport.send(self.address, encode_control(control_of(message)))
+
+    def receive(self, timeout_s=0.01):
+        for delivery in self.transport.receive(timeout_s):
+            self.replies.append(parse_control(delivery.control))
+
+    def wait_for(self, kind, match=lambda message: True, timeout_s=10.0, poll=None):
+        """The first message of a kind that matches, past ones included."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            for control in self.replies:
+                message = getattr(control, kind)
+                if control.WhichOneof("message") == kind and match(message):
+                    return message
+            assert time.monotonic() < end_s, f"no {kind}: {self.replies[-5:]}"
+            if poll is not None:
+                poll()
+            self.receive()
+
+    def hello(self, poll=None):
+        heads = self.layout.heads_of(0, self.rank, self.size)
+        self.send(
+            kv_pb2.Hello(
+                version=VERSION,
+                epoch=self.p_epoch,
+                layout=layout_message(self.layout),
+                tp_size=self.size,
+                tp_rank=self.rank,
+                head_first=heads.first,
+                head_count=heads.count,
+                capabilities=[DIGEST],
+                lanes=self.lanes,
+                host_id=self.host_id,
+                life_file=self.life_file,
+                sent_ns=time.monotonic_ns(),
+            )
+        )
+        return self.wait_for("hello_reply", poll=poll)
+
+    host_id = ""
+
+    def reserve(self, key, prompt_len, *, capacity_len=None, lane="", wait_ms=10_000):
+        self.send(
+            kv_pb2.Reserve(
+                attempt=wire_attempt(key),
+                epoch=self.p_epoch,
+                prompt_len=prompt_len,
+                capacity_len=capacity_len or prompt_len,
+                wait_ms=wait_ms,
+                lane=lane,
+                tp_size=self.size,
+            )
+        )
+
+    def granted(self, key, poll=None, timeout_s=10.0):
+        return self.wait_for("grant", lambda grant: grant.attempt == wire_attempt(key), poll=poll, timeout_s=timeout_s)
+
+    def frame(self, grant, layer, first, count, *, lane="inline", damage=False):
+        """Push some positions of this rank's heads of a layer."""
+        heads = self.layout.pushed_heads(layer, self.rank, self.size)
+        if heads.count == 0:
+            return
+        span = Span(layer, first, count, heads.first, heads.count)
+        payload = self.whole.read(self.blocks, span, self.layout.block_size)
+        digest = self.whole.digest(self.blocks, span)
+        totals = self.digests.setdefault((grant.epoch, grant.landing_id), [0] * self.layout.num_all_layers)
+        totals[layer] = (totals[layer] + digest) & MASK
+        header = FrameHeader(
+            d_epoch=grant.epoch,
+            landing_id=grant.landing_id,
+            attempt=grant.attempt.attempt,
+            seq=self.seq,
+            layer=layer,
+            head_first=heads.first,
+            head_count=heads.count,
+            order_block_size=self.layout.block_size,
+            first=first,
+            count=count,
+            payload_bytes=len(payload),
+            payload_digest=digest ^ 1 if damage else digest,
+        )
+        self.seq += 1
+        self.transport.send_frame(self.address, encode_header(header), [payload], lane)
+
+    def push(self, grant, prompt_len, *, chunk_len=None):
+        """Push every layer."""
+        for layer in range(self.layout.num_all_layers):
+            length = self.layout.layer_len(layer, prompt_len)
+            step = chunk_len or length
+            for first in range(0, length, step):
+                self.frame(grant, layer, first, min(step, length - first))
+
+    def commit(self, grant, prompt_len, *, round=0):
+        state = kv_pb2.SequenceState(first_token=7) if self.rank == 0 else None
+        self.send(
+            kv_pb2.Commit(
+                epoch=grant.epoch,
+                landing_id=grant.landing_id,
+                attempt=grant.attempt,
+                prompt_len=prompt_len,
+                num_layers=self.layout.num_all_layers,
+                layer_digests=self.digests.get((grant.epoch, grant.landing_id), [0] * self.layout.num_all_layers),
+                state=state,
+                prefill_end_ns=int(MonotonicClock().now_s() * 1e9),
+                round=round,
+                tp_rank=self.rank,
+                tp_size=self.size,
+                next_seq=self.seq,
+            )
+        )
+
+
+def key_of(name, attempt=0):
+    return AttemptKey(name, attempt)
+
+
+BULK = KVLayout(model_hash="model", num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
+BULK_LEN = 2048
+
+
+def push_bulk(address, request_id):
+    """Hand BULK_LEN positions over in small frames; says how long that took."""
+    prefill = ScriptedPrefill(address, BULK, num_blocks=BULK_LEN // BULK.block_size, p_epoch=time.monotonic_ns())
+    prefill.hello()
+    key = AttemptKey(request_id, 0)
+    prefill.reserve(key, BULK_LEN)
+    grant = prefill.granted(key)
+    start_s = time.monotonic()
+    prefill.push(grant, BULK_LEN, chunk_len=128)
+    prefill.commit(grant, BULK_LEN)
+    prefill.wait_for("commit_ack")
+    print(time.monotonic() - start_s)
+    prefill.close()
+
+
+if __name__ == "__main__":
+    push_bulk(*sys.argv[1:])
