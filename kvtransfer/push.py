@@ -1,77 +1,73 @@
-"""The prefill worker's end of the hand-off: a thread that drives protocol and transport, and the async writer.
+"""The prefill worker's end of the hand-off: `PushService`, which its loop talks to, and whose writer its steps use.
 
-The worker's loop calls `reserve`, `commit`, `abort`, `poll` and the writer; none of them waits for the network. Writer
-threads read new KV from the pool, digest it and hand both over. If there is no room to keep a payload until the window
-opens, only its digest is handed over, and the thread reads the blocks again when it sends: nobody waits for a slow
-decode worker, and memory stays bounded.
+The loop calls `reserve`, `commit`, `abort`, `poll` and the writer; none of them waits for the network, or for a decode
+worker that is slow. Writer threads read new KV from the pool; a thread of its own drives protocol and lanes
+(`push_driver`).
+
+Of a tensor-parallel group, every rank has a service. Rank 0 reserves and hears the answers; the others `adopt` what it
+was granted. Each pushes the heads that no lower rank holds, and commits its part.
 """
 
-import dataclasses
+import functools
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from baton.core.clock import Clock
 from baton.core.config import KVTransferConfig
-from baton.core.errors import BatonError, TransferFailed
+from baton.core.errors import ConfigInvalid, TransferFailed
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import AsyncWriter, PushPart
-from baton.kvtransfer.frame import FrameHeader, FrameShape, crc_of, encode_header
-from baton.kvtransfer.lanes import INLINE
-from baton.kvtransfer.messages import encode_control, parse_control
+from baton.kvtransfer.evidence import host_id
+from baton.kvtransfer.frame import FrameShape
+from baton.kvtransfer.lane_choice import LaneChoice, LaneChooser
+from baton.kvtransfer.life_file import LifeFile
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.push_actions import (
     Acked,
     DecodePeer,
     Denied,
-    DropPeer,
     Granted,
-    OpenLane,
+    GrantInfo,
     PushAction,
     PushDrained,
     PushEvent,
     PushFailed,
-    SendControl,
-    SendFrame,
-    StopFrames,
 )
+from baton.kvtransfer.push_driver import PushDriver
+from baton.kvtransfer.push_frames import FrameSender
+from baton.kvtransfer.push_lane import LaneOpener
 from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
-from baton.kvtransfer.span import Span
-from baton.kvtransfer.transport import Delivery, Transport
+from baton.kvtransfer.push_route import Route
+from baton.kvtransfer.push_routes import PushRoutes
+from baton.kvtransfer.push_source import PushSource
+from baton.kvtransfer.shm_lane import ShmOpener
+from baton.kvtransfer.transport import Transport
 from baton.proto import kv_pb2
 
-__all__ = ["Acked", "DecodePeer", "Denied", "Granted", "PushDrained", "PushEvent", "PushFailed", "PushService"]
+__all__ = [
+    "Acked",
+    "DecodePeer",
+    "Denied",
+    "GrantInfo",
+    "Granted",
+    "PushDrained",
+    "PushEvent",
+    "PushFailed",
+    "PushService",
+]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-IDLE_S = 0.02
 JOIN_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Payload:
-    count: int
-    data: memoryview
-    crc: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Pushed:
-    """One part of one layer, read and digested."""
-
-    attempt: AttemptKey
-    layer: int
-    first: int
-    count: int
-    digest: int
+LANE_CLOSE_S = 5.0
 
 
 def _do_nothing() -> None:
@@ -79,15 +75,19 @@ def _do_nothing() -> None:
 
 
 class PushService:
-    """Every push of one prefill worker.
+    """Every push of one rank of a prefill worker.
 
     Args:
         pool: source of the blocks.
         layout: of the pool.
-        epoch: of this process; random.
+        epoch: of this life; random, and the same for all ranks.
         transport: the connecting side; owned from here on.
-        config: limits and times.
+        config: limits and times; `transport` is the policy for lanes.
         clock: the worker's.
+        openers: of one-sided lanes beside `shm`.
+
+    Raises:
+        ConfigInvalid: the layout cannot be pushed, or no lane that the policy allows can be used here.
     """
 
     def __init__(
@@ -99,31 +99,34 @@ class PushService:
         transport: Transport,
         config: KVTransferConfig,
         clock: Clock,
+        openers: Sequence[LaneOpener] = (),
     ) -> None:
         assert pool.layout == layout
         self.wakeup: Callable[[], None] = _do_nothing
-        self._config = config
-        self._transport = transport
-        self._clock = clock
         self._layout = layout
-        self._io = PoolIO(pool.bytes_view, pool.geometry)
+        self._clock = clock
+        self._transport = transport
         self._shape = FrameShape(layout, config.max_frame_bytes)
-        self._protocol = PushProtocol(identity=PushIdentity(epoch), layout=layout, config=config)
-        self._commands: deque[Callable[[float], list[PushAction]]] = deque()
-        self._pushed: deque[_Pushed] = deque()
+        self._rank, self._size = pool.geometry.rank, pool.geometry.size
         self._events: deque[PushEvent] = deque()
-        self._tables: dict[AttemptKey, BlockTable] = {}
-        self._payloads: dict[tuple[AttemptKey, int, int], _Payload] = {}
-        self._payload_bytes = 0
-        self._payload_lock = threading.Lock()
-        self._counts: dict[str, int] = dict.fromkeys(
-            ("num_pushes", "bytes_pushed", "frames_pushed", "frames_not_kept"), 0
-        )
-        self._turn_s = clock.now_s()
         self._is_closing = False
         self._broken: BaseException | None = None
-        self._warned_of_drops = False
-        self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
+        io = PoolIO(pool.bytes_view, pool.geometry)
+        self._chooser = LaneChooser(config.transport, [ShmOpener(io, host_id()), *openers], transport)
+        problem = layout.problem or self._chooser.problem
+        if problem:
+            raise ConfigInvalid(f"KV cannot be pushed: {problem}", keys=["transport"])
+        self._life = LifeFile(epoch, self._rank)
+        identity = PushIdentity(
+            epoch=epoch,
+            rank=self._rank,
+            size=self._size,
+            lanes=self._chooser.names,
+            host_id=host_id(),
+            life_file=str(self._life.path),
+            has_digest=config.digest,
+        )
+        protocol = self._protocol = PushProtocol(identity=identity, layout=layout, config=config)
         self.writer = AsyncWriter(
             self._push_part,
             config.num_writer_threads,
@@ -132,6 +135,35 @@ class PushService:
             on_begin=self._hold,
             on_end=self._unhold,
         )
+        self._source = PushSource(
+            pool=io,
+            layout=layout,
+            rank=self._rank,
+            size=self._size,
+            config=config,
+            clock=clock,
+            on_left=self._left,
+        )
+        self._routes = PushRoutes(protocol, self._chooser, clock)
+        self._sender = FrameSender(
+            protocol=protocol,
+            transport=transport,
+            source=self._source,
+            config=config,
+            clock=clock,
+            aside=self.writer.aside,
+        )
+        self._driver = PushDriver(
+            protocol=protocol,
+            transport=transport,
+            routes=self._routes,
+            source=self._source,
+            sender=self._sender,
+            clock=clock,
+            emit=self._emit,
+            aside=self.writer.aside,
+        )
+        self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
 
     def start(self) -> None:
         """Begin to serve."""
@@ -143,7 +175,7 @@ class PushService:
         self._is_closing = True
         self._transport.wake()
         if self._thread.ident is None:
-            self._transport.close()
+            self._end()
         else:
             self._thread.join(JOIN_S)
 
@@ -155,7 +187,7 @@ class PushService:
         """
         if self._broken is not None:
             raise TransferFailed(f"the push thread ended: {self._broken!r}") from self._broken
-        return _take_all(self._events)
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def reserve(
         self,
@@ -166,55 +198,104 @@ class PushService:
         capacity_len: int,
         wait_s: float,
     ) -> None:
-        """Ask for a landing. One of `Granted`, `Denied`, `PushFailed` follows within `wait_s`, or a lease."""
+        """Rank 0: ask for a landing. One of `Granted`, `Denied`, `PushFailed` follows within `wait_s`, or a lease."""
         assert 0 < prompt_len <= min(capacity_len, table.capacity_len)
-        self._tables[attempt] = table
+        self._routes.add(Route(attempt, peer.kv_address, table.blocks, prompt_len))
 
         def reserve(now_s: float) -> list[PushAction]:
             problem = self._transport.problem(peer.kv_address)
             if problem:
                 return [PushFailed(attempt, problem), PushDrained(attempt)]
-            return self._protocol.reserve(
+            refusal = self._routes.refusal(attempt, peer.kv_address, peer.epoch)
+            return refusal or self._protocol.reserve(
                 attempt, peer, prompt_len=prompt_len, capacity_len=capacity_len, wait_s=wait_s, now_s=now_s
             )
 
-        self._post(reserve)
+        self._driver.post(reserve)
 
-    def commit(self, attempt: AttemptKey, state: kv_pb2.SequenceState, prefill_end_s: float) -> None:
-        """The prompt is computed and its last step has ended: hand over. `Acked` or `PushFailed` follows."""
-        self._post(lambda now_s: self._protocol.commit(attempt, state, prefill_end_s, now_s))
+    def adopt(
+        self, attempt: AttemptKey, peer: DecodePeer, table: BlockTable, prompt_len: int, grant: GrantInfo
+    ) -> None:
+        """Any other rank: push into what rank 0 was granted. No event follows before `Acked` or `PushFailed`.
+
+        Parts may be pushed at once.
+        """
+        assert 0 < prompt_len <= table.capacity_len
+        self._routes.add(Route(attempt, peer.kv_address, table.blocks, prompt_len))
+
+        def adopt(now_s: float) -> list[PushAction]:
+            problem = self._transport.problem(peer.kv_address)
+            if problem:
+                return [PushFailed(attempt, problem), PushDrained(attempt)]
+            actions = self._protocol.adopt(attempt, peer, prompt_len=prompt_len, grant=grant, now_s=now_s)
+            return [*actions, *self._routes.open_all(peer.kv_address)]
+
+        self._driver.post(adopt)
+
+    def push_cached(self, attempt: AttemptKey, first: int, count: int) -> None:
+        """Push positions that earlier steps computed, in every layer; returns at once.
+
+        For a prompt whose prefix was found in the pool: after `Granted`, or `adopt`, and before its first step. Their
+        blocks are read until `Acked`, `PushDrained` or `Denied`, as the others are. A commit waits for it.
+        """
+        assert count > 0
+        route = self._routes.get(attempt)
+        if route is None:
+            return  # it failed meanwhile, and the worker was told
+        jobs = []
+        for layer in range(self._layout.num_all_layers):
+            num_heads = max(1, self._layout.pushed_heads(layer, self._rank, self._size).count)
+            for start, length in self._shape.split(layer, first, count, num_heads):
+                jobs.append(functools.partial(self._push_part, PushPart(attempt, start, length), layer))
+        self._driver.post(lambda _: self._driver.begin_aside(route, jobs))
+
+    def commit(self, attempt: AttemptKey, state: kv_pb2.SequenceState | None, prefill_end_s: float) -> None:
+        """The prompt is computed and its last step has ended: hand over. `Acked` or `PushFailed` follows.
+
+        Rank 0 gives the state, the others None.
+        """
+
+        def commit(now_s: float) -> list[PushAction]:
+            return self._protocol.commit(attempt, state, prefill_end_s, now_s)
+
+        self._driver.post(lambda now_s: self._driver.commit(attempt, commit, now_s))
 
     def abort(self, attempt: AttemptKey, reason: str) -> None:
         """Give up. `PushDrained` follows, unless the transfer has ended already."""
-        self._post(lambda now_s: self._protocol.abort(attempt, reason, now_s))
+        self._driver.post(lambda now_s: self._driver.abort(attempt, reason, now_s))
 
     def inventory(self) -> dict[str, int]:
         """Counts, as of the thread's last turn. Any thread."""
-        return dict(self._counts)
+        return {
+            "num_pushes": self._driver.num_pushes,
+            "bytes_pushed": self._sender.num_bytes,
+            "bytes_resent": self._protocol.num_bytes_resent,
+            "frames_pushed": self._sender.num_frames,
+            "frames_not_kept": self._source.num_frames_not_kept,
+            "frames_rewritten": self._sender.num_rewritten,
+            "messages_refused": self._protocol.num_messages_refused,
+            "lane_fallbacks": self._chooser.num_fallbacks,
+            "writer_stalls": self.writer.num_stalls,
+            "writer_deaths": self.writer.num_deaths,
+        }
+
+    def lane_of(self, address: str) -> LaneChoice | None:
+        """The lane to a decode worker that was met, and why no better one. Any thread."""
+        return self._chooser.lane_of(address)
+
+    def lanes(self) -> dict[str, LaneChoice]:
+        """The same for all of them, by address. Any thread."""
+        return self._chooser.lanes()
 
     # Writer threads
 
     def _push_part(self, part: PushPart, layer: int) -> None:
-        table = self._tables.get(part.attempt)
-        if table is None:
+        route = self._routes.get(part.attempt)
+        if route is None:
             return  # it ended during the step
-        digest = 0
-        num_heads = self._layout.num_kv_heads
-        for first, count in self._shape.split(layer, part.first, part.count, num_heads):
-            span = Span(layer, first, count, 0, num_heads)
-            digest += self._io.digest(table.blocks, span)
-            self._keep(part.attempt, layer, first, count, self._io.read(table.blocks, span, self._layout.block_size))
-        self._pushed.append(_Pushed(part.attempt, layer, part.first, part.count, digest))
-        self._transport.wake()
-
-    def _keep(self, attempt: AttemptKey, layer: int, first: int, count: int, data: memoryview) -> None:
-        payload = _Payload(count, data, crc_of([data]))
-        with self._payload_lock:
-            if self._payload_bytes + len(data) > self._config.window_bytes:
-                self._counts["frames_not_kept"] += 1
-                return
-            self._payload_bytes += len(data)
-            self._payloads[attempt, layer, first] = payload
+        pushed = self._source.part(route, layer, part.first, part.count)
+        if pushed is not None:
+            self._driver.push(pushed)
 
     def _hold(self, parts: Sequence[PushPart]) -> None:
         attempts = {part.attempt for part in parts}
@@ -224,110 +305,34 @@ class PushService:
                 self._protocol.hold(attempt)
             return []
 
-        self._post(hold)
+        self._driver.post(hold)
 
     def _unhold(self, parts: Sequence[PushPart]) -> None:
         attempts = {part.attempt for part in parts}
-        self._post(lambda _: [action for attempt in attempts for action in self._protocol.unhold(attempt)])
+        self._driver.post(lambda _: [action for attempt in attempts for action in self._protocol.unhold(attempt)])
 
-    def _post(self, command: Callable[[float], list[PushAction]]) -> None:
-        self._commands.append(command)
-        self._transport.wake()
+    def _left(self, route: Route) -> None:
+        self._driver.post(lambda _: self._routes.release(route))
 
-    # The service thread
+    # The push thread
+
+    def _emit(self, event: PushEvent) -> None:
+        self._events.append(event)
+        self.wakeup()
 
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._turn()
+                self._driver.turn()
         # The boundary of the thread: `poll` raises what ended it, and the worker must not go on half-dead.
         except BaseException as error:
             log.exception("the push thread failed")
             self._broken = error
             self.wakeup()
         finally:
-            self._transport.close()
+            self._end()
 
-    def _turn(self) -> None:
-        now_s = self._clock.now_s()
-        self._protocol.forgive(now_s - self._turn_s, now_s)
-        self._turn_s = now_s
-        # A commit may only overtake what was pushed before it; so the commands are taken first, and run last.
-        commands = _take_all(self._commands)
-        for pushed in _take_all(self._pushed):
-            where = (pushed.attempt, pushed.layer, pushed.first, pushed.count)
-            self._do(self._protocol.pushed(*where, pushed.digest, now_s))
-            if pushed.attempt not in self._tables:
-                self._forget(pushed.attempt)  # it ended while the writer was reading
-        for command in commands:
-            self._do(command(now_s))
-        for delivery in self._transport.receive(IDLE_S):
-            if isinstance(delivery, Delivery):
-                self._deliver(delivery)
-        self._do(self._protocol.tick(self._clock.now_s()))
-        self._counts["num_pushes"] = len(tuple(self._protocol.transfers()))
-
-    def _deliver(self, delivery: Delivery) -> None:
-        try:
-            assert delivery.control is not None
-            control = parse_control(delivery.control)
-            self._do(self._protocol.on_control(delivery.peer, control, self._clock.now_s()))
-        except BatonError as error:
-            log.warning("a message from %s is refused: %s", delivery.peer, error)
-
-    def _do(self, actions: list[PushAction]) -> None:
-        has_event = False
-        for action in actions:
-            match action:
-                case SendControl():
-                    self._transport.send(action.peer, encode_control(action.control))
-                case SendFrame():
-                    self._send_frame(action)
-                case OpenLane():
-                    self._do(self._protocol.lane_opened(action.peer, INLINE, self._clock.now_s()))
-                case StopFrames():
-                    pass  # what was posted is the transport's own copy
-                case DropPeer():
-                    self._transport.drop(action.peer)
-                case _:
-                    if isinstance(action, Denied | Acked | PushDrained):
-                        self._forget(action.attempt)
-                    self._events.append(action)
-                    has_event = True
-        if has_event:
-            self.wakeup()
-
-    def _send_frame(self, action: SendFrame) -> None:
-        header = action.header
-        payload = self._take_payload(action.attempt, header)
-        self._counts["frames_pushed"] += 1
-        self._counts["bytes_pushed"] += header.payload_bytes
-        if self._config.drop_pushes:
-            if not self._warned_of_drops:
-                self._warned_of_drops = True
-                log.warning("drop_pushes is set: no KV leaves this worker, every hand-off will fail")
-            return
-        digest = self._io.digest(self._tables[action.attempt].blocks, header.span)
-        header = dataclasses.replace(header, payload_digest=digest)
-        self._transport.send_frame(action.peer, encode_header(header), [payload.data], action.lane)
-
-    def _take_payload(self, attempt: AttemptKey, header: FrameHeader) -> _Payload:
-        with self._payload_lock:
-            kept = self._payloads.pop((attempt, header.layer, header.first), None)
-            if kept is not None:
-                self._payload_bytes -= len(kept.data)
-        if kept is not None and kept.count == header.count:
-            return kept
-        data = self._io.read(self._tables[attempt].blocks, header.span, header.order_block_size)
-        return _Payload(header.count, data, crc_of([data]))
-
-    def _forget(self, attempt: AttemptKey) -> None:
-        self._tables.pop(attempt, None)
-        with self._payload_lock:
-            for key in [key for key in self._payloads if key[0] == attempt]:
-                self._payload_bytes -= len(self._payloads.pop(key).data)
-
-
-def _take_all(queue: deque[T]) -> list[T]:
-    """Everything that is in a queue now; others may append meanwhile."""
-    return [queue.popleft() for _ in range(len(queue))]
+    def _end(self) -> None:
+        self._transport.close()
+        self._chooser.close(LANE_CLOSE_S)
+        self._life.close()

@@ -24,7 +24,7 @@ from baton.kvtransfer.push_actions import DecodePeer, Denied, GrantInfo, PushAct
 from baton.kvtransfer.push_inbox import PushInbox
 from baton.kvtransfer.push_messages import MAX_U32, PushIdentity
 from baton.kvtransfer.push_peers import PushPeers
-from baton.kvtransfer.push_rules import PushRules
+from baton.kvtransfer.push_rules import SELF_FENCE, PushRules
 from baton.kvtransfer.push_table import PushPeer, Transfer, TransferState
 from baton.proto import kv_pb2
 
@@ -65,6 +65,23 @@ class PushProtocol:
     def transfers(self) -> Iterable[Transfer]:
         """All live transfers, oldest first; to be read only."""
         return tuple(self._rules.transfers.values())
+
+    def transfer(self, attempt: AttemptKey) -> Transfer | None:
+        """One of them; to be read only."""
+        return self._rules.transfers.get(attempt)
+
+    def write_deadline_s(self, attempt: AttemptKey) -> float:
+        """Until when writes into granted blocks may begin before a `SendFrame` asks for them.
+
+        It moves with every sign that the landing is still this transfer's. Whoever writes so holds the transfer.
+        """
+        transfer = self._rules.transfers.get(attempt)
+        if transfer is None or transfer.state is not TransferState.PUSHING or not transfer.is_one_sided:
+            return float("-inf")
+        peer = self._rules.peers[transfer.peer.kv_address]
+        if not transfer.is_confirmed or peer.epoch != transfer.peer.epoch:
+            return float("-inf")
+        return transfer.named_s + SELF_FENCE * transfer.lease_s
 
     def lanes(self) -> dict[str, str]:
         """The lane to each decode worker that was met, by address."""

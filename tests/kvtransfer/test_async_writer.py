@@ -1,5 +1,6 @@
 """The async writer: one life per step, first error kept, nothing captured, nothing stuck."""
 
+import functools
 import gc
 import random
 import threading
@@ -10,12 +11,26 @@ import pytest
 import torch
 
 from baton.core.request import AttemptKey
-from baton.kvtransfer import async_writer
-from baton.kvtransfer.async_writer import AsyncWriter, PushPart, WriterStalled, WriterStateError
+from baton.kvtransfer.async_writer import (
+    MAX_NOTES,
+    AsyncWriter,
+    PushPart,
+    WriterCancelled,
+    WriterDied,
+    WriterStalled,
+    WriterStateError,
+)
 
 CPU = torch.device("cpu")
 PARTS = [PushPart(AttemptKey("a", 0), 0, 4), PushPart(AttemptKey("b", 0), 8, 2)]
 pytestmark = pytest.mark.fast
+
+
+def wait_until(condition, timeout_s=5.0):
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -149,16 +164,277 @@ def test_a_full_queue_makes_submit_wait_and_is_counted(make_writer):
     assert writer.stalled_s > 0
 
 
-def test_threads_that_hang_fail_the_step(make_writer, monkeypatch):
-    monkeypatch.setattr(async_writer, "STALL_LIMIT_S", 0.05)
+def test_a_queue_that_stays_full_fails_the_step_and_not_the_next(make_writer):
     gate = threading.Event()
-    writer = make_writer(lambda part, layer: gate.wait(5), num_threads=1, queue_len=1)
+    writer = make_writer(lambda part, layer: gate.wait(5), num_threads=1, queue_len=1, stall_limit_s=0.05)
+    writer.begin(PARTS[:1])
+    writer.submit(0)
+    wait_until(lambda: not writer._threads._tasks)
+    for layer in range(1, 9):
+        writer.submit(layer)  # one fits, one waits for room; then the step has failed and nothing waits any more
+    assert writer.num_stalls == 1
+    gate.set()
+    with pytest.raises(WriterStalled, match="full"):
+        writer.wait_all()
+    with writer.step(PARTS[:1]) as step:
+        step.submit(0)
+
+
+def test_tasks_that_hang_fail_the_step_and_its_blocks_are_given_back_only_when_they_end(make_writer):
+    gate, ended = threading.Event(), []
+    writer = make_writer(
+        lambda part, layer: gate.wait(5), num_threads=1, wait_limit_s=0.05, on_end=lambda parts: ended.append(parts)
+    )
     writer.begin(PARTS)
     writer.submit(0)
-    writer.submit(1)
-    gate.set()
-    with pytest.raises(WriterStalled):
+    with pytest.raises(WriterStalled, match="did not end"):
         writer.wait_all()
+    writer.begin([])  # idle already
+    writer.wait_all()
+    assert ended == []
+    gate.set()
+    wait_until(lambda: ended == [tuple(PARTS)])
+
+
+def test_other_errors_of_a_step_are_attached_to_the_first(make_writer):
+    gate = threading.Event()
+
+    def push(part, layer):
+        if layer:
+            gate.wait(5)
+        else:
+            gate.set()
+            raise ValueError("the first")
+        time.sleep(0.01)  # so that the first is kept before these
+        raise OSError(f"layer {layer}")
+
+    writer = make_writer(push, num_threads=3, queue_len=100)
+    writer.begin(PARTS[:1])
+    for layer in range(MAX_NOTES + 3):
+        writer.submit(layer)
+    with pytest.raises(ValueError, match="the first") as raised:
+        writer.wait_all()
+    notes = raised.value.__notes__
+    assert len(notes) == MAX_NOTES + 1
+    assert all("OSError" in note for note in notes[:-1])
+    assert notes[-1] == "and 2 more errors"
+
+
+def test_an_error_in_the_body_wins_over_those_of_tasks(make_writer):
+    def push(part, layer):
+        raise OSError("task")
+
+    writer = make_writer(push)
+    for _ in range(100):
+        with pytest.raises(KeyError, match="body"), writer.step(PARTS) as step:
+            step.submit(0)
+            raise KeyError("body")
+    with pytest.raises(OSError, match="task"), writer.step(PARTS) as step:
+        step.submit(0)
+
+
+def test_without_a_peer_to_push_to_a_step_is_a_clean_no_op(make_writer):
+    told = []
+    num_before = threading.active_count()
+    writer = make_writer(None, on_begin=told.append, on_end=told.append)
+    assert threading.active_count() == num_before
+    for _ in range(3):
+        with writer.step(PARTS) as step:
+            step.submit(0)
+    with pytest.raises(WriterStateError):
+        writer.submit(0)
+    writer.begin(PARTS)
+    writer.cancel()
+    writer.aside([lambda: None], told.append)
+    assert told == [None]
+    assert (writer.num_stalls, writer.stalled_s, writer.num_deaths) == (0, 0.0, 0)
+
+
+class Dying:
+    """Lets a thread of the writer end outside of any push, as an error in its own code would."""
+
+    def __init__(self, writer):
+        self._threads = writer._threads
+        self._real = self._threads._execute
+        self._threads._execute = self._execute
+        self.num_left = 0
+
+    def _execute(self, task, stream):
+        if self.num_left:
+            self.num_left -= 1
+            raise MemoryError("no room for the result")
+        return self._real(task, stream)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_thread_that_dies_fails_its_step_at_once_and_is_replaced(make_writer, num_threads):
+    done, ended = [], []
+    writer = make_writer(lambda part, layer: done.append(layer), num_threads, on_end=ended.append)
+    dying = Dying(writer)
+    for num_steps in range(1, 101):
+        dying.num_left = 1
+        start_s = time.monotonic()
+        with pytest.raises(WriterDied, match="MemoryError"), writer.step(PARTS) as step:
+            for layer in range(3):
+                step.submit(layer)
+        assert time.monotonic() - start_s < 5
+        assert len(ended) == num_steps
+    assert writer.num_deaths == 100
+    done.clear()
+    with writer.step(PARTS) as step:
+        step.submit(0)
+    assert done == [0, 0]
+
+
+def test_when_every_thread_dies_nothing_waits_for_them(make_writer):
+    results = []
+    writer = make_writer(lambda part, layer: None, num_threads=2, queue_len=2)
+    dying = Dying(writer)
+    dying.num_left = 2
+    writer.aside([lambda: None] * 9, results.append)
+    wait_until(lambda: bool(results))
+    assert isinstance(results[0], WriterDied)
+    dying.num_left = 2
+    with pytest.raises(WriterDied), writer.step(PARTS) as step:
+        for layer in range(5):
+            step.submit(layer)
+
+
+def test_a_device_that_cannot_be_set_fails_the_step(monkeypatch):
+    def set_device(_):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr("baton.kvtransfer.writer_threads.WriterThreads.record", lambda self: None)
+    writer = AsyncWriter(lambda part, layer: None, 2, 8, torch.device("cuda", 0))
+    try:
+        with pytest.raises(WriterDied, match="no such device"), writer.step(PARTS) as step:
+            step.submit(0)
+    finally:
+        writer.close()
+
+
+def test_threads_make_the_device_their_own_before_the_first_task(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((threading.current_thread().name, device)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    device = torch.device("cuda", 1)
+    writer = AsyncWriter(lambda part, layer: None, 3, 8, device)
+    wait_until(lambda: len(seen) == 3)
+    writer.close()
+    assert len({name for name, _ in seen}) == 3
+    assert all(found == device for _, found in seen)
+
+
+def test_what_is_aside_runs_without_a_step_and_says_when_it_is_over(make_writer):
+    done, results = [], []
+
+    def push(layer):
+        done.append(layer)
+        if layer == 7:
+            raise OSError("one of them")
+
+    writer = make_writer(lambda part, layer: None)
+    writer.aside([functools.partial(push, layer) for layer in range(5)], results.append)
+    wait_until(lambda: results == [None])
+    assert sorted(done) == [0, 1, 2, 3, 4]
+    writer.aside([functools.partial(push, layer) for layer in range(5, 10)], results.append)
+    wait_until(lambda: len(results) == 2)
+    assert isinstance(results[1], OSError)
+    writer.aside([], results.append)
+    assert results[2] is None
+    assert len(done) == 10
+
+
+def test_a_step_does_not_wait_for_what_is_aside(make_writer):
+    gate, results, order = threading.Event(), [], []
+
+    def push(part, layer):
+        order.append(layer)
+        if layer == 0:
+            gate.wait(5)
+
+    writer = make_writer(push, num_threads=1, queue_len=100)
+    writer.begin(PARTS[:1])
+    writer.submit(0)
+    writer.aside([functools.partial(order.append, 100 + layer) for layer in range(3)], results.append)
+    for layer in range(1, 4):
+        writer.submit(layer)
+    gate.set()
+    writer.wait_all()
+    assert order[:4] == [0, 1, 2, 3]
+    wait_until(lambda: results == [None])
+    assert sorted(order[4:]) == [100, 101, 102]
+
+
+def test_closing_ends_what_is_aside(make_writer):
+    gate, results = threading.Event(), []
+    writer = make_writer(lambda part, layer: None, num_threads=1)
+    writer.aside([functools.partial(gate.wait, 5)] * 3, results.append)
+    threading.Timer(0.02, gate.set).start()
+    writer.close()
+    assert len(results) == 1
+    assert isinstance(results[0], WriterCancelled)
+    with pytest.raises(WriterCancelled):
+        writer.aside([lambda: None], results.append)
+
+
+def test_waiting_failing_and_cancelling_race_a_hundred_times(make_writer):
+    """Whoever wins, the step ends once, in bounded time, with an error that one of them made; the next one works."""
+    rng = random.Random(11)
+    held, outcomes = [], {}
+
+    def push(part, layer):
+        time.sleep(0.0002)
+        if layer == 2:
+            raise OSError("a task")
+
+    writer = make_writer(push, 3, 4, on_begin=held.append, on_end=held.remove)
+    for round_ in range(100):
+        go = threading.Event()
+
+        delay_s = rng.random() * 0.001
+
+        def cancel(go=go, delay_s=delay_s):
+            go.wait(5)
+            time.sleep(delay_s)
+            writer.cancel()
+
+        thread = threading.Thread(target=cancel)
+        thread.start()
+        with_failure = round_ % 2
+        writer.begin(PARTS)
+        go.set()
+        try:
+            for layer in range(4):
+                writer.submit(layer + 2 if with_failure else 8)
+            writer.wait_all()
+            outcome = None
+        except (OSError, WriterCancelled, WriterStateError) as error:
+            outcome = type(error)
+        thread.join(5)
+        assert not thread.is_alive()
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        assert outcome is not OSError or with_failure
+        assert held == []
+        with writer.step(PARTS) as step:
+            step.submit(0)
+        assert held == []
+    assert all(outcomes.get(kind) for kind in (None, OSError, WriterCancelled)), outcomes
+
+
+def test_closing_from_another_thread_ends_a_step_that_waits(make_writer):
+    gate = threading.Event()
+    writer = make_writer(lambda part, layer: gate.wait(5), num_threads=1)
+    writer.begin(PARTS)
+    writer.submit(0)
+    closer = threading.Thread(target=writer.close)
+    threading.Timer(0.05, gate.set).start()
+    closer.start()
+    with pytest.raises((WriterCancelled, WriterStateError)):
+        writer.wait_all()
+    closer.join(5)
+    assert not closer.is_alive()
 
 
 def test_random_steps_with_errors_and_cancels(make_writer):

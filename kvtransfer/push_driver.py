@@ -1,0 +1,255 @@
+"""The push thread: drives protocol, transport and lanes, and is the only one that does.
+
+Others post commands, and parts of layers that were read or written; both are taken once a turn. Nothing here waits for
+a peer. It refuses to know the model's steps (`async_writer`) and what a payload looks like (`push_source`).
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from baton.core.clock import Clock
+from baton.core.errors import BatonError
+from baton.core.request import AttemptKey
+from baton.kvtransfer.frame import decode_header
+from baton.kvtransfer.messages import encode_control, parse_control
+from baton.kvtransfer.push_actions import (
+    Acked,
+    Denied,
+    DropPeer,
+    Granted,
+    OpenLane,
+    PushAction,
+    PushDrained,
+    PushEvent,
+    PushFailed,
+    SendControl,
+    SendFrame,
+    StopFrames,
+)
+from baton.kvtransfer.push_frames import Aside, FrameSender
+from baton.kvtransfer.push_protocol import PushProtocol
+from baton.kvtransfer.push_route import Route
+from baton.kvtransfer.push_routes import PushRoutes
+from baton.kvtransfer.push_source import PushedPart, PushSource
+from baton.kvtransfer.transport import Delivery, PayloadDone, Transport
+
+T = TypeVar("T")
+Actions = list[PushAction]
+Command = Callable[[float], Actions]
+
+IDLE_S = 0.02
+POLL_S = 0.001  # between looks at writes that a device has not finished
+TICK_S = 0.02
+WAKE_INTERVAL_S = 0.001  # parts that come faster are taken together
+
+log = logging.getLogger(__name__)
+
+
+class PushDriver:
+    """See the module.
+
+    Args:
+        protocol: of this rank.
+        transport: the connecting side.
+        routes: of its transfers.
+        source: of payloads.
+        sender: of frames.
+        clock: the worker's.
+        emit: told every event of the worker, on this thread.
+        aside: runs jobs on writer threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        protocol: PushProtocol,
+        transport: Transport,
+        routes: PushRoutes,
+        source: PushSource,
+        sender: FrameSender,
+        clock: Clock,
+        emit: Callable[[PushEvent], None],
+        aside: Aside,
+    ) -> None:
+        self.num_pushes = 0
+        self._protocol = protocol
+        self._transport = transport
+        self._routes = routes
+        self._source = source
+        self._sender = sender
+        self._clock = clock
+        self._emit = emit
+        self._aside = aside
+        self._commands: deque[Command] = deque()
+        self._parts: deque[PushedPart] = deque()
+        self._open_parts: list[PushedPart] = []
+        self._wake_s = self._turn_s = self._tick_s = clock.now_s()
+
+    # Any thread
+
+    def post(self, command: Command) -> None:
+        """Run something in the next turn, after what was pushed before."""
+        self._commands.append(command)
+        self._transport.wake()
+
+    def push(self, part: PushedPart) -> None:
+        """A writer is through with a part. Parts in quick succession wake the thread once; `post` always does."""
+        self._parts.append(part)
+        now_s = self._clock.now_s()
+        if now_s - self._wake_s >= WAKE_INTERVAL_S:
+            self._wake_s = now_s
+            self._transport.wake()
+
+    # The thread
+
+    def turn(self) -> None:
+        """Take what is there, wait for more, and do what is due."""
+        now_s = self._clock.now_s()
+        self._protocol.forgive(now_s - self._turn_s, now_s)
+        self._turn_s = now_s
+        # A commit may only overtake what was pushed before it; so the commands are taken first, and run last.
+        commands = _take_all(self._commands)
+        for part in _take_all(self._parts):
+            self._take(part, now_s)
+        if self._open_parts:
+            self._look_again(now_s)
+        if self._sender.is_waiting:
+            self._do(self._sender.finish(now_s))
+        for command in commands:
+            self._do(command(now_s))
+        for arrival in self._transport.receive(POLL_S if self._open_parts or self._sender.is_waiting else IDLE_S):
+            self._deliver(arrival)
+        now_s = self._clock.now_s()
+        if now_s >= self._tick_s:
+            self._tick_s = now_s + TICK_S
+            self._do(self._protocol.tick(now_s))
+            self._routes.renew()
+            self.num_pushes = len(tuple(self._protocol.transfers()))
+
+    def abort(self, attempt: AttemptKey, reason: str, now_s: float) -> Actions:
+        """The worker gives up."""
+        return [*self._protocol.abort(attempt, reason, now_s), *self._routes.shut(attempt)]
+
+    def commit(self, attempt: AttemptKey, commit: Command, now_s: float) -> Actions:
+        """Commit now, or as soon as what was begun for it is over."""
+        route = self._routes.get(attempt)
+        if route is None or not route.num_open:
+            return commit(now_s)
+        route.commit = commit
+        return []
+
+    def begin_aside(self, route: Route, jobs: Sequence[Callable[[], None]]) -> Actions:
+        """Push parts that no step computes; the transfer is held, and not committed, until they are through."""
+        if not self._routes.is_live(route) or self._protocol.transfer(route.attempt) is None:
+            return []
+        self._protocol.hold(route.attempt)
+        route.num_open += 1
+
+        def end(error: BaseException | None) -> Actions:
+            failed = [] if error is None else self._routes.fail(route, f"cached blocks were not pushed: {error!r}")
+            return [*failed, *self._protocol.unhold(route.attempt), *self._close_one(route)]
+
+        self._aside(jobs, lambda error: self.post(lambda _: end(error)))
+        return []
+
+    # Parts
+
+    def _take(self, part: PushedPart, now_s: float) -> None:
+        route = part.route
+        if not self._routes.is_live(route):
+            self._source.forget(route)  # it ended while the writer was at it
+        if part.writes:
+            route.num_open += 1
+            self._open_parts.append(part)
+        elif part.problem:
+            self._do(self._routes.fail(route, part.problem))
+        else:
+            self._do(self._protocol.pushed(route.attempt, part.layer, part.first, part.count, part.digest, now_s))
+
+    def _look_again(self, now_s: float) -> None:
+        """At writes that were posted to a device."""
+        for part in tuple(self._open_parts):
+            if self._source.finish(part):
+                self._open_parts.remove(part)
+                self._take(part, now_s)
+                self._do(self._close_one(part.route))
+
+    def _close_one(self, route: Route) -> Actions:
+        """Something that was begun for a route is over; it may be what its commit waited for."""
+        route.num_open -= 1
+        if route.num_open or route.commit is None:
+            return []
+        commit, route.commit = route.commit, None
+        return commit(self._clock.now_s())
+
+    # Actions
+
+    def _do(self, actions: Sequence[PushAction]) -> None:
+        queue = deque(actions)
+        while queue:
+            queue.extend(self._act(queue.popleft()))
+
+    def _act(self, action: PushAction) -> Sequence[PushAction]:
+        match action:
+            case SendFrame():
+                route = self._routes.get(action.attempt)
+                assert route is not None, "a route stays as long as its transfer"
+                return self._sender.send(route, action)
+            case SendControl():
+                self._transport.send(action.peer, encode_control(action.control))
+            case Granted():
+                return self._granted(action)
+            case StopFrames():
+                return self._stop(action)
+            case OpenLane():
+                self._do(self._routes.open_lane(action))
+                return self._routes.open_all(action.peer)
+            case DropPeer():
+                self._transport.drop(action.peer)
+                self._routes.forget_peer(action.peer)
+            case PushFailed():
+                self._emit(action)
+                return self._routes.shut(action.attempt)
+            case Acked() | Denied() | PushDrained():
+                route = self._routes.pop(action.attempt)
+                if route is not None:
+                    self._source.forget(route)
+                self._emit(action)
+        return ()
+
+    def _granted(self, action: Granted) -> Actions:
+        route = self._routes.get(action.attempt)
+        assert route is not None, "a route is there before RESERVE"
+        problem = self._routes.open(route, action.grant.lane, action.grant)
+        if problem:
+            return self._routes.fail(route, problem)
+        self._emit(action)
+        return []
+
+    def _stop(self, action: StopFrames) -> Actions:
+        def is_of_landing(data: bytes) -> bool:
+            header = decode_header(data)
+            return (header.d_epoch, header.landing_id) == (action.d_epoch, action.landing_id)
+
+        self._transport.unpin(action.peer, is_of_landing)
+        return self._routes.shut(action.attempt)
+
+    def _deliver(self, arrival: Delivery | PayloadDone) -> None:
+        if isinstance(arrival, PayloadDone):
+            return
+        if arrival.payload is not None:
+            arrival.payload.discard()
+        if arrival.control is None:
+            log.warning("%s sent a frame to a prefill worker", arrival.peer)
+            return
+        try:
+            self._do(self._protocol.on_control(arrival.peer, parse_control(arrival.control), self._clock.now_s()))
+        except BatonError as error:
+            log.warning("a message from %s is refused: %s", arrival.peer, error)
+
+
+def _take_all(queue: deque[T]) -> list[T]:
+    """Everything that is in a queue now; others may append meanwhile."""
+    return [queue.popleft() for _ in range(len(queue))]
