@@ -15,7 +15,7 @@ from baton.bench.kv_memory import Blocks
 from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone, SystemFailed
 from baton.bench.kv_workloads import POOL_BLOCKS, Workload
 from baton.core.clock import MonotonicClock
-from baton.core.config import KVTransferConfig
+from baton.core.config import KVTransferConfig, TransportName
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
@@ -28,7 +28,14 @@ from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushEvent, PushFailed, PushService
 from baton.proto import kv_pb2
 
-_LANES = {"shm": ("shm",), "zmq": ("raw",), "zmq-inline": (), "grpc": (), "nixl": ("nixl",)}
+# The control channel, the policy of the prefill side, and the lanes that the decode side serves.
+_WAYS: dict[str, tuple[str, TransportName, tuple[str, ...]]] = {
+    "shm": ("zmq", "shm", ("shm",)),
+    "zmq": ("zmq", "zmq", ("raw",)),
+    "zmq-inline": ("zmq", "zmq", ()),
+    "grpc": ("grpc", "grpc", ()),
+    "nixl": ("zmq", "nixl", ("nixl",)),
+}
 
 
 def layout_of(workload: Workload) -> KVLayout:
@@ -45,7 +52,7 @@ def layout_of(workload: Workload) -> KVLayout:
 
 def config_of(cell: Cell) -> KVTransferConfig:
     """What workers would be started with."""
-    return KVTransferConfig(digest=bool(cell.digest))
+    return KVTransferConfig(transport=_WAYS[cell.system][1], digest=bool(cell.digest))
 
 
 def blocks_of(memory: np.ndarray[tuple[int], np.dtype[np.uint8]], workload: Workload) -> Blocks:
@@ -63,14 +70,14 @@ class OwnReceiver:
         self._on_done = on_done
         self._woken = threading.Event()
         config, layout = config_of(cell), layout_of(cell.workload)
-        transport = "grpc" if cell.system == "grpc" else "zmq"
-        bind = "127.0.0.1:0" if cell.system == "grpc" else "tcp://127.0.0.1:0"
+        transport, _, lanes = _WAYS[cell.system]
+        bind = "tcp://127.0.0.1:0" if transport == "zmq" else "127.0.0.1:0"
         setup = LandingSetup(
             epoch=secrets.randbits(63) | 1,
             layout=layout,
             num_blocks=POOL_BLOCKS,
             tp_size=1,
-            listen=Listen(transport, bind, _LANES[cell.system]),
+            listen=Listen(transport, bind, lanes),
             config=config,
         )
         region = landing_region([PoolGeometry(layout, POOL_BLOCKS)], config)
