@@ -7,6 +7,7 @@ under way. NIXL cannot take a transfer back once it was posted, so nothing here 
 import contextlib
 import importlib.util
 import logging
+import os
 import queue
 import threading
 import time
@@ -151,8 +152,7 @@ class NixlAgent:
 
     def _run(self, started: "Future[None]") -> None:
         try:
-            from nixl._api import nixl_agent, nixl_agent_config
-
+            nixl_agent, nixl_agent_config = _load()
             agent = nixl_agent(self.name, nixl_agent_config(backends=["UCX"]))
             if "UCX" not in agent.backends:
                 raise LaneRefused("NIXL has no UCX here")
@@ -215,6 +215,18 @@ class NixlAgent:
                 agent.release_xfer_handle(handle)
         under_way.handles = rest
         return not rest
+
+
+def _load() -> tuple[Any, Any]:
+    """NIXL's agent and its configuration; standard output stays free of what it and UCX have to say."""
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    logger = logging.getLogger("nixl")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)
+    return nixl_agent, nixl_agent_config
 
 
 def _state_of(agent: Any, handle: Any) -> str:

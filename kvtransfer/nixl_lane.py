@@ -6,7 +6,7 @@ whole blocks is then one transfer made of indices; parts of blocks are named by 
 
 Pools are in host memory. NIXL cannot cancel. A write is done when NIXL says so. One that was posted and then failed is
 neither done nor over, since what left this host may still be applied: it stays so, and `drain` does not succeed, until
-the lane is closed because the peer's life is known to have ended.
+the peer's life is known to have ended (`outlived`).
 
 Shapes: T descriptors.
 """
@@ -148,13 +148,17 @@ class NixlLane:
             posted = tuple(self._posted)
         return all(item.wait(max(0.0, end_s - time.monotonic())) for item in posted)
 
-    def close(self) -> None:
-        """Give the descriptors back and forget the peer. Writes that failed count as over from here on."""
-        self._is_closed = True
+    def outlived(self) -> None:
+        """Writes that failed are over: what of them was on its way, only that life could have applied."""
         with self._lock:
             lost = [item for item in self._posted if item.is_lost]
         for item in lost:
             item.end("a NIXL transfer failed")
+
+    def close(self) -> None:
+        """Give the descriptors back and forget the peer. Writes that failed count as over from here on."""
+        self._is_closed = True
+        self.outlived()
         prepared, self._prepared = self._prepared, []
 
         def forget(nixl: Any) -> None:

@@ -4,6 +4,7 @@ The decode side grants the blocks that the harness expects, polls as a decode lo
 When the last byte was there is what its landing says: the moment at which the completion word was set.
 """
 
+import os
 import secrets
 import threading
 import time
@@ -13,6 +14,7 @@ import torch
 
 from baton.bench.kv_memory import Blocks
 from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone, SystemFailed
+from baton.bench.kv_systems.nixl_tcp import UCX_OPTIONS
 from baton.bench.kv_workloads import POOL_BLOCKS, Workload
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig, TransportName
@@ -24,8 +26,11 @@ from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import PushPart
 from baton.kvtransfer.landing import LandingEvent, LandingFailed, LandingService, ReserveWanted, Sealed, landing_region
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.nixl_lane import NixlOpener
 from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushEvent, PushFailed, PushService
+from baton.kvtransfer.push_lane import LaneOpener
 from baton.proto import kv_pb2
 
 # The control channel, the policy of the prefill side, and the lanes that the decode side serves.
@@ -71,6 +76,8 @@ class OwnReceiver:
         self._woken = threading.Event()
         config, layout = config_of(cell), layout_of(cell.workload)
         transport, _, lanes = _WAYS[cell.system]
+        if cell.system == "nixl":
+            os.environ.update(UCX_OPTIONS)  # the landing process inherits them
         bind = "tcp://127.0.0.1:0" if transport == "zmq" else "127.0.0.1:0"
         setup = LandingSetup(
             epoch=secrets.randbits(63) | 1,
@@ -124,14 +131,19 @@ class OwnSender:
         layout = layout_of(cell.workload)
         pool = KVPool(layout, POOL_BLOCKS, torch.device("cpu"))
         self.blocks = blocks_of(pool.bytes_view, cell.workload)
-        config = config_of(cell)
+        config, epoch = config_of(cell), secrets.randbits(63) | 1
+        openers: list[LaneOpener] = []
+        if cell.system == "nixl":
+            os.environ.update(UCX_OPTIONS)
+            openers.append(NixlOpener(epoch, PoolIO(pool.bytes_view, pool.geometry), pool.bytes_view))
         self._push = PushService(
             pool=pool,
             layout=layout,
-            epoch=secrets.randbits(63) | 1,
+            epoch=epoch,
             transport=ZmqTransport(config=config),
             config=config,
             clock=MonotonicClock(),
+            openers=openers,
         )
         self._push.wakeup = self._woken.set
         self._peer: DecodePeer
