@@ -102,10 +102,12 @@ def generate(
     numerics: Annotated[Text, _option("with --local: default|invariant  [default]")] = None,
     dtype: Annotated[Text, _option("with --local: auto|float64|float32|bfloat16  [auto]")] = None,
     device: Annotated[Text, _option("with --local: auto|cpu|cuda  [auto]")] = None,
+    weights: Annotated[Text, _option("with --local: checkpoint|random  [checkpoint]")] = None,
     json: Json = False,
 ) -> int:
     """Continue one prompt; the text streams to stdout."""
     local_options = {"model": model, "mtp": mtp, "numerics": numerics, "dtype": dtype, "device": device}
+    local_options["weights"] = weights
 
     def body(output: Output) -> ExitCode:
         from baton.client.messages import checked_timeout_s

@@ -158,7 +158,7 @@ class Deployment:
     def _start(self) -> None:
         config = self.config
         refuse_missing_features(config)
-        model = find_model(config.model)
+        model = find_model(config.model, config.weights)
         resolve_worker(config, model, worker_id="check")
         require_port_free(config.host, config.grpc_port)
         deadline_s = time.monotonic() + config.start_timeout_s

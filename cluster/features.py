@@ -28,8 +28,6 @@ def missing_features(config: ServeConfig) -> list[tuple[str, str]]:
         missing.append(("transport", _TRANSPORT.format(config.transport)))
     if config.scheduling == "async":
         missing.append(("scheduling", "--scheduling async comes in a later version; sync is built."))
-    if config.weights == "random":
-        missing.append(("weights", "--weights random comes in a later version; checkpoint is built."))
     if config.http_port is not None:
         missing.append(("http_port", "--http-port comes in a later version; gRPC is served on --grpc-port."))
     return missing

@@ -69,7 +69,7 @@ def generate(
 def _complete_locally(asked: Asked, options: dict[str, Any], on_text: OnText) -> Completion:
     config = read_config(None, options)
     refuse_missing_features(config)
-    find_model(config.model)
+    find_model(config.model, config.weights)
     from baton.cluster.local import LocalCompleter  # imports torch
 
     return LocalCompleter(config).complete(asked, on_text)

@@ -22,7 +22,7 @@ class LocalCompleter:
 
     def __init__(self, config: ServeConfig) -> None:
         refuse_missing_features(config)
-        worker = resolve_worker(config, find_model(config.model), worker_id="local")
+        worker = resolve_worker(config, find_model(config.model, config.weights), worker_id="local")
         loaded = load_worker(worker)
         num_blocks = loaded.pool.num_blocks
         model, self._tokenizer = loaded.model, loaded.tokenizer

@@ -43,8 +43,10 @@ class ModelDirectory:
     max_model_len: int
 
 
-def find_model(model: str) -> ModelDirectory:
+def find_model(model: str, weights: str = "checkpoint") -> ModelDirectory:
     """Locate a model and check that its files are there; their content is the loader's business.
+
+    With random weights, config.json is all that is needed.
 
     Raises:
         ModelMissing: the directory or a file of it does not exist.
@@ -59,10 +61,11 @@ def find_model(model: str) -> ModelDirectory:
         raise ModelMissing(f"{model!r} is no usable path: {error}", path=model) from error
     if not is_dir:
         raise ModelMissing(f"{path} is not a directory", path=str(path))
-    for name in ("config.json", "tokenizer.json"):
+    for name in ("config.json",) if weights == "random" else ("config.json", "tokenizer.json"):
         if not (path / name).is_file():
             raise ModelMissing(f"{path / name} does not exist", path=str(path / name))
-    _require_weights(path)
+    if weights != "random":
+        _require_weights(path)
     config = _read_json(path / "config.json")
     text_config = config.get("text_config", config)
     max_model_len = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
@@ -164,6 +167,7 @@ def resolve_worker(
         router_address=router_address,
         num_threads=config.worker_threads,
         prefix_cache=config.prefix_cache,
+        weights=config.weights,
         transfer=transfer_config(config),
     )
 

@@ -23,6 +23,7 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
         "port": config.grpc_port,
         "model-name": model.name,
         "model-path": model.path,
+        "weights": config.weights,
         "max-queue-len": config.max_queue_len,
         "request-timeout-s": config.request_timeout_s,
     }

@@ -130,6 +130,12 @@ class KVTransferConfig:
     max_resends: int = 2
     commit_timeout_s: float = 5.0
     max_landing_deaths: int = 8  # of a landing process within a minute; with the last one the worker gives up
+    raw_streams: int = 1  # TCP connections of the raw lane to each peer; 0: payloads go inline
+    curve_key_file: str = ""  # zmq: encrypt with this key pair, admit nobody else; then there is no raw lane
+    tls_cert_file: str = ""  # grpc: this worker's certificate
+    tls_key_file: str = ""  # and its private key
+    tls_ca_file: str = ""  # who signed the others' certificates; with it, peers must present one
+    tls_server_name: str = ""  # the name in the others' certificates, if it is not their address
     drop_pushes: bool = False  # test hook: frames are counted as sent and thrown away
 
 
@@ -155,4 +161,5 @@ class WorkerConfig:
     router_address: str
     num_threads: int
     prefix_cache: bool = True
+    weights: str = "checkpoint"
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

@@ -9,9 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer as _FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
 from baton.core.errors import InvalidText, ModelFileDamaged, ModelMissing
+
+NUM_BYTES = 256
 
 
 class Tokenizer:
@@ -38,6 +41,24 @@ class Tokenizer:
         # The library raises bare Exception for every kind of bad content.
         except Exception as error:
             raise ModelFileDamaged(f"{path} is not a tokenizer: {error}", path=str(path)) from error
+        return cls(fast, _eos_token_ids(directory))
+
+    @classmethod
+    def byte_level(cls, directory: Path, vocab_size: int) -> "Tokenizer":
+        """For a directory without tokenizer.json: token b < 256 is the byte b, others read as `<id>`.
+
+        Raises:
+            ModelMissing: the vocabulary is too small for bytes.
+            ModelFileDamaged: config.json names no usable EOS.
+        """
+        if vocab_size < NUM_BYTES:
+            message = f"{directory} holds no tokenizer.json, and {vocab_size} tokens are too few for one of bytes"
+            raise ModelMissing(message, path=str(directory / "tokenizer.json"))
+        vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+        vocab |= {f"<{token_id}>": token_id for token_id in range(NUM_BYTES, vocab_size)}
+        fast = _FastTokenizer(models.BPE(vocab=vocab, merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
         return cls(fast, _eos_token_ids(directory))
 
     def encode(self, text: str) -> list[int]:
@@ -137,3 +158,13 @@ def _eos_token_ids(directory: Path) -> tuple[int, ...]:
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ModelFileDamaged(f"{path} holds no usable eos_token_id: {error}", path=str(path)) from error
     return ()
+
+
+def _byte_characters() -> list[str]:
+    """The character by which a byte-level tokenizer spells each byte: itself if it is visible, else one that is."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    characters, num_hidden = [], 0
+    for byte in range(NUM_BYTES):
+        characters.append(chr(byte if byte in visible else NUM_BYTES + num_hidden))
+        num_hidden += byte not in visible
+    return characters

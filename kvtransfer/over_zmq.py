@@ -1,35 +1,37 @@
 """The hand-off over ZMQ and TCP: a ROUTER where landings are, a DEALER for each peer where pushes start.
 
 Queues are bounded and nothing waits: a message for a full queue or a dead peer is lost and counted, which the protocol
-repairs or reports. One message is one or two parts; a frame's payload is one flat part, because libzmq handles few
-large parts two to three times faster than many small ones.
+repairs or reports. Payloads take the raw lane where both sides have it (`raw_lane`), and otherwise go inline: as one
+flat part, because libzmq handles few large parts two to three times faster than many small ones.
 """
 
 import hashlib
 import logging
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 
 import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse
-from baton.kvtransfer.frame import Bytes
+from baton.kvtransfer.raw_lane import RAW, TOKEN_BYTES, parse_place
+from baton.kvtransfer.raw_lane_receiver import RawReceiver
+from baton.kvtransfer.raw_lane_sender import RawSender
 from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts, delivery_of
+from baton.kvtransfer.zmq_sockets import ZmqSockets
 from baton.proto import kv_pb2
 
-HIGH_WATER_MESSAGES = 4096  # above what a window allows (frame.FRAME_OVERHEAD_BYTES), so that credits are the limit
 MAX_BATCH = 64  # messages a `receive` returns at most, so that ticks and commands get their turn
 MAX_BATCH_BYTES = 16 << 20
+INLINE = "inline"
 _COPY_BELOW_BYTES = 64 << 10
-_MIN_MESSAGE_BYTES = 1 << 20  # control messages must fit even where frames are small
-_HEADROOM_BYTES = 64 << 10
-_MIN_HEARTBEAT_TIMEOUT_S = 1.0
-_MAX_WARNED = 1024
 _LOST = (zmq.EAGAIN, zmq.EHOSTUNREACH)  # a full queue, a peer that is gone
+_MAX_WARNED = 1024
+_MAX_KNOWN = 4096
 
 log = logging.getLogger(__name__)
+
+Arrived = list[Delivery | PayloadDone]
 
 
 class ZmqTransport:
@@ -41,28 +43,23 @@ class ZmqTransport:
 
     Raises:
         PortInUse: the address cannot be bound.
+        ConfigInvalid: the CURVE keys cannot be used.
     """
 
     def __init__(self, bind: str | None = None, config: KVTransferConfig | None = None) -> None:
         self._config = config or KVTransferConfig()
         self.counts = TransportCounts()
         self.address = ""
-        self._context = zmq.Context(io_threads=1)
-        self._context.set(zmq.MAX_SOCKETS, 4096)
-        self._poller = zmq.Poller()
+        self._sockets = ZmqSockets(self._config)
+        self._poller = self._sockets.poller
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
-        self._warned: set[str] = set()  # about peers that could not be connected to
-        self._token = secrets.token_hex(8)
+        self._senders: dict[str, RawSender] = {}
+        self._known: dict[str, None] = {}  # peers heard of, on the listening side; the last one spoke last
+        self._warned: set[str] = set()
+        self._secret = secrets.token_hex(8)
         self._router: zmq.Socket[bytes] | None = None
-        self._wake_lock = threading.Lock()
-        name = f"inproc://wake-{secrets.token_hex(8)}"
-        self._waker = self._socket(zmq.PAIR)
-        self._waker.bind(name)
-        self._poller.register(self._waker, zmq.POLLIN)
-        self._wake_sender = self._socket(zmq.PAIR)
-        self._wake_sender.connect(name)
-        self._is_woken = False
+        self._receiver: RawReceiver | None = None
         if bind is not None:
             self._listen(bind)
 
@@ -71,29 +68,150 @@ class ZmqTransport:
         self._post(peer, [message])
 
     def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], lane: str) -> None:
-        """The payload goes along as one flat part."""
-        self._post(peer, [header, payload[0] if len(payload) == 1 else b"".join(payload)])
+        """By the raw lane if that is asked for and open; else a copy of the payload goes along."""
+        if lane == RAW and payload:
+            sender = self._senders.get(peer)
+            if sender is not None and sender.send(header, payload):
+                return
+            self.counts.frames_fallen_back += 1
+        self._post(peer, [header, b"".join(payload)])
 
     def unpin(self, peer: str, match: Callable[[bytes], bool]) -> None:
-        """Posted memory is libzmq's until it has left."""
-
-    def offers(self) -> list[kv_pb2.LaneOffer]:
-        """None: payloads are in the messages."""
-        return []
-
-    def open_lane(self, peer: str, offer: kv_pb2.LaneOffer) -> str:
-        """There is none."""
-        return f"no lane {offer.lane}"
+        """Only the raw lane reads payloads late."""
+        if peer in self._senders:
+            self._senders[peer].unpin(match)
 
     def num_pinned(self, peer: str) -> int:
-        """Posted memory is libzmq's."""
-        return 0
+        """Frames in the raw lane's queue."""
+        return self._senders[peer].num_pinned if peer in self._senders else 0
+
+    def offers(self) -> list[kv_pb2.LaneOffer]:
+        """The raw lane, unless everything is to be encrypted."""
+        return [] if self._receiver is None else [self._receiver.offer]
+
+    def open_lane(self, peer: str, offer: kv_pb2.LaneOffer) -> str:
+        """Begin to connect; payloads go inline until the other side has answered."""
+        if offer.lane != RAW:
+            return f"the zmq transport has no lane {offer.lane!r}"
+        if self._sockets.is_encrypted:
+            return "the raw lane is not encrypted, and curve_key_file asks for encryption"
+        if len(offer.raw.token) != TOKEN_BYTES:
+            return "the offer of the raw lane has no token"
+        if self._router is not None or peer not in self._dealers:
+            return "there is no connection to that peer"
+        try:
+            place = parse_place(offer.raw.address, peer)
+        except ValueError as error:
+            return f"the offer of the raw lane: {error}"
+        if peer in self._senders:
+            self._senders.pop(peer).close()
+        name = self._routing_id(peer)
+        self._senders[peer] = RawSender.to(place, offer.raw.token, name, self._config, self._poller, self.counts)
+        return ""
 
     def lane_of(self, peer: str) -> str:
-        """The only one."""
-        return "inline"
+        """Raw once the other side has answered."""
+        return RAW if peer in self._senders and self._senders[peer].is_open else INLINE
 
-    def _post(self, peer: str, parts: Sequence[Bytes]) -> None:
+    def problem(self, peer: str) -> str:
+        """Connects, on the side that does: an address is data, so nothing about it can be a bug here."""
+        if self._router is not None or peer in self._dealers:
+            return ""
+        if not peer.startswith("tcp://"):
+            found = f"{peer[:100]!r} is no tcp:// address"
+        else:
+            try:
+                self._connect(peer)
+                return ""
+            except zmq.ZMQError as error:
+                found = f"cannot connect to {peer[:100]!r}: {error.strerror}"
+        if found not in self._warned and len(self._warned) < _MAX_WARNED:
+            self._warned.add(found)
+            log.warning("%s", found)
+        return found
+
+    def receive(self, timeout_s: float) -> Arrived:
+        """Of each connection at most MAX_BATCH messages, or about MAX_BATCH_BYTES."""
+        arrived: Arrived = []
+        for lane in self._senders.values():
+            lane.tick()
+        if self._receiver is not None:
+            self._receiver.tick()
+            arrived += self._receiver.take_failed()
+        for source, events in self._poller.poll(0 if arrived else max(0, int(timeout_s * 1e3))):
+            if isinstance(source, int):
+                arrived += self._raw_ready(source, events)
+            elif not self._sockets.attend(source):
+                self._take_all(source, arrived)
+        self.counts.connections_refused += self._sockets.take_num_refused()
+        return arrived
+
+    def wake(self) -> None:
+        """Any thread; at most one wake is pending."""
+        self._sockets.wake()
+
+    def drop(self, peer: str) -> None:
+        """Close the connections to a peer; on the listening side those of its raw lane."""
+        if peer in self._senders:
+            self._senders.pop(peer).close()
+        if self._receiver is not None:
+            self._receiver.drop(peer)
+            self._known.pop(peer, None)
+        socket = self._dealers.pop(peer, None)
+        if socket is not None:
+            self._poller.unregister(socket)
+            del self._names[socket]
+            socket.close(linger=0)
+
+    def close(self) -> None:
+        """Close every socket; nothing lingers."""
+        for sender in self._senders.values():
+            sender.close()
+        self._senders = {}
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        self._sockets.close()
+
+    def _listen(self, bind: str) -> None:
+        self._router = self._sockets.network_socket(zmq.ROUTER, is_server=True)
+        self._router.set(zmq.ROUTER_MANDATORY, 1)
+        # A peer that comes again by its name takes over from a connection that only this end believes alive.
+        self._router.set(zmq.ROUTER_HANDOVER, 1)
+        try:
+            self._router.bind(bind)
+        except zmq.ZMQError as error:
+            self.close()
+            raise PortInUse(f"cannot listen on {bind}: {error.strerror}", address=bind) from error
+        endpoint = self._router.get(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = endpoint.rstrip(b"\0").decode()
+        self._poller.register(self._router, zmq.POLLIN)
+        if self._sockets.is_encrypted:
+            log.info("no raw lane: it is not encrypted, and curve_key_file asks for encryption")
+        elif self._config.raw_streams:
+            host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+            is_known = self._known.__contains__
+            self._receiver = RawReceiver(host, self._config, self._poller, self.counts, is_known)
+
+    def _connect(self, peer: str) -> None:
+        socket = self._sockets.network_socket(zmq.DEALER, is_server=False)
+        try:
+            socket.set(zmq.ROUTING_ID, self._routing_id(peer))
+            socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+            socket.connect(peer)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        self._dealers[peer] = socket
+        self._names[socket] = peer
+        self._poller.register(socket, zmq.POLLIN)
+
+    def _routing_id(self, peer: str) -> bytes:
+        """One name for each peer as long as this process lives, so that a new connection replaces the old one there."""
+        return hashlib.sha256(f"{self._secret} {peer}".encode()).hexdigest()[:16].encode()
+
+    def _post(self, peer: str, parts: Sequence[bytes]) -> None:
         copy = len(parts[-1]) < _COPY_BELOW_BYTES
         if self._router is None and self.problem(peer):
             self.counts.messages_lost += 1
@@ -108,114 +226,37 @@ class ZmqTransport:
                 raise
             self.counts.messages_lost += 1
 
-    def problem(self, peer: str) -> str:
-        """Connects, on the side that does: an address is data, so nothing about it can be a bug here."""
-        if self._router is not None or peer in self._dealers:
-            return ""
-        if not peer.startswith("tcp://"):
-            found = f"{peer[:100]!r} is no tcp:// address"
-        else:
-            try:
-                self._dealers[peer] = self._connect(peer)
-                return ""
-            except zmq.ZMQError as error:
-                found = f"cannot connect to {peer[:100]!r}: {error.strerror}"
-        if found not in self._warned and len(self._warned) < _MAX_WARNED:
-            self._warned.add(found)
-            log.warning("%s", found)
-        return found
+    def _raw_ready(self, file: int, events: int) -> Arrived:
+        if self._receiver is not None:
+            return self._receiver.ready(file)
+        for sender in self._senders.values():
+            sender.ready(file, events)
+        return []
 
-    def receive(self, timeout_s: float) -> list[Delivery | PayloadDone]:
-        """Up to MAX_BATCH messages, or about MAX_BATCH_BYTES."""
-        deliveries: list[Delivery | PayloadDone] = []
+    def _take_all(self, socket: "zmq.Socket[bytes]", arrived: Arrived) -> None:
         num_bytes = 0
-        for socket, _ in self._poller.poll(max(0, int(timeout_s * 1e3))):
-            if socket is self._waker:
-                with self._wake_lock:
-                    self._is_woken = False
-                    self._waker.recv(zmq.DONTWAIT)
+        for _ in range(MAX_BATCH):  # of each socket, so that none keeps the others waiting
+            if num_bytes > MAX_BATCH_BYTES:
+                return
+            try:
+                parts = socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            buffers = [part.buffer for part in parts]
+            if socket is self._router:
+                peer = bytes(buffers.pop(0)).decode("latin-1")
+                self._know(peer)
+            else:
+                peer = self._names[socket]
+            delivery = delivery_of(peer, buffers)
+            if delivery is None:
+                self.counts.messages_refused += 1
                 continue
-            while (
-                len(deliveries) < MAX_BATCH
-                and num_bytes < MAX_BATCH_BYTES
-                and (delivery := self._take(socket)) is not None
-            ):
-                deliveries.append(delivery)
-                num_bytes += 0 if delivery.payload is None else delivery.payload.num_bytes
-        return deliveries
+            num_bytes += 0 if delivery.payload is None else delivery.payload.num_bytes
+            arrived.append(delivery)
 
-    def wake(self) -> None:
-        """Any thread; at most one wake is pending."""
-        with self._wake_lock:
-            if not self._is_woken and not self._wake_sender.closed:
-                self._is_woken = True
-                self._wake_sender.send(b"", zmq.DONTWAIT)
-
-    def drop(self, peer: str) -> None:
-        """Close the connection to a peer; on the listening side there is none to close."""
-        socket = self._dealers.pop(peer, None)
-        if socket is not None:
-            self._poller.unregister(socket)
-            del self._names[socket]
-            socket.close(linger=0)
-
-    def close(self) -> None:
-        """Close every socket; nothing lingers."""
-        with self._wake_lock:
-            self._context.destroy(linger=0)
-
-    def _socket(self, kind: int) -> "zmq.Socket[bytes]":
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.SNDHWM, HIGH_WATER_MESSAGES)
-        socket.set(zmq.RCVHWM, HIGH_WATER_MESSAGES)
-        return socket
-
-    def _network_socket(self, kind: int) -> "zmq.Socket[bytes]":
-        """A socket that takes no message beyond the limit, and notices a connection that is dead at one end only."""
-        socket = self._socket(kind)
-        socket.set(zmq.MAXMSGSIZE, max(self._config.max_frame_bytes, _MIN_MESSAGE_BYTES) + _HEADROOM_BYTES)
-        timeout_ms = int(max(self._config.lease_s, _MIN_HEARTBEAT_TIMEOUT_S) * 1e3)
-        socket.set(zmq.HEARTBEAT_IVL, timeout_ms // 2)
-        socket.set(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
-        socket.set(zmq.HEARTBEAT_TTL, timeout_ms)
-        return socket
-
-    def _listen(self, bind: str) -> None:
-        self._router = self._network_socket(zmq.ROUTER)
-        self._router.set(zmq.ROUTER_MANDATORY, 1)
-        # A peer that comes again by its name takes over from a connection that only this end believes alive.
-        self._router.set(zmq.ROUTER_HANDOVER, 1)
-        try:
-            self._router.bind(bind)
-        except zmq.ZMQError as error:
-            self.close()
-            raise PortInUse(f"cannot listen on {bind}: {error.strerror}", address=bind) from error
-        endpoint = self._router.get(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        self.address = endpoint.rstrip(b"\0").decode()
-        self._poller.register(self._router, zmq.POLLIN)
-
-    def _connect(self, peer: str) -> "zmq.Socket[bytes]":
-        socket = self._network_socket(zmq.DEALER)
-        try:
-            # One name for each peer as long as this process lives, so that a new connection replaces the old one there.
-            socket.set(zmq.ROUTING_ID, hashlib.sha256(f"{self._token} {peer}".encode()).hexdigest()[:16].encode())
-            socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-            socket.connect(peer)
-        except zmq.ZMQError:
-            socket.close(linger=0)
-            raise
-        self._names[socket] = peer
-        self._poller.register(socket, zmq.POLLIN)
-        return socket
-
-    def _take(self, socket: "zmq.Socket[bytes]") -> Delivery | None:
-        try:
-            parts = socket.recv_multipart(zmq.DONTWAIT, copy=False)
-        except zmq.Again:
-            return None
-        buffers = [part.buffer for part in parts]
-        if socket is self._router:
-            return delivery_of(bytes(buffers[0]).decode("latin-1"), buffers[1:]) or Delivery("")
-        return delivery_of(self._names[socket], buffers) or Delivery("")
+    def _know(self, peer: str) -> None:
+        self._known.pop(peer, None)
+        self._known[peer] = None
+        if len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]

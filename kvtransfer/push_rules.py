@@ -93,8 +93,7 @@ class PushRules:
                 peer.window.posted(header.charge_bytes, now_s)
                 blocks = transfer.grant.blocks if transfer.grant is not None else ()
                 actions.append(SendFrame(address, transfer.attempt, header, transfer.lane, blocks, peer.has_digest))
-            is_ready = transfer.state is TransferState.COMMITTING and not transfer.to_send and not transfer.num_writes
-            if is_ready and not transfer.is_commit_posted:
+            if transfer.is_ready_to_commit and not transfer.is_commit_posted:
                 actions.append(self._commit_message(transfer, now_s))
         return actions
 

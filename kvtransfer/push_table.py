@@ -98,6 +98,11 @@ class Transfer:
         return is_one_sided(self.lane)
 
     @property
+    def is_ready_to_commit(self) -> bool:
+        """Whether all is posted and, where this side writes, all is written."""
+        return self.state is TransferState.COMMITTING and not self.to_send and not self.num_writes
+
+    @property
     def is_quiet(self) -> bool:
         """Whether nothing reads the source blocks or writes the landing on behalf of this transfer."""
         return not self.num_holds and not self.num_writes

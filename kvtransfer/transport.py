@@ -91,7 +91,7 @@ class TransportCounts:
     Attributes:
         messages_lost: posted, and thrown away here: the peer was gone or its queue full.
         messages_refused: arrived, and fit no form that this transport speaks.
-        connections_refused: to a lane: wrong token, unknown peer, bad header, too many, or too slow to say who they are.
+        connections_refused: wrong key or token, unknown peer, bad header, too many, or too slow to say who they are.
         payloads_cut: frames whose connection ended before their payload.
         lanes_failed: lanes that could not be opened, or broke; payloads then travel inline.
         frames_fallen_back: frames for another lane that went inline.

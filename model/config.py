@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing, ModelUnsupported
-from baton.model.weights import checkpoint_identity
+from baton.model.weights import checkpoint_identity, shape_identity
 
 _MAX_LAYERS = 1000
 _MAX_SIZE = 1 << 20  # of any dimension that has no limit of its own
@@ -58,8 +58,12 @@ class ModelConfig:
     model_hash: str
 
     @classmethod
-    def from_directory(cls, path: Path) -> "ModelConfig":
+    def from_directory(cls, path: Path, *, made_weights: str | None = None) -> "ModelConfig":
         """Read config.json, and the safetensors headers for `model_hash`.
+
+        Args:
+            path: the directory.
+            made_weights: says how weights are made that no file holds; `model_hash` is then of it and config.json.
 
         Raises:
             ModelMissing: the directory, config.json or the weights are not there.
@@ -68,7 +72,7 @@ class ModelConfig:
         """
         values = read_config(path)
         _refuse_unsupported(values, path)
-        model_hash = checkpoint_identity(path, values)
+        model_hash = checkpoint_identity(path, values) if made_weights is None else shape_identity(values, made_weights)
         try:
             return cls(**_fields(values), model_hash=model_hash)
         except KeyError as error:

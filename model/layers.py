@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.kernels.ops import Ops
+from baton.model.random_weights import RandomTensor
 from baton.model.weights import StoredTensor
 
 
@@ -16,7 +17,7 @@ from baton.model.weights import StoredTensor
 class WeightSource:
     """Reads tensors into their place as the parts of the model are built, and reports how far it is."""
 
-    stored: Mapping[str, StoredTensor]
+    stored: Mapping[str, StoredTensor | RandomTensor]
     dtype: torch.dtype
     device: torch.device
     num_total: int

@@ -1,6 +1,6 @@
 """From a Hugging Face directory to a `Model`. Everything headers can tell is checked before memory is taken."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,8 +10,9 @@ from baton.core.numerics import Numerics
 from baton.model.config import ModelConfig
 from baton.model.layers import WeightSource
 from baton.model.model import Model
+from baton.model.random_weights import RandomTensor, random_identity, random_tensors
 from baton.model.tensor_spec import check_tensors, tensor_spec
-from baton.model.weights import read_headers
+from baton.model.weights import StoredTensor, read_headers
 
 
 @torch.inference_mode()
@@ -23,8 +24,12 @@ def load_model(
     numerics: Numerics,
     with_mtp: bool,
     on_progress: Callable[[int, int], None] | None = None,
+    random_seed: int | None = None,
 ) -> Model:
     """Load config and weights, converted to `dtype`; `on_progress(done, total)` counts tensors.
+
+    With a `random_seed` the directory need hold no more than config.json: weights are drawn on the device, an MTP head
+    too if it is asked for, whether or not the model was published with one.
 
     Raises:
         ModelMissing: the directory, or a file it must hold, is not there.
@@ -34,12 +39,18 @@ def load_model(
         ModelTensorUnexpected: the checkpoint holds tensors the architecture has no place for.
         ModelTensorMisshapen: a tensor's shape or dtype is not the one config.json implies.
     """
-    config = ModelConfig.from_directory(path)
-    if with_mtp:
+    is_random = random_seed is not None
+    made_weights = random_identity(device, random_seed) if random_seed is not None else None
+    config = ModelConfig.from_directory(path, made_weights=made_weights)
+    if with_mtp and not (is_random and config.num_mtp_layers == 0):
         _require_mtp(config, path)
     spec = tensor_spec(config, with_mtp=with_mtp)
-    stored = read_headers(path)
-    check_tensors(spec, stored)
+    stored: Mapping[str, StoredTensor | RandomTensor]
+    if random_seed is not None:
+        stored = random_tensors(spec.required, dtype, device, random_seed)
+    else:
+        headers = stored = read_headers(path)
+        check_tensors(spec, headers)
     source = WeightSource(stored, dtype, device, len(spec.required), on_progress)
     model = Model(source, config, numerics, with_mtp=with_mtp)
     assert source.num_done == len(spec.required)

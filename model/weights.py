@@ -22,6 +22,15 @@ _STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A range of one dimension of a tensor."""
+
+    dim: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Where one tensor lies; `dtype` is None for a kind no weight may have."""
 
@@ -36,17 +45,23 @@ class StoredTensor:
         """The torch dtype, or None if weights of this kind are not supported."""
         return _STORED_DTYPES.get(self.dtype_name)
 
-    def read(self) -> torch.Tensor:
-        """The tensor, on the CPU, as stored."""
+    def read(self, cut: Cut | None = None) -> torch.Tensor:
+        """The tensor, or a part of it, on the CPU, as stored. Of a cut along the first dimension no more is read."""
         assert self.dtype is not None
-        data = bytearray(self.end - self.start)
+        start, end, shape = self.start, self.end, self.shape
+        if cut is not None and cut.dim == 0:
+            row_bytes = (end - start) // shape[0]
+            start += cut.first * row_bytes
+            end, shape = start + cut.count * row_bytes, (cut.count, *shape[1:])
+        data = bytearray(end - start)
         with self.file.open("rb") as stream:
-            stream.seek(self.start)
+            stream.seek(start)
             if stream.readinto(data) != len(data):
                 raise ModelFileDamaged(f"{self.file} shrank while it was read", path=str(self.file))
         if not data:
-            return torch.empty(self.shape, dtype=self.dtype)
-        return torch.frombuffer(data, dtype=self.dtype).view(self.shape)
+            return torch.empty(shape, dtype=self.dtype)
+        tensor = torch.frombuffer(data, dtype=self.dtype).view(shape)
+        return tensor if cut is None or cut.dim == 0 else tensor.narrow(cut.dim, cut.first, cut.count).contiguous()
 
 
 def read_headers(path: Path) -> dict[str, StoredTensor]:
@@ -124,7 +139,7 @@ def checkpoint_identity(path: Path, config: Mapping[str, Any]) -> str:
     Two checkpoints of one architecture have equal headers, so headers alone would not tell a fine-tune from its base.
     Where the tensors lie (one file or shards) does not matter.
     """
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
+    digest = _config_digest(config)
     tensors = read_headers(path)
     streams = {file: file.open("rb") for file in sorted({tensor.file for tensor in tensors.values()})}
     try:
@@ -139,3 +154,14 @@ def checkpoint_identity(path: Path, config: Mapping[str, Any]) -> str:
         for stream in streams.values():
             stream.close()
     return digest.hexdigest()
+
+
+def shape_identity(config: Mapping[str, Any], weights: str) -> str:
+    """sha256 over config.json and a sentence that says how weights without a checkpoint are made."""
+    digest = _config_digest(config)
+    digest.update(weights.encode())
+    return digest.hexdigest()
+
+
+def _config_digest(config: Mapping[str, Any]) -> "hashlib._Hash":
+    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())

@@ -3,13 +3,16 @@
 Pure bookkeeping over host values: no tensors, no sockets, no clock of its own. Blocks are never held while a request
 queues: a sequence gets its own blocks, and asks the decode worker for a landing, only when fewer prompt tokens than
 the lookahead are ahead of it. Blocks that other prompts have left of its beginning are then among them, and are not
-computed again; but the last prompt token always is, because the first answer token follows from it. Only granted ones
-count as ahead: a decode worker that has no room must hold up nobody else's requests, so it gets a few askers at most,
-and those at most half of the blocks.
+computed again; but the last prompt token always is, because the first answer token follows from it.
+
+A decode worker that is slow, full or dead holds up nobody else's requests. Only granted sequences count as ahead; a
+decode worker has a few askers at most; and those of its sequences that wait for it, to be granted, acknowledged or
+drained, hold no more than its share of the blocks. Requests of one decode worker start in order of arrival. Those of
+different ones do too, but nobody waits for blocks that only a decode worker which has stalled could give back.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -17,6 +20,7 @@ from baton.core.request import AttemptKey, GenerationRequest
 from baton.kvcache.allocator import BlockAllocator, BlockTable
 
 MAX_ASKERS = 2  # sequences that wait for a landing on one decode worker; more would only hold blocks
+STALL_S = 0.5  # a sequence that waits for its decode worker for so long is not counted on to end soon
 
 
 class PrefillState(Enum):
@@ -41,6 +45,7 @@ class PrefillSequence:
     num_cached: int = 0  # prompt tokens whose KV was there when the blocks were reserved
     num_computed: int = 0  # those, and what was computed since
     marks_s: dict[str, float] = field(default_factory=dict)  # moments, by name, on the worker's clock
+    seen: tuple[PrefillState, float] | None = None  # the state the scheduler last saw it in, and since when
 
     @property
     def key(self) -> AttemptKey:
@@ -51,6 +56,16 @@ class PrefillSequence:
     def num_left(self) -> int:
         """Prompt tokens not computed yet."""
         return self.request.prompt_len - self.num_computed
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks it holds."""
+        return 0 if self.table is None else len(self.table.blocks)
+
+    @property
+    def waits_for_peer(self) -> bool:
+        """Whether it is the decode worker's turn to do something."""
+        return self.state not in (PrefillState.WAITING, PrefillState.READY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,38 +108,60 @@ class PrefillScheduler:
         """Sequences in any of `states`."""
         return sum(sequence.state in states for sequence in tuple(self._sequences.values()))
 
-    def next_to_reserve(self) -> PrefillSequence | None:
-        """The oldest waiting sequence if its turn is near and its blocks are free; its blocks are then held."""
+    def next_to_reserve(self, now_s: float) -> PrefillSequence | None:
+        """The sequence that may ask for its landing now; its blocks are then held. None if it is nobody's turn."""
         ready = [s for s in self._sequences.values() if s.state is PrefillState.READY]
-        ahead_len = sum(sequence.num_left for sequence in ready)
         # One chunk of lookahead hides the round trip of RESERVE behind the step before.
-        if ahead_len >= 2 * self._chunk_len or len(ready) >= self._max_num_seqs:
+        if sum(s.num_left for s in ready) >= 2 * self._chunk_len or len(ready) >= self._max_num_seqs:
             return None
-        askers = [s for s in self._sequences.values() if s.state is PrefillState.RESERVING]
-        num_asking = Counter(sequence.peer for sequence in askers)
-        waiting = next(
-            (
-                s
-                for s in self._sequences.values()
-                if s.state is PrefillState.WAITING and num_asking[s.peer] < MAX_ASKERS
-            ),
-            None,
-        )
-        if waiting is None:
-            return None
-        prompt_len = waiting.request.prompt_len
-        num_blocks = self._allocator.num_blocks_for(prompt_len)
-        shared = self._match(waiting)
-        num_held = sum(len(sequence.table.blocks) for sequence in askers if sequence.table is not None)
-        if self._allocator.num_missing(prompt_len, shared) or (
-            askers and num_held + num_blocks > self._allocator.num_blocks // 2
-        ):
-            return None
-        waiting.table = self._allocator.reserve(prompt_len, shared)
-        waiting.num_cached = waiting.num_computed = len(shared) * self._allocator.block_size
-        waiting.state = PrefillState.RESERVING
-        self._count_lookup(waiting)
-        return waiting
+        num_stalled = self._num_stalled_blocks(now_s)
+        for sequence in self._next_of_each_peer():
+            shared = self._match(sequence)
+            num_missing = self._allocator.num_missing(sequence.request.prompt_len, shared)
+            if not num_missing:
+                return self._reserve(sequence, shared)
+            # Blocks held by those that get on come back soon, and nobody may take them away before this one's turn.
+            if num_missing <= self._allocator.num_reserved - num_stalled:
+                return None
+        return None
+
+    def _num_stalled_blocks(self, now_s: float) -> int:
+        """Blocks that no progress of this worker gives back."""
+        stalled: set[int] = set()
+        for sequence in self._sequences.values():
+            if sequence.seen is None or sequence.seen[0] is not sequence.state:
+                sequence.seen = (sequence.state, now_s)
+            elif sequence.waits_for_peer and sequence.table is not None and now_s - sequence.seen[1] > STALL_S:
+                stalled.update(sequence.table.blocks)
+        return len(stalled)
+
+    def _next_of_each_peer(self) -> Iterator[PrefillSequence]:
+        """Each decode worker's oldest waiting sequence, the oldest first, where it may ask and hold blocks."""
+        num_asking = Counter(s.peer for s in self._sequences.values() if s.state is PrefillState.RESERVING)
+        num_held: Counter[str] = Counter()
+        peers = set()
+        for sequence in self._sequences.values():
+            peers.add(sequence.peer)
+            if sequence.waits_for_peer:
+                num_held[sequence.peer] += sequence.num_blocks
+        share = self._allocator.num_blocks // (len(peers) + 1)
+        passed = set()
+        for sequence in self._sequences.values():
+            peer = sequence.peer
+            if sequence.state is not PrefillState.WAITING or peer in passed:
+                continue
+            passed.add(peer)
+            num_blocks = self._allocator.num_blocks_for(sequence.request.prompt_len)
+            is_in_share = not num_held[peer] or num_held[peer] + num_blocks <= share
+            if num_asking[peer] < MAX_ASKERS and is_in_share:
+                yield sequence
+
+    def _reserve(self, sequence: PrefillSequence, shared: tuple[int, ...]) -> PrefillSequence:
+        sequence.table = self._allocator.reserve(sequence.request.prompt_len, shared)
+        sequence.num_cached = sequence.num_computed = len(shared) * self._allocator.block_size
+        sequence.state = PrefillState.RESERVING
+        self._count_lookup(sequence)
+        return sequence
 
     def plan(self) -> list[ChunkPlan]:
         """The chunks of the next step, oldest request first; empty when nothing is ready."""

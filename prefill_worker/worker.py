@@ -255,8 +255,8 @@ class PrefillWorker:
                 self._fail(run, RequestDeadlineExceeded("the deadline passed during prefill"))
 
     def _reserve(self) -> None:
-        while (sequence := self._scheduler.next_to_reserve()) is not None:
-            now_s = self._clock.now_s()
+        now_s = self._clock.now_s()
+        while (sequence := self._scheduler.next_to_reserve(now_s)) is not None:
             sequence.marks_s["reserved"] = now_s
             run = self._runs[sequence.key]
             run.handed_over = True

@@ -32,6 +32,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=50051, help="0 picks a free one")
     parser.add_argument("--model-name", required=True, help="what clients call the model")
     parser.add_argument("--model-path", type=Path, required=True, help="directory with tokenizer.json and config.json")
+    parser.add_argument("--weights", choices=("checkpoint", "random"), default="checkpoint", help="what workers load")
     parser.add_argument("--max-queue-len", type=_positive_int, default=256, help="requests in flight; more are refused")
     parser.add_argument("--request-timeout-s", type=_positive_float, default=600.0, help="longest life of a request")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics over HTTP here; 0 picks a free one")
@@ -45,7 +46,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
     Raises:
         StartupError: the model directory or a port is not usable.
     """
-    model = ServedModel.from_directory(options.model_name, options.model_path)
+    model = ServedModel.from_directory(options.model_name, options.model_path, weights=options.weights)
     config = RouterConfig(
         host=options.host,
         port=options.port,

@@ -23,14 +23,13 @@ class ServedModel:
     vocab_size: int
 
     @classmethod
-    def from_directory(cls, name: str, directory: Path) -> "ServedModel":
-        """Read tokenizer and config of a Hugging Face model directory.
+    def from_directory(cls, name: str, directory: Path, *, weights: str = "checkpoint") -> "ServedModel":
+        """Read tokenizer and config of a Hugging Face model directory; with random weights it may lack the tokenizer.
 
         Raises:
             ModelMissing: a required file does not exist.
             ModelFileDamaged: a file cannot be read as what it should be.
         """
-        tokenizer = Tokenizer.from_directory(directory)
         path = directory / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -39,4 +38,6 @@ class ServedModel:
             raise ModelMissing(f"{path} does not exist", path=str(path)) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelFileDamaged(f"{path} names no vocab_size: {error!r}", path=str(path)) from error
-        return cls(name, tokenizer, vocab_size)
+        if weights == "random" and not (directory / "tokenizer.json").exists():
+            return cls(name, Tokenizer.byte_level(directory, vocab_size), vocab_size)
+        return cls(name, Tokenizer.from_directory(directory), vocab_size)

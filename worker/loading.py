@@ -17,6 +17,7 @@ from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import TORCH_DTYPES, KVPool, num_blocks_for_memory
 from baton.model.loader import load_model
 from baton.model.model import Model
+from baton.model.random_weights import RANDOM_SEED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def load_worker(
     torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
     path = Path(config.model_path)
-    tokenizer = Tokenizer.from_directory(path)
+    is_random = config.weights == "random"
     model = load_model(
         path,
         dtype=TORCH_DTYPES[config.dtype],
@@ -56,7 +57,12 @@ def load_worker(
         numerics=config.numerics,
         with_mtp=config.num_draft_tokens > 0,
         on_progress=on_progress,
+        random_seed=RANDOM_SEED if is_random else None,
     )
+    if is_random and not (path / "tokenizer.json").exists():
+        tokenizer = Tokenizer.byte_level(path, model.config.vocab_size)
+    else:
+        tokenizer = Tokenizer.from_directory(path)
     if config.numerics is Numerics.INVARIANT:
         check_invariance(model.linear_shapes(), model.dtype, device)
     layout = model.kv_layout(config.block_size)

@@ -107,3 +107,17 @@ def test_damaged_files_are_named(tmp_path, bad):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(ModelFileDamaged, match=r"tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_a_directory_without_a_tokenizer_may_have_one_of_bytes(tmp_path):
+    write(tmp_path, config={"eos_token_id": 300})
+    tokenizer = Tokenizer.byte_level(tmp_path, 1000)
+    assert (tokenizer.vocab_size, tokenizer.eos_token_ids) == (1000, (300,))
+    for text in ("", "hello world\n", "naïve 🎉\x00\x7f\xad", " <300> <|x|>", "".join(map(chr, range(512)))):
+        assert tokenizer.encode(text) == list(text.encode())
+        assert tokenizer.decode(text.encode()) == text
+    assert tokenizer.decode([72, 105, 999]) == "Hi<999>"
+    stream = tokenizer.stream()
+    assert "".join([*(stream.push(token) for token in [*"é".encode(), 256, 0xF0]), stream.flush()]) == "é<256>\ufffd"
+    with pytest.raises(ModelMissing, match="too few"):
+        Tokenizer.byte_level(tmp_path, 255)

@@ -36,7 +36,7 @@ POINTS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 0.95)
 
 @pytest.mark.parametrize("chunk_len", [48])
 def test_cancel_at_ten_points_leaves_nothing(model, tokenizer, long_request, chunk_len):
-    with Topology(model, tokenizer, num_drafts=2, chunk_len=chunk_len) as deployment:
+    with Topology(model, tokenizer, num_drafts=2, chunk_len=chunk_len, prefix_cache=False) as deployment:
         start_s = time.monotonic()
         want = deployment.generate([long_request("whole")])[0]
         duration_s = time.monotonic() - start_s
@@ -73,7 +73,7 @@ def test_pushes_that_never_arrive_fail_the_request(model, tokenizer, long_reques
 
 
 def test_a_prefill_worker_that_dies_mid_push_is_fenced(model, tokenizer, long_request):
-    with Topology(model, tokenizer, num_prefill=2, num_drafts=2, chunk_len=16) as deployment:
+    with Topology(model, tokenizer, num_prefill=2, num_drafts=2, chunk_len=16, prefix_cache=False) as deployment:
         want = deployment.generate([long_request("before0-"), long_request("before1-")])
         deployment.wait_idle()
         running = deployment.start(long_request("orphan"))

@@ -104,6 +104,7 @@ class World:
         self.drained = set()  # (p_epoch, rank, d_epoch, attempt) that a prefill rank swore to leave alone
         self.dead = set()  # (p_epoch, rank)
         self.frames = {}  # (p_epoch, rank, attempt) -> {seq: state of the frame}
+        self.zombies = []  # ranks whose place was taken by another life, and who do not know it
         self.prefills = {name: PrefillNode(self, name) for name in ("p0", "p1")}
         self.decodes = {name: DecodeNode(self, name) for name in ("d0", "d1")}
 
@@ -112,7 +113,8 @@ class World:
         return 1000 + self.num_epochs
 
     def ranks(self):
-        return [rank for node in self.prefills.values() for rank in node.ranks]
+        """Of all prefill workers, those that were replaced and live on included."""
+        return [rank for node in self.prefills.values() for rank in node.ranks] + self.zombies
 
     def actors(self):
         return [*self.ranks(), *self.decodes.values()]
@@ -203,6 +205,17 @@ class World:
             self.dead.add((rank.epoch, rank.rank))
         self.prefills[name] = PrefillNode(self, name)
 
+    def replace_prefill(self, name):
+        """Somebody believes that it is dead, and starts another. It was only stopped, or cut off."""
+        self.zombies += self.prefills[name].ranks
+        self.prefills[name] = PrefillNode(self, name)
+
+    def end_zombies(self):
+        """Now they are dead."""
+        for rank in self.zombies:
+            self.dead.add((rank.epoch, rank.rank))
+        self.zombies.clear()
+
     def crash_decode(self, name):
         self.decodes[name].is_gone = True
         self.decodes[name] = DecodeNode(self, name)
@@ -219,6 +232,7 @@ class World:
     def settle(self, limit_s=60.0):
         """Everything must end."""
         self.cut.clear()
+        self.end_zombies()
         for actor in self.actors():
             actor.is_stopped = False
         for name, node in tuple(self.prefills.items()):

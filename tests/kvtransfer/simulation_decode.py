@@ -178,6 +178,8 @@ class DecodeNode:
                 self.do(self.protocol.on_control(message.sender, parse_control(message.data), self.now()))
             elif is_frame(message.data):
                 self.on_frame(message)
+            else:
+                self.world.lost(message)
         except BatonError:
             if message.payload is not None:
                 self.protocol.on_corrupt_frame()

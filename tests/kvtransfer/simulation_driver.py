@@ -86,10 +86,13 @@ class Driver:
             rank.abort(attempt)
 
     def hold(self):
+        """A writer thread reads the source blocks for a while."""
         rank, attempt = self.live(lambda s: True)
         if rank:
-            rank.protocol.hold(attempt)
-            rank.do(rank.protocol.unhold(attempt))
+            rank.hold(attempt)
+        held = [rank for rank in self.world.ranks() if rank.held and not rank.is_stopped and not rank.is_dead]
+        if held and self.rng.random() < 0.5:
+            self.choice(held).unhold()
 
     def answer(self):
         node = self.node()
@@ -210,6 +213,14 @@ class Driver:
         self.world.note("crash", *(rank.name for rank in self.world.prefills[name].ranks))
         self.world.crash_prefill(name)
 
+    def replace_prefill(self):
+        name = self.choice(PREFILLS)
+        if self.world.zombies or any(rank.is_dead for rank in self.world.prefills[name].ranks):
+            self.world.end_zombies()
+            return
+        self.world.note("replace", *(rank.name for rank in self.world.prefills[name].ranks))
+        self.world.replace_prefill(name)
+
     def kill_rank(self):
         """One process of a prefill worker dies; the others have not noticed."""
         rank = self.choice(self.world.ranks())
@@ -258,7 +269,7 @@ def damage(message, rng):
             return type(message)(message.sender, message.receiver, data, payload[:-1], message.seq)
         spoiled = (payload[0] ^ (1 << 61), *payload[1:])
         return type(message)(message.sender, message.receiver, data, spoiled, message.seq)
-    part = bytearray(data)
+    part = bytearray(data) or bytearray(1)
     if what > 0.9:
         del part[rng.randrange(len(part)) :]
     else:
@@ -286,8 +297,9 @@ STEPS = (
     ("partition", 1),
     ("abort_prefill", 1),
     ("abort_decode", 1),
-    ("hold", 1),
+    ("hold", 2),
     ("crash_prefill", 0.5),
+    ("replace_prefill", 0.6),
     ("kill_rank", 0.3),
     ("crash_decode", 0.4),
     ("crash_landing", 0.7),

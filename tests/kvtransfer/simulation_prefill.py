@@ -67,8 +67,8 @@ class Rank:
         self.ended = {}
         self.maps = {}  # address -> pool
         self.writes = []
+        self.held = []
         self.turn_s = self.now()
-        self.skew = 0.0
 
     def now(self):
         return self.world.now_s * (1.0 + self.world.options.skew * self.rank) + self.epoch * 10.0
@@ -98,8 +98,17 @@ class Rank:
         self.sources[attempt].has_failed = True
         self.do(self.protocol.abort(attempt, "test", self.now()))
 
+    def hold(self, attempt):
+        self.protocol.hold(attempt)
+        self.held.append(attempt)
+
+    def unhold(self):
+        self.do(self.protocol.unhold(self.held.pop(0)))
+
     def work(self):
         self.finish_writes()
+        while self.held:
+            self.unhold()
         for attempt, source in tuple(self.sources.items()):
             if source.is_granted and not source.has_failed and not source.is_committed:
                 for layer in range(sim.NUM_LAYERS):
@@ -167,6 +176,7 @@ class Rank:
         if isinstance(action, at_p.Acked):
             assert (attempt, "sealed") in self.world.log, "acknowledged and never sealed"
         assert not any(write.attempt == attempt for write in self.writes), "invariant 5: a write reads freed blocks"
+        assert attempt not in self.held or not source.has_failed, "invariant 5: a writer reads freed blocks"
         self.ended[attempt] = type(action).__name__
 
     def send_frame(self, action):
@@ -271,7 +281,8 @@ class Rank:
             assert transfer.credited_bytes <= part.charged_bytes <= transfer.charged_bytes, "invariant 7"
             states = self.world.frames.get((self.epoch, self.rank, transfer.attempt), {})
             open_seqs = [seq for seq, state in states.items() if seq >= part.min_seq and state == "lost"]
-            if part.min_seq <= transfer.next_seq and not open_seqs and not self.world.in_flight:
+            is_written_off = part.nacked_round == transfer.round  # and the news of it got lost
+            if not is_written_off and not open_seqs and not self.world.in_flight:
                 assert transfer.charged_bytes == part.charged_bytes, "invariant 7: credit is lost"
 
 

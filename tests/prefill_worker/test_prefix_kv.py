@@ -46,7 +46,7 @@ class Bench:
 
     def run(self):
         while True:
-            while (taken := self.scheduler.next_to_reserve()) is not None:
+            while (taken := self.scheduler.next_to_reserve(0.0)) is not None:
                 taken.state = PrefillState.READY
             plan = self.scheduler.plan()
             if not plan:

@@ -75,7 +75,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.reserve()
 
     def reserve(self):
-        sequence = self.scheduler.next_to_reserve()
+        sequence = self.scheduler.next_to_reserve(0.0)
         if sequence is not None:
             assert sequence.num_cached < sequence.request.prompt_len, "the last token is always computed"
             assert sequence.num_cached % BLOCK_SIZE == 0

@@ -1,0 +1,67 @@
+"""The raw lane: TCP connections beside the control channel that carry frames from pool to pool, and nothing else.
+
+The connecting side begins with a preface: magic, the token of the offer, and the name under which the other side knows
+its control channel; the answer is READY. After that only frames follow, header and payload, one behind the other; the
+receiver never writes again. There is no encryption: where the control channel is encrypted, the lane is refused.
+"""
+
+import secrets
+import socket
+import struct
+
+from baton.core.config import KVTransferConfig
+
+RAW = "raw"
+MAGIC = b"KVR1"
+READY = b"KVR1 ok\n"
+TOKEN_BYTES = 16
+MAX_NAME_BYTES = 255  # of a ZMQ routing id
+_PREFACE = struct.Struct(f"<4s{TOKEN_BYTES}sB{MAX_NAME_BYTES}s")
+PREFACE_BYTES = _PREFACE.size
+
+
+def new_token() -> bytes:
+    """What a connection has to present; random."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+def encode_preface(token: bytes, name: bytes) -> bytes:
+    """The first bytes of a connection."""
+    assert len(token) == TOKEN_BYTES and 0 < len(name) <= MAX_NAME_BYTES
+    return _PREFACE.pack(MAGIC, token, len(name), name)
+
+
+def decode_preface(data: bytes) -> tuple[bytes, bytes] | None:
+    """Token and name; None if these are no such bytes."""
+    magic, token, size, name = _PREFACE.unpack(data)
+    return (token, name[:size]) if magic == MAGIC and size else None
+
+
+def tune_socket(connection: socket.socket, config: KVTransferConfig) -> None:
+    """Send small things at once, and notice a peer that is gone within a few leases."""
+    lease_s = max(1, round(config.lease_s))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, lease_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, lease_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4 * lease_s * 1000)
+
+
+def parse_place(address: str, control_address: str) -> tuple[int, str, int]:
+    """Family, host and port of an offer's address; its host is the control channel's if it names none.
+
+    Raises:
+        ValueError: it is no `HOST:PORT` with a numeric host.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"no port in {address[:100]!r}")
+    host = host.strip("[]")
+    if host in ("", "*", "0.0.0.0", "::"):
+        host = control_address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except OSError as error:
+        raise ValueError(f"no numeric address in {address[:100]!r}") from error
+    return found[0][0], host, int(port)

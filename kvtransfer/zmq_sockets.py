@@ -1,0 +1,101 @@
+"""The ZMQ sockets of one transport: their limits and times, the one that wakes, and the keys if there are any."""
+
+import secrets
+import threading
+from pathlib import Path
+
+import zmq
+import zmq.utils.z85
+
+from baton.core.config import KVTransferConfig
+from baton.kvtransfer.zmq_curve import CurveKeys
+
+HIGH_WATER_MESSAGES = 4096  # above what a window allows (frame.FRAME_OVERHEAD_BYTES), so that credits are the limit
+_MIN_MESSAGE_BYTES = 1 << 20  # control messages must fit even where frames are small
+_HEADROOM_BYTES = 64 << 10
+_MIN_HEARTBEAT_TIMEOUT_S = 1.0
+
+
+class ZmqSockets:
+    """Makes sockets, and polls them.
+
+    Args:
+        config: limits, times and keys.
+
+    Attributes:
+        poller: of all of them; others may register files there.
+        is_encrypted: every network socket is.
+
+    Raises:
+        ConfigInvalid: the keys cannot be used.
+    """
+
+    def __init__(self, config: KVTransferConfig) -> None:
+        self._config = config
+        self._keys = CurveKeys(Path(config.curve_key_file)) if config.curve_key_file else None
+        self.is_encrypted = self._keys is not None
+        self.poller = zmq.Poller()
+        self._context = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, 4096)
+        self._doorman: zmq.Socket[bytes] | None = None
+        self._num_refused = 0
+        self._wake_lock = threading.Lock()
+        name = f"inproc://wake-{secrets.token_hex(8)}"
+        self._waker = self._socket(zmq.PAIR)
+        self._waker.bind(name)
+        self.poller.register(self._waker, zmq.POLLIN)
+        self._wake_sender = self._socket(zmq.PAIR)
+        self._wake_sender.connect(name)
+        self._is_woken = False
+
+    def network_socket(self, kind: int, *, is_server: bool) -> "zmq.Socket[bytes]":
+        """A socket that takes no message beyond the limit, and notices a connection that is dead at one end only."""
+        socket = self._socket(kind)
+        socket.set(zmq.MAXMSGSIZE, max(self._config.max_frame_bytes, _MIN_MESSAGE_BYTES) + _HEADROOM_BYTES)
+        timeout_ms = int(max(self._config.lease_s, _MIN_HEARTBEAT_TIMEOUT_S) * 1e3)
+        socket.set(zmq.HEARTBEAT_IVL, timeout_ms // 2)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+        socket.set(zmq.HEARTBEAT_TTL, timeout_ms)
+        if self._keys is not None:
+            if is_server and self._doorman is None:
+                self._doorman = self._keys.doorman(self._context)
+                self.poller.register(self._doorman, zmq.POLLIN)
+            self._keys.arm(socket, is_server=is_server)
+        return socket
+
+    def attend(self, socket: "zmq.Socket[bytes]") -> bool:
+        """Do what a readable socket asks for, if it is one of those that carry no messages of peers."""
+        if socket is self._waker:
+            with self._wake_lock:
+                self._is_woken = False
+                self._waker.recv(zmq.DONTWAIT)
+            return True
+        if self._doorman is not None and socket is self._doorman:
+            assert self._keys is not None
+            self._num_refused += self._keys.answer(self._doorman)
+            return True
+        return False
+
+    def take_num_refused(self) -> int:
+        """How many were turned away since the last call."""
+        num_refused, self._num_refused = self._num_refused, 0
+        return num_refused
+
+    def wake(self) -> None:
+        """Any thread; at most one wake is pending."""
+        with self._wake_lock:
+            if not self._is_woken and not self._wake_sender.closed:
+                self._is_woken = True
+                self._wake_sender.send(b"", zmq.DONTWAIT)
+
+    def close(self) -> None:
+        """Close every socket; nothing lingers."""
+        with self._wake_lock:
+            self._context.destroy(linger=0)
+
+    def _socket(self, kind: int) -> "zmq.Socket[bytes]":
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDHWM, HIGH_WATER_MESSAGES)
+        socket.set(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+        return socket
