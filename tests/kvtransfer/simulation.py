@@ -96,6 +96,7 @@ class World:
         self.log = set()  # (attempt, "sealed")
         self.in_flight = []
         self.history = []
+        self.old_frames = []
         self.cut = set()  # pairs of worker names that cannot reach each other
         self.hits = Counter()  # (fault, side, state)
         self.steps = 0
@@ -130,9 +131,10 @@ class World:
     def post(self, sender, receiver, data, payload=None, seq=None):
         message = Message(sender, receiver, data, payload, seq)
         self.in_flight.append(message)
-        self.history.append(message)
-        if len(self.history) > 2 * HISTORY:
-            del self.history[:HISTORY]
+        for kept in (self.history, self.old_frames)[: 2 if payload is not None else 1]:
+            kept.append(message)
+            if len(kept) > 2 * HISTORY:
+                del kept[:HISTORY]
 
     def is_cut(self, message):
         return frozenset((worker_of(message.sender), worker_of(message.receiver))) in self.cut

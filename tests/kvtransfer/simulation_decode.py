@@ -314,7 +314,7 @@ class DecodeNode:
             for position in range(sealed.prompt_len)
         }
         assert self.held(attempt, expected) == expected, "invariant 2"
-        assert sealed.state.first_token == attempt.attempt
+        assert sealed.state.first_token == 1000 + attempt.attempt
         assert sealed.bytes_landed >= sealed.prompt_len * sim.NUM_LAYERS * sim.LAYOUT.bytes_per_position
         assert attempt.attempt > self.highest_sealed.get(attempt.request_id, -1), "invariant 3"
         assert (attempt, "sealed") not in self.world.log, "invariant 3"

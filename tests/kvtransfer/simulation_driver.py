@@ -12,13 +12,19 @@ WAITS_S = (0.01, 0.1, 0.1, 0.3, 0.6, 2.5)
 
 
 class Driver:
-    """Takes one random step after the other."""
+    """Takes one random step after the other.
 
-    def __init__(self, seed, options=None):
+    Args:
+        seed: decides everything.
+        options: of the cluster; drawn if not given.
+        **weights: of some steps, in place of those in STEPS.
+    """
+
+    def __init__(self, seed, options=None, **weights):
         self.rng = random.Random(seed)
         self.world = World(options or Options.of(self.rng), seed)
         self.names = [name for name, _ in STEPS]
-        self.weights = [weight for _, weight in STEPS]
+        self.weights = [weights.get(name, weight) for name, weight in STEPS]
         for index in range(self.rng.randint(1, 4)):
             self.world.reserve(self.choice(PREFILLS), self.choice(DECODES), f"r{index}", self.rng.randint(1, 7))
         self.world.deliver_all()
@@ -180,8 +186,9 @@ class Driver:
             self.world.in_flight.append(message)
 
     def replay(self):
-        if self.world.history:
-            message = self.choice(self.world.history)
+        kept = self.world.old_frames if self.rng.random() < 0.3 else self.world.history
+        if kept:
+            message = self.choice(kept)
             self.world.note("replay", message.sender, message.receiver)
             self.world.in_flight.append(message)
 

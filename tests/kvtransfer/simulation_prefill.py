@@ -91,7 +91,7 @@ class Rank:
 
     def commit(self, attempt):
         self.sources[attempt].is_committed = True
-        state = kv_pb2.SequenceState(first_token=attempt.attempt) if self.rank == 0 else None
+        state = kv_pb2.SequenceState(first_token=1000 + attempt.attempt) if self.rank == 0 else None
         self.do(self.protocol.commit(attempt, state, self.now(), self.now()))
 
     def abort(self, attempt):
