@@ -24,7 +24,9 @@ from baton.kvtransfer.landing_driver import LandingDriver
 from baton.kvtransfer.landing_link import LandingLink
 from baton.kvtransfer.landing_setup import LandingSetup
 from baton.kvtransfer.lanes import NIXL, SHM
+from baton.kvtransfer.malloc import tune_malloc
 from baton.kvtransfer.nixl_pools import NixlPools
+from baton.kvtransfer.over_grpc import GrpcTransport
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.push_lane import LaneRefused
@@ -41,6 +43,7 @@ EXIT_ORPHANED: Final = 3
 def main() -> int:
     """Run one life; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    tune_malloc()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the worker decides
     setup, more = LandingSetup.from_json(sys.stdin.buffer.readline())
     life = _Life(setup, more["parent"], notify=more["notify"], nudge=more["nudge"])
@@ -164,6 +167,8 @@ def _listen(setup: LandingSetup) -> Transport:
 
 
 def _transport(setup: LandingSetup, bind: str) -> Transport:
+    if setup.listen.transport == "grpc":
+        return GrpcTransport(bind=bind, config=setup.config)
     assert setup.listen.transport == "zmq"
     return ZmqTransport(bind=bind, config=setup.config)
 

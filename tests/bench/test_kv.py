@@ -89,6 +89,7 @@ def test_options_are_checked_by_name():
         {"faults": "burn=0.1"},
         {"faults": "drop=7"},
         {"faults": "drop=0.1", "systems": "memcpy"},
+        {"faults": "corrupt=0.1", "digest": "off"},
         {"rounds": 0},
         {"seconds": 0},
         {"what": "nothing"},
@@ -192,6 +193,25 @@ def test_a_real_cell_moves_checked_bytes(system):
     assert sample.checked_bytes > 5 * 3 * SMALL.block_bytes
     assert len(sample.exposed_ms) == (0 if system == "memcpy" else 2)
     assert all(exposed_ms > 0 for exposed_ms in sample.exposed_ms)
+
+
+@pytest.mark.parametrize("system", ["shm", "zmq", "zmq-inline", "grpc"])
+def test_a_real_cell_of_our_own_hands_over_checked_bytes(system):
+    sample = kv_cell.measure(Cell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.001), QUICK)
+    assert sample.gbps > 0
+    assert sample.checked_bytes > 5 * 3 * SMALL.block_bytes
+    assert sample.counts["frames_corrupt"] == 0
+    assert all(0 < exposed_ms < 1000 for exposed_ms in sample.exposed_ms)
+
+
+@pytest.mark.parametrize("system", ["shm", "zmq"])
+def test_faults_cost_time_and_no_byte(system):
+    faults = {"drop": 0.1, "corrupt": 0.1}
+    cell = Cell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.0, faults=faults)
+    sample = kv_cell.measure(cell, dataclasses.replace(QUICK, burst_requests=12))
+    assert sample.counts["faults_drop"] > 0
+    assert sample.counts["faults_corrupt"] > 0
+    assert sample.counts["frames_corrupt"] > 0
 
 
 def test_steps_with_and_without_a_writer_are_compared():
