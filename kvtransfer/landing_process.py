@@ -2,7 +2,7 @@
 
 It reads its setup from standard input, says on standard output where it listens, and then lands until it is told to
 stop. It imports no torch. It never outlives the decode worker: the kernel signals it when that one's thread ends, and
-its standard input ends; either way it takes the name of the shared memory away, for nobody else may be left to do so.
+its standard input ends; either way it takes the name of the shared memory away, for nobody else may be left to do it.
 """
 
 import ctypes
@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Final
 
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG: Final = 1
 EXIT_ORPHANED: Final = 3
+DEATH_TIMEOUT_S: Final = 2.0
 
 
 def main() -> int:
@@ -128,32 +130,38 @@ class _Life:
         return offers
 
     def _leave_with_parent(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGTERM, self._on_stop)
+        signal.signal(signal.SIGHUP, self._on_death)
         libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
         if os.getppid() != self._parent:  # it was faster
-            self._orphaned()
+            self._leave()
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if os.getppid() != self._parent:
-            self._orphaned()
+    def _on_stop(self, _number: int, _frame: FrameType | None) -> None:
         self._stopping = True
+
+    def _on_death(self, _number: int, _frame: FrameType | None) -> None:
+        self._leave()
 
     def _listen_to_parent(self) -> None:
         poll = select.poll()
         poll.register(self._nudge, select.POLLIN)
         poll.register(sys.stdin.fileno(), select.POLLIN)
-        while not self._stopping:
+        while True:
             for file, _ in poll.poll():
                 if file == self._nudge:
                     os.eventfd_read(self._nudge)
                     self._transport.wake()
-                elif not self._stopping:
-                    self._orphaned()
+                else:
+                    self._leave()
 
-    def _orphaned(self) -> None:
-        self._region.unlink()
+    def _leave(self) -> None:
+        # One thread of the parent is dead, or one of its files closed. All of it will be, unless this is a mistake.
+        end_s = time.monotonic() + DEATH_TIMEOUT_S
+        while os.getppid() == self._parent and time.monotonic() < end_s:
+            time.sleep(0.001)
+        if os.getppid() != self._parent:
+            self._region.unlink()
         os._exit(EXIT_ORPHANED)
 
 

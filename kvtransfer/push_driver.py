@@ -82,8 +82,8 @@ class PushDriver:
         self._clock = clock
         self._emit = emit
         self._aside = aside
-        self._commands: deque[Command] = deque()
-        self._parts: deque[PushedPart] = deque()
+        # One queue: a part comes after the adoption of its transfer and before its commit.
+        self._queue: deque[Command | PushedPart] = deque()
         self._open_parts: list[PushedPart] = []
         self._wake_s = self._turn_s = self._tick_s = clock.now_s()
 
@@ -91,12 +91,12 @@ class PushDriver:
 
     def post(self, command: Command) -> None:
         """Run something in the next turn, after what was pushed before."""
-        self._commands.append(command)
+        self._queue.append(command)
         self._transport.wake()
 
     def push(self, part: PushedPart) -> None:
         """A writer is through with a part. Parts in quick succession wake the thread once; `post` always does."""
-        self._parts.append(part)
+        self._queue.append(part)
         now_s = self._clock.now_s()
         if now_s - self._wake_s >= WAKE_INTERVAL_S:
             self._wake_s = now_s
@@ -109,16 +109,15 @@ class PushDriver:
         now_s = self._clock.now_s()
         self._protocol.forgive(now_s - self._turn_s, now_s)
         self._turn_s = now_s
-        # A commit may only overtake what was pushed before it; so the commands are taken first, and run last.
-        commands = _take_all(self._commands)
-        for part in _take_all(self._parts):
-            self._take(part, now_s)
+        for item in _take_all(self._queue):
+            if isinstance(item, PushedPart):
+                self._take(item, now_s)
+            else:
+                self._do(item(now_s))
         if self._open_parts:
             self._look_again(now_s)
         if self._sender.is_waiting:
             self._do(self._sender.finish(now_s))
-        for command in commands:
-            self._do(command(now_s))
         for arrival in self._transport.receive(POLL_S if self._open_parts or self._sender.is_waiting else IDLE_S):
             self._deliver(arrival)
         now_s = self._clock.now_s()

@@ -183,9 +183,8 @@ class PushRules:
             return []
         if transfer.is_commit_posted:
             return [self._commit_message(transfer, now_s)]
-        if transfer.is_resume_posted or (
-            transfer.in_flight_bytes and transfer.progress.silence_s(now_s) > self._retry_s
-        ):
+        is_stuck = transfer.in_flight_bytes and transfer.progress.silence_s(now_s) > self._retry_s
+        if transfer.is_resume_posted or (is_stuck and not transfer.num_writes):
             return [self.resume_message(transfer, now_s)]
         return []
 

@@ -30,11 +30,15 @@ class ScriptedPrefill:
         size: of that group.
         lanes: that it says it can send on.
         life_file: named in its HELLO.
+        host_id: named there, too.
     """
 
-    def __init__(self, address, layout, *, num_blocks=64, p_epoch=77, rank=0, size=1, lanes=(), life_file=""):
+    def __init__(
+        self, address, layout, *, num_blocks=64, p_epoch=77, rank=0, size=1, lanes=(), life_file="", host_id=""
+    ):
         self.address, self.layout, self.p_epoch, self.rank, self.size = address, layout, p_epoch, rank, size
-        self.lanes, self.life_file = list(lanes), life_file
+        self.lanes, self.life_file, self.host_id = list(lanes), life_file, host_id
+        self.d_epoch = 0
         self.transport = ZmqTransport()
         whole = PoolGeometry(layout, num_blocks)
         content = np.random.default_rng(7).integers(0, 256, whole.num_bytes, dtype=np.uint8)
@@ -85,9 +89,9 @@ class ScriptedPrefill:
                 sent_ns=time.monotonic_ns(),
             )
         )
-        return self.wait_for("hello_reply", poll=poll)
-
-    host_id = ""
+        reply = self.wait_for("hello_reply", poll=poll)
+        self.d_epoch = reply.epoch
+        return reply
 
     def reserve(self, key, prompt_len, *, capacity_len=None, lane="", wait_ms=10_000):
         self.send(
@@ -99,6 +103,7 @@ class ScriptedPrefill:
                 wait_ms=wait_ms,
                 lane=lane,
                 tp_size=self.size,
+                peer_epoch=self.d_epoch,
             )
         )
 

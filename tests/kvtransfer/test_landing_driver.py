@@ -21,6 +21,7 @@ from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.push import Acked, Granted
 from baton.kvtransfer.records import AbortCommand, GrantCommand, decode_record, encode_record
 from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts
+from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout, rows
 from baton.tests.kvtransfer.scripted_prefill import ScriptedPrefill
 
@@ -133,7 +134,8 @@ class Bench:
         self.key = AttemptKey("r", 0)
         prefill = ScriptedPrefill.__new__(ScriptedPrefill)  # for its messages
         prefill.layout, prefill.p_epoch, prefill.rank, prefill.size, prefill.lanes = self.layout, 77, 0, 1, []
-        prefill.life_file, prefill.wait_for, prefill.send = "", lambda *_, **__: None, self.control
+        prefill.host_id = prefill.life_file = ""
+        prefill.send, prefill.wait_for = self.control, lambda *_, **__: kv_pb2.HelloReply(epoch=5)
         prefill.hello()
         prefill.reserve(self.key, 9)
         self.driver.turn()

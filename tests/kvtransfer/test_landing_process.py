@@ -2,6 +2,7 @@
 
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -64,9 +65,13 @@ def content(io, blocks, layout, prompt_len):
     return [bytes(np.concatenate([np.frombuffer(p, np.uint8) for p in io.pieces(blocks, s, 64)])) for s in spans]
 
 
-def is_running(pid):
+def state_of(pid):
     stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else "X"
+
+
+def is_running(pid):
+    return state_of(pid) not in "ZX"
 
 
 def wait_until(condition, what, timeout_s=10.0):
@@ -202,6 +207,7 @@ def test_it_ends_with_its_parent_and_takes_the_memory_away(is_stopped):
         assert Path(path).exists()
         if is_stopped:
             os.kill(int(pid), signal.SIGSTOP)
+            wait_until(lambda: state_of(int(pid)) == "T", "it is not stopped")
     finally:
         parent.kill()
         parent.wait()
@@ -281,15 +287,14 @@ class TestOneSided:
     @pytest.fixture
     def setting(self, make_worker, make_prefill):
         worker = make_worker(lanes=("shm",), **SHORT)
-        life = LifeFile(77)
-        ScriptedPrefill.host_id = host_id()
-        prefill = make_prefill(worker, lanes=["shm"], life_file=str(life.path))
+        p_epoch = secrets.randbits(64)  # its file's name must be nobody else's
+        life = LifeFile(p_epoch)
+        prefill = make_prefill(worker, p_epoch=p_epoch, lanes=["shm"], life_file=str(life.path), host_id=host_id())
         key = AttemptKey("r", 0)
         prefill.reserve(key, 9, lane="shm")
         grant = prefill.granted(key, worker.poll)
         assert tuple(grant.blocks) == worker.tables[key].blocks
         yield worker, prefill, life, key, grant
-        ScriptedPrefill.host_id = ""
         life.close()
 
     def test_the_offer_leads_to_the_pool(self, setting):

@@ -31,7 +31,7 @@ MUTATIONS = {}
 
 
 def mutation(options, **weights):
-    """Register a function that plants a mistake by way of `monkeypatch`; the rest says what kind of trouble it fears."""
+    """Register a function that plants a mistake by `monkeypatch`; the rest says what kind of trouble it fears."""
 
     def register(plant):
         MUTATIONS[plant.__name__] = (plant, options, weights)
