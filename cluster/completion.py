@@ -78,6 +78,8 @@ class Completion:
     num_decode_tokens: int = 0
     kv_bytes_pushed: int = 0
     kv_bytes_landed_before_prefill_end: int = 0
+    num_cached_tokens: int = 0
+    num_handoff_retries: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
 
@@ -149,6 +151,8 @@ def _completion(finish: inference_pb2.Finish, text: str, token_ids: list[int]) -
         num_decode_tokens=stats.num_decode_tokens,
         kv_bytes_pushed=stats.kv_bytes_pushed,
         kv_bytes_landed_before_prefill_end=stats.kv_bytes_landed_before_prefill_end,
+        num_cached_tokens=stats.num_cached_tokens,
+        num_handoff_retries=stats.num_handoff_retries,
         prefill_worker=stats.prefill_worker,
         decode_worker=stats.decode_worker,
     )

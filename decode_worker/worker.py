@@ -18,6 +18,7 @@ from baton.decode_worker.handover import check_reserve, sequence_start
 from baton.decode_worker.scheduler import DecodeScheduler, DecodeSequence, DecodeState, DecodeStream
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
+from baton.engine.gang import LeadDecode
 from baton.engine.prefill import SequenceStart
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
@@ -35,7 +36,7 @@ class DecodeWorker:
     def __init__(
         self,
         *,
-        runner: DecodeRunner,
+        runner: DecodeRunner | LeadDecode,
         pool: KVPool,
         tokenizer: Tokenizer,
         limits: RequestLimits,

@@ -1,1 +1,1 @@
-"""One worker's steps on tensors: batches, prefill and decode steps, sampling, verification; no sockets, no Ray."""
+"""One worker's steps on tensors: batches, prefill and decode steps, sampling, verification, ranks; no Ray."""

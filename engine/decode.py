@@ -17,6 +17,7 @@ import torch
 
 from baton.core.sampling import SamplingParams
 from baton.engine.batch import DecodeRows, decode_batch
+from baton.engine.plan import decide
 from baton.engine.prefill import SequenceStart
 from baton.engine.sampler import SamplingRows, choose, draw_noise
 from baton.engine.slots import DecodeState, SlotTable
@@ -24,6 +25,7 @@ from baton.engine.verify import DraftIds, Verified, verify_coupled
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
+from baton.model.parallel import Alone, Communicator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +130,25 @@ class _Running:
 
 
 class DecodeRunner:
-    """Runs decode steps of one model over one pool, for up to `max_num_sequences` sequences."""
+    """Runs decode steps of one model over one pool, for up to `max_num_sequences` sequences.
 
-    def __init__(self, model: Model, pool: KVPool, max_num_sequences: int, num_draft_tokens: int) -> None:
+    As one rank of a group if there is a `communicator`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        max_num_sequences: int,
+        num_draft_tokens: int,
+        communicator: Communicator | None = None,
+    ) -> None:
         assert max_num_sequences >= 1
         assert num_draft_tokens == 0 or pool.layout.num_layers > model.config.num_layers, "drafts need an MTP layer"
         self.max_num_sequences = max_num_sequences
         self.hidden_size = model.config.hidden_size
         self.num_draft_tokens = num_draft_tokens
+        self._communicator = communicator or Alone()
         self._model = model
         self._pool = pool
         self._running: dict[int, _Running] = {}
@@ -203,7 +216,9 @@ class DecodeRunner:
         state, rows = self._table.gather(slots_B, num_blocks)
         state, verified = decode_step(state, rows, plan, self._model, self._pool)
         self._table.scatter(slots_B, state)
-        packed = torch.cat([verified.accepted_len_B[:, None], verified.token_ids_BQ], dim=1).tolist()
+        # The next draft goes along only to be compared.
+        columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
+        packed = decide(self._communicator, torch.cat(columns, dim=1)).tolist()
         for item, (accepted_len, *_) in zip(running, packed, strict=True):
             item.length += accepted_len + 1
         return DecodeOutput(

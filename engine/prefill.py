@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.batch import PrefillChunk, PrefillInputs, prefill_inputs
+from baton.engine.plan import decide
 from baton.engine.sampler import SamplingRows, sample, sampling_rows
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
+from baton.model.parallel import Alone, Communicator
 
 __all__ = ["PrefillChunk", "PrefillForward", "PrefillRunner", "SequenceStart"]
 
@@ -58,9 +60,10 @@ class SequenceStart:
 
 
 class PrefillRunner:
-    """Runs prefill steps of one model over one pool."""
+    """Runs prefill steps of one model over one pool; as one rank of a group if there is a `communicator`."""
 
-    def __init__(self, model: Model, pool: KVPool) -> None:
+    def __init__(self, model: Model, pool: KVPool, communicator: Communicator | None = None) -> None:
+        self._communicator = communicator or Alone()
         self._model = model
         self._pool = pool
         self._has_mtp = pool.layout.num_layers > model.config.num_layers
@@ -81,6 +84,7 @@ class PrefillRunner:
         if finished:
             logits_FV = self._model.logits(hidden_TD[inputs.last_row_F])
             first_token_F = sample(logits_FV, sampling, self._last_position_F(inputs) + 1)
+            first_token_F = decide(self._communicator, first_token_F)
         tokens = iter(first_token_F.tolist())
         return PrefillForward(
             chunks=tuple(chunks),
@@ -103,7 +107,8 @@ class PrefillRunner:
             hidden_FD = hidden_TD[inputs.last_row_F]
             if hidden_FD.shape[0]:
                 logits_FV = self._model.logits(hidden_FD)
-                drafts = sample(logits_FV, forward.sampling, self._last_position_F(inputs) + 2).tolist()
+                draft_F = sample(logits_FV, forward.sampling, self._last_position_F(inputs) + 2)
+                drafts = decide(self._communicator, draft_F).tolist()
         starts: list[SequenceStart | None] = []
         num_finished = 0
         for chunk, first_token in zip(forward.chunks, forward.first_tokens, strict=True):

@@ -4,20 +4,27 @@ Source: Shazeer et al. 2017; transformers `Qwen3MoeSparseMoeBlock`. The router's
 float64). Among equal probabilities the lower expert wins. A token's experts are summed in descending order of
 probability, in the wide dtype, whatever rows are computed beside it.
 
-Legend: T tokens, E experts, K experts of a token, D hidden size, I intermediate size of an expert.
+Ranks that share the experts hold a part of every expert's intermediate dimension each; what is added over ranks is the
+mixture, once a layer (`kernels.inner_sum`).
+
+Legend: T tokens, E experts, K experts of a token, D hidden size, I intermediate size of an expert (of this rank),
+C slices of it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
+from baton.kernels.inner_sum import InnerSum, tree_sum
 from baton.kernels.silu_mul import silu_mul, silu_mul_invariant
-from baton.kernels.tiles import pad_rows, product_rows, row_tile, wide_dtype
+from baton.kernels.tiles import pad_rows, product_rows, product_slices, row_tile, wide_dtype
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 GateUp = Callable[[torch.Tensor], torch.Tensor]
+Slices = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Up to this many rows, computing every expert for every row costs less than telling them apart.
 _MAX_DENSE_WORK = 512
@@ -63,69 +70,94 @@ def _sum_columns(x_TE: torch.Tensor) -> torch.Tensor:
     return total_T1
 
 
-def _combine(output_TKD: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-    """Weighted sum over a token's experts, the most probable first, rounded once."""
-    weighted_TKD = output_TKD.to(weight_TK.dtype) * weight_TK[..., None]
-    mixed_TD = weighted_TKD[:, 0]
+def _combine(output_CTKD: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over a token's experts, the most probable first, then over slices: [T, D] in the wide dtype."""
+    weighted_CTKD = output_CTKD.to(weight_TK.dtype) * weight_TK[..., None]
+    mixed_CTD = weighted_CTKD[:, :, 0]
     for choice in range(1, weight_TK.shape[1]):
-        mixed_TD = mixed_TD + weighted_TKD[:, choice]
-    return mixed_TD.to(output_TKD.dtype)
+        mixed_CTD = mixed_CTD + weighted_CTKD[:, :, choice]
+    return tree_sum(mixed_CTD.unbind())
 
 
 def _run_sorted(
-    x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, product: Linear, gate: GateUp
+    x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, up: Linear, gate: GateUp, down: Slices
 ) -> torch.Tensor:
-    """Each expert on its own rows -> [T, K, D]. Counts go to the host: on CUDA this waits for the device."""
+    """Each expert on its own rows -> [C, T, K, D], C as `down` makes it.
+
+    Counts go to the host: on CUDA this waits for the device.
+    """
     num_experts, num_chosen = weights.down_EDI.shape[0], expert_TK.shape[1]
     order_R = torch.argsort(expert_TK.flatten(), stable=True)
     counts = torch.bincount(expert_TK.flatten(), minlength=num_experts).tolist()
     input_RD = x_TD[order_R // num_chosen]
-    output_RD = torch.empty_like(input_RD)
+    output_CRD: torch.Tensor | None = None
     row = 0
     for expert, count in enumerate(counts):
         if count == 0:
             continue
-        rows = slice(row, row + count)
-        inner_RI = gate(product(input_RD[rows], weights.gate_up_EJD[expert]))
-        output_RD[rows] = product(inner_RI, weights.down_EDI[expert])
+        inner_RI = gate(up(input_RD[row : row + count], weights.gate_up_EJD[expert]))
+        part_CRD = down(inner_RI, weights.down_EDI[expert])
+        if output_CRD is None:
+            output_CRD = part_CRD.new_empty(len(part_CRD), *input_RD.shape)
+        output_CRD[:, order_R[row : row + count]] = part_CRD
         row += count
-    scattered_RD = torch.empty_like(output_RD)
-    scattered_RD[order_R] = output_RD
-    return scattered_RD.view(*expert_TK.shape, -1)
+    if output_CRD is None:  # no token at all
+        output_CRD = input_RD[None]
+    return output_CRD.view(len(output_CRD), *expert_TK.shape, -1)
 
 
-def _run_dense(x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp) -> torch.Tensor:
-    """Every expert on every row, then the chosen ones -> [T, K, D]; never waits for the device."""
-    all_ETJ = torch.matmul(x_TD, weights.gate_up_EJD.transpose(1, 2))
-    all_ETD = torch.bmm(gate(all_ETJ), weights.down_EDI.transpose(1, 2))
+def _run_dense(
+    x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp, num_slices: int
+) -> torch.Tensor:
+    """Every expert on every row, then the chosen ones -> [C, T, K, D]; never waits for the device."""
+    all_ETI = gate(torch.matmul(x_TD, weights.gate_up_EJD.transpose(1, 2)))
     token_T1 = torch.arange(x_TD.shape[0], device=x_TD.device)[:, None]
-    return all_ETD[expert_TK, token_T1]
+    parts = zip(all_ETI.chunk(num_slices, -1), weights.down_EDI.chunk(num_slices, -1), strict=True)
+    chosen_TKD = [torch.bmm(part, down.transpose(1, 2))[expert_TK, token_T1] for part, down in parts]
+    return chosen_TKD[0][None] if num_slices == 1 else torch.stack(chosen_TKD)
+
+
+def _whole(inner_RI: torch.Tensor, down_DI: torch.Tensor) -> torch.Tensor:
+    return functional.linear(inner_RI, down_DI)[None]
 
 
 def experts(
-    x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, may_wait: bool
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    weights: ExpertWeights,
+    may_wait: bool,
+    inner: InnerSum,
 ) -> torch.Tensor:
     """The mixture, [T, D]. Only where `may_wait` may the host wait for a CUDA device."""
     may_sort = x_TD.device.type == "cpu" or may_wait
     if may_sort and x_TD.shape[0] * weights.down_EDI.shape[0] > _MAX_DENSE_WORK:
-        output_TKD = _run_sorted(x_TD, expert_TK, weights, functional.linear, silu_mul)
+        output_1TKD = _run_sorted(x_TD, expert_TK, weights, functional.linear, silu_mul, _whole)
     else:
-        output_TKD = _run_dense(x_TD, expert_TK, weights, silu_mul)
-    return _combine(output_TKD, weight_TK)
+        output_1TKD = _run_dense(x_TD, expert_TK, weights, silu_mul, 1)
+    return inner.add_ranks(_combine(output_1TKD, weight_TK)).to(x_TD.dtype)
 
 
 def experts_invariant(
-    x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, may_wait: bool
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    weights: ExpertWeights,
+    may_wait: bool,
+    inner: InnerSum,
 ) -> torch.Tensor:
     """The same, a row independent of the others: padded rows on a CPU, tiles of fixed shape on CUDA (no waiting)."""
     del may_wait
+    num_slices = inner.num_slices(weights.down_EDI.shape[2])
     if x_TD.device.type == "cpu":
-        output_TKD = _run_sorted(x_TD, expert_TK, weights, product_rows, silu_mul_invariant)
-        return _combine(output_TKD, weight_TK)
+        down = partial(product_slices, num_slices=num_slices)
+        output_CTKD = _run_sorted(x_TD, expert_TK, weights, product_rows, silu_mul_invariant, down)
+        return inner.add_ranks(_combine(output_CTKD, weight_TK)).to(x_TD.dtype)
     tile = row_tile(x_TD.device)
     padded_TD, padded_TK = pad_rows(x_TD, tile), pad_rows(expert_TK, tile)
     outputs = [
-        _run_dense(rows_TD, rows_TK, weights, silu_mul_invariant)
+        _run_dense(rows_TD, rows_TK, weights, silu_mul_invariant, num_slices)
         for rows_TD, rows_TK in zip(padded_TD.split(tile), padded_TK.split(tile), strict=True)
     ]
-    return _combine(torch.cat(outputs)[: x_TD.shape[0]], weight_TK)
+    output_CTKD = torch.cat(outputs, dim=1)[:, : x_TD.shape[0]]
+    return inner.add_ranks(_combine(output_CTKD, weight_TK)).to(x_TD.dtype)

@@ -39,6 +39,8 @@ def check_invariance(linear_shapes: Sequence[tuple[int, int]], dtype: torch.dtyp
             shape = (min(num_outputs, _MAX_OUTPUTS), num_inputs)
             weight_NK = _values(shape, dtype, device) / num_inputs**0.5
             _check_rows("linear", shape, partial(ops.linear, weight_NK=weight_NK), shape[1], dtype, device)
+            inner = partial(ops.linear_inner, weight_NK=weight_NK)
+            _check_rows("linear_inner", shape, inner, shape[1], dtype, device)
         for size in sorted({num_inputs for _, num_inputs in linear_shapes}):
             weight_D = _values((size,), dtype, device)
             _check_rows("rms_norm", (size,), partial(ops.rms_norm, weight_D=weight_D, eps=1e-6), size, dtype, device)

@@ -52,20 +52,38 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
 
 def product_rows(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` -> [T, N] in the dtype of `x`; a row depends on itself alone."""
+    return product_rows_wide(x_TK, weight_NK).to(x_TK.dtype)
+
+
+def product_rows_wide(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """The same in the wide dtype; on a CPU not rounded before."""
     num_rows = x_TK.shape[0]
     tile = row_tile(x_TK.device)
     padded_TK = pad_rows(x_TK, tile)
+    wide = wide_dtype(x_TK.dtype)
     if x_TK.device.type != "cpu":
         tiles = [functional.linear(part_TK, weight_NK) for part_TK in padded_TK.split(tile)]
-        return torch.cat(tiles)[:num_rows] if tiles else x_TK.new_empty(0, weight_NK.shape[0])
-    wide = wide_dtype(x_TK.dtype)
+        out_TN = torch.cat(tiles)[:num_rows] if tiles else x_TK.new_empty(0, weight_NK.shape[0])
+        return out_TN.to(wide)
     piece = _PIECE_LEN[wide]
     padded_TK = padded_TK.to(wide)
     out_TN = functional.linear(padded_TK[:, :piece], weight_NK[:, :piece].to(wide))
     for start in range(piece, x_TK.shape[1], piece):
         cut = slice(start, start + piece)
         out_TN += functional.linear(padded_TK[:, cut], weight_NK[:, cut].to(wide))
-    return out_TN[:num_rows].to(x_TK.dtype)
+    return out_TN[:num_rows]
+
+
+def product_slices(x_TK: torch.Tensor, weight_NK: torch.Tensor, num_slices: int) -> torch.Tensor:
+    """Products of equal slices of K, [num_slices, T, N] in the wide dtype; a row and a slice depend on nothing else."""
+    length = x_TK.shape[1] // num_slices
+    if x_TK.device.type != "cpu":
+        cuts = [slice(start, start + length) for start in range(0, x_TK.shape[1], length)]
+        return torch.stack([product_rows_wide(x_TK[:, cut], weight_NK[:, cut]) for cut in cuts])
+    wide = wide_dtype(x_TK.dtype)
+    left_CTK = pad_rows(x_TK, row_tile(x_TK.device)).to(wide).unflatten(1, (num_slices, length)).transpose(0, 1)
+    right_CKN = weight_NK.to(wide).unflatten(1, (num_slices, length)).permute(1, 2, 0)
+    return product_groups(left_CTK, right_CKN, num_slices)[:, : x_TK.shape[0]]
 
 
 def product_groups(left_GTK: torch.Tensor, right_GKN: torch.Tensor, num_fixed_groups: int) -> torch.Tensor:

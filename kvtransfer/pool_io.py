@@ -135,14 +135,13 @@ class PoolIO:
         self, geometry: LayerGeometry, blocks: Blocks, span: Span, head: int, order_block_size: int
     ) -> Iterator[tuple[int, int]]:
         size, row_bytes = geometry.rows_per_block, geometry.row_bytes
-        order = min(order_block_size, size) if size == 1 else order_block_size
-        if order == size and not span.first % size and not span.count % size:  # as nearly always: whole blocks
+        if order_block_size == size and not span.first % size and not span.count % size:  # nearly always
             start, block_bytes = geometry.offset_bytes + head * geometry.head_bytes, geometry.block_bytes
             num_bytes = span.head_count * geometry.head_bytes
             for block in blocks[span.first // size : span.end // size]:
                 yield start + block * block_bytes, start + block * block_bytes + num_bytes
             return
-        for _, first, stop in _block_parts(span.first, span.end, order):
+        for _, first, stop in _block_parts(span.first, span.end, order_block_size):
             inside = tuple(_block_parts(first, stop, size))
             if len(inside) == 1 and stop - first == size:
                 start = geometry.offset_bytes + blocks[inside[0][0]] * geometry.block_bytes + head * geometry.head_bytes
@@ -174,9 +173,7 @@ class RankedPoolIO:
     def write(self, blocks: Blocks, span: Span, payload: Bytes, order_block_size: int) -> None:
         """Put a payload where it belongs, on every rank that holds a part of it."""
         source, start = memoryview(payload), 0
-        size = self._rows(span.layer)
-        order = min(order_block_size, size) if size == 1 else order_block_size
-        for _, first, stop in _block_parts(span.first, span.end, order):
+        for _, first, stop in _block_parts(span.first, span.end, order_block_size):
             for head in range(span.head_first, span.head_first + span.head_count):
                 part = Span(span.layer, first, stop - first, head, 1)
                 num_bytes = 0
@@ -192,10 +189,8 @@ class RankedPoolIO:
         whole = self._whole(span)
         if whole is not None:
             return whole.pieces(blocks, span, order_block_size)
-        size = self._rows(span.layer)
-        order = min(order_block_size, size) if size == 1 else order_block_size
         found: list[memoryview] = []
-        for _, first, stop in _block_parts(span.first, span.end, order):
+        for _, first, stop in _block_parts(span.first, span.end, order_block_size):
             for head in range(span.head_first, span.head_first + span.head_count):
                 part = Span(span.layer, first, stop - first, head, 1)
                 found += self._holders(span.layer, head)[0].pieces(blocks, part, order_block_size)
@@ -216,9 +211,8 @@ class RankedPoolIO:
         total = 0
         for head in range(span.head_first, span.head_first + span.head_count):
             part = Span(span.layer, span.first, span.count, head, 1)
-            first, *others = (pool.digest(blocks, part) for pool in self._holders(span.layer, head))
-            differing = next((other for other in others if other != first), first)
-            total += differing
+            found = {pool.digest(blocks, part) for pool in self._holders(span.layer, head)}
+            total += found.pop() if len(found) == 1 else max(found) + 1
         return total & MASK
 
     def _whole(self, span: Span) -> PoolIO | None:
@@ -229,9 +223,6 @@ class RankedPoolIO:
 
     def _holders(self, layer: int, head: int) -> list[PoolIO]:
         return [pool for pool in self._pools if pool.geometry.layer(layer).heads.first <= head < _stop(pool, layer)]
-
-    def _rows(self, layer: int) -> int:
-        return self._pools[0].geometry.layer(layer).rows_per_block
 
 
 def _stop(pool: PoolIO, layer: int) -> int:

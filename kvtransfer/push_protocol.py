@@ -225,6 +225,7 @@ class PushProtocol:
             return self._rules.drain_if_quiet(transfer)
         if problem:
             return self._rules.fail(transfer, f"layer {header.layer} could not be written: {problem}", now_s)
+        transfer.progress.renew(now_s)  # the wait for credit begins
         return self._rules.pump(transfer.peer.kv_address, now_s)
 
     # From the wire

@@ -71,7 +71,7 @@ class PushRules:
         actions: Actions = []
         peer = self.peers[address]
         live = [t for t in self.live_on(address) if t.state in (TransferState.PUSHING, TransferState.COMMITTING)]
-        if not live or not peer.lane:
+        if not peer.lane or not any(transfer.has_something_to_post for transfer in live):
             return actions
         window_bytes = self._window_bytes(peer, live, now_s)
         in_flight_bytes = sum(transfer.in_flight_bytes for transfer in live)
@@ -93,7 +93,7 @@ class PushRules:
                 peer.window.posted(header.charge_bytes, now_s)
                 blocks = transfer.grant.blocks if transfer.grant is not None else ()
                 actions.append(SendFrame(address, transfer.attempt, header, transfer.lane, blocks, peer.has_digest))
-            if transfer.is_ready_to_commit and not transfer.is_commit_posted:
+            if transfer.is_commit_due:
                 actions.append(self._commit_message(transfer, now_s))
         return actions
 
@@ -183,9 +183,8 @@ class PushRules:
             return []
         if transfer.is_commit_posted:
             return [self._commit_message(transfer, now_s)]
-        if transfer.is_resume_posted or (
-            transfer.in_flight_bytes and transfer.progress.silence_s(now_s) > self._retry_s
-        ):
+        is_stuck = transfer.in_flight_bytes and transfer.progress.silence_s(now_s) > self._retry_s
+        if transfer.is_resume_posted or (is_stuck and not transfer.num_writes):
             return [self.resume_message(transfer, now_s)]
         return []
 

@@ -45,11 +45,12 @@ class Attention:
     """One layer's attention; its KV is layer `layer` of the pool."""
 
     def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
-        self.qkv_QD = source.take(*(f"{prefix}.{name}_proj.weight" for name in "qkv"))
+        parts = [source.take(f"{prefix}.{name}_proj.weight") for name in "qkv"]
+        self.qkv_QD = torch.cat(parts)
         self.out_DQ = source.take(f"{prefix}.o_proj.weight")
         self.query_norm = RMSNorm(source, f"{prefix}.q_norm", config.rms_norm_eps, ops)
         self.key_norm = RMSNorm(source, f"{prefix}.k_norm", config.rms_norm_eps, ops)
-        self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self._heads = [part.shape[0] // config.head_dim for part in parts]  # as many as the weights are for
         self._head_dim = config.head_dim
         self._layer = layer
         self._ops = ops
@@ -64,7 +65,7 @@ class Attention:
         kv_write(key_THE, value_THE, _slots(inputs.batch), key_NHSE, value_NHSE)
         inputs.on_layer(self._layer)
         mixed_TQ = self._attend(query_TAE, key_NHSE, value_NHSE, inputs.batch).flatten(1)
-        return self._ops.linear(mixed_TQ, self.out_DQ)
+        return self._ops.linear_inner(mixed_TQ, self.out_DQ)
 
     def _attend(
         self, query_TAE: torch.Tensor, key_NHSE: torch.Tensor, value_NHSE: torch.Tensor, batch: AttentionBatch

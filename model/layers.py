@@ -10,18 +10,25 @@ import torch
 
 from baton.kernels.ops import Ops
 from baton.model.random_weights import RandomTensor
-from baton.model.weights import StoredTensor
+from baton.model.weights import Cut, StoredTensor
+
+
+def whole(name: str) -> Cut | None:
+    """Nothing is cut."""
+    del name
+    return None
 
 
 @dataclass(slots=True)
 class WeightSource:
-    """Reads tensors into their place as the parts of the model are built, and reports how far it is."""
+    """Reads tensors, or what `cut` says of each, as the parts of the model are built, and reports how far it is."""
 
     stored: Mapping[str, StoredTensor | RandomTensor]
     dtype: torch.dtype
     device: torch.device
     num_total: int
     on_progress: Callable[[int, int], None] | None = None
+    cut: Callable[[str], Cut | None] = whole
     num_done: int = field(default=0, init=False)
 
     def take(self, *names: str) -> torch.Tensor:
@@ -41,7 +48,7 @@ class WeightSource:
         return stacked
 
     def _read(self, name: str) -> torch.Tensor:
-        tensor = self.stored[name].read().to(device=self.device, dtype=self.dtype)
+        tensor = self.stored[name].read(self.cut(name)).to(device=self.device, dtype=self.dtype)
         self.num_done += 1
         if self.on_progress is not None:
             self.on_progress(self.num_done, self.num_total)
@@ -72,4 +79,4 @@ class MLP:
     def __call__(self, x_TD: torch.Tensor, *, may_wait: bool) -> torch.Tensor:
         """[T, D] -> [T, D]; never waits for the device, whatever `may_wait` allows."""
         inner_TI = self._ops.silu_mul(self._ops.linear(x_TD, self.gate_up_JD))
-        return self._ops.linear(inner_TI, self.down_DI)
+        return self._ops.linear_inner(inner_TI, self.down_DI)

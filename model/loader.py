@@ -10,6 +10,7 @@ from baton.core.numerics import Numerics
 from baton.model.config import ModelConfig
 from baton.model.layers import WeightSource
 from baton.model.model import Model
+from baton.model.parallel import Alone, Communicator, ShardPlan
 from baton.model.random_weights import RandomTensor, random_identity, random_tensors
 from baton.model.tensor_spec import check_tensors, tensor_spec
 from baton.model.weights import StoredTensor, read_headers
@@ -25,11 +26,13 @@ def load_model(
     with_mtp: bool,
     on_progress: Callable[[int, int], None] | None = None,
     random_seed: int | None = None,
+    communicator: Communicator | None = None,
 ) -> Model:
     """Load config and weights, converted to `dtype`; `on_progress(done, total)` counts tensors.
 
     With a `random_seed` the directory need hold no more than config.json: weights are drawn on the device, an MTP head
-    too if it is asked for, whether or not the model was published with one.
+    too if it is asked for, whether or not the model was published with one. With a `communicator`, only its rank's part
+    of the weights is read, and the model computes with the other ranks'.
 
     Raises:
         ModelMissing: the directory, or a file it must hold, is not there.
@@ -51,8 +54,9 @@ def load_model(
     else:
         headers = stored = read_headers(path)
         check_tensors(spec, headers)
-    source = WeightSource(stored, dtype, device, len(spec.required), on_progress)
-    model = Model(source, config, numerics, with_mtp=with_mtp)
+    plan = ShardPlan(config, communicator or Alone(), numerics)
+    source = WeightSource(stored, dtype, device, len(spec.required), on_progress, plan.cut)
+    model = Model(source, config, numerics, with_mtp=with_mtp, inner=plan.inner)
     assert source.num_done == len(spec.required)
     return model
 

@@ -1,5 +1,8 @@
 """A loaded model: what the engine calls. One device, inference only; run it under `torch.inference_mode`.
 
+With weights that were cut and operations that add over a group (`model.parallel`), it is one rank's part of the model:
+its trunk, MTP head and logits are the whole model's, its pool holds the rank's KV heads.
+
 Legend: T tokens, N rows, D hidden size, V vocabulary.
 """
 
@@ -8,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from baton.core.numerics import Numerics
+from baton.kernels.inner_sum import ALONE, InnerSum
 from baton.kernels.ops import Ops
 from baton.kernels.rope import rope_angles, rope_inverse_frequencies
 from baton.kvcache.layout import KVLayout
@@ -23,13 +27,21 @@ from baton.model.mtp import MTPHead
 class Model:
     """Trunk, lm_head and, if loaded with it, the MTP head."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig, numerics: Numerics, *, with_mtp: bool) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        config: ModelConfig,
+        numerics: Numerics,
+        *,
+        with_mtp: bool,
+        inner: InnerSum = ALONE,
+    ) -> None:
         self.config = config
         self.dtype = source.dtype
         self.device = source.device
         self.numerics = numerics
         self.with_mtp = with_mtp
-        self._ops = Ops(numerics)
+        self._ops = Ops(numerics, inner)
         self._decoder = Decoder(source, config, self._ops)
         self._mtp = MTPHead(source, config, self._ops) if with_mtp else None
         self._lm_head_VD = self._decoder.embedding_VD if config.tie_word_embeddings else source.take("lm_head.weight")

@@ -25,12 +25,14 @@ from baton.core.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_attempt
 from baton.engine.finish import FinishChecker
+from baton.engine.gang import LeadPrefill
 from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.layout import PayloadKind
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import PushPart
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
+from baton.prefill_worker.gang import GangPush
 from baton.prefill_worker.scheduler import ChunkPlan, PrefillScheduler, PrefillSequence, PrefillState
 from baton.proto import kv_pb2, worker_pb2
 from baton.worker.gate import Gate
@@ -61,11 +63,11 @@ class PrefillWorker:
     def __init__(
         self,
         *,
-        runner: PrefillRunner,
+        runner: PrefillRunner | LeadPrefill,
         pool: KVPool,
         tokenizer: Tokenizer,
         limits: RequestLimits,
-        push: PushService,
+        push: PushService | GangPush,
         chunk_len: int,
         max_num_seqs: int,
         max_queue_len: int,
@@ -204,15 +206,8 @@ class PrefillWorker:
         if run.sequence.state is PrefillState.RESERVING:
             run.sequence.state = PrefillState.READY
             run.sequence.marks_s["granted"] = self._clock.now_s()
-            self._push_cached(run.sequence)
-
-    def _push_cached(self, sequence: PrefillSequence) -> None:
-        """What is not computed is pushed before the first forward."""
-        if sequence.num_cached:
-            part = PushPart(sequence.key, 0, sequence.num_cached)
-            with self._push.writer.step([part]) as step:
-                for layer in range(self._layout.num_all_layers):
-                    step.submit(layer)
+            if run.sequence.num_cached:  # what is not computed is on its way before the first forward
+                self._push.push_cached(run.sequence.key, 0, run.sequence.num_cached)
 
     def _denied(self, run: _Run, event: Denied) -> None:
         error: BatonError

@@ -4,6 +4,7 @@ Faults here are real ones: signals to real processes, clients that vanish. What 
 """
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -81,7 +82,9 @@ class Reader(threading.Thread):
     def __init__(self, client, request):
         super().__init__(daemon=True)
         self.token_ids, self.error, self.first_s, self.ended_s = [], None, None, None
-        self._chunks = client.generate(token_ids=request.prompt_token_ids, sampling=request.sampling)
+        # A tenant of its own: a fault in the middle of a prompt needs one that is computed anew.
+        tenant = secrets.token_hex(8)
+        self._chunks = client.generate(token_ids=request.prompt_token_ids, sampling=request.sampling, tenant=tenant)
         self.start()
 
     def run(self):

@@ -6,6 +6,7 @@ section 3) is an assert here or in the two workers, so whoever drives a `World` 
 """
 
 import random
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 
@@ -62,8 +63,8 @@ class Options:
 
 def tag(attempt, layer, head, position):
     """What the source of an attempt holds at one place: different for everything."""
-    request = int(attempt.request_id[1:])
-    return ((((request << 12 | attempt.attempt) << 4 | layer) << 4 | head) << 12) | position
+    request = zlib.crc32(attempt.request_id.encode())
+    return ((((request << 8 | attempt.attempt) << 3 | layer) << 3 | head) << 8) | position
 
 
 def cell_digest(value, layer, head, position):

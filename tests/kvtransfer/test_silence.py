@@ -4,11 +4,12 @@ import pytest
 
 from baton.core.request import AttemptKey
 from baton.kvtransfer.landing_actions import Drained, LandingFailed, SendControl
+from baton.kvtransfer.landing_peers import MAX_RETIRED_EPOCHS
 from baton.kvtransfer.landing_protocol import LandingProtocol
-from baton.kvtransfer.landing_table import MAX_RETIRED_EPOCHS
 from baton.kvtransfer.last_sign import LastSign
 from baton.kvtransfer.messages import control_of, layout_message
 from baton.kvtransfer.push_actions import DecodePeer, DropPeer, PushFailed
+from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.push_table import TransferState
 from baton.proto import kv_pb2
@@ -25,7 +26,7 @@ def world():
 
 
 def hello(epoch):
-    return control_of(kv_pb2.Hello(version=1, epoch=epoch, layout=layout_message(LAYOUT)))
+    return control_of(kv_pb2.Hello(version=1, epoch=epoch, layout=layout_message(LAYOUT), tp_size=1, head_count=2))
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def filling():
     protocol = LandingProtocol(epoch=1, layout=LAYOUT, config=CONFIG, max_capacity_len=1024)
     protocol.on_control("p", hello(5), 0.0)
     attempt = kv_pb2.Attempt(request_id="a", attempt=1)
-    reserve = kv_pb2.Reserve(attempt=attempt, epoch=5, prompt_len=3, capacity_len=9, wait_ms=1000)
+    reserve = kv_pb2.Reserve(attempt=attempt, epoch=5, peer_epoch=1, prompt_len=3, capacity_len=9, wait_ms=1000)
     protocol.on_control("p", control_of(reserve), 0.0)
     protocol.grant(KEY, 0.0)
     return protocol
@@ -57,7 +58,7 @@ def test_slow_turns_do_not_hide_a_prefill_worker_that_is_gone(filling, turn_s):
 
 @pytest.mark.parametrize("turn_s", [0.02, 0.3, 0.9, 1.1, 1.9])
 def test_slow_turns_do_not_hide_a_decode_worker_that_is_gone(turn_s):
-    protocol = PushProtocol(epoch=5, layout=LAYOUT, config=CONFIG)
+    protocol = PushProtocol(identity=PushIdentity(5), layout=LAYOUT, config=CONFIG)
     protocol.reserve(KEY, DecodePeer("d", "d", 1), prompt_len=3, capacity_len=9, wait_s=100.0, now_s=0.0)
     assert ended_s(protocol, turn_s, PushFailed) <= 2 * CONFIG.lease_s + 2 * turn_s
 
@@ -79,7 +80,7 @@ def test_a_sign_never_moves_into_the_future():
 
 
 def test_a_silent_peer_gets_a_new_connection_even_if_requests_keep_coming():
-    protocol = PushProtocol(epoch=5, layout=LAYOUT, config=CONFIG)
+    protocol = PushProtocol(identity=PushIdentity(5), layout=LAYOUT, config=CONFIG)
     peer = DecodePeer("d", "d", 1)
     actions, now_s, index = [], 0.0, 0
     while now_s < 2 * CONFIG.lease_s:
@@ -101,7 +102,7 @@ def test_what_is_sealed_outlives_its_prefill_worker(world):
     world.work()
     while attempt not in node.sealed:
         world.deliver()
-        node.finish_write()
+        node.finish_all()
     take(world, control("commit_ack"))  # so that the prefill worker still believes it has to wait
     source.abort(attempt)
     world.deliver_all()
@@ -121,7 +122,7 @@ def test_a_landing_that_is_not_sealed_says_who_gave_it_up(world):
     told = []
     node = world.decodes["d0"]
     do = node.do
-    node.do = lambda actions, payload=b"": (
+    node.do = lambda actions, payload=(): (
         told.extend(a for a in actions if isinstance(a, LandingFailed)),
         do(actions, payload),
     )
@@ -137,7 +138,7 @@ def test_a_landing_that_is_not_sealed_says_who_gave_it_up(world):
 def test_the_lives_of_a_peer_are_not_remembered_for_ever(filling):
     for epoch in range(6, 1000):
         filling.on_control("p", hello(epoch), 0.0)
-    known = filling._peers["p"]
+    known = filling._rules.peers.get("p")
     assert len(known.retired) == MAX_RETIRED_EPOCHS
     assert filling.on_control("p", hello(998), 0.0) == []  # overtaken
     assert known.epoch == 999
@@ -169,7 +170,7 @@ def test_a_late_have_does_not_answer_a_newer_resume(world):
 
 
 def test_a_transfer_that_is_still_held_does_not_pass_its_silence_on():
-    protocol = PushProtocol(epoch=5, layout=LAYOUT, config=CONFIG)
+    protocol = PushProtocol(identity=PushIdentity(5), layout=LAYOUT, config=CONFIG)
     peer = DecodePeer("d", "d", 1)
     protocol.reserve(KEY, peer, prompt_len=3, capacity_len=9, wait_s=100.0, now_s=0.0)
     protocol.hold(KEY)

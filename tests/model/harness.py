@@ -9,12 +9,13 @@ from baton.model.inputs import DecodeBatch, PrefillBatch
 class Paged:
     """Several sequences in one pool. Sequence s owns blocks s, s + B, s + 2 B ... in descending order."""
 
-    def __init__(self, model, *, num_sequences=1, capacity_len=160, block_size=16):
+    def __init__(self, model, *, num_sequences=1, capacity_len=160, block_size=16, group=None):
         self.model = model
         self.block_size = block_size
         per_sequence = -(-capacity_len // block_size)
         num_blocks = num_sequences * per_sequence
-        self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
+        rank, size = (group.rank, group.size) if group else (0, 1)
+        self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device, rank=rank, size=size)
         for layer in range(self.pool.layout.num_layers):
             self.pool.blocks(layer).fill_(float("nan"))
         blocks = torch.arange(num_blocks, device=model.device).view(per_sequence, num_sequences).flip(0).T

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.kernels import inner_sum, linear, moe
 from baton.kernels.selftest import check_invariance
 from baton.tests.model.harness import Paged, prompt
 
@@ -134,12 +135,18 @@ def test_the_self_test_knows_every_product_of_a_model(name, tiny_checkpoint, loa
     check_invariance(model.linear_shapes(), torch.float32, model.device)
     seen = set()
 
-    def spy(x_TK, weight_NK):
-        seen.add(tuple(weight_NK.shape))
-        return torch.nn.functional.linear(x_TK, weight_NK)
+    def spy_on(module, name):
+        product = getattr(module, name)
 
-    monkeypatch.setattr(model._ops, "linear", spy)
-    monkeypatch.setattr("baton.kernels.moe.product_rows", spy)
+        def spy(x_TK, weight_NK, *args, **options):
+            seen.add(tuple(weight_NK.shape))
+            return product(x_TK, weight_NK, *args, **options)
+
+        monkeypatch.setattr(module, name, spy)
+
+    for module, name in ((linear, "product_rows"), (inner_sum, "product_slices"), (moe, "product_rows")):
+        spy_on(module, name)
+    spy_on(moe, "product_slices")
     paged = Paged(model)
     ids = prompt(5)
     hidden = paged.prefill(ids)

@@ -1,0 +1,115 @@
+"""A tensor-parallel group over gloo: how ranks on one host, on CPUs, reach each other (`model.parallel.Communicator`).
+
+Sums are made by everybody from everybody's parts, in rank order, so that each rank gets the same bits. Every wait has a
+deadline; a rank that does not answer ends the group for all. It owns no global state: several groups, and several ranks
+of one, may live in one process. It refuses CUDA tensors.
+"""
+
+import datetime
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import Store, TCPStore
+
+from baton.core.errors import WorkerLost
+from baton.kernels.inner_sum import tree_sum
+from baton.kernels.tiles import wide_dtype
+
+HOST = "127.0.0.1"  # all ranks of a worker are on one host
+DEFAULT_TIMEOUT_S = 60.0
+_FOR_EVER = datetime.timedelta(days=3650)  # a rank that dies is noticed by its closed connection
+
+T = TypeVar("T")
+
+
+class GlooGroup:
+    """One rank's end.
+
+    Args:
+        rank: of this end.
+        size: of the group.
+        store: where the ranks find each other; every rank's leads to rank 0's.
+        timeout_s: of each operation.
+    """
+
+    def __init__(self, rank: int, size: int, store: Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        assert 0 <= rank < size
+        self.rank = rank
+        self.size = size
+        self.num_operations = 0
+        self._store = store
+        gloo: Any = distributed.ProcessGroupGloo  # its stub knows little of it
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=HOST)]
+        options._timeout = self._timeout
+        self._group: Any = self._guarded(lambda: gloo(store, rank, size, options))
+
+    def all_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's `x`, added as a balanced tree in rank order: the same bits at each rank."""
+        wide = wide_dtype(x.dtype)
+        return tree_sum([part.to(wide) for part in self._gather(x)]).to(x.dtype)
+
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `values`, at every rank; the others give a tensor of that shape and dtype."""
+        return self._broadcast(values, self._timeout)
+
+    def _broadcast(self, values: torch.Tensor, timeout: datetime.timedelta) -> torch.Tensor:
+        assert values.device.type == "cpu"
+        values = values.clone(memory_format=torch.contiguous_format)
+        options = distributed.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timeout
+        self._guarded(lambda: self._group.broadcast([values], options).wait())
+        return values
+
+    def broadcast_bytes(self, data: bytes, *, is_patient: bool = False) -> bytes:
+        """Rank 0's bytes, at every rank; one that `is_patient` waits for them as long as rank 0 lives."""
+        timeout = _FOR_EVER if is_patient else self._timeout
+        length = int(self._broadcast(torch.tensor([len(data)]), timeout))
+        if length == 0:
+            return b""
+        if self.rank != 0:
+            data = bytes(length)
+        return _to_bytes(self.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, at every rank."""
+        lengths = [int(part) for part in self._gather(torch.tensor([len(data)]))]
+        if not any(lengths):
+            return [b""] * self.size
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+        return [_to_bytes(part[:length]) for part, length in zip(self._gather(padded), lengths, strict=True)]
+
+    def close(self) -> None:
+        """Leave the group; the others find out at their next operation."""
+        self._group.shutdown()
+
+    def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        assert x.device.type == "cpu"
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        if x.numel():
+            self._guarded(lambda: self._group.allgather([parts], [x]).wait())
+        return parts
+
+    def _guarded(self, operation: Callable[[], T]) -> T:
+        self.num_operations += 1
+        try:
+            return operation()
+        except RuntimeError as error:  # all that torch.distributed raises
+            message = f"rank {self.rank} of {self.size} lost touch with its tensor-parallel group: {error}"
+            raise WorkerLost(message, rank=self.rank, size=self.size) from error
+
+
+def open_store(rank: int, size: int, port: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> TCPStore:
+    """The store of a group whose rank 0 listens at `port` of this host; with 0 at any, which is then `store.port`."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return TCPStore(HOST, port, size, rank == 0, timeout=timeout, wait_for_workers=False)
+
+
+def _to_bytes(values: torch.Tensor) -> bytes:
+    return values.numpy().tobytes()

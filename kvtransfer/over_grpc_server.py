@@ -1,0 +1,169 @@
+"""The listening end: a gRPC server whose streams feed one inbox.
+
+Each stream has two threads: gRPC's pool sends what waits in its outbox, and one here reads. A peer that connects again
+under its name takes the place of its connection before, which this end may believe alive.
+"""
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+
+from baton.core.config import KVTransferConfig
+from baton.core.errors import PortInUse, ProtocolError
+from baton.kvtransfer.over_grpc_inbox import Inbox, StreamReader
+from baton.kvtransfer.over_grpc_options import (
+    MAX_NAME_LEN,
+    MAX_PEERS,
+    METHOD,
+    NAME_KEY,
+    SCHEME,
+    channel_options,
+    server_credentials,
+)
+from baton.kvtransfer.over_grpc_outbox import Outbox
+from baton.kvtransfer.transport import TransportCounts
+
+STOP_S = 5.0
+_NAME = re.compile(f"[0-9a-zA-Z_.-]{{1,{MAX_NAME_LEN}}}")
+
+log = logging.getLogger(__name__)
+
+
+class GrpcServer:
+    """Serves `KvTransfer.Exchange`.
+
+    Args:
+        bind: `grpc://HOST:PORT`, PORT 0 for a free one.
+        config: limits, times and keys.
+        inbox: where everything that arrives goes.
+        counts: of the transport.
+
+    Attributes:
+        address: where it listens.
+
+    Raises:
+        PortInUse: the address cannot be bound.
+        ConfigInvalid: the certificates cannot be used.
+    """
+
+    def __init__(self, bind: str, config: KVTransferConfig, inbox: Inbox, counts: TransportCounts) -> None:
+        self._config = config
+        self._inbox = inbox
+        self._counts = counts
+        self._lock = threading.Lock()
+        self._streams: dict[str, _Stream] = {}
+        self._is_closed = False
+        credentials = server_credentials(config)
+        options = [*channel_options(config), ("grpc.so_reuseport", 0)]
+        self._pool = futures.ThreadPoolExecutor(MAX_PEERS, "kv-grpc-send")
+        self._server = grpc.server(self._pool, options=options, maximum_concurrent_rpcs=MAX_PEERS)
+        self._server.add_generic_rpc_handlers((_Handlers(self._exchange),))
+        target = bind.removeprefix(SCHEME)
+        try:
+            port = (
+                self._server.add_insecure_port(target)
+                if credentials is None
+                else self._server.add_secure_port(target, credentials)
+            )
+        except RuntimeError as error:
+            self._server.stop(None)
+            raise PortInUse(f"cannot listen on {bind}", address=bind) from error
+        self.address = f"{SCHEME}{target.rpartition(':')[0]}:{port}"
+        self._server.start()
+
+    def send(self, peer: str, message: bytes) -> None:
+        """Post a Control; it is lost if the peer is not connected."""
+        with self._lock:
+            stream = self._streams.get(peer)
+        self._counts.messages_lost += stream is None or not stream.outbox.put(message)
+
+    def drop(self, peer: str) -> None:
+        """End a peer's stream."""
+        with self._lock:
+            stream = self._streams.pop(peer, None)
+        if stream is not None:
+            stream.stop()
+
+    def close(self) -> None:
+        """End every stream; nothing is written any more."""
+        with self._lock:
+            self._is_closed = True
+            streams = list(self._streams.values())
+            self._streams.clear()
+        for stream in streams:
+            stream.stop()
+        self._server.stop(None).wait(STOP_S)
+        self._pool.shutdown(wait=False)
+
+    def _exchange(self, packets: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        metadata: dict[str, Any] = dict(context.invocation_metadata())
+        name = str(metadata.get(NAME_KEY, ""))
+        if not _NAME.fullmatch(name):
+            self._refuse(context.peer(), "a stream without a name")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no {NAME_KEY} in the metadata")
+        stream = _Stream(name, context, self._inbox, self._config)
+        with self._lock:
+            before = self._streams.pop(name, None)
+            if not self._is_closed:
+                self._streams[name] = stream
+        if before is not None:
+            before.stop()
+        if not context.add_callback(stream.stop) or self._is_closed:
+            stream.stop()
+        threading.Thread(target=self._read, args=(stream, packets), name="kv-grpc-read", daemon=True).start()
+        yield from stream.outbox
+        if stream.refused:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, stream.refused)
+
+    def _read(self, stream: "_Stream", packets: Iterator[bytes]) -> None:
+        try:
+            stream.reader.run(packets)
+        except ProtocolError as error:
+            stream.refused = error.message
+            self._refuse(stream.name, error.message)
+        except grpc.RpcError as error:
+            log.debug("the stream of %s ended: %s", stream.name, error)
+        finally:
+            stream.stop()
+            with self._lock:
+                if self._streams.get(stream.name) is stream:
+                    del self._streams[stream.name]
+
+    def _refuse(self, name: str, why: str) -> None:
+        with self._lock:
+            self._counts.connections_refused += 1
+        log.warning("the stream of %s is ended: %s", name, why)
+
+
+class _Stream:
+    """One peer's stream."""
+
+    def __init__(self, name: str, context: grpc.ServicerContext, inbox: Inbox, config: KVTransferConfig) -> None:
+        self.name = name
+        self.refused = ""
+        self.outbox = Outbox(0)
+        self.reader = StreamReader(name, inbox, config.max_frame_bytes, takes_frames=True)
+        self._context = context
+
+    def stop(self) -> None:
+        """End both directions. Any thread, any number of times."""
+        self.outbox.close()
+        self.reader.stop()
+        if not self.refused:
+            self._context.cancel()
+
+
+class _Handlers(grpc.GenericRpcHandler):
+    """The one method, with bytes as they are."""
+
+    def __init__(self, exchange: Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]) -> None:
+        self._handler = grpc.stream_stream_rpc_method_handler(exchange)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """Only this method is served."""
+        return self._handler if handler_call_details.method == METHOD else None

@@ -1,0 +1,131 @@
+"""Tensor parallelism, applied to a model from outside: which part of each weight a rank reads, and who adds.
+
+Query heads, gate and up are cut by outputs; the output projection and down by inputs, and what they make is added over
+the ranks. A rank of a group larger than the number of KV heads holds one of them, as its neighbours do. Everything else
+(norms, router, embeddings, lm_head, the MTP head's joint projection) is whole at every rank. Experts are all at every
+rank, each with a part of its intermediate dimension, so that a step of few tokens keeps all ranks busy.
+
+How ranks reach each other is the engine's; here is the seam.
+"""
+
+from typing import Protocol
+
+import torch
+
+from baton.core.errors import ModelUnsupported
+from baton.core.numerics import Numerics
+from baton.kernels.inner_sum import InnerSum, num_slices
+from baton.model.config import ModelConfig
+from baton.model.weights import Cut
+
+
+class Communicator(Protocol):
+    """One rank's end of a group of ranks. Every rank makes the same calls in the same order, one at a time."""
+
+    rank: int
+    size: int
+
+    def all_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's `x`, added as a balanced tree in rank order: the same bits at each rank."""
+        ...
+
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `values`, at every rank; the others give a tensor of that shape and dtype."""
+        ...
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, at every rank."""
+        ...
+
+    def broadcast_bytes(self, data: bytes, *, is_patient: bool = False) -> bytes:
+        """Rank 0's bytes, at every rank; one that `is_patient` waits for them as long as rank 0 lives."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class Alone:
+    """A group of one."""
+
+    rank = 0
+    size = 1
+
+    def all_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`."""
+        return x
+
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`."""
+        return values
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """`data` alone."""
+        return [data]
+
+    def broadcast_bytes(self, data: bytes, *, is_patient: bool = False) -> bytes:
+        """`data`."""
+        del is_patient
+        return data
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class ShardPlan:
+    """Which part of a checkpoint's tensors one rank of a group holds.
+
+    Raises:
+        ModelUnsupported: the model cannot be cut into so many equal parts.
+    """
+
+    def __init__(self, config: ModelConfig, communicator: Communicator, numerics: Numerics) -> None:
+        self._rank, self._size = communicator.rank, communicator.size
+        self.inner = InnerSum(self._size, communicator.all_sum)
+        queries, keys, size = config.num_heads, config.num_kv_heads, self._size
+        inner_sizes = {"num_attention_heads": queries}
+        if len(config.sparse_layers) < config.num_layers:
+            inner_sizes["intermediate_size"] = config.intermediate_size
+        if config.num_experts:
+            inner_sizes["moe_intermediate_size"] = config.moe_intermediate_size
+        for name, length in inner_sizes.items():
+            if length % size:
+                raise _refusal(f"{name} = {length} is no multiple of it", size)
+        if keys % size and size % keys:
+            raise _refusal(f"num_key_value_heads = {keys} neither divides it nor is a multiple of it", size)
+        if numerics is Numerics.INVARIANT:
+            inner_sizes["num_attention_heads"] *= config.head_dim
+            for name, length in inner_sizes.items():
+                if num_slices(length) % size:
+                    raise _refusal(f"--numerics invariant cuts {name} into {num_slices(length)} slices", size)
+        self._parts = {
+            ".self_attn.q_proj.weight": self._cut(0, queries, config.head_dim),
+            ".self_attn.k_proj.weight": self._cut(0, keys, config.head_dim),
+            ".self_attn.v_proj.weight": self._cut(0, keys, config.head_dim),
+            ".self_attn.o_proj.weight": self._cut(1, queries, config.head_dim),
+        }
+        for infix, length in ((".mlp", config.intermediate_size), (".experts", config.moe_intermediate_size)):
+            self._parts[f"{infix}.gate_proj.weight"] = self._cut(0, length, 1)
+            self._parts[f"{infix}.up_proj.weight"] = self._cut(0, length, 1)
+            self._parts[f"{infix}.down_proj.weight"] = self._cut(1, length, 1)
+
+    def cut(self, name: str) -> Cut | None:
+        """The part of the tensor `name`; None is all of it."""
+        if self._size == 1:
+            return None
+        names = name.split(".")
+        if "experts" in names:
+            names = ["", "experts", *names[-2:]]
+        return self._parts.get("." + ".".join(names[-3:]))
+
+    def _cut(self, dim: int, num_groups: int, length: int) -> Cut:
+        """This rank's of `num_groups` groups of `length`; one of them if there are fewer than ranks."""
+        if num_groups < self._size:
+            return Cut(dim, self._rank * num_groups // self._size * length, length)
+        count = num_groups // self._size * length
+        return Cut(dim, self._rank * count, count)
+
+
+def _refusal(why: str, size: int) -> ModelUnsupported:
+    return ModelUnsupported(f"tensor parallel size {size} is not possible: {why}", option="tp", value=size)

@@ -1,0 +1,216 @@
+"""One rank of a prefill or decode worker as a process: the product's classes, driven over a pipe by the tests.
+
+Ranks of one worker meet over gloo; rank 0 runs the worker, the others follow its plan. A process takes one job after
+the other, so that torch is imported once.
+"""
+
+import json
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.core.clock import MonotonicClock
+from baton.core.config import KVTransferConfig
+from baton.core.numerics import Numerics
+from baton.core.tokenizer import Tokenizer
+from baton.decode_worker.worker import DecodeWorker
+from baton.engine.decode import DecodeRunner
+from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
+from baton.engine.plan import PlanChannel
+from baton.engine.prefill import PrefillRunner
+from baton.engine.tp_group import GlooGroup, open_store
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.landing import LandingService, landing_region
+from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.push import PushService
+from baton.kvtransfer.shared_region import SharedRegion
+from baton.model.loader import load_model
+from baton.model.parallel import Alone
+from baton.prefill_worker.gang import GangPush, PrefillFollower
+from baton.prefill_worker.worker import PrefillWorker
+from baton.worker.loading import request_limits
+
+NUM_DRAFTS = 4
+GROUP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a process is for the next topology."""
+
+    role: str
+    rank: int
+    size: int
+    port: int  # of the group's store; 0 at rank 0, which finds one
+    epoch: int  # of the worker: shared by its ranks
+    path: Path
+    dtype: torch.dtype
+    numerics: Numerics
+    num_blocks: int
+    block_size: int
+    chunk_len: int
+    transfer: KVTransferConfig
+
+
+class PipeSink:
+    """An EventSink whose reader is at the other end of a pipe."""
+
+    def __init__(self, send, key):
+        self._send = send
+        self._key = key
+        self.ended = False
+
+    def emit(self, event):
+        self._send(("event", self._key, event))
+
+    def end(self, error=None):
+        if not self.ended:
+            self.ended = True
+            self._send(("end", self._key, error))
+
+
+class WatchedPush(PushService):
+    """Remembers by which lanes it pushed."""
+
+    def close(self):
+        self.used = [choice.lane for choice in self.lanes().values()]
+        super().close()
+
+
+class Rank:
+    """What every job begins with: the group, the model and, once it is known where, the pool."""
+
+    def __init__(self, job, send):
+        self.job = job
+        self.send = send
+        self.group = self._join()
+        self.channel = PlanChannel(self.group)
+        self.model = load_model(
+            job.path,
+            dtype=job.dtype,
+            device=torch.device("cpu"),
+            numerics=job.numerics,
+            with_mtp=True,
+            communicator=self.group,
+        )
+        self.layout = self.model.kv_layout(job.block_size)
+        self.limits = request_limits(self.model, max_model_len=1 << 20, num_draft_tokens=NUM_DRAFTS)
+        self.common = {
+            "tokenizer": Tokenizer.from_directory(job.path),
+            "limits": self.limits,
+            "max_num_seqs": 16,
+            "max_queue_len": 1024,
+            "clock": MonotonicClock(),
+            "on_fatal": lambda error: send(("fatal", None, repr(error))),
+        }
+
+    def _join(self):
+        job = self.job
+        if job.size == 1:
+            return Alone()
+        store = open_store(job.rank, job.size, job.port, GROUP_TIMEOUT_S)
+        if job.rank == 0:
+            self.send(("port", None, store.port))
+        return GlooGroup(job.rank, job.size, store, GROUP_TIMEOUT_S)
+
+    def pool(self, memory=None):
+        job = self.job
+        return KVPool(self.layout, job.num_blocks, torch.device("cpu"), rank=job.rank, size=job.size, memory=memory)
+
+
+def prefill_rank(rank, receive):
+    job = rank.job
+    pool = rank.pool()
+    push = own = WatchedPush(
+        pool=pool,
+        layout=rank.layout,
+        epoch=job.epoch,
+        transport=ZmqTransport(config=job.transfer),
+        config=job.transfer,
+        clock=MonotonicClock(),
+    )
+    runner = PrefillRunner(rank.model, pool, rank.group)
+    if job.rank > 0:
+        PrefillFollower(FollowPrefill(runner), push, rank.channel).run()
+        return own.used
+    if job.size > 1:
+        runner, push = LeadPrefill(runner, rank.channel), GangPush(push, rank.channel)
+    worker = PrefillWorker(runner=runner, pool=pool, push=push, chunk_len=job.chunk_len, **rank.common)
+    worker.start()
+    rank.send(("serving", None, None))
+    serve(rank, worker, receive)
+    worker.close()
+    return own.used
+
+
+def decode_rank(rank, receive):
+    job = rank.job
+    geometries = [PoolGeometry(rank.layout, job.num_blocks, at, job.size) for at in range(job.size)]
+    if job.rank == 0:
+        region = landing_region(geometries, job.transfer)
+        rank.group.broadcast_bytes(json.dumps([str(region.path), region.nonce]).encode())
+    else:
+        path, nonce = json.loads(rank.group.broadcast_bytes(b""))
+        region = SharedRegion.attach(Path(path), nonce)
+    pool = rank.pool(region.pool(job.rank))
+    runner = DecodeRunner(rank.model, pool, 16, NUM_DRAFTS, rank.group)
+    if job.rank > 0:
+        FollowDecode(runner).run(rank.channel)
+        return
+    setup = LandingSetup(
+        epoch=job.epoch,
+        layout=rank.layout,
+        num_blocks=job.num_blocks,
+        tp_size=job.size,
+        listen=Listen("zmq", "tcp://127.0.0.1:0", ("shm",) if job.transfer.transport == "shm" else ()),
+        config=job.transfer,
+    )
+    landing = LandingService.in_process(region, setup)
+    runner = LeadDecode(runner, rank.channel) if job.size > 1 else runner
+    worker = DecodeWorker(runner=runner, pool=pool, landing=landing, **rank.common)
+    worker.start()
+    rank.send(("serving", None, (landing.address, landing.epoch)))
+    serve(rank, worker, receive)
+    worker.close()
+    if job.size > 1:
+        runner.close()
+
+
+def serve(rank, worker, receive):
+    """What the tests ask of rank 0, until they say close."""
+    while (command := receive())[0] != "close":
+        match command:
+            case ("submit", request, peer):
+                worker.submit(request, peer, PipeSink(rank.send, request.key))
+            case ("attend", request):
+                worker.attend(request, PipeSink(rank.send, request.key))
+            case ("cancel", key):
+                worker.cancel(key)
+            case ("inventory",):
+                rank.send(("inventory", None, worker.inventory()))
+
+
+def main(pipe):
+    """Jobs, one after the other; None ends the process."""
+    torch.set_num_threads(1)
+    lock = threading.Lock()
+
+    def send(message):
+        with lock:
+            pipe.send(message)
+
+    roles = {"prefill": prefill_rank, "decode": decode_rank}
+    while (job := pipe.recv()) is not None:
+        try:
+            rank = Rank(job, send)
+            said = roles[job.role](rank, pipe.recv)
+            rank.group.close()
+            send(("done", None, said))
+        except BaseException:
+            send(("fatal", None, traceback.format_exc()))
+            raise

@@ -1,0 +1,186 @@
+"""Every pair of groups hands every kind of payload over, byte for byte: sizes, KV heads, blocks, dtypes, and paths.
+
+What must be there is said by plain loops (`reshard`); whole pools are compared, so a stray byte shows too.
+"""
+
+import itertools
+import random
+
+import pytest
+
+from baton.kernels.digest import MASK, layer_weight, weight
+from baton.kvtransfer.frame import FrameHeader, FrameShape, decode_header, encode_header
+from baton.kvtransfer.span import Span
+from baton.tests.kvtransfer.reshard import (
+    BLOCK_SIZES,
+    DTYPES,
+    HEADS,
+    SIZES,
+    Group,
+    layout_of,
+    payload_of,
+    truth_of,
+)
+
+PROMPT_LENS = (83, 64, 1, 130)
+PATHS = ("write", "pieces", "copy")
+
+
+def frames_of(group, cuts):
+    """(rank, header) of everything the ranks of a prefill worker push, a prompt computed in chunks between `cuts`."""
+    layout, size = group.layout, group.size
+    shape = FrameShape(layout, max_frame_bytes=3000)
+    for rank, layer in itertools.product(range(size), range(layout.num_all_layers)):
+        heads = layout.pushed_heads(layer, rank, size)
+        if heads.count == 0:
+            continue
+        ends = cuts if layout.layer_len(layer, group.prompt_len) > 1 or group.prompt_len == 1 else [0, 1]
+        for start, stop in itertools.pairwise(ends):
+            for first, count in shape.split(layer, start, stop - start, heads.count):
+                span = Span(layer, first, count, heads.first, heads.count)
+                header = FrameHeader(
+                    d_epoch=1,
+                    landing_id=2,
+                    attempt=3,
+                    seq=0,
+                    layer=layer,
+                    head_first=heads.first,
+                    head_count=heads.count,
+                    order_block_size=layout.block_size,
+                    first=first,
+                    count=count,
+                    payload_bytes=shape.payload_bytes(layer, count, heads.count),
+                    payload_digest=group.ios[rank].digest(group.blocks, span),
+                )
+                shape.check(header)
+                yield rank, header
+
+
+def land(path, source, target, rank, header):
+    """One frame on its way, as a lane of each kind takes it."""
+    span, order = header.span, header.order_block_size
+    sender = source.ios[rank]
+    if path == "write":  # gathered, sent in one piece, scattered
+        target.ranked.write(target.blocks, span, sender.read(source.blocks, span, order), order)
+    elif path == "pieces":  # scatter lists on both sides
+        wire = b"".join(sender.pieces(source.blocks, span, order))
+        start = 0
+        for piece in target.ranked.pieces(target.blocks, span, order):
+            piece[:] = wire[start : start + len(piece)]
+            start += len(piece)
+        assert start == len(wire)
+        target.ranked.spread(target.blocks, span)
+    else:  # from pool to pool, to every rank that holds some of the heads
+        digest = 0
+        seen = set()
+        for io in target.ios:
+            theirs = io.geometry.layer(span.layer).heads
+            first, stop = max(theirs.first, span.head_first), min(theirs.stop, span.head_first + span.head_count)
+            if first < stop:
+                part = Span(span.layer, span.first, span.count, first, stop - first)
+                copied = sender.copy(source.blocks, io, target.blocks, part, with_digest=True)
+                digest += 0 if first in seen else copied
+                seen.add(first)
+        assert digest & MASK == header.payload_digest
+
+
+def check(path, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len):
+    """One cell of the matrix."""
+    source_layout, target_layout = (layout_of(num_heads, dtype, size) for size in sizes)
+    assert source_layout.hash == target_layout.hash
+    truth = truth_of(source_layout, prompt_len)
+    source, target = (
+        Group(source_layout, tp_prefill, prompt_len, seed=1),
+        Group(target_layout, tp_decode, prompt_len, seed=2),
+    )
+    source.place(truth)
+    expected = target.expected(truth)
+    cuts = sorted({0, prompt_len // 3, prompt_len // 3 + 1, prompt_len})
+    frames = list(frames_of(source, cuts))
+    random.Random(prompt_len).shuffle(frames)
+    totals = [0] * source_layout.num_all_layers
+    for rank, sent in frames:
+        header = decode_header(encode_header(sent))
+        assert header == sent
+        land(path, source, target, rank, header)
+        assert target.ranked.digest(target.blocks, header.span) == header.payload_digest
+        totals[header.layer] = (totals[header.layer] + header.payload_digest) & MASK
+    for pool, wanted in zip(target.pools, expected, strict=True):
+        assert (pool.bytes_view == wanted).all()
+    for layer, spec in enumerate(target_layout.layers):
+        whole = Span(layer, 0, target_layout.layer_len(layer, prompt_len), 0, spec.num_heads)
+        assert target.ranked.digest(target.blocks, whole) == totals[layer]
+        assert source.ranked.digest(source.blocks, whole) == totals[layer]
+    assert sum(header.payload_bytes for _, header in frames) == source_layout.payload_bytes(prompt_len)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("tp_decode", SIZES)
+@pytest.mark.parametrize("tp_prefill", SIZES)
+def test_every_pair_byte_for_byte(tp_prefill, tp_decode, path):
+    lengths = itertools.cycle(PROMPT_LENS)
+    dtypes = DTYPES if path == "write" else ("float64", "float8_e4m3fn")  # rows of 64 bytes, and of 8
+    for num_heads, sizes, dtype in itertools.product(HEADS, itertools.product(BLOCK_SIZES, repeat=2), dtypes):
+        check(path, tp_prefill, tp_decode, num_heads, sizes, dtype, next(lengths))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("sizes", [(1, 16), (16, 1), (4, 64), (64, 2), (8, 8), (1, 1)])
+def test_other_block_sizes(sizes, path):
+    for tp_prefill, tp_decode in ((1, 1), (2, 4), (4, 1)):
+        check(path, tp_prefill, tp_decode, 2, sizes, "float32", 11)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("path", PATHS)
+def test_one_cell_of_each_kind(path):
+    for tp_prefill, tp_decode, num_heads in ((1, 2, 4), (2, 1, 1), (4, 2, 2)):
+        check(path, tp_prefill, tp_decode, num_heads, (16, 64), "float8_e4m3fn", 83)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_order_of_a_payload(dtype):
+    """The bytes on the wire are those the format promises."""
+    for tp_prefill, block_size, num_heads in itertools.product(SIZES, BLOCK_SIZES, HEADS):
+        layout = layout_of(num_heads, dtype, block_size)
+        truth = truth_of(layout, 83)
+        source = Group(layout, tp_prefill, 83, seed=3)
+        source.place(truth)
+        for rank, header in frames_of(source, [0, 20, 83]):
+            wanted = payload_of(layout, truth, header.span, block_size)
+            assert source.ios[rank].read(source.blocks, header.span, block_size) == wanted
+
+
+def test_digests_are_what_the_definition_says():
+    """Word by word, in Python integers."""
+    layout = layout_of(4, "bfloat16", 16)
+    truth = truth_of(layout, 70)
+    source = Group(layout, 4, 70, seed=4)
+    source.place(truth)
+    for layer, content in enumerate(truth):
+        total = 0
+        for position, head, part in itertools.product(*(range(length) for length in content.shape[:3])):
+            words = content[position, head, part].view("<u8").tolist()
+            where = weight((2 << 60) + position // 64) * weight((3 << 60) + position % 64)
+            for word, value in enumerate(words):
+                total += (value + 1) * where * weight((4 << 60) + (head << 32) + (part << 24) + word)
+        whole = Span(layer, 0, len(content), 0, content.shape[1])
+        assert source.ranked.digest(source.blocks, whole) == total * layer_weight(layer) & MASK
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("tp_decode", [2, 4])
+def test_a_replicated_head_that_differs_on_one_rank_is_noticed(tp_decode):
+    layout = layout_of(1, "float16", 16)
+    target = Group(layout, tp_decode, 40, seed=5)
+    truth = truth_of(layout, 40)
+    target.place(truth)
+    span = Span(0, 0, 40, 0, 1)
+    wanted = target.ios[0].digest(target.blocks, span)
+    assert target.ranked.digest(target.blocks, span) == wanted
+    for rank in range(tp_decode):
+        piece = target.ios[rank].pieces(target.blocks, span, 16)[0]
+        piece[3] ^= 1
+        assert target.ranked.digest(target.blocks, span) != wanted
+        piece[3] ^= 1
+    assert target.ranked.digest(target.blocks, span) == wanted

@@ -1,0 +1,158 @@
+"""Resharding through the real services: a push for each prefill rank, one landing for all decode ranks, all lanes.
+
+As in `test_reshard`, what must be in every byte of every pool is said by plain loops.
+"""
+
+import contextlib
+import itertools
+import time
+
+import pytest
+
+from baton.core.clock import MonotonicClock
+from baton.core.config import KVTransferConfig
+from baton.core.request import AttemptKey
+from baton.kvcache.allocator import BlockTable
+from baton.kvtransfer.async_writer import PushPart
+from baton.kvtransfer.landing import LandingFailed, LandingService, ReserveWanted, Sealed, landing_region
+from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.loopback import LoopbackHub
+from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushFailed, PushService
+from baton.proto import kv_pb2
+from baton.tests.kvtransfer.reshard import Group, layout_of, truth_of
+
+P_EPOCH, D_EPOCH = 11, 22
+LIMIT_S = 20.0
+LANES = {"loopback": "loopback", "inline": "zmq", "raw": "zmq", "shm": "shm"}
+
+
+class HandOver:
+    """One attempt between two groups."""
+
+    def __init__(self, lane, source, target, memory=None, **options):
+        self.source, self.target = source, target
+        self.key = AttemptKey("r", 1)
+        options |= {"raw_streams": int(lane == "raw"), "max_frame_bytes": 2000}
+        config = KVTransferConfig(transport=LANES[lane], **options)
+        common = {"config": config, "clock": MonotonicClock()}
+        hub = LoopbackHub()
+        if memory is None:
+            transport = hub.join("decode") if lane == "loopback" else ZmqTransport("tcp://127.0.0.1:0", config)
+            self.landing = LandingService.on_thread(
+                pool=target.pools, layout=target.layout, epoch=D_EPOCH, transport=transport, **common
+            )
+            self.landing.start()
+        else:
+            setup = LandingSetup(
+                epoch=D_EPOCH,
+                layout=target.layout,
+                num_blocks=target.num_blocks,
+                tp_size=target.size,
+                listen=Listen("zmq", "tcp://127.0.0.1:0", ("shm",)),
+                config=config,
+            )
+            self.landing = LandingService.in_process(memory, setup)
+        self.pushes = []
+        for rank, pool in enumerate(source.pools):
+            transport = hub.join(f"prefill-{rank}") if lane == "loopback" else ZmqTransport(config=config)
+            push = PushService(pool=pool, layout=source.layout, epoch=P_EPOCH, transport=transport, **common)
+            push.start()
+            self.pushes.append(push)
+        self.peer = DecodePeer("d", self.landing.address, D_EPOCH)
+        self.heard = [[] for _ in self.pushes]
+        self.landed = []
+
+    def close(self):
+        for push in self.pushes:
+            push.close()
+        self.landing.close()
+
+    def turn(self):
+        for event in self.landing.poll():
+            assert not isinstance(event, LandingFailed), event
+            self.landed.append(event)
+            if isinstance(event, ReserveWanted):
+                self.landing.grant(event.attempt, BlockTable(tuple(self.target.blocks), self.target.layout.block_size))
+        for heard, push in zip(self.heard, self.pushes, strict=True):
+            events = push.poll()
+            assert not any(isinstance(event, PushFailed | Denied) for event in events), events
+            heard.extend(events)
+
+    def wait_for(self, kind, heard):
+        end_s = time.monotonic() + LIMIT_S
+        while (found := next((event for event in heard if isinstance(event, kind)), None)) is None:
+            assert time.monotonic() < end_s, (kind, self.heard, self.landed)
+            self.turn()
+            time.sleep(0.001)
+        return found
+
+    def run(self, cuts):
+        """Reserve, adopt, compute in chunks between `cuts`, commit."""
+        table = BlockTable(tuple(self.source.blocks), self.source.layout.block_size)
+        prompt_len = self.source.prompt_len
+        self.pushes[0].reserve(self.key, self.peer, table, prompt_len, prompt_len, LIMIT_S)
+        grant = self.wait_for(Granted, self.heard[0]).grant
+        for push in self.pushes[1:]:
+            push.adopt(self.key, self.peer, table, prompt_len, grant)
+        for first, stop in itertools.pairwise(cuts):
+            for push in reversed(self.pushes):
+                with push.writer.step([PushPart(self.key, first, stop - first)]) as step:
+                    for layer in range(self.source.layout.num_all_layers):
+                        step.submit(layer)
+        for rank, push in reversed(tuple(enumerate(self.pushes))):
+            state = kv_pb2.SequenceState(first_token=7) if rank == 0 else None
+            push.commit(self.key, state, time.monotonic())
+        sealed = self.wait_for(Sealed, self.landed)
+        acked = [self.wait_for(Acked, heard) for heard in self.heard]
+        return sealed, acked
+
+
+def check(lane, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len, **options):
+    layouts = [layout_of(num_heads, dtype, size) for size in sizes]
+    truth = truth_of(layouts[0], prompt_len)
+    source = Group(layouts[0], tp_prefill, prompt_len, seed=1)
+    memory = make_memory = None
+    if lane == "shm":
+        probe = Group(layouts[1], tp_decode, prompt_len, seed=2)
+        memory = landing_region(probe.geometries, KVTransferConfig())
+        make_memory = lambda geometry: memory.pool(geometry.rank)  # noqa: E731
+    target = Group(layouts[1], tp_decode, prompt_len, seed=2, make_memory=make_memory)
+    source.place(truth)
+    expected = target.expected(truth)
+    with contextlib.closing(HandOver(lane, source, target, memory, **options)) as hand_over:
+        sealed, acked = hand_over.run(sorted({0, prompt_len // 3, prompt_len // 2, prompt_len}))
+        used = {choice.lane for push in hand_over.pushes for choice in push.lanes().values()}
+        assert used == {"inline" if lane == "loopback" else lane}
+    for pool, wanted in zip(target.pools, expected, strict=True):
+        assert (pool.bytes_view == wanted).all()
+    num_bytes = layouts[0].payload_bytes(prompt_len)
+    assert sealed.bytes_landed == num_bytes
+    assert sum(event.bytes_pushed for event in acked) == num_bytes
+
+
+CELLS = [
+    (1, 2, 4, (16, 64), "bfloat16", 83),
+    (2, 1, 4, (64, 16), "float8_e4m3fn", 70),
+    (2, 2, 1, (16, 16), "float32", 33),
+    (4, 2, 2, (16, 64), "float16", 83),
+    (2, 4, 8, (64, 64), "float64", 130),
+    (4, 1, 8, (16, 16), "bfloat16", 1),
+    (1, 4, 1, (64, 16), "float8_e4m3fn", 64),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]}-{cell[1]}, {cell[2]} heads, {cell[3]}, {cell[4]}")
+@pytest.mark.parametrize("lane", ["loopback", "inline", "raw"])
+def test_over_two_sided_lanes(lane, cell):
+    check(lane, *cell)
+
+
+@pytest.mark.parametrize("cell", CELLS[:4], ids=lambda cell: f"{cell[0]}-{cell[1]}, {cell[2]} heads, {cell[4]}")
+def test_the_sender_writes_the_pools_of_all_ranks(cell):
+    check("shm", *cell)
+
+
+@pytest.mark.parametrize("lane", ["inline", "raw", "shm"])
+def test_without_digests(lane):
+    check(lane, *CELLS[0], digest=False)
