@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 
 import zmq
-import zmq.utils.z85
 
 from baton.core.config import KVTransferConfig
 from baton.kvtransfer.zmq_curve import CurveKeys
