@@ -33,6 +33,12 @@ class PushRoutes:
         self._chooser = chooser
         self._clock = clock
         self._routes: dict[AttemptKey, Route] = {}
+        self._num_two_sided = 0  # that are open
+
+    @property
+    def are_one_sided(self) -> bool:
+        """Whether no payload leaves by the push thread now."""
+        return not self._num_two_sided
 
     def add(self, route: Route) -> None:
         """A transfer is about to begin. Any thread."""
@@ -51,6 +57,7 @@ class PushRoutes:
         route = self._routes.pop(attempt, None)
         if route is not None:
             route.gate.shut()
+            self._num_two_sided -= bool(route.lane) and not is_one_sided(route.lane)
         return route
 
     def refusal(self, attempt: AttemptKey, address: str, epoch: int) -> Actions:
@@ -101,6 +108,8 @@ class PushRoutes:
             self._protocol.hold(route.attempt)
             route.is_held = True
             route.gate.open_until(self._protocol.write_deadline_s(route.attempt))
+        else:
+            self._num_two_sided += 1
         route.lane = lane  # last: with it writers begin
         return ""
 
