@@ -115,6 +115,7 @@ class PushService:
         self._chooser = LaneChooser(config.transport, [ShmOpener(io, host_id()), *openers], transport)
         problem = layout.problem or self._chooser.problem
         if problem:
+            transport.close()
             raise ConfigInvalid(f"KV cannot be pushed: {problem}", keys=["transport"])
         self._life = LifeFile(epoch, self._rank)
         identity = self._identity(epoch, config)

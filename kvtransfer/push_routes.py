@@ -90,7 +90,7 @@ class PushRoutes:
             transfer = self._protocol.transfer(route.attempt)
             if route.lane or transfer is None or not transfer.lane or transfer.grant is None:
                 continue
-            if transfer.state is TransferState.PUSHING:
+            if transfer.state in (TransferState.PUSHING, TransferState.COMMITTING):
                 problem = self.open(route, transfer.lane, transfer.grant)
                 actions += self.fail(route, problem) if problem else []
         return actions
