@@ -153,6 +153,7 @@ def status(
 def doctor(
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="port that `baton serve` would use")] = 50051,
     selftest: Annotated[bool, typer.Option("--selftest", help="also measure whether invariant numerics hold")] = False,
+    address: Annotated[Text, _option("HOST:PORT of a deployment: also show its KV paths")] = None,
     json: Json = False,
 ) -> int:
     """Check this machine: versions, devices, ports, limits. Exits 4 on warnings, 3 on failures."""
@@ -160,7 +161,7 @@ def doctor(
     def body(output: Output) -> ExitCode:
         from baton.cluster.doctor import doctor
 
-        return doctor(output, grpc_port=grpc_port, selftest=selftest)
+        return doctor(output, grpc_port=grpc_port, selftest=selftest, address=address)
 
     return run_command(json, body)
 
@@ -190,10 +191,35 @@ def _refuse(name: str, as_json: bool) -> int:
 _LATER = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
-@app.command(context_settings=_LATER)
-def bench(json: Json = False) -> int:
-    """Measure speed (a later version)."""
-    return _refuse("bench", json)
+bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.", rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command("kv")
+def bench_kv(
+    what: Annotated[str, typer.Option(help="transfer, or step: what a prefill step pays for its writer")] = "transfer",
+    systems: Annotated[Text, _option("comma-separated  [all that can run here]")] = None,
+    workloads: Annotated[str, typer.Option(help="comma-separated: a, b, c")] = "a,b,c",
+    pace: Annotated[str, typer.Option(help="time between layers in the paced phase; 0 leaves it out")] = "4ms",
+    gil_load: Annotated[str, typer.Option(help="comma-separated: none, inside, outside")] = "none",
+    digest: Annotated[str, typer.Option(help="on, off or both, of Baton's own systems")] = "both",
+    faults: Annotated[str, typer.Option(help="per frame, like drop=0.01,corrupt=0.001")] = "",
+    rounds: Annotated[int, typer.Option(help="how often everything is measured")] = 5,
+    seconds: Annotated[float, typer.Option(help="each phase of each cell lasts at least so long")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="of order, block ids and contents")] = 0,
+    calls: Annotated[bool, typer.Option(help="count system calls, if strace is there")] = True,
+    plot: Annotated[Path | None, _option("draw the rows into a .png, .svg or .pdf (needs matplotlib)")] = None,
+    json: Json = False,
+) -> int:
+    """Measure the KV hand-off, and other ways to move the same bytes, in interleaved rounds."""
+    asked = {name: value for name, value in locals().items() if name not in ("json", "calls", "plot")}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.bench import bench_kv
+
+        return bench_kv(output, plot=plot, count_calls=calls, **asked)
+
+    return run_command(json, body)
 
 
 @app.command(context_settings=_LATER)

@@ -7,7 +7,6 @@ from baton.core.config import ServeConfig
 from baton.core.errors import FeatureNotBuilt
 
 COMMANDS = {
-    "bench": "`baton bench` comes in a later version; `make test` checks correctness, and nothing measures speed yet.",
     "top": "`baton top` comes in a later version; `baton status` shows the same counts once.",
     "plan": "`baton plan` comes in a later version; choose --prefill and --decode by hand.",
 }

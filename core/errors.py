@@ -26,6 +26,7 @@
     │   ├── ModelUnsupported
     │   ├── ConfigInvalid
     │   ├── FeatureNotBuilt
+    │   ├── PackageMissing
     │   ├── PortInUse
     │   ├── RayUnavailable
     │   ├── RayVersionMismatch
@@ -207,6 +208,10 @@ class ConfigInvalid(StartupError):
 
 class FeatureNotBuilt(StartupError):
     """A documented option whose feature is not in this version."""
+
+
+class PackageMissing(StartupError):
+    """Something optional was asked for, and the package it needs is not importable."""
 
 
 class PortInUse(StartupError):

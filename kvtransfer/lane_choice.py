@@ -67,7 +67,7 @@ class LaneChooser:
         self._openers = {opener.name: opener for opener in openers}
         self._transport = transport
         self._choices: dict[str, LaneChoice] = {}
-        self._retired: list[PushLane] = []
+        self._retired: list[tuple[str, int, PushLane]] = []  # address, life, and what led there
         self._told: dict[str, str] = {}  # what was logged last about each address
 
     @property
@@ -95,6 +95,10 @@ class LaneChooser:
         if choice is None:
             choice = LaneChoice(epoch, "", None, tuple(refused))
         self.forget(address)
+        for retired_address, retired_epoch, path in self._retired:
+            if retired_address == address and retired_epoch != epoch:
+                path.outlived()
+        self.sweep()
         self._choices[address] = choice
         self._tell(address, choice)
         return choice
@@ -111,21 +115,21 @@ class LaneChooser:
         """The peer is not used any more. Writes that are under way go on; the lane is closed when they are over."""
         choice = self._choices.pop(address, None)
         if choice is not None and choice.opened is not None:
-            self._retired.append(choice.opened)
+            self._retired.append((address, choice.epoch, choice.opened))
         self.sweep()
 
     def sweep(self) -> None:
         """Close what was retired and is quiet."""
-        for lane in tuple(self._retired):
-            if lane.drain(0.0):
-                lane.close()
-                self._retired.remove(lane)
+        for item in tuple(self._retired):
+            if item[-1].drain(0.0):
+                item[-1].close()
+                self._retired.remove(item)
 
     def close(self, timeout_s: float) -> None:
         """Close everything, once nothing is under way or `timeout_s` has passed."""
         for address in tuple(self._choices):
             self.forget(address)
-        for lane in self._retired:
+        for _, _, lane in self._retired:
             if not lane.drain(timeout_s):
                 log.warning("writes over %s are still under way", lane.name)
             lane.close()

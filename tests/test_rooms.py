@@ -26,11 +26,12 @@ ALLOWED = {
     "decode_worker": ROLE,
     "router": {"core", "proto"},
     "client": {"core", "proto"},
-    "cluster": WORKER | ROLE | {"assets", "router", "client", "prefill_worker", "decode_worker"},
+    "bench": WORKER | ROLE | {"assets", "router", "client", "prefill_worker", "decode_worker"},
+    "cluster": WORKER | ROLE | {"assets", "router", "client", "prefill_worker", "decode_worker", "bench"},
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
-TENSORS = {"kernels", "kvcache", "model", "engine", "kvtransfer", "worker", "prefill_worker", "decode_worker"}
+TENSORS = {"kernels", "kvcache", "model", "engine", "kvtransfer", "worker", "prefill_worker", "decode_worker", "bench"}
 
 
 def sources(room):
@@ -80,7 +81,8 @@ def test_every_room_is_declared_and_shipped():
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert folders == set(ALLOWED)
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert set(packages) == {"baton"} | {f"baton.{room}" for room in ALLOWED}
+    parts = {path.parent.relative_to(ROOT).parts for room in ALLOWED for path in (ROOT / room).rglob("__init__.py")}
+    assert set(packages) == {"baton"} | {".".join(("baton", *names)) for names in parts}
 
 
 @pytest.mark.parametrize("room", ALLOWED)

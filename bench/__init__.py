@@ -1,0 +1,1 @@
+"""What `baton bench` runs: measurements, their rows and their plots."""

@@ -1,0 +1,63 @@
+"""The ceiling: one thread copies each block from one pool to the other, both in one process."""
+
+import time
+
+from baton.bench.kv_memory import allocate
+from baton.bench.kv_systems.faces import Address, Cell, OnDone
+
+
+class MemcpyReceiver:
+    """Only memory: shared pages, as a pool that a peer maps would have."""
+
+    def __init__(self, cell: Cell, on_done: OnDone) -> None:
+        self.blocks = allocate(cell.workload.pool_shape, shared=True)
+        self.counts: dict[str, int] = {}
+        self.on_done = on_done
+
+    def address(self) -> Address:
+        """This object itself."""
+        return {"receiver": self}
+
+    def turn(self, timeout_s: float) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class MemcpySender:
+    """Copies in `submit`."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.blocks = allocate(cell.workload.pool_shape, shared=False)
+        self.counts: dict[str, int] = {}
+        self._cell = cell
+        self._receiver: MemcpyReceiver
+        self._index = 0
+        self._pairs: tuple[tuple[int, int], ...] = ()
+
+    def connect(self, address: Address) -> None:
+        """Take the other pool."""
+        self._receiver = address["receiver"]
+
+    def prepare(self, index: int) -> None:
+        """Draw the blocks."""
+        workload, seed = self._cell.workload, self._cell.seed
+        source, target = workload.source_blocks(seed, index), workload.target_blocks(seed, index)
+        self._index, self._pairs = index, tuple(zip(source, target, strict=True))
+
+    def submit(self, layer: int) -> None:
+        """Copy block by block."""
+        source_NB, target_NB = self.blocks[layer], self._receiver.blocks[layer]
+        for source, target in self._pairs:
+            target_NB[target] = source_NB[source]
+
+    def finish(self) -> None:
+        """It is all there."""
+        self._receiver.on_done(self._index, time.monotonic())
+
+    def wait(self) -> None:
+        """It is all there."""
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,79 @@
+"""Which systems there are, whether each can run here, and how its two sides are made."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.bench.kv_systems.faces import Cell, OnDone, Receiver, Sender
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One row of the comparison.
+
+    Attributes:
+        name: in rows and on the command line.
+        module: of this package, where `receiver` and `sender` are.
+        receiver: name of the class.
+        sender: name of the class.
+        needs: package that must be importable.
+        digests: the choices of an end-to-end digest; (None,) where there is no such choice.
+        one_process: both sides live in one process.
+        takes_faults: frames can be damaged and lost on purpose.
+    """
+
+    name: str
+    module: str
+    receiver: str
+    sender: str
+    needs: str = "numpy"
+    digests: tuple[bool | None, ...] = (None,)
+    one_process: bool = False
+    takes_faults: bool = False
+
+    def problem(self) -> str:
+        """Why it cannot run here; empty if it can."""
+        if importlib.util.find_spec(self.needs) is None:
+            return f"{self.name} needs the package {self.needs}, which is not importable"
+        return ""
+
+    def make_receiver(self, cell: Cell, on_done: OnDone) -> Receiver:
+        """The decode side."""
+        make: Callable[[Cell, OnDone], Receiver] = getattr(self._load(), self.receiver)
+        return make(cell, on_done)
+
+    def make_sender(self, cell: Cell) -> Sender:
+        """The prefill side."""
+        make: Callable[[Cell], Sender] = getattr(self._load(), self.sender)
+        return make(cell)
+
+    def _load(self) -> object:
+        return importlib.import_module(f"baton.bench.kv_systems.{self.module}")
+
+
+_PEERS = (
+    System(name="memcpy", module="memcpy", receiver="MemcpyReceiver", sender="MemcpySender", one_process=True),
+    System(name="grpc-plain", module="grpc_plain", receiver="GrpcPlainReceiver", sender="GrpcPlainSender"),
+    System(name="nixl-tcp", module="nixl_tcp", receiver="NixlTcpReceiver", sender="NixlTcpSender", needs="nixl"),
+    System(
+        name="mooncake-tcp",
+        module="mooncake_tcp",
+        receiver="MooncakeTcpReceiver",
+        sender="MooncakeTcpSender",
+        needs="mooncake",
+    ),
+)
+_OWN = tuple(
+    System(
+        name=name,
+        module="own",
+        receiver="OwnReceiver",
+        sender="OwnSender",
+        needs="nixl" if name == "nixl" else "numpy",
+        digests=(False, True),
+        takes_faults=True,
+    )
+    for name in ("shm", "zmq", "zmq-inline", "grpc", "nixl")
+)
+SYSTEMS = {system.name: system for system in (*_OWN, *_PEERS)}
