@@ -102,8 +102,8 @@ class PushDriver:
             self._transport.wake()
 
     def begin_step(self, command: Command) -> None:
-        """Parts will come until `end_step`, and then a command: until then nothing is urgent."""
-        self._is_step_open = True
+        """Parts will come until `end_step`, and then a command: until then nothing is urgent, unless sockets wait."""
+        self._is_step_open = self._routes.are_one_sided
         self.post(command)
 
     def end_step(self, command: Command) -> None:
