@@ -46,7 +46,7 @@ from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.push_route import Route
 from baton.kvtransfer.push_routes import PushRoutes
-from baton.kvtransfer.push_source import PushSource
+from baton.kvtransfer.push_source import PushSource, SourcePool
 from baton.kvtransfer.shm_lane import ShmOpener
 from baton.kvtransfer.transport import Transport
 from baton.proto import kv_pb2
@@ -111,7 +111,7 @@ class PushService:
         self._events: deque[PushEvent] = deque()
         self._is_closing = False
         self._broken: BaseException | None = None
-        io = PoolIO(pool.bytes_view, pool.geometry)
+        io = PoolIO(pool.bytes_view, pool.geometry) if pool.device.type == "cpu" else None
         self._chooser = LaneChooser(config.transport, [ShmOpener(io, host_id()), *openers], transport)
         problem = layout.problem or self._chooser.problem
         if problem:
@@ -129,7 +129,7 @@ class PushService:
             on_end=self._unhold,
         )
         self._source = PushSource(
-            pool=io,
+            pool=io or _device_source(pool),
             layout=layout,
             rank=self._rank,
             size=self._size,
@@ -340,3 +340,9 @@ class PushService:
         self._transport.close()
         self._chooser.close(LANE_CLOSE_S)
         self._life.close()
+
+
+def _device_source(pool: KVPool) -> SourcePool:
+    from baton.kvtransfer.device_source import DeviceSource  # with it comes Triton, which CPUs have no use for
+
+    return DeviceSource(pool)
