@@ -27,7 +27,7 @@ INLINE, SHM = Options(), Options(lane="shm")
 BLIND = Options(has_digest=False)
 RANKS = Options(prefill_tp=2, decode_tp=2)
 SHM_RANKS = Options(prefill_tp=2, lane="shm")
-MUTATIONS = {}
+MUTATIONS: dict = {}
 
 
 def mutation(options, **weights):
