@@ -177,8 +177,8 @@ def a_landing_seals_while_its_sender_writes_again(patch):
 
 @mutation(SHM)
 def a_commit_overtakes_the_writes(patch):
-    ready = property(lambda self: self.state.name == "COMMITTING" and not self.to_send)
-    patch.setattr(Transfer, "is_ready_to_commit", ready)
+    hasty = property(lambda self: self.state.name == "COMMITTING" and not self.to_send and not self.is_commit_posted)
+    patch.setattr(Transfer, "is_commit_due", hasty)
 
 
 # When blocks are free
