@@ -273,8 +273,8 @@ class PushService:
         }
 
     def lane_of(self, address: str) -> LaneChoice | None:
-        """The lane to a decode worker that was met, and why no better one. Any thread."""
-        return self._chooser.lane_of(address)
+        """The lane in use to a decode worker that was met, and why no better one. Any thread."""
+        return self.lanes().get(address)
 
     def lanes(self) -> dict[str, LaneChoice]:
         """The same for all of them, by address. Any thread."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from baton.core.clock import Clock
 from baton.core.request import AttemptKey
 from baton.kvtransfer.lane_choice import LaneChooser
-from baton.kvtransfer.lanes import is_one_sided
+from baton.kvtransfer.lanes import RAW, is_one_sided
 from baton.kvtransfer.push_actions import Denied, GrantInfo, OpenLane, PushAction, PushFailed
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.push_route import Route
@@ -112,6 +112,11 @@ class PushRoutes:
             self._num_two_sided += 1
         route.lane = lane  # last: with it writers begin
         return ""
+
+    def ask_for_lost(self, now_s: float) -> Actions:
+        """A connection of a two-sided lane broke, and what was queued there is gone: ask what has landed."""
+        addresses = {route.address for route in self._routes.values() if route.lane == RAW}
+        return [action for address in addresses for action in self._protocol.lane_lost(address, now_s)]
 
     def renew(self) -> None:
         """Move the moments until which writers may go in."""

@@ -106,11 +106,11 @@ class Prefill:
             assert self.find(kind, key) is None
             time.sleep(0.002)
 
-    def reserve(self, name, prompt_len, wait_s=5.0):
+    def reserve(self, name, prompt_len, wait_s=5.0, peer=None):
         key = AttemptKey(name, 0)
         self.tables[key] = self.blocks.reserve(prompt_len)
         self.lens[key] = prompt_len
-        self.push.reserve(key, self.decode.peer, self.tables[key], prompt_len, prompt_len, wait_s)
+        self.push.reserve(key, peer or self.decode.peer, self.tables[key], prompt_len, prompt_len, wait_s)
         return key
 
     def adopt(self, key, prompt_len, grant):

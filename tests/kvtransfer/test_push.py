@@ -1,8 +1,10 @@
 """Pushing into a decode worker's own memory: written once, fenced by the gate, repaired, and by several ranks."""
 
 import dataclasses
+import os
 import random
 import secrets
+import signal
 import threading
 import time
 
@@ -44,6 +46,9 @@ class Hooked:
     def write(self, blocks, target_blocks, span, *, with_digest):
         self.num_writes += 1
         return self.on_write(lambda: self.lane.write(blocks, target_blocks, span, with_digest=with_digest), span)
+
+    def outlived(self):
+        self.lane.outlived()
 
     def drain(self, timeout_s):
         return True
@@ -448,6 +453,38 @@ def test_many_at_once_with_aborts_on_both_sides_leave_nothing_and_mix_nothing_up
                 prefill.decode.release(key)
     assert sealed > 10
     prefill.assert_clean()
+
+
+@pytest.mark.parametrize("transport", ["grpc", "zmq"])
+def test_a_decode_worker_that_stopped_holds_up_nobody_else(make_prefill, decodes, transport):
+    """Not the memory for payloads, not the writer's threads or queue, not the push thread."""
+    bad = Decode(LAYOUT, lanes=(), num_blocks=60, **TIMES)
+    prefill = make_prefill(transport=transport, window_bytes=100_000, num_blocks=100, writer_queue_len=8)
+    try:
+        stuck = [prefill.reserve(f"stuck {transport} {number}", 120, peer=bad.peer) for number in range(7)]
+        while not all(prefill.find(Granted, key) for key in stuck):
+            bad.poll()
+            prefill.poll()
+        os.kill(bad.landing._host.pid, signal.SIGSTOP)
+        start_s = time.monotonic()
+        prefill.compute(*stuck)  # 10 times what the window lets go
+        for key in stuck:
+            prefill.commit(key)
+        for number in range(10):
+            key = prefill.reserve(f"free {transport} {number}", 75)
+            prefill.wait_for(Granted, key)
+            prefill.compute(key)
+            prefill.commit(key)
+            prefill.wait_for(Sealed, key, 1.0)
+            prefill.wait_for(Acked, key, 1.0)
+            prefill.decode.release(key)
+        assert time.monotonic() - start_s < TIMES["lease_s"], "nobody waited for a lease to end"
+        for key in stuck:
+            assert prefill.find(PushFailed, key) is None
+            prefill.push.abort(key, "enough")
+            prefill.wait_for(PushDrained, key)
+    finally:
+        bad.landing.close()
 
 
 @pytest.mark.fast
