@@ -6,9 +6,9 @@ all systems alike. Numbers are medians over rounds, with the least and the great
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from baton.bench.kv_cell import CellFailed, Effort, Sample, count_system_calls, measure, percentile
 from baton.bench.kv_checks import checks
@@ -19,41 +19,67 @@ from baton.bench.kv_workloads import WORKLOADS
 from baton.bench.processes import can_count_system_calls
 from baton.bench.result import result, spread
 
+T = TypeVar("T")
 Note = Callable[[str], None]
 CALL_REQUESTS = {"a": 2, "b": 10, "c": 50}
 
 
 @dataclass(slots=True)
-class _Row:
+class _Row(Generic[T]):
     """A cell and what the rounds found."""
 
     cell: Cell
-    samples: list[Sample] = field(default_factory=list)
+    found: list[T] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
 def bench_kv(options: KvOptions, note: Note) -> dict[str, Any]:
     """Measure; `note` is told about every cell. Cells that failed are in `failures`, and have no number."""
-    rows = [_Row(cell) for cell in cells(options)]
-    effort = Effort(burst_s=options.seconds, paced_s=options.seconds)
     for sentence in options.left_out:
         note(f"left out: {sentence}")
+    if options.what == "step":
+        return _bench_steps(options, note)
+    effort = Effort(burst_s=options.seconds, paced_s=options.seconds)
+
+    def measure_once(cell: Cell, turn: int) -> Sample:
+        return measure(replace(cell, seed=options.seed + turn), effort)
+
+    rows = _rounds(options, note, measure_once, lambda sample: f"{sample.gbps:.3g} GB/s")
+    table = [as_row(row.cell, row.found) for row in rows if row.found]
+    if options.count_calls and can_count_system_calls():
+        _count_calls([row.cell for row in rows if row.found], table, note)
+    return _result(options, rows, table)
+
+
+def _bench_steps(options: KvOptions, note: Note) -> dict[str, Any]:
+    from baton.bench.kv_step import as_step_row, measure_steps, step_ratio  # with them comes torch
+
+    def brief(steps: list[Any]) -> str:
+        return f"{step_ratio(steps):.3f} of the step without"
+
+    rows = _rounds(options, note, lambda cell, turn: measure_steps(cell, options, turn), brief)
+    return _result(options, rows, [as_step_row(row.cell, row.found) for row in rows if row.found])
+
+
+def _rounds(options: KvOptions, note: Note, once: Callable[[Cell, int], T], brief: Callable[[T], str]) -> list[_Row[T]]:
+    """Every cell once in every round, in random order."""
+    rows: list[_Row[T]] = [_Row(cell) for cell in cells(options)]
     for turn in range(options.rounds):
         order = rows.copy()
         random.Random(options.seed + turn).shuffle(order)
         for number, row in enumerate(order, 1):
             name = f"round {turn + 1}/{options.rounds}, {number}/{len(order)}: {describe(row.cell)}"
             try:
-                sample = measure(replace(row.cell, seed=options.seed + turn), effort)
+                row.found.append(once(row.cell, turn))
             except CellFailed as error:
                 row.failures.append(str(error))
                 note(f"{name}: FAILED: {error}")
                 continue
-            row.samples.append(sample)
-            note(f"{name}: {sample.gbps:.3g} GB/s")
-    table = [as_row(row.cell, row.samples) for row in rows if row.samples]
-    if options.count_calls and can_count_system_calls():
-        _count_calls(rows, table, note)
+            note(f"{name}: {brief(row.found[-1])}")
+    return rows
+
+
+def _result(options: KvOptions, rows: Sequence[_Row[Any]], table: list[dict[str, Any]]) -> dict[str, Any]:
     failures = [{"cell": describe(row.cell), "problem": text} for row in rows for text in row.failures]
     more = {"rounds": options.rounds, "pace_ms": options.pace_s * 1e3, "left_out": list(options.left_out)}
     return result("kv", table, **more, checks=checks(table), failures=failures)
@@ -108,20 +134,19 @@ def as_row(cell: Cell, samples: list[Sample]) -> dict[str, Any]:
     return row | ({"counts": counts} if counts else {})
 
 
-def _count_calls(rows: list[_Row], table: list[dict[str, Any]], note: Note) -> None:
+def _count_calls(measured: list[Cell], table: list[dict[str, Any]], note: Note) -> None:
     """Add system calls per layer to the rows without a busy thread."""
-    kept = [row for row in rows if row.samples]
-    for row, line in zip(kept, table, strict=True):
-        if row.cell.gil_load != "none" or row.cell.faults or SYSTEMS[row.cell.system].one_process:
+    for cell, line in zip(measured, table, strict=True):
+        if cell.gil_load != "none" or cell.faults or SYSTEMS[cell.system].one_process:
             continue
         try:
-            calls = count_system_calls(row.cell, CALL_REQUESTS[row.cell.workload.name])
+            calls = count_system_calls(cell, CALL_REQUESTS[cell.workload.name])
         except CellFailed as error:
-            note(f"system calls of {describe(row.cell)} were not counted: {error}")
+            note(f"system calls of {describe(cell)} were not counted: {error}")
             continue
         line["calls_per_layer"] = round(sum(sum(names.values()) for names in calls.values()), 2)
         line["calls_by_name"] = {
             side: {name: round(count, 2) for name, count in sorted(names.items(), key=lambda item: -item[1])[:6]}
             for side, names in calls.items()
         }
-        note(f"{describe(row.cell)}: {line['calls_per_layer']} system calls a layer")
+        note(f"{describe(cell)}: {line['calls_per_layer']} system calls a layer")

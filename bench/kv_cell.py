@@ -112,7 +112,7 @@ class SideProcess:
 
 
 @dataclass(slots=True)
-class _Pair:
+class Pair:
     """Both sides of one cell, and the requests so far."""
 
     cell: Cell
@@ -151,7 +151,7 @@ def measure(cell: Cell, effort: Effort) -> Sample:
     Raises:
         CellFailed: it could not be measured, or bytes were wrong.
     """
-    with _sides(cell) as pair:
+    with open_cell(cell) as pair:
         pair.requests(effort, effort.warm_requests, 0.0)
         pair.check()
         with _gil_load(cell, pair):
@@ -185,7 +185,7 @@ def count_system_calls(cell: Cell, num_requests: int) -> dict[str, dict[str, flo
     Raises:
         CellFailed: it could not be measured.
     """
-    with _sides(cell) as pair:
+    with open_cell(cell) as pair:
         pair.requests(Effort(), 1, 0.0)
         per_layer: dict[str, dict[str, float]] = {}
         with contextlib.ExitStack() as stack:
@@ -198,7 +198,12 @@ def count_system_calls(cell: Cell, num_requests: int) -> dict[str, dict[str, flo
 
 
 @contextlib.contextmanager
-def _sides(cell: Cell) -> Iterator[_Pair]:
+def open_cell(cell: Cell) -> Iterator[Pair]:
+    """Start both sides, connect them, and end them behind the block.
+
+    Raises:
+        CellFailed: one does not start.
+    """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 
         def start(*roles: str) -> SideProcess:
@@ -210,17 +215,17 @@ def _sides(cell: Cell) -> Iterator[_Pair]:
             both = start("sender", "receiver")
             both.answer()
             both.ask("connect")
-            yield _Pair(cell, both, both)
+            yield Pair(cell, both, both)
             return
         receiver, sender = start("receiver"), start("sender")
         address = receiver.answer()
         sender.answer()
         sender.ask("connect", dict(address))
-        yield _Pair(cell, sender, receiver)
+        yield Pair(cell, sender, receiver)
 
 
 @contextlib.contextmanager
-def _gil_load(cell: Cell, pair: _Pair) -> Iterator[None]:
+def _gil_load(cell: Cell, pair: Pair) -> Iterator[None]:
     if cell.gil_load == "inside":
         pair.receiver.ask("busy")
     if cell.gil_load != "outside":

@@ -26,11 +26,13 @@ def checks(rows: list[Row]) -> list[Check]:
                 if (row["system"], row["workload"], row["gil_load"]) == (system, workload, gil_load)
                 and (digest is None or row.get("digest") is digest)
                 and not row.get("faults")
+                and "gbps" in row
             ),
             None,
         )
 
-    return [*_rates(find), *_loaded(find), *_exposed(find)]
+    steps = [row for row in rows if row.get("what") == "step"]
+    return [*_rates(find), *_loaded(find), *_exposed(find), *_steps(steps)]
 
 
 def _rates(find: Find) -> Iterator[Check]:
@@ -68,6 +70,14 @@ def _exposed(find: Find) -> Iterator[Check]:
                     yield _at_most(
                         f"{system}{_with(digest)} exposed p50 ms on {workload}", row["exposed_p50_ms"], limit
                     )
+
+
+def _steps(rows: list[Row]) -> Iterator[Check]:
+    for row in rows:
+        if row["system"] in OWN:
+            name = f"{row['system']}{_with(bool(row['digest']))} on {row['workload']}"
+            yield _at_most(f"{name}: step with the writer to without", row["step_ratio"], 1.02)
+            yield _at_most(f"{name}: submit us", row["submit_us"], 20.0)
 
 
 def _ratio(name: str, row: Row | None, base: Row | None, limit: float) -> Iterator[Check]:

@@ -79,12 +79,17 @@ def read_options(
         raise ConfigInvalid("--rounds starts at 1, --seconds is above 0 and at most 60", keys=["rounds", "seconds"])
     damage = read_faults(faults)
     names, left_out = _systems(systems, bool(damage))
+    digests = DIGESTS[digest]
+    if "corrupt" in damage:
+        digests = tuple(choice for choice in digests if choice)
+        if not digests:
+            raise ConfigInvalid("--faults corrupt needs --digest on: it is what finds the damage", keys=["digest"])
     return KvOptions(
         what=what,
         systems=names,
         workloads=_choose("workloads", workloads.split(","), WORKLOADS),
         gil_loads=_choose("gil-load", gil_load.split(","), GIL_LOADS),
-        digests=DIGESTS[digest],
+        digests=digests,
         faults=damage,
         pace_s=read_pace_s(pace),
         rounds=rounds,

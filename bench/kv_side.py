@@ -37,6 +37,14 @@ class Phase:
     pace_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Pairs of steps (`kv_step`), with requests from `first` on."""
+
+    first: int
+    num_pairs: int
+
+
 @dataclass(frozen=True, slots=True)
 class Sent:
     """One request as its sender saw it."""
@@ -124,6 +132,10 @@ class Side:
                 self.sender.connect(self.receiver.address())
             case ("run", Phase() as phase):
                 return self.run(phase)
+            case ("steps", StepPlan() as plan):
+                from baton.bench.kv_step import run_steps  # with it comes torch
+
+                return run_steps(self, plan)
             case ("collect", list() as indices):
                 return self.collect(indices)
             case ("check", list() as indices):

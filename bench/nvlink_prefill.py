@@ -225,7 +225,7 @@ class PrefillSide:
     def _end(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.record(self._stream)
         end.synchronize()
-        return start.elapsed_time(end)
+        return float(start.elapsed_time(end))
 
 
 def gbps_of(times_ms: list[float], num_bytes: int = PUSH_BYTES) -> list[float]:

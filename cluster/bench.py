@@ -30,7 +30,7 @@ def bench_kv(output: Output, *, plot: Path | None, **asked: Any) -> ExitCode:
     if plot is not None:
         require_plot(plot)
     data = measure(options, output.note)
-    if plot is not None and data["rows"]:
+    if plot is not None and options.what == "transfer" and data["rows"]:
         plot_kv(data["rows"], plot)
     output.emit(data, format_kv(data))
     return ExitCode.PARTIAL if data["failures"] else ExitCode.OK
@@ -38,25 +38,40 @@ def bench_kv(output: Output, *, plot: Path | None, **asked: Any) -> ExitCode:
 
 def format_kv(data: dict[str, Any]) -> str:
     """What a person reads."""
-    from baton.bench.plot import label
-
+    if any(row.get("what") == "step" for row in data["rows"]):
+        return _format_steps(data)
     header = ("workload", "system", *(title for title, _ in (*_COLUMNS, *_SINGLE)))
     rows = [
         (
             row["workload"],
-            label(row),
+            _label(row),
             *(_range(row, key) for _, key in _COLUMNS),
             *(str(row.get(key, "")) for _, key in _SINGLE),
         )
         for row in sorted(data["rows"], key=lambda row: (row["workload"], row["gil_load"], -row["gbps"]))
     ]
-    lines = [format_table(header, rows)]
+    return "\n".join([format_table(header, rows), *_verdicts(data)])
+
+
+def _format_steps(data: dict[str, Any]) -> str:
+    keys = ("step_off_ms", "step_on_ms", "step_ratio", "submit_us", "submit_p99_us")
+    rows = [(row["workload"], _label(row), *(_range(row, key) for key in keys)) for row in data["rows"]]
+    return "\n".join([format_table(("workload", "system", *keys), rows), *_verdicts(data)])
+
+
+def _verdicts(data: dict[str, Any]) -> list[str]:
+    lines = []
     for check in data["checks"]:
         limit = f">= {check['at_least']}" if "at_least" in check else f"<= {check['at_most']}"
         lines.append(f"{'holds ' if check['holds'] else 'BROKEN'}  {check['name']}: {check['value']} ({limit})")
-    lines += [f"failed: {failure['cell']}" for failure in data["failures"]]
-    return "\n".join(lines)
+    return lines + [f"failed: {failure['cell']}" for failure in data["failures"]]
 
 
 def _range(row: dict[str, Any], key: str) -> str:
     return f"{row[key]:.3g} ({row[f'{key}_min']:.3g}-{row[f'{key}_max']:.3g})" if key in row else ""
+
+
+def _label(row: dict[str, Any]) -> str:
+    from baton.bench.plot import label
+
+    return label(row)

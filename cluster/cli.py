@@ -153,6 +153,7 @@ def status(
 def doctor(
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="port that `baton serve` would use")] = 50051,
     selftest: Annotated[bool, typer.Option("--selftest", help="also measure whether invariant numerics hold")] = False,
+    address: Annotated[Text, _option("HOST:PORT of a deployment: also show its KV paths")] = None,
     json: Json = False,
 ) -> int:
     """Check this machine: versions, devices, ports, limits. Exits 4 on warnings, 3 on failures."""
@@ -160,7 +161,7 @@ def doctor(
     def body(output: Output) -> ExitCode:
         from baton.cluster.doctor import doctor
 
-        return doctor(output, grpc_port=grpc_port, selftest=selftest)
+        return doctor(output, grpc_port=grpc_port, selftest=selftest, address=address)
 
     return run_command(json, body)
 

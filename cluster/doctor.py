@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import baton
+from baton.cluster.admin import fetch_status
+from baton.cluster.doctor_paths import Path as KvPath
+from baton.cluster.doctor_paths import format_paths, paths, paths_data
 from baton.cluster.outcome import ExitCode, Output
 from baton.cluster.ray_session import TESTED_RAY
 from baton.cluster.resolve import require_port_free
@@ -48,16 +51,30 @@ class Finding:
     next: str = ""
 
 
-def doctor(output: Output, *, grpc_port: int, selftest: bool) -> ExitCode:
-    """Run every check and print the findings."""
+def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | None = None) -> ExitCode:
+    """Run every check and print the findings; with the address of a deployment, its KV paths too.
+
+    Raises:
+        BatonError: no deployment answers at `address`.
+    """
+    found = paths(fetch_status(address)) if address is not None else []
     findings = list(check_all(grpc_port))
     if selftest:
         findings.append(check_numerics())
+    findings += [check_path(path) for path in found]
     levels = {finding.level for finding in findings}
     code = ExitCode.PRECONDITION if "fail" in levels else ExitCode.PARTIAL if "warn" in levels else ExitCode.OK
     rows = [(item.level, item.name, item.detail, item.next) for item in findings]
-    data = {"ok": code is ExitCode.OK, "exit_code": code, "findings": [asdict(item) for item in findings]}
-    output.emit(data, format_table(("", "what", "found", "next"), rows))
+    data: dict[str, Any] = {
+        "ok": code is ExitCode.OK,
+        "exit_code": code,
+        "findings": [asdict(item) for item in findings],
+    }
+    text = format_table(("", "what", "found", "next"), rows)
+    if address is not None:
+        data["paths"] = paths_data(found)
+        text += "\n\n" + format_paths(found)
+    output.emit(data, text)
     return code
 
 
@@ -71,6 +88,7 @@ def check_all(grpc_port: int) -> Iterator[Finding]:
     yield from (check_name(name) for name in FOREIGN_NAMES)
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_shm(Path("/dev/shm"))
+    yield check_lanes(Path("/dev/shm"))
 
 
 def check_python() -> Finding:
@@ -157,6 +175,26 @@ def check_shm(path: Path) -> Finding:
     if free < MIN_SHM_BYTES:
         return Finding("shared memory", "warn", f"{free >> 20} MiB free", "run the container with --shm-size=1g")
     return Finding("shared memory", "ok", f"{free >> 20} MiB free")
+
+
+def check_lanes(shm: Path) -> Finding:
+    """Which ways KV can take between workers of this machine; what is missing is no fault."""
+    absent = {
+        "nvlink": "" if any(Path("/dev").glob("nvidia[0-9]*")) else "no GPU",
+        "shm": "" if os.access(shm, os.W_OK) else f"{shm} is not writable",
+        "nixl": "" if importlib.util.find_spec("nixl") is not None else "install baton-pd[nixl]",
+    }
+    usable = [lane for lane, why in absent.items() if not why] + ["raw", "inline"]
+    reasons = [f"{lane}: {why}" for lane, why in absent.items() if why]
+    return Finding("KV lanes", "ok", ", ".join(usable) + (f" ({'; '.join(reasons)})" if reasons else ""))
+
+
+def check_path(path: KvPath) -> Finding:
+    """One pair of workers of a deployment."""
+    name = f"KV {path.prefill} to {path.decode}"
+    if path.is_broken:
+        return Finding(name, "warn", path.why, "read the reasons; `--transport auto` takes whatever works")
+    return Finding(name, "ok", path.cell() if path.has_met else path.why)
 
 
 def check_numerics() -> Finding:

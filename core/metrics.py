@@ -3,10 +3,15 @@
 Names keep vLLM's meanings under `baton_`. Only what is fed is defined here.
 """
 
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 ITL_BUCKETS_S: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048)
@@ -40,11 +45,14 @@ class RouterMetrics:
         self.spec_decode_num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts proposed")
         self.spec_decode_num_accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
         self.handoff_retries = self._counter("handoff_retries", "Attempts after a failed hand-off")
-        self.kv_transfer_bytes = self._counter("kv_transfer_bytes", "KV pushed for finished requests")
 
     def render(self) -> str:
         """Everything in Prometheus' text format."""
         return generate_latest(self._registry).decode("utf-8")
+
+    def watch_transfers(self, read: Callable[[], Iterable["TransferTotals"]]) -> None:
+        """Show what workers report of the hand-off; `read` is called whenever the metrics are, on any thread."""
+        self._registry.register(TransferCollector(read))
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -60,3 +68,65 @@ class RouterMetrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"baton_{name}", text, labels, registry=self._registry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferTotals:
+    """What one life of one worker says of the hand-off (proto/worker.proto: TransferCounts)."""
+
+    worker: str
+    role: str
+    transfers: int
+    bytes: int
+    seconds: float
+    exposed_seconds: float
+    frames: int
+    resent: int
+    late_dropped: int
+    corrupt: int
+    quarantined_blocks: int
+    fallbacks: int
+    credit_stall_seconds: float
+
+
+_COUNTERS: Final = (
+    ("bytes", "KV pushed (prefill) or landed (decode)"),
+    ("frames", "Frames pushed or landed"),
+    ("resent", "Frames pushed again"),
+    ("late_dropped", "Frames that no landing wanted any more"),
+    ("corrupt", "Frames that failed their check"),
+    ("fallbacks", "Times that a worse lane was used than should work"),
+    ("credit_stall_seconds", "Time in which frames were ready and the window was full"),
+)
+_SUMMARIES: Final = (
+    ("seconds", "From the first frame to the seal"),
+    ("exposed_seconds", "From the end of the prefill to the seal"),
+)
+
+
+class TransferCollector(Collector):
+    """Turns the reports of all workers into `baton_kv_transfer_*`, by worker and role."""
+
+    def __init__(self, read: Callable[[], Iterable[TransferTotals]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        """As of the last heartbeats. A worker's counters begin at 0 again with each life."""
+        labels = ("worker", "role")
+        found = tuple(self._read())
+        for name, text in _COUNTERS:
+            counter = CounterMetricFamily(f"baton_kv_transfer_{name}", text, labels=labels)
+            for item in found:
+                counter.add_metric((item.worker, item.role), getattr(item, name))
+            yield counter
+        for name, text in _SUMMARIES:
+            summary = SummaryMetricFamily(f"baton_kv_transfer_{name}", text, labels=labels)
+            for item in found:
+                summary.add_metric((item.worker, item.role), item.transfers, getattr(item, name))
+            yield summary
+        gauge = GaugeMetricFamily(
+            "baton_kv_transfer_quarantined_blocks", "Blocks that somebody might still write", labels=labels
+        )
+        for item in found:
+            gauge.add_metric((item.worker, item.role), item.quarantined_blocks)
+        yield gauge

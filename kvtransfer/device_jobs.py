@@ -128,7 +128,7 @@ class DeviceJobs:
 
     def wishes(self) -> list[DigestWanted]:
         """What the engine has to be asked for now."""
-        found = []
+        found: list[DigestWanted] = []
         for filling in self._fillings.values():
             while filling.ready and not filling.is_over and self._may_ask(filling):
                 wanted = self._wish(filling)

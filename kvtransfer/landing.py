@@ -290,6 +290,7 @@ class LandingService:
     def _take(self, data: bytes, events: list[LandingEvent]) -> None:
         event, slot = decode_record(data)
         attempt = event.attempt
+        known = self._open.get(attempt)
         match event:
             case DigestWanted():
                 known = self._open.get(attempt)
@@ -300,11 +301,10 @@ class LandingService:
             case ReserveWanted():
                 self._open[attempt] = _Open(event, self._host.epoch)
             case Sealed():
-                if self._link.words.get(slot) != event.landing_id:
-                    return  # it was given up since; LandingFailed is behind it
-                self._open[attempt].is_sealed = True
+                if known is None or known.has_failed or self._link.words.get(slot) != event.landing_id:
+                    return  # it was given up since, by the worker or by the landing; Drained is behind it
+                known.is_sealed = True
             case LandingFailed():
-                known = self._open.get(attempt)
                 if known is not None and known.is_granted:
                     known.has_failed = True
                 else:

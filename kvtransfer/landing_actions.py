@@ -44,6 +44,7 @@ class Sealed:
         bytes_landed: payload bytes, each counted once.
         bytes_landed_before_prefill_end: those of frames that were in the pool when the first token was known.
         prefill_end_s: when that was, on this side's clock.
+        sealed_s: when the completion word was set, on this side's clock; 0 until then.
     """
 
     attempt: AttemptKey
@@ -53,6 +54,7 @@ class Sealed:
     bytes_landed: int
     bytes_landed_before_prefill_end: int
     prefill_end_s: float
+    sealed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, ProtocolError
@@ -336,6 +336,7 @@ class LandingDriver:
         slot = self._slots.get(event.attempt, NO_SLOT)
         if isinstance(event, Sealed):
             self._link.words.set(slot, event.landing_id)
+            event = replace(event, sealed_s=self._clock.now_s())
         elif isinstance(event, LandingFailed) and slot != NO_SLOT:
             self._link.words.set(slot, 0)
         elif isinstance(event, Drained):

@@ -20,16 +20,19 @@ from typing import Final
 import numpy as np
 
 from baton.core.clock import MonotonicClock
-from baton.core.errors import BatonError, PortInUse
+from baton.core.errors import BatonError, PackageMissing, PortInUse
 from baton.kvtransfer.device_jobs import FLAGS_POOL, DeviceJobs, flag_page
 from baton.kvtransfer.landing_driver import LandingDriver
 from baton.kvtransfer.landing_link import LandingLink
 from baton.kvtransfer.landing_setup import DeviceSetup, LandingSetup
-from baton.kvtransfer.lanes import NVLINK, SHM
-from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.lanes import NIXL, NVLINK, SHM
+from baton.kvtransfer.malloc import tune_malloc
+from baton.kvtransfer.nixl_pools import NixlPools
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
+from baton.kvtransfer.push_lane import LaneRefused
 from baton.kvtransfer.shared_region import NONCE_AT, NONCE_BYTES, SharedRegion
 from baton.kvtransfer.transport import Transport
+from baton.kvtransfer.transports import listening_transport
 from baton.proto import kv_pb2
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ def main() -> int:
     """Run one life; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the worker decides
+    tune_malloc()  # before any thread: this process does little else than take large messages
     setup, more = LandingSetup.from_json(sys.stdin.buffer.readline())
     life = _Life(setup, more["parent"], notify=more["notify"], nudge=more["nudge"])
     try:
@@ -65,6 +69,7 @@ class _Life:
         self._notify = notify
         self._nudge = nudge
         self._stopping = False
+        self._nixl: NixlPools | None = None
 
     def begin(self) -> None:
         """Take hold of memory and port.
@@ -93,7 +98,7 @@ class _Life:
             clock=MonotonicClock(),
             link=link,
             notify=lambda: os.eventfd_write(self._notify, 1),
-            offers=_offers(setup, self._region),
+            offers=self._offers(),
             jobs=jobs,
         )
         threading.Thread(target=self._listen_to_parent, name="kv-parent", daemon=True).start()
@@ -105,6 +110,33 @@ class _Life:
                 self._driver.turn()
         finally:
             self._driver.close()
+            if self._nixl is not None:
+                self._nixl.close()
+
+    def _offers(self) -> list[kv_pb2.LaneOffer]:
+        """Lanes on which senders write the pools.
+
+        Raises:
+            PackageMissing: one of them needs a package that is not there, or does not work.
+        """
+        lanes, device = self._setup.listen.lanes, self._setup.device
+        if device is not None:
+            is_open = NVLINK in lanes and device.ipc_handle
+            return [_nvlink_offer(self._setup, device, self._region)] if is_open else []
+        places = _places(self._setup, self._region)
+        offers = []
+        if SHM in lanes:
+            nonce = self._region.nonce.to_bytes(NONCE_BYTES, "little")
+            shm = kv_pb2.ShmOffer(path=str(self._region.path), nonce=nonce, nonce_offset_bytes=NONCE_AT, pools=places)
+            offers.append(kv_pb2.LaneOffer(lane=SHM, shm=shm))
+        if NIXL in lanes:
+            memories = [np.frombuffer(self._region.pool(rank), dtype=np.uint8) for rank in range(len(places))]
+            try:
+                self._nixl = NixlPools(self._setup.epoch, memories, places)
+            except LaneRefused as error:
+                raise PackageMissing(f"the lane nixl cannot be served: {error}", lane=NIXL) from error
+            offers.append(self._nixl.offer())
+        return offers
 
     def _leave_with_parent(self) -> None:
         signal.signal(signal.SIGTERM, self._on_stop)
@@ -152,15 +184,7 @@ def _listen(setup: LandingSetup) -> Transport:
 
 
 def _transport(setup: LandingSetup, bind: str) -> Transport:
-    assert setup.listen.transport == "zmq"
-    return ZmqTransport(bind=bind, config=setup.config)
-
-
-def _offers(setup: LandingSetup, region: SharedRegion) -> list[kv_pb2.LaneOffer]:
-    if setup.device is None:
-        return [_shm_offer(setup, region)] if SHM in setup.listen.lanes else []
-    is_open = NVLINK in setup.listen.lanes and setup.device.ipc_handle
-    return [_nvlink_offer(setup, setup.device, region)] if is_open else []
+    return listening_transport(setup.listen.transport, bind, setup.config)
 
 
 def _nvlink_offer(setup: LandingSetup, device: DeviceSetup, region: SharedRegion) -> kv_pb2.LaneOffer:
@@ -179,8 +203,8 @@ def _nvlink_offer(setup: LandingSetup, device: DeviceSetup, region: SharedRegion
     return kv_pb2.LaneOffer(lane=NVLINK, nvlink=nvlink)
 
 
-def _shm_offer(setup: LandingSetup, region: SharedRegion) -> kv_pb2.LaneOffer:
-    pools = [
+def _places(setup: LandingSetup, region: SharedRegion) -> list[kv_pb2.PoolPlace]:
+    return [
         kv_pb2.PoolPlace(
             offset_bytes=place.offset_bytes,
             num_bytes=place.num_bytes,
@@ -191,9 +215,6 @@ def _shm_offer(setup: LandingSetup, region: SharedRegion) -> kv_pb2.LaneOffer:
         )
         for rank, place in enumerate(region.pools)
     ]
-    nonce = region.nonce.to_bytes(NONCE_BYTES, "little")
-    shm = kv_pb2.ShmOffer(path=str(region.path), nonce=nonce, nonce_offset_bytes=NONCE_AT, pools=pools)
-    return kv_pb2.LaneOffer(lane=SHM, shm=shm)
 
 
 def _say(greeting: dict[str, str]) -> None:

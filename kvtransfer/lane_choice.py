@@ -4,6 +4,7 @@ Owns the lanes that are open, one for each peer's address and life. A choice is 
 be opened is not chosen. It refuses to speak to peers; offers come from the protocol.
 """
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class LaneChoice:
 
 
 class LaneChooser:
-    """All lanes of one prefill rank. Driven by one thread, but for `lane_of` and `lanes`.
+    """All lanes of one prefill rank. Driven by one thread, but for `lanes`.
 
     Args:
         policy: a key of POLICIES.
@@ -67,7 +68,7 @@ class LaneChooser:
         self._openers = {opener.name: opener for opener in openers}
         self._transport = transport
         self._choices: dict[str, LaneChoice] = {}
-        self._retired: list[PushLane] = []
+        self._retired: list[tuple[str, int, PushLane]] = []  # address, life, and what led there
         self._told: dict[str, str] = {}  # what was logged last about each address
 
     @property
@@ -95,41 +96,51 @@ class LaneChooser:
         if choice is None:
             choice = LaneChoice(epoch, "", None, tuple(refused))
         self.forget(address)
+        for retired_address, retired_epoch, path in self._retired:
+            if retired_address == address and retired_epoch != epoch:
+                path.outlived()
+        self.sweep()
         self._choices[address] = choice
         self._tell(address, choice)
         return choice
 
     def lane_of(self, address: str) -> LaneChoice | None:
-        """The lane in use. Any thread."""
+        """The lane that was chosen."""
         return self._choices.get(address)
 
     def lanes(self) -> dict[str, LaneChoice]:
-        """By address. Any thread."""
-        return dict(self._choices)
+        """What payloads really go by now, by address. Any thread."""
+        return {address: self._in_use(address, choice) for address, choice in tuple(self._choices.items())}
 
     def forget(self, address: str) -> None:
         """The peer is not used any more. Writes that are under way go on; the lane is closed when they are over."""
         choice = self._choices.pop(address, None)
         if choice is not None and choice.opened is not None:
-            self._retired.append(choice.opened)
+            self._retired.append((address, choice.epoch, choice.opened))
         self.sweep()
 
     def sweep(self) -> None:
         """Close what was retired and is quiet."""
-        for lane in tuple(self._retired):
-            if lane.drain(0.0):
-                lane.close()
-                self._retired.remove(lane)
+        for item in tuple(self._retired):
+            if item[-1].drain(0.0):
+                item[-1].close()
+                self._retired.remove(item)
 
     def close(self, timeout_s: float) -> None:
         """Close everything, once nothing is under way or `timeout_s` has passed."""
         for address in tuple(self._choices):
             self.forget(address)
-        for lane in self._retired:
+        for _, _, lane in self._retired:
             if not lane.drain(timeout_s):
                 log.warning("writes over %s are still under way", lane.name)
             lane.close()
         self._retired.clear()
+
+    def _in_use(self, address: str, choice: LaneChoice) -> LaneChoice:
+        if choice.lane != RAW or self._transport.lane_of(address) == RAW:
+            return choice
+        refused = (*choice.refused, (RAW, "its connection is not open now"))
+        return dataclasses.replace(choice, lane=INLINE, refused=refused)
 
     def _own_problem(self, lane: str) -> str:
         if lane in (INLINE, RAW):

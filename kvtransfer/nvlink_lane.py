@@ -188,6 +188,9 @@ class NvlinkLane:
                 return False
             time.sleep(POLL_S)
 
+    def outlived(self) -> None:
+        """It applied nothing itself."""
+
     def close(self) -> None:
         """Unmap the pools."""
         self._is_closed = True

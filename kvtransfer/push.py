@@ -115,17 +115,10 @@ class PushService:
         self._chooser = LaneChooser(config.transport, [ShmOpener(io, host_id()), *openers], transport)
         problem = layout.problem or self._chooser.problem
         if problem:
+            transport.close()
             raise ConfigInvalid(f"KV cannot be pushed: {problem}", keys=["transport"])
         self._life = LifeFile(epoch, self._rank)
-        identity = PushIdentity(
-            epoch=epoch,
-            rank=self._rank,
-            size=self._size,
-            lanes=self._chooser.names,
-            host_id=host_id(),
-            life_file=str(self._life.path),
-            has_digest=config.digest,
-        )
+        identity = self._identity(epoch, config)
         protocol = self._protocol = PushProtocol(identity=identity, layout=layout, config=config)
         self.writer = AsyncWriter(
             self._push_part,
@@ -280,12 +273,23 @@ class PushService:
         }
 
     def lane_of(self, address: str) -> LaneChoice | None:
-        """The lane to a decode worker that was met, and why no better one. Any thread."""
-        return self._chooser.lane_of(address)
+        """The lane in use to a decode worker that was met, and why no better one. Any thread."""
+        return self.lanes().get(address)
 
     def lanes(self) -> dict[str, LaneChoice]:
         """The same for all of them, by address. Any thread."""
         return self._chooser.lanes()
+
+    def _identity(self, epoch: int, config: KVTransferConfig) -> PushIdentity:
+        return PushIdentity(
+            epoch=epoch,
+            rank=self._rank,
+            size=self._size,
+            lanes=self._chooser.names,
+            host_id=host_id(),
+            life_file=str(self._life.path),
+            has_digest=config.digest,
+        )
 
     # Writer threads
 

@@ -89,6 +89,7 @@ class PushDriver:
         self._queue: deque[Command | PushedPart] = deque()
         self._open_parts: list[PushedPart] = []
         self._turn_s = self._tick_s = clock.now_s()
+        self._num_lanes_failed = transport.counts.lanes_failed
         self._is_step_open = False
         self._is_napping = False
         self._nap = threading.Event()
@@ -104,8 +105,8 @@ class PushDriver:
             self._transport.wake()
 
     def begin_step(self, command: Command) -> None:
-        """Parts will come until `end_step`, and then a command: until then nothing is urgent."""
-        self._is_step_open = True
+        """Parts will come until `end_step`, and then a command: until then nothing is urgent, unless sockets wait."""
+        self._is_step_open = self._routes.are_one_sided
         self.post(command)
 
     def end_step(self, command: Command) -> None:
@@ -142,6 +143,9 @@ class PushDriver:
         if self._is_step_open and (items or arrived):
             self._rest()
         now_s = self._clock.now_s()
+        if self._transport.counts.lanes_failed != self._num_lanes_failed:
+            self._num_lanes_failed = self._transport.counts.lanes_failed
+            self._do(self._routes.ask_for_lost(now_s))
         if now_s >= self._tick_s:
             self._tick_s = now_s + TICK_S
             self._do(self._protocol.tick(now_s))

@@ -82,6 +82,10 @@ class PushLane(Protocol):
         """Wait until nothing posted is under way any more; False if that took longer."""
         ...
 
+    def outlived(self) -> None:
+        """Another life answers where this one did, so this one is dead, and applies nothing any more."""
+        ...
+
     def close(self) -> None:
         """Unmap. Called when no write is under way, or never will be again."""
         ...

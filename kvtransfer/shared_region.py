@@ -82,7 +82,10 @@ class SharedRegion:
         for num_bytes in pool_bytes:
             places.append(PoolPlace(offset, num_bytes))
             offset += _whole_pages(num_bytes)
-        path, file = _make_locked_file()
+        try:
+            path, file = _make_locked_file()
+        except OSError as error:
+            raise ConfigInvalid(f"{key}: no shared memory in {DIRECTORY}: {error.strerror}", keys=[key]) from error
         try:
             _take_memory(file, offset, key)
             memory = mmap.mmap(file, offset)

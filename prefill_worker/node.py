@@ -12,9 +12,11 @@ from baton.core.config import WorkerConfig
 from baton.engine.prefill import PrefillRunner
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.evidence import host_id
-from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.lanes import NIXL
+from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.push import PushService
 from baton.kvtransfer.push_lane import LaneOpener
+from baton.kvtransfer.transports import connecting_transport
 from baton.prefill_worker.service import PrefillService
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
@@ -43,10 +45,10 @@ class PrefillNode:
             pool=loaded.pool,
             layout=loaded.layout,
             epoch=self.epoch,
-            transport=ZmqTransport(config=config.transfer),
+            transport=connecting_transport(config.transfer),
             config=config.transfer,
             clock=clock,
-            openers=_openers(loaded.pool),
+            openers=_openers(loaded.pool, config.transfer.transport, self.epoch),
         )
         self.worker = PrefillWorker(
             runner=PrefillRunner(loaded.model, loaded.pool),
@@ -105,10 +107,14 @@ class PrefillNode:
         self.worker.close()
 
 
-def _openers(pool: KVPool) -> list[LaneOpener]:
-    """One-sided lanes of a GPU."""
-    if pool.device.type != "cuda":
-        return []
-    from baton.kvtransfer.nvlink_lane import NvlinkOpener  # with it comes Triton, which CPUs have no use for
+def _openers(pool: KVPool, transport: str, epoch: int) -> list[LaneOpener]:
+    """One-sided lanes beside shm; what each needs is imported only where it is used."""
+    if pool.device.type == "cuda":
+        from baton.kvtransfer.nvlink_lane import NvlinkOpener  # with it comes Triton, which CPUs have no use for
 
-    return [NvlinkOpener(pool, host_id())]
+        return [NvlinkOpener(pool, host_id())]
+    if transport == NIXL:
+        from baton.kvtransfer.nixl_lane import NixlOpener
+
+        return [NixlOpener(epoch, PoolIO(pool.bytes_view, pool.geometry), pool.bytes_view)]
+    return []

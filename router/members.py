@@ -12,6 +12,7 @@ from typing import Final
 
 from baton.core.clock import Clock
 from baton.core.errors import InvalidRequest, Overloaded
+from baton.core.metrics import TransferTotals
 from baton.proto import worker_pb2
 
 ALIVE_S: Final = 1.5
@@ -132,6 +133,10 @@ class Members:
         """Every worker heard of, by name."""
         return [self._members[worker_id] for worker_id in sorted(self._members)]
 
+    def transfers(self) -> list[TransferTotals]:
+        """What live workers report of the hand-off. Any thread."""
+        return [_transfer_totals(member.state) for member in self.all() if member.alive]
+
     @property
     def serving(self) -> bool:
         """Whether a request could be served: a live worker of each role."""
@@ -160,3 +165,22 @@ def _check(state: worker_pb2.WorkerState) -> None:
     for name, wrong in problems.items():
         if wrong:
             raise InvalidRequest(f"a heartbeat without a usable {name}", field=name, worker_id=state.worker_id)
+
+
+def _transfer_totals(state: worker_pb2.WorkerState) -> TransferTotals:
+    counts = state.inventory.transfer
+    return TransferTotals(
+        worker=state.worker_id,
+        role=state.role,
+        transfers=counts.transfers,
+        bytes=counts.bytes,
+        seconds=counts.seconds,
+        exposed_seconds=counts.exposed_seconds,
+        frames=counts.frames,
+        resent=counts.resent,
+        late_dropped=counts.late_dropped,
+        corrupt=counts.corrupt,
+        quarantined_blocks=counts.quarantined_blocks,
+        fallbacks=counts.fallbacks,
+        credit_stall_seconds=counts.credit_stall_seconds,
+    )

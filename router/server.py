@@ -68,6 +68,7 @@ class RouterServer:
         self._server: Any = None
         self.metrics = RouterMetrics()
         self.members = Members(self._clock, config.alive_s)
+        self.metrics.watch_transfers(self.members.transfers)
         self.refusals = Refusals(self.members)
         self._channels = Channels(self.members, self._background.spawn)
         self.port = 0

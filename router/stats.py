@@ -79,4 +79,3 @@ class StreamStats:
         metrics.spec_decode_num_drafts.inc(stats.num_verify_steps)
         metrics.spec_decode_num_draft_tokens.inc(stats.num_draft_tokens)
         metrics.spec_decode_num_accepted_tokens.inc(stats.num_accepted_tokens)
-        metrics.kv_transfer_bytes.inc(stats.kv_bytes_pushed)

@@ -64,4 +64,16 @@ _PEERS = (
         needs="mooncake",
     ),
 )
-SYSTEMS = {system.name: system for system in _PEERS}
+_OWN = tuple(
+    System(
+        name=name,
+        module="own",
+        receiver="OwnReceiver",
+        sender="OwnSender",
+        needs="nixl" if name == "nixl" else "numpy",
+        digests=(False, True),
+        takes_faults=True,
+    )
+    for name in ("shm", "zmq", "zmq-inline", "grpc", "nixl")
+)
+SYSTEMS = {system.name: system for system in (*_OWN, *_PEERS)}

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from baton.bench import kv, kv_cell, kv_memory, result
+from baton.bench import kv, kv_cell, kv_memory, kv_step, result
 from baton.bench.kv_checks import checks
 from baton.bench.kv_options import read_faults, read_options, read_pace_s
 from baton.bench.kv_systems.faces import Cell
@@ -89,6 +89,7 @@ def test_options_are_checked_by_name():
         {"faults": "burn=0.1"},
         {"faults": "drop=7"},
         {"faults": "drop=0.1", "systems": "memcpy"},
+        {"faults": "corrupt=0.1", "digest": "off"},
         {"rounds": 0},
         {"seconds": 0},
         {"what": "nothing"},
@@ -194,9 +195,39 @@ def test_a_real_cell_moves_checked_bytes(system):
     assert all(exposed_ms > 0 for exposed_ms in sample.exposed_ms)
 
 
+@pytest.mark.parametrize("system", ["shm", "zmq", "zmq-inline", "grpc"])
+def test_a_real_cell_of_our_own_hands_over_checked_bytes(system):
+    sample = kv_cell.measure(Cell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.001), QUICK)
+    assert sample.gbps > 0
+    assert sample.checked_bytes > 5 * 3 * SMALL.block_bytes
+    assert sample.counts["frames_corrupt"] == 0
+    assert all(0 < exposed_ms < 1000 for exposed_ms in sample.exposed_ms)
+
+
+@pytest.mark.parametrize("system", ["shm", "zmq"])
+def test_faults_cost_time_and_no_byte(system):
+    faults = {"drop": 0.1, "corrupt": 0.1}
+    cell = Cell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.0, faults=faults)
+    sample = kv_cell.measure(cell, dataclasses.replace(QUICK, burst_requests=12))
+    assert sample.counts["faults_drop"] > 0
+    assert sample.counts["faults_corrupt"] > 0
+    assert sample.counts["frames_corrupt"] > 0
+
+
+def test_steps_with_and_without_a_writer_are_compared():
+    cell = Cell(system="grpc-plain", workload=dataclasses.replace(SMALL, num_layers=2), seed=1)
+    options = dataclasses.replace(read_options(systems="grpc-plain"), seconds=0.001)
+    steps = kv_step.measure_steps(cell, options, 0)
+    row = kv_step.as_step_row(cell, [steps])
+    assert row["num_steps"] == 4
+    assert row["step_off_ms"] > 1
+    assert 0.5 < row["step_ratio"] < 4
+    assert 0 < row["submit_us"] <= row["submit_p99_us"]
+
+
 def test_a_cell_that_fails_says_why():
     with pytest.raises(kv_cell.CellFailed, match="no-such-system"):
-        with kv_cell._sides(Cell(system="grpc-plain", workload=SMALL, seed=1)) as pair:
+        with kv_cell.open_cell(Cell(system="grpc-plain", workload=SMALL, seed=1)) as pair:
             pair.sender.ask("no-such-system")
     with pytest.raises(kv_cell.CellFailed, match=r"non-negative|negative"):
         kv_cell.measure(Cell(system="memcpy", workload=SMALL, seed=-1), QUICK)

@@ -38,7 +38,7 @@ def facts(*, from_size: int, to_size: int, copy: bool, digest: bool, row_len: in
             model_hash="m", num_layers=2, num_kv_heads=8, head_dim=row_len, block_size=size, dtype="bfloat16"
         )
         shapes.append(PoolGeometry(layout, 8).layer(0))
-    tile = tile_of(*shapes, 16, Tuning(16))
+    tile = tile_of(shapes[0], shapes[1], 16, Tuning(16))
     num_warps = tile.pop("num_warps")
     constants = {**tile, "COPY": copy, "DIGEST": digest}
     names = _move_kernel.arg_names

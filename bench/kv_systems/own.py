@@ -1,0 +1,237 @@
+"""Baton's own hand-off, as its workers run it: a push service and its writer here, a landing service there.
+
+The decode side grants the blocks that the harness expects, polls as a decode loop does, and releases what was sealed.
+When the last byte was there is what its landing says: the moment at which the completion word was set.
+"""
+
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from baton.bench.kv_faults import FaultyTransport
+from baton.bench.kv_memory import Blocks
+from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone, SystemFailed
+from baton.bench.kv_systems.nixl_tcp import UCX_OPTIONS
+from baton.bench.kv_workloads import POOL_BLOCKS, Workload
+from baton.core.clock import MonotonicClock
+from baton.core.config import KVTransferConfig, TransportName
+from baton.core.request import AttemptKey
+from baton.kvcache.allocator import BlockTable
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.layout import KVLayout
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.async_writer import PushPart
+from baton.kvtransfer.landing import (
+    Drained,
+    LandingEvent,
+    LandingFailed,
+    LandingService,
+    ReserveWanted,
+    Sealed,
+    landing_region,
+)
+from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.nixl_lane import NixlOpener
+from baton.kvtransfer.over_grpc import GrpcTransport
+from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.pool_io import PoolIO
+from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushEvent, PushFailed, PushService
+from baton.kvtransfer.push_lane import LaneOpener
+from baton.kvtransfer.transport import Transport
+from baton.proto import kv_pb2
+
+# The control channel, the policy of the prefill side, and the lanes that the decode side serves.
+_WAYS: dict[str, tuple[str, TransportName, tuple[str, ...]]] = {
+    "shm": ("zmq", "shm", ("shm",)),
+    "zmq": ("zmq", "zmq", ("raw",)),
+    "zmq-inline": ("zmq", "zmq", ()),
+    "grpc": ("grpc", "grpc", ()),
+    "nixl": ("zmq", "nixl", ("nixl",)),
+}
+
+
+def layout_of(workload: Workload) -> KVLayout:
+    """The layout whose blocks have the workload's size."""
+    return KVLayout(
+        model_hash="bench",
+        num_layers=workload.num_layers,
+        num_kv_heads=workload.num_kv_heads,
+        head_dim=workload.head_dim,
+        block_size=workload.block_size,
+        dtype=workload.dtype,
+    )
+
+
+def config_of(cell: Cell) -> KVTransferConfig:
+    """What workers would be started with."""
+    config = KVTransferConfig(transport=_WAYS[cell.system][1], digest=bool(cell.digest))
+    return replace(config, raw_streams=0) if cell.system == "zmq-inline" else config
+
+
+def blocks_of(memory: np.ndarray[tuple[int], np.dtype[np.uint8]], workload: Workload) -> Blocks:
+    """A pool's memory without its scratch blocks."""
+    layers, blocks, size = workload.pool_shape
+    return memory.reshape(layers, blocks + 1, size)[:, :blocks]
+
+
+class OwnReceiver:
+    """A decode worker without a model."""
+
+    def __init__(self, cell: Cell, on_done: OnDone) -> None:
+        self.counts: dict[str, int] = {}
+        self._cell = cell
+        self._on_done = on_done
+        self._wanted: deque[AttemptKey] = deque()
+        self._granted: AttemptKey | None = None
+        self._woken = threading.Event()
+        config, layout = config_of(cell), layout_of(cell.workload)
+        transport, _, lanes = _WAYS[cell.system]
+        if cell.system == "nixl":
+            os.environ.update(UCX_OPTIONS)  # the landing process inherits them
+        bind = "tcp://127.0.0.1:0" if transport == "zmq" else "127.0.0.1:0"
+        setup = LandingSetup(
+            epoch=secrets.randbits(63) | 1,
+            layout=layout,
+            num_blocks=POOL_BLOCKS,
+            tp_size=1,
+            listen=Listen(transport, bind, lanes),
+            config=config,
+        )
+        region = landing_region([PoolGeometry(layout, POOL_BLOCKS)], config)
+        self.blocks = blocks_of(np.frombuffer(region.pool(0), dtype=np.uint8), cell.workload)
+        self._service = LandingService.in_process(region, setup)
+        self._service.wakeup = self._woken.set
+
+    def address(self) -> Address:
+        """Where the landing listens, and its life."""
+        return {"kv_address": self._service.address, "epoch": self._service.epoch}
+
+    def turn(self, timeout_s: float) -> None:
+        """What a decode loop does between two steps."""
+        self._woken.wait(timeout_s)
+        self._woken.clear()
+        for event in self._service.poll():
+            self._take(event)
+
+    def close(self) -> None:
+        """End the landing."""
+        self._service.close()
+
+    def _take(self, event: LandingEvent) -> None:
+        match event:
+            case ReserveWanted():
+                self._wanted.append(event.attempt)
+            case Sealed():
+                self._on_done(int(event.attempt.request_id), event.sealed_s)
+                self._service.release(event.attempt)
+                self._granted = None
+                self.counts = self._service.inventory()
+            case LandingFailed():
+                if not self._cell.faults:
+                    raise SystemFailed(f"the landing of {event.attempt} failed: {event.reason}")
+                if event.attempt in self._wanted:
+                    self._wanted.remove(event.attempt)
+            case Drained():
+                self._granted = None
+        if self._wanted and self._granted is None:  # blocks of the one before may be the same ones
+            self._granted = self._wanted.popleft()
+            targets = self._cell.workload.target_blocks(self._cell.seed, int(self._granted.request_id))
+            self._service.grant(self._granted, BlockTable(targets, self._cell.workload.block_size))
+
+
+class OwnSender:
+    """A prefill worker without a model."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.counts: dict[str, int] = {}
+        self._cell = cell
+        self._woken = threading.Event()
+        layout = layout_of(cell.workload)
+        pool = KVPool(layout, POOL_BLOCKS, torch.device("cpu"))
+        self.blocks = blocks_of(pool.bytes_view, cell.workload)
+        config, epoch = config_of(cell), secrets.randbits(63) | 1
+        openers: list[LaneOpener] = []
+        if cell.system == "nixl":
+            os.environ.update(UCX_OPTIONS)
+            openers.append(NixlOpener(epoch, PoolIO(pool.bytes_view, pool.geometry), pool.bytes_view))
+        transport: Transport = GrpcTransport(config=config) if cell.system == "grpc" else ZmqTransport(config=config)
+        self._faulty = FaultyTransport(transport, cell.faults, cell.seed) if cell.faults else None
+        self._push = PushService(
+            pool=pool,
+            layout=layout,
+            epoch=epoch,
+            transport=self._faulty or transport,
+            config=config,
+            clock=MonotonicClock(),
+            openers=openers,
+        )
+        self._push.wakeup = self._woken.set
+        self._peer: DecodePeer
+        self._attempt = AttemptKey("", 0)
+        self._events: deque[PushEvent] = deque()
+        self._push.start()
+
+    def connect(self, address: Address) -> None:
+        """Remember the peer; the service connects with the first RESERVE."""
+        self._peer = DecodePeer("bench", address["kv_address"], address["epoch"])
+
+    def prepare(self, index: int) -> None:
+        """Reserve, and begin a step once there is a grant."""
+        self._begin(AttemptKey(str(index), 0))
+
+    def submit(self, layer: int) -> None:
+        """As a forward does."""
+        self._push.writer.submit(layer)
+
+    def finish(self) -> None:
+        """End the step and commit."""
+        self._push.writer.wait_all()
+        self._push.commit(self._attempt, kv_pb2.SequenceState(first_token=1), time.monotonic())
+
+    def wait(self) -> None:
+        """For the acknowledgement. An attempt that faults have ended is followed by another, as a router would do."""
+        while not isinstance(self._next(Acked, PushDrained), Acked):
+            self.counts["attempts_lost"] = self.counts.get("attempts_lost", 0) + 1
+            self._begin(AttemptKey(self._attempt.request_id, self._attempt.attempt + 1))
+            for layer in range(self._cell.workload.num_layers):
+                self.submit(layer)
+            self.finish()
+        self.counts |= self._push.inventory()
+        if self._faulty is not None:
+            self.counts |= {f"faults_{kind}": number for kind, number in self._faulty.num_faults.items()}
+
+    def close(self) -> None:
+        """End the service."""
+        self._push.close()
+
+    def _begin(self, attempt: AttemptKey) -> None:
+        workload = self._cell.workload
+        self._attempt = attempt
+        table = BlockTable(workload.source_blocks(self._cell.seed, int(attempt.request_id)), workload.block_size)
+        prompt_len = workload.prompt_len
+        self._push.reserve(attempt, self._peer, table, prompt_len, prompt_len, REQUEST_LIMIT_S)
+        self._next(Granted)
+        self._push.writer.begin([PushPart(attempt, 0, prompt_len)])
+
+    def _next(self, *kinds: type[PushEvent]) -> PushEvent:
+        """The next event of these kinds for the present attempt."""
+        end_s = time.monotonic() + REQUEST_LIMIT_S
+        while time.monotonic() < end_s:
+            while self._events:
+                event = self._events.popleft()
+                if event.attempt == self._attempt:
+                    if isinstance(event, kinds):
+                        return event
+                    if isinstance(event, Denied) or (isinstance(event, PushFailed) and not self._cell.faults):
+                        raise SystemFailed(f"the push failed: {event}")
+            self._events.extend(self._push.poll())
+            if not self._events:
+                self._woken.wait(1.0)
+                self._woken.clear()
+        raise SystemFailed(f"nothing is heard of {self._attempt}")
