@@ -52,6 +52,7 @@ class DeviceSource:
         self._pool = pool
         self._address = PoolAddress(pool.data_bytes.data_ptr(), pool.geometry.layers)
         self._local = threading.local()
+        self._warm_up()
 
     def pieces(self, blocks: Sequence[int], span: Span, order_block_size: int) -> list[memoryview]:
         """A copy of the span, in one piece: no socket reads a GPU's memory."""
@@ -102,6 +103,18 @@ class DeviceSource:
                 tuning_for(0),
             )
             return self._wait(lane)
+
+    def _warm_up(self) -> None:
+        """Have kernels compiled before the first push, by reading a block of every kind."""
+        shapes = set()
+        for index, layer in enumerate(self._pool.geometry.layers):
+            shape = (layer.num_heads, layer.num_parts, layer.rows_per_block, layer.row_bytes)
+            if shape not in shapes:
+                shapes.add(shape)
+                span = Span(index, 0, layer.rows_per_block, layer.head_first, layer.num_heads)
+                for with_digest in (True, False):
+                    self.read_digested((0,), span, self._pool.layout.block_size, with_digest=with_digest)
+                self.digest((0,), span)
 
     def _lane(self) -> "_Entered":
         """Of this thread and its stream. A thread that has none of its own gets one: it must not use the model's."""

@@ -26,25 +26,34 @@ from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMe
 from baton.kvtransfer.device_stream import DeviceStream, tuning_for
 from baton.kvtransfer.flag_page import Flag, FlagPage
 from baton.kvtransfer.lanes import NVLINK
+from baton.kvtransfer.nvlink_write import NvlinkWrite
 from baton.kvtransfer.push_lane import LaneFailed, LaneRefused
 from baton.kvtransfer.shared_region import DIRECTORY, PREFIX, SharedRegion
 from baton.kvtransfer.shm_lane import geometries_of
 from baton.kvtransfer.span import Span
 from baton.proto import kv_pb2
 
-MASK = (1 << 64) - 1
 SLOT_WORDS = 8
 NUM_SLOTS = 8192  # writes under way at a time
 CLAIM_LIMIT_S = 10.0
-LOOK_AFTER_S = 0.5  # a write that takes longer may have failed: the device is asked, and asked again so often
 POLL_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnMemory:
+    """A pool of this process in the place of a peer's."""
+
+    address: int
+
+    def close(self) -> None:
+        """There is nothing to unmap."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
     """The pool of one rank of the decode worker."""
 
-    memory: PeerMemory
+    memory: "PeerMemory | _OwnMemory"
     geometry: PoolGeometry
 
     @property
@@ -63,64 +72,12 @@ class _Route:
     counts: bool
 
 
-class NvlinkWrite:
-    """A write that was posted; see `push_lane.Written`."""
-
-    def __init__(
-        self, flags: FlagPage, launches: Sequence[tuple[Flag, bool]], event: torch.cuda.Event, with_digest: bool
-    ) -> None:
-        self._flags = flags
-        self._with_digest = with_digest
-        self._launches = launches
-        self._event: torch.cuda.Event | None = event
-        self._look_s = time.monotonic() + LOOK_AFTER_S
-        self._digest = 0
-        self._problem = ""
-        self._lock = threading.Lock()  # of two threads that ask at once, one takes note
-
-    @property
-    def done(self) -> bool:
-        """Whether all words are there."""
-        with self._lock:
-            if self._event is not None and self._is_over():
-                self._event = None
-                for flag, _ in self._launches:
-                    self._flags.release(flag)
-        if self._problem:
-            raise LaneFailed(self._problem)
-        return self._event is None
-
-    @property
-    def digest(self) -> int | None:
-        """Sum over the launches that count."""
-        return self._digest if self._with_digest else None
-
-    def _is_over(self) -> bool:
-        if all(self._flags.is_up(flag) for flag, _ in self._launches):
-            self._digest = sum(self._flags.digests(flag, 1)[0] for flag, counts in self._launches if counts) & MASK
-            return True
-        now_s = time.monotonic()
-        if now_s < self._look_s:
-            return False
-        self._look_s = now_s + LOOK_AFTER_S
-        assert self._event is not None
-        try:
-            has_ended = self._event.query()
-        except RuntimeError as error:  # a fault: the device runs nothing of this process any more
-            self._problem = f"the device failed: {error}"
-            return True
-        if has_ended and not all(self._flags.is_up(flag) for flag, _ in self._launches):
-            self._problem = "a launch ended without its word"
-            return True
-        return False
-
-
 class NvlinkLane:
     """The pools of all ranks of one life of a decode worker.
 
     Args:
         pool: this rank's.
-        region: of the decode worker, mapped.
+        region: of the decode worker, mapped; without one nothing is written.
         epoch: of its life.
         targets: its pools, by rank.
         flags: where kernels report.
@@ -133,7 +90,7 @@ class NvlinkLane:
         self,
         *,
         pool: KVPool,
-        region: SharedRegion,
+        region: SharedRegion | None,
         epoch: int,
         targets: Sequence[_Target],
         flags: FlagPage,
@@ -152,14 +109,13 @@ class NvlinkLane:
         self._routes = [_routes(pool.geometry, targets, layer) for layer in range(len(pool.geometry.layers))]
         self._local = threading.local()
         self._open: set[NvlinkWrite] = set()
-        self._lock = threading.Lock()
         self._is_closed = False
 
     def write(
         self, blocks: Sequence[int], target_blocks: Sequence[int], span: Span, *, with_digest: bool
     ) -> NvlinkWrite:
         """Launch on the current stream."""
-        if self._is_closed or self._region.epoch != self._epoch:
+        if self._is_closed or self._region is None or self._region.epoch != self._epoch:
             raise LaneFailed("the decode worker's memory belongs to another life")
         pieces = self._pieces(span)
         flags = self._claim(len(pieces))
@@ -170,23 +126,18 @@ class NvlinkLane:
         except RuntimeError as error:
             raise LaneFailed(f"a launch failed: {error}") from error
         launches = [(flag, route.counts) for flag, (_, route) in zip(flags, pieces, strict=True)]
-        write = NvlinkWrite(self._flags, launches, event, with_digest)
-        with self._lock:
-            self._open = {other for other in self._open if not _is_over(other)} if len(self._open) > 256 else self._open
-            self._open.add(write)
+        write = NvlinkWrite(self._flags, launches, event, with_digest, self._open.discard)
+        self._open.add(write)
         return write
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the words of all writes."""
         until_s = time.monotonic() + timeout_s
-        while True:
-            with self._lock:
-                self._open = {write for write in self._open if not _is_over(write)}
-                if not self._open:
-                    return True
+        while not all(_is_over(write) for write in tuple(self._open)):
             if time.monotonic() >= until_s:
                 return False
             time.sleep(POLL_S)
+        return True
 
     def outlived(self) -> None:
         """It applied nothing itself."""
@@ -196,7 +147,8 @@ class NvlinkLane:
         self._is_closed = True
         for target in self._targets:
             target.memory.close()
-        self._region.close()
+        if self._region is not None:
+            self._region.close()
 
     def warm_up(self) -> None:
         """Have the kernels compiled that writes will need, by moving nothing; waits for it."""
@@ -283,6 +235,9 @@ class NvlinkOpener:
         self._host_id = host_id
         self._flags: FlagPage | None = None
         self._pinned: PinnedMemory | None = None
+        if not self.problem:
+            # So that no peer waits for a compiler: what is compiled for this pool serves those of its shape.
+            self._lane(None, 0, [_Target(_OwnMemory(pool.data_bytes.data_ptr()), pool.geometry)]).warm_up()
 
     @property
     def problem(self) -> str:
@@ -307,8 +262,9 @@ class NvlinkOpener:
         targets: list[_Target] = []
         try:
             for pool, geometry in zip(offer.nvlink.pools, geometries, strict=True):
-                targets.append(_Target(PeerMemory(_place(pool), self._pool.device), geometry))
-                if not targets[-1].memory.check(geometry.num_bytes):
+                memory = PeerMemory(_place(pool), self._pool.device)
+                targets.append(_Target(memory, geometry))
+                if not memory.check(geometry.num_bytes):
                     raise LaneRefused(f"its pool of rank {geometry.rank} reaches beyond its memory")
             lane = self._lane(region, epoch, targets)
             lane.warm_up()
@@ -320,7 +276,7 @@ class NvlinkOpener:
             _undo(region, targets)
             raise
 
-    def _lane(self, region: SharedRegion, epoch: int, targets: Sequence[_Target]) -> NvlinkLane:
+    def _lane(self, region: SharedRegion | None, epoch: int, targets: Sequence[_Target]) -> NvlinkLane:
         if self._flags is None or self._pinned is None:
             memory = np.frombuffer(mmap.mmap(-1, FlagPage.num_bytes(NUM_SLOTS, SLOT_WORDS)), dtype=np.uint8)
             self._pinned = PinnedMemory(memory)
