@@ -50,7 +50,7 @@ class Pusher:
     def reserve(self, key, address, epoch, prompt_len):
         """Returns the source blocks."""
         self.tables[key] = self.allocator.reserve(prompt_len)
-        self.push.reserve(key, DecodePeer("decode", address, epoch), self.tables[key], prompt_len, prompt_len, 20.0)
+        self.push.reserve(key, DecodePeer("decode", address, epoch), self.tables[key], prompt_len, prompt_len, 120.0)
         return self.tables[key].blocks
 
     def wait(self, kinds, key, timeout_s=30.0):
