@@ -9,10 +9,8 @@ from baton.worker.transfer_counts import landing_counts, push_counts
 
 pytestmark = pytest.mark.fast
 
-COUNTS = dict.fromkeys(
-    "num_acked bytes_pushed transfer_us exposed_us frames_pushed frames_resent lane_fallbacks credit_stall_us".split(),
-    0,
-)
+NAMES = "num_acked bytes_pushed transfer_us exposed_us frames_pushed frames_resent lane_fallbacks credit_stall_us"
+COUNTS = dict.fromkeys(NAMES.split(), 0)
 
 
 def test_a_prefill_worker_names_each_path_and_why_no_better_one():
