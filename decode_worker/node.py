@@ -17,6 +17,7 @@ from baton.kvtransfer.landing import LandingService, landing_region
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
 from baton.kvtransfer.lanes import SHM
 from baton.kvtransfer.shared_region import SharedRegion
+from baton.kvtransfer.transports import bind_address, control_channel
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.host import WorkerHost
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
@@ -67,18 +68,19 @@ class DecodeNode:
         regions: list[SharedRegion] = []
 
         def pool_memory(geometry: PoolGeometry) -> memoryview:
-            regions.append(landing_region([geometry], config.transfer))
-            return regions[0].pool(0)
+            regions.append(landing_region(geometry.of_all_ranks, config.transfer))
+            return regions[0].pool(geometry.rank)
 
         try:
             loaded = load_worker(config, pool_memory=pool_memory)
             is_shared = config.transfer.transport in ("auto", "shm")
+            kind = control_channel(config.transfer)
             setup = LandingSetup(
                 epoch=self.epoch,
                 layout=loaded.layout,
                 num_blocks=loaded.pool.num_blocks,
-                tp_size=1,
-                listen=Listen("zmq", f"tcp://{config.host}:0", (SHM,) if is_shared else ()),
+                tp_size=loaded.pool.geometry.size,
+                listen=Listen(kind, bind_address(kind, config.host), (SHM,) if is_shared else ()),
                 config=config.transfer,
             )
             return loaded, LandingService.in_process(regions[0], setup)

@@ -47,7 +47,7 @@ class PlanChannel:
         """Rank 0: the next thing to do."""
         assert self.communicator.rank == 0
         self._count += 1
-        head = json.dumps({"version": VERSION, "count": self._count, "kind": kind, **fields}).encode()
+        head = json.dumps([VERSION, self._count, kind, fields]).encode()
         self.communicator.broadcast_bytes(head + b"\n" + data)
 
     def hear(self) -> Plan:
@@ -60,8 +60,7 @@ class PlanChannel:
         assert self.communicator.rank > 0
         self._count += 1
         head, _, data = self.communicator.broadcast_bytes(b"", is_patient=True).partition(b"\n")
-        fields = json.loads(head)
-        version, count, kind = (fields.pop(name) for name in ("version", "count", "kind"))
+        version, count, kind, fields = json.loads(head)
         if (version, count) != (VERSION, self._count):
             raise ProtocolError(f"plan {count} of version {version} where {self._count} of {VERSION} is next")
         return Plan(kind, fields, data)

@@ -81,6 +81,11 @@ class PoolGeometry:
         self.layers = tuple(layers)
         self.num_bytes = offset_bytes
 
+    @property
+    def of_all_ranks(self) -> "tuple[PoolGeometry, ...]":
+        """The pools of the whole tensor-parallel group."""
+        return tuple(PoolGeometry(self.layout, self.num_blocks, rank, self.size) for rank in range(self.size))
+
     def layer(self, layer: int) -> LayerGeometry:
         """One layer."""
         return self.layers[layer]

@@ -79,12 +79,14 @@ def crc_of(pieces: Iterable[Bytes]) -> int:
     return value
 
 
-def encode_header(header: FrameHeader) -> bytes:
-    """The bytes of a header, its checksum included."""
+def encode_header(header: FrameHeader, payload_digest: int | None = None, payload_crc: int | None = None) -> bytes:
+    """The bytes of a header, its checksum included; the payload's check may be given apart."""
     assert header.layer <= _MAX_U16
+    digest = header.payload_digest if payload_digest is None else payload_digest
+    payload_crc = header.payload_crc if payload_crc is None else payload_crc
     flags = _WRITTEN if header.is_written else 0
-    flags |= _DIGEST if header.payload_digest is not None else 0
-    flags |= _PAYLOAD_CRC if header.payload_crc is not None else 0
+    flags |= _DIGEST if digest is not None else 0
+    flags |= _PAYLOAD_CRC if payload_crc is not None else 0
     packed = _HEADER.pack(
         MAGIC,
         VERSION,
@@ -101,8 +103,8 @@ def encode_header(header: FrameHeader) -> bytes:
         header.first,
         header.count,
         header.payload_bytes,
-        header.payload_digest or 0,
-        header.payload_crc or 0,
+        digest or 0,
+        payload_crc or 0,
         0,
     )[: -_CRC.size]
     return packed + _CRC.pack(crc32c(packed))
@@ -140,16 +142,17 @@ def decode_header(data: Bytes) -> FrameHeader:
     )
 
 
-@dataclass(frozen=True, slots=True)
 class FrameShape:
     """What a layout, and the limit on a frame, say about frames."""
 
-    layout: KVLayout
-    max_frame_bytes: int
+    def __init__(self, layout: KVLayout, max_frame_bytes: int) -> None:
+        self.layout = layout
+        self.max_frame_bytes = max_frame_bytes
+        self._head_bytes = tuple(layout.head_bytes(layer) for layer in range(layout.num_all_layers))
 
     def payload_bytes(self, layer: int, count: int, head_count: int) -> int:
         """Bytes of `count` positions of `head_count` heads of a layer."""
-        return count * head_count * self.layout.head_bytes(layer)
+        return count * head_count * self._head_bytes[layer]
 
     def split(self, layer: int, first: int, count: int, head_count: int) -> Iterator[tuple[int, int]]:
         """Cut positions into pieces (first, count) that fit a frame, at block boundaries if a block fits."""

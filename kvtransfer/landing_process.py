@@ -27,12 +27,11 @@ from baton.kvtransfer.landing_setup import LandingSetup
 from baton.kvtransfer.lanes import NIXL, SHM
 from baton.kvtransfer.malloc import tune_malloc
 from baton.kvtransfer.nixl_pools import NixlPools
-from baton.kvtransfer.over_grpc import GrpcTransport
-from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.push_lane import LaneRefused
 from baton.kvtransfer.shared_region import NONCE_AT, NONCE_BYTES, SharedRegion
 from baton.kvtransfer.transport import Transport
+from baton.kvtransfer.transports import listening_transport
 from baton.proto import kv_pb2
 
 log = logging.getLogger(__name__)
@@ -45,8 +44,8 @@ DEATH_TIMEOUT_S: Final = 2.0
 def main() -> int:
     """Run one life; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    tune_malloc()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the worker decides
+    tune_malloc()  # before any thread: this process does little else than take large messages
     setup, more = LandingSetup.from_json(sys.stdin.buffer.readline())
     life = _Life(setup, more["parent"], notify=more["notify"], nudge=more["nudge"])
     try:
@@ -175,10 +174,7 @@ def _listen(setup: LandingSetup) -> Transport:
 
 
 def _transport(setup: LandingSetup, bind: str) -> Transport:
-    if setup.listen.transport == "grpc":
-        return GrpcTransport(bind=bind, config=setup.config)
-    assert setup.listen.transport == "zmq"
-    return ZmqTransport(bind=bind, config=setup.config)
+    return listening_transport(setup.listen.transport, bind, setup.config)
 
 
 def _places(setup: LandingSetup, region: SharedRegion) -> list[kv_pb2.PoolPlace]:

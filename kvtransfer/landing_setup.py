@@ -88,7 +88,7 @@ class LandingSetup:
     @property
     def geometries(self) -> tuple[PoolGeometry, ...]:
         """Of the ranks' pools."""
-        return tuple(PoolGeometry(self.layout, self.num_blocks, rank, self.tp_size) for rank in range(self.tp_size))
+        return PoolGeometry(self.layout, self.num_blocks, 0, self.tp_size).of_all_ranks
 
     def next_life(self, epoch: int, address: str, legacies: Sequence[Legacy]) -> "LandingSetup":
         """The same landing once more, at the address of the last life if that is to be had."""

@@ -70,7 +70,7 @@ class GrpcClient:
     @property
     def num_pinned(self) -> int:
         """Frames whose memory may still be read."""
-        return self._stream.outbox.num_frames
+        return self._stream.outbox.num_pinned
 
     def send(self, message: bytes) -> None:
         """Post a Control."""

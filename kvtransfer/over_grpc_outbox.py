@@ -39,9 +39,10 @@ class Outbox:
         self._changed = threading.Condition()
 
     @property
-    def num_frames(self) -> int:
-        """Frames that have not left in full."""
-        return len(self._frames)
+    def num_pinned(self) -> int:
+        """Frames whose memory may still be read."""
+        with self._changed:
+            return sum(not frame.cursor.is_kept for frame in self._frames)
 
     def put(self, message: bytes) -> bool:
         """Append a Control; False if there is no room, or nobody takes it any more."""

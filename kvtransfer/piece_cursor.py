@@ -12,13 +12,15 @@ class PieceCursor:
 
     Attributes:
         num_left: bytes that are left.
+        is_kept: they are a copy.
     """
 
-    __slots__ = ("_index", "_pieces", "num_left")
+    __slots__ = ("_index", "_pieces", "is_kept", "num_left")
 
     def __init__(self, pieces: Iterable[Bytes]) -> None:
         self._pieces: list[Bytes] = [piece for piece in pieces if len(piece)]
         self._index = 0
+        self.is_kept = False
         self.num_left = sum(map(len, self._pieces))
 
     def buffers(self, limit: int = MAX_BUFFERS) -> list[Bytes]:
@@ -51,4 +53,6 @@ class PieceCursor:
 
     def keep(self) -> None:
         """Copy what is left, so that the pieces' memory is not touched any more."""
-        self._pieces, self._index = [b"".join(self.buffers(len(self._pieces)))] if self.num_left else [], 0
+        if not self.is_kept:
+            self._pieces, self._index = [b"".join(self._pieces[self._index :])], 0
+            self.is_kept = True

@@ -316,11 +316,11 @@ class PushService:
                 self._protocol.hold(attempt)
             return []
 
-        self._driver.post(hold)
+        self._driver.begin_step(hold)
 
     def _unhold(self, parts: Sequence[PushPart]) -> None:
         attempts = {part.attempt for part in parts}
-        self._driver.post(lambda _: [action for attempt in attempts for action in self._protocol.unhold(attempt)])
+        self._driver.end_step(lambda _: [action for attempt in attempts for action in self._protocol.unhold(attempt)])
 
     def _left(self, route: Route) -> None:
         self._driver.post(lambda _: self._routes.release(route))

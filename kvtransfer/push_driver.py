@@ -5,6 +5,7 @@ a peer. It refuses to know the model's steps (`async_writer`) and what a payload
 """
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -43,7 +44,7 @@ Command = Callable[[float], Actions]
 IDLE_S = 0.02
 POLL_S = 0.001  # between looks at writes that a device has not finished
 TICK_S = 0.02
-WAKE_INTERVAL_S = 0.001  # parts that come faster are taken together
+NAP_S = 0.0015  # while a step runs and keeps this thread busy: parts and credits that come faster are taken together
 
 log = logging.getLogger(__name__)
 
@@ -87,21 +88,35 @@ class PushDriver:
         # One queue: a part comes after the adoption of its transfer and before its commit.
         self._queue: deque[Command | PushedPart] = deque()
         self._open_parts: list[PushedPart] = []
-        self._wake_s = self._turn_s = self._tick_s = clock.now_s()
+        self._turn_s = self._tick_s = clock.now_s()
+        self._is_step_open = False
+        self._is_napping = False
+        self._nap = threading.Event()
 
     # Any thread
 
     def post(self, command: Command) -> None:
-        """Run something in the next turn, after what was pushed before."""
+        """Run something in the next turn, after what was pushed before. The thread takes it up at once."""
         self._queue.append(command)
-        self._transport.wake()
+        if self._is_napping:
+            self._nap.set()
+        else:
+            self._transport.wake()
+
+    def begin_step(self, command: Command) -> None:
+        """Parts will come until `end_step`, and then a command: until then nothing is urgent."""
+        self._is_step_open = True
+        self.post(command)
+
+    def end_step(self, command: Command) -> None:
+        """The last part was pushed."""
+        self._is_step_open = False
+        self.post(command)
 
     def push(self, part: PushedPart) -> None:
-        """A writer is through with a part. Parts in quick succession wake the thread once; `post` always does."""
+        """A writer is through with a part."""
         self._queue.append(part)
-        now_s = self._clock.now_s()
-        if now_s - self._wake_s >= WAKE_INTERVAL_S:
-            self._wake_s = now_s
+        if not self._is_napping:
             self._transport.wake()
 
     # The thread
@@ -111,7 +126,8 @@ class PushDriver:
         now_s = self._clock.now_s()
         self._protocol.forgive(now_s - self._turn_s, now_s)
         self._turn_s = now_s
-        for item in _take_all(self._queue):
+        items = _take_all(self._queue)
+        for item in items:
             if isinstance(item, PushedPart):
                 self._take(item, now_s)
             else:
@@ -120,8 +136,11 @@ class PushDriver:
             self._look_again(now_s)
         if self._sender.is_waiting:
             self._do(self._sender.finish(now_s))
-        for arrival in self._transport.receive(POLL_S if self._open_parts or self._sender.is_waiting else IDLE_S):
+        arrived = self._transport.receive(self._patience_s(bool(items)))
+        for arrival in arrived:
             self._deliver(arrival)
+        if self._is_step_open and (items or arrived):
+            self._rest()
         now_s = self._clock.now_s()
         if now_s >= self._tick_s:
             self._tick_s = now_s + TICK_S
@@ -155,6 +174,19 @@ class PushDriver:
 
         self._aside(jobs, lambda error: self.post(lambda _: end(error)))
         return []
+
+    def _patience_s(self, has_worked: bool) -> float:
+        if has_worked and self._is_step_open:
+            return 0.0  # it rests anyway
+        return POLL_S if self._open_parts or self._sender.is_waiting else IDLE_S
+
+    def _rest(self) -> None:
+        """Leave the interpreter to the model's step and its writers for a moment; a command ends it."""
+        self._is_napping = True
+        if self._is_step_open:  # whoever ends it, or posts anything, sees that this naps
+            self._nap.wait(NAP_S)
+        self._is_napping = False
+        self._nap.clear()
 
     # Parts
 

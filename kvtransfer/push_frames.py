@@ -4,7 +4,6 @@ Runs on the push thread. Where a one-sided frame is not written yet - it was los
 when the part was computed - a writer thread does it now.
 """
 
-import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -119,10 +118,10 @@ class FrameSender:
             frame = self._source.make(route, header.span)
         payload = self._source.payload(route, header.span, frame)
         if action.has_digest:
-            header = dataclasses.replace(header, payload_digest=frame.digest)
+            data = encode_header(header, frame.digest)
         else:
-            header = dataclasses.replace(header, payload_crc=crc_of(payload) if frame.crc is None else frame.crc)
-        self._transport.send_frame(action.peer, encode_header(header), payload, action.lane)
+            data = encode_header(header, payload_crc=crc_of(payload) if frame.crc is None else frame.crc)
+        self._transport.send_frame(action.peer, data, payload, action.lane)
         self._source.give_back(route, frame)
         return []
 
@@ -142,10 +141,8 @@ class FrameSender:
 
     def _announce(self, action: SendFrame, digest: int | None) -> None:
         """Its bytes are there."""
-        header = action.header
-        if action.has_digest:
-            header = dataclasses.replace(header, payload_digest=digest)
-        self._transport.send_frame(action.peer, encode_header(header), (), action.lane)
+        data = encode_header(action.header, digest if action.has_digest else None)
+        self._transport.send_frame(action.peer, data, (), action.lane)
 
     def _rewrite(self, route: Route, action: SendFrame) -> Actions:
         self.num_rewritten += 1

@@ -77,7 +77,7 @@ class PushRules:
         actions: Actions = []
         peer = self.peers[address]
         live = [t for t in self.live_on(address) if t.state in (TransferState.PUSHING, TransferState.COMMITTING)]
-        if not live or not peer.lane:
+        if not peer.lane or not any(transfer.has_something_to_post for transfer in live):
             self.totals.window(address, False, now_s)
             return actions
         is_full = False
@@ -104,7 +104,7 @@ class PushRules:
                 peer.window.posted(header.charge_bytes, now_s)
                 blocks = transfer.grant.blocks if transfer.grant is not None else ()
                 actions.append(SendFrame(address, transfer.attempt, header, transfer.lane, blocks, peer.has_digest))
-            if transfer.is_ready_to_commit and not transfer.is_commit_posted:
+            if transfer.is_commit_due:
                 actions.append(self._commit_message(transfer, now_s))
         self.totals.window(address, is_full, now_s)
         return actions

@@ -100,9 +100,15 @@ class Transfer:
         return is_one_sided(self.lane)
 
     @property
-    def is_ready_to_commit(self) -> bool:
-        """Whether all is posted and, where this side writes, all is written."""
-        return self.state is TransferState.COMMITTING and not self.to_send and not self.num_writes
+    def is_commit_due(self) -> bool:
+        """Whether all is posted and, where this side writes, all is written, and that was not said yet."""
+        is_ready = self.state is TransferState.COMMITTING and not self.to_send and not self.num_writes
+        return is_ready and not self.is_commit_posted
+
+    @property
+    def has_something_to_post(self) -> bool:
+        """A frame or a COMMIT."""
+        return bool(self.to_send) or self.is_commit_due
 
     @property
     def is_quiet(self) -> bool:

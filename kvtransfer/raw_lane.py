@@ -54,8 +54,8 @@ def parse_place(address: str, control_address: str) -> tuple[int, str, int]:
     Raises:
         ValueError: it is no `HOST:PORT` with a numeric host.
     """
-    host, _, port = address.rpartition(":")
-    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"no port in {address[:100]!r}")
     host = host.strip("[]")
     if host in ("", "*", "0.0.0.0", "::"):

@@ -89,7 +89,7 @@ class RawSender:
     @property
     def num_pinned(self) -> int:
         """Frames whose memory may still be read."""
-        return sum(len(stream.queue) for stream in self._streams)
+        return sum(not frame.cursor.is_kept for stream in self._streams for frame in stream.queue)
 
     def send(self, header: bytes, payload: Sequence[memoryview]) -> bool:
         """Post a frame; False if the lane is not open. A frame beyond twice the window is dropped."""

@@ -6,6 +6,7 @@ compared. Whether a write is allowed is `push`'s to know; that it stays inside t
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from baton.kvtransfer.span import Span
 from baton.proto import kv_pb2
 
 MASK = (1 << 64) - 1
+_NAME = re.compile(re.escape(PREFIX) + r"[0-9a-zA-Z_.-]{1,100}")
 
 
 class ShmLane:
@@ -110,7 +112,7 @@ class ShmOpener:
         layout = self._source.geometry.layout
         geometries = _geometries(layout, offer.shm.pools)
         path = Path(offer.shm.path)
-        if path.parent != DIRECTORY or not path.name.startswith(PREFIX):
+        if path.parent != DIRECTORY or not _NAME.fullmatch(path.name):
             raise LaneRefused(f"{offer.shm.path[:100]!r} is no shared region")
         try:
             region = SharedRegion.attach(path, int.from_bytes(offer.shm.nonce, "little"))

@@ -10,8 +10,8 @@ import grpc.aio
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
 from baton.engine.prefill import PrefillRunner
-from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import PushService
+from baton.kvtransfer.transports import connecting_transport
 from baton.prefill_worker.service import PrefillService
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
@@ -40,7 +40,7 @@ class PrefillNode:
             pool=loaded.pool,
             layout=loaded.layout,
             epoch=self.epoch,
-            transport=ZmqTransport(config=config.transfer),
+            transport=connecting_transport(config.transfer),
             config=config.transfer,
             clock=clock,
         )

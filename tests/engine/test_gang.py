@@ -1,5 +1,7 @@
 """A gang of ranks generates what one rank does: greedy and coupled, with drafts and without, batched and chunked."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -91,11 +93,11 @@ def as_gang(group, model, k, mode):
     return None
 
 
+FAST = {(2, 2, "coupled")}
+DEFAULT = {(2, 0, "greedy"), (2, 0, "coupled"), (2, 2, "greedy"), (4, 2, "cut")}
 CASES = [
-    pytest.param(size, k, mode, marks=[pytest.mark.fast] if (size, k, mode) == (2, 2, "coupled") else [])
-    for size in (2, 4)
-    for k in (0, 2)
-    for mode in MODES
+    pytest.param(*cell, marks=[pytest.mark.fast] if cell in FAST else [] if cell in DEFAULT else [pytest.mark.slow])
+    for cell in itertools.product((2, 4), (0, 2), MODES)
 ]
 
 
@@ -135,7 +137,7 @@ def test_a_plan_that_was_missed_is_noticed():
     def work(group):
         channel = PlanChannel(group)
         if group.rank == 0:
-            channel.tell("a", b"\n\x00", values=[1])
+            channel.tell("a", b"\n\x00", values=[1], count=9)
             channel.tell("b")
             return None
         plan = channel.hear()
@@ -144,7 +146,7 @@ def test_a_plan_that_was_missed_is_noticed():
             channel.hear()
         return plan.kind, plan.fields, plan.data
 
-    assert on_ranks(2, work)[1] == ("a", {"values": [1]}, b"\n\x00")
+    assert on_ranks(2, work)[1] == ("a", {"values": [1], "count": 9}, b"\n\x00")
 
 
 def test_a_rank_hears_of_rank_0s_death():

@@ -22,6 +22,7 @@ from baton.kvtransfer.landing import (
 )
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
 from baton.kvtransfer.loopback import LoopbackHub
+from baton.kvtransfer.over_grpc import GrpcTransport
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
 from baton.proto import kv_pb2
@@ -101,6 +102,8 @@ class Pair:
     def _land_on_thread(self, kind, layout, num_blocks):
         if kind == "zmq":
             self.at_p, at_d = ZmqTransport(config=self.config), ZmqTransport("tcp://127.0.0.1:0", self.config)
+        elif kind == "grpc":
+            self.at_p, at_d = GrpcTransport(config=self.config), GrpcTransport("grpc://127.0.0.1:0", self.config)
         else:
             self.at_p, at_d = self.hub.join("prefill"), self.hub.join("decode")
         self.target = KVPool(layout, num_blocks, torch.device("cpu"))

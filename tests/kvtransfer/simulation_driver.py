@@ -157,6 +157,16 @@ class Driver:
             self.world.note("failed_write", rank.name, write.peer)
             rank.fail_write(write)
 
+    def write_early(self):
+        """A writer thread does not wait to be asked."""
+        rank, attempt = self.live(lambda s: s.is_granted and not s.has_failed and not s.is_computed)
+        if rank and self.world.options.lane != "inline":
+            rank.begin_early(attempt, self.rng.randrange(NUM_LAYERS), self.rng.randint(1, 7))
+        busy = [rank for rank in self.world.ranks() if rank.early and not rank.is_stopped and not rank.is_dead]
+        if busy and self.rng.random() < 0.6:
+            rank = self.choice(busy)
+            rank.finish_early(self.choice(rank.early), is_whole=self.rng.random() < 0.9)
+
     # What the network does
 
     def message(self):
@@ -234,6 +244,7 @@ class Driver:
         self.world.note("kill_rank", rank.name)
         rank.is_dead = True
         rank.writes.clear()
+        rank.early.clear()
         rank.sources.clear()
         rank.protocol._rules.transfers.clear()
         self.world.dead.add((rank.epoch, rank.rank))
@@ -291,6 +302,7 @@ STEPS = (
     ("push", 8),
     ("write_at_landing", 10),
     ("write_at_source", 10),
+    ("write_early", 6),
     ("commit", 5),
     ("share", 4),
     ("answer", 4),

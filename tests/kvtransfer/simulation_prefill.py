@@ -46,6 +46,18 @@ class Write:
     has_begun: bool = False
 
 
+@dataclasses.dataclass
+class EarlyWrite:
+    """A writer thread writes what was just computed, before the protocol asks for it; it holds the transfer."""
+
+    attempt: object
+    layer: int
+    first: int
+    count: int
+    blocks: tuple
+    place: object
+
+
 class Rank:
     """One process of a prefill worker."""
 
@@ -68,6 +80,8 @@ class Rank:
         self.maps = {}  # address -> pool
         self.writes = []
         self.held = []
+        self.early = []
+        self.early_done = set()  # (attempt, layer, position)
         self.turn_s = self.now()
 
     def now(self):
@@ -80,7 +94,8 @@ class Rank:
         source = self.sources[attempt]
         first = source.pushed[layer]
         count = min(count, source.prompt_len - first)
-        if count:
+        is_early = any(early.attempt == attempt and early.layer == layer for early in self.early)
+        if count and not is_early:
             source.pushed[layer] += count
             digest = sum(
                 sim.cell_digest(sim.tag(attempt, layer, head, position), layer, head, position)
@@ -88,6 +103,33 @@ class Rank:
                 for position in range(first, first + count)
             )
             self.do(self.protocol.pushed(attempt, layer, first, count, digest & sim.MASK, self.now()))
+
+    def begin_early(self, attempt, layer, count):
+        """Write the next positions of a layer, if that is allowed now. Bytes may land at any later time."""
+        source = self.sources[attempt]
+        first = source.pushed[layer]
+        count = min(count, source.prompt_len - first)
+        transfer = self.protocol.transfer(attempt)
+        is_first = not any(e.attempt == attempt and e.layer == layer for e in self.early)
+        if not count or not is_first or transfer is None or self.now() > self.protocol.write_deadline_s(attempt):
+            return
+        self.protocol.hold(attempt)
+        place = self.maps[source.peer.kv_address]
+        self.early.append(EarlyWrite(attempt, layer, first, count, transfer.grant.blocks, place))
+
+    def finish_early(self, early, is_whole=True):
+        """All bytes, then the hold ends; the part is pushed unless the step failed."""
+        self.early.remove(early)
+        places = [(p, h) for p in range(early.first, early.first + early.count) for h in self.heads]
+        for position, head in places:
+            value = sim.tag(early.attempt, early.layer, head, position)
+            early.place.write(early.attempt, early.blocks, early.layer, head, position, value)
+        source = self.sources.get(early.attempt)
+        assert source is not None, "invariant 5: the transfer ended while a writer was at it"
+        if is_whole and not source.has_failed and source.pushed[early.layer] == early.first:
+            self.early_done |= {(early.attempt, early.layer, position) for position, _ in places}
+            self.push(early.attempt, early.layer, early.count)
+        self.do(self.protocol.unhold(early.attempt))
 
     def commit(self, attempt):
         self.sources[attempt].is_committed = True
@@ -106,6 +148,8 @@ class Rank:
         self.do(self.protocol.unhold(self.held.pop(0)))
 
     def work(self):
+        while self.early:
+            self.finish_early(self.early[0])
         self.finish_writes()
         while self.held:
             self.unhold()
@@ -164,9 +208,14 @@ class Rank:
             attempt = sim.AttemptKey(ack.attempt.request_id, ack.attempt.attempt)
             assert (ack.peer_epoch, ack.tp_rank) == (self.epoch, self.rank)
             assert not any(w.attempt == attempt and w.d_epoch == ack.epoch for w in self.writes), "invariants 5 and 6"
+            assert not any(early.attempt == attempt for early in self.early), "invariants 5 and 6"
             for rank in self.node.ranks if ack.all_ranks else (self,):
                 assert rank is self or attempt not in rank.sources, "invariant 6: another rank knows of it"
                 self.world.drained.add((self.epoch, rank.rank, ack.epoch, attempt))
+        if action.control.WhichOneof("message") == "commit":
+            wire = action.control.commit.attempt
+            attempt = sim.AttemptKey(wire.request_id, wire.attempt)
+            assert not any(write.attempt == attempt for write in self.writes), "invariant 9: it writes after its COMMIT"
         self.world.post(self.name, action.peer, encode_control(action.control))
 
     def on_end(self, action, attempt):
@@ -176,6 +225,7 @@ class Rank:
         if isinstance(action, at_p.Acked):
             assert (attempt, "sealed") in self.world.log, "acknowledged and never sealed"
         assert not any(write.attempt == attempt for write in self.writes), "invariant 5: a write reads freed blocks"
+        assert not any(early.attempt == attempt for early in self.early), "invariant 5: a write reads freed blocks"
         assert attempt not in self.held or not source.has_failed, "invariant 5: a writer reads freed blocks"
         self.ended[attempt] = type(action).__name__
 
@@ -193,6 +243,13 @@ class Rank:
         seqs = self.world.frames.setdefault((self.epoch, self.rank, attempt), {})
         assert header.seq not in seqs
         seqs[header.seq] = "posted"
+        where = {(attempt, header.layer, position) for position in range(header.first, header.end)}
+        if action.lane != "inline" and where <= self.early_done:
+            self.early_done -= where
+            written = dataclasses.replace(header, payload_digest=digest)
+            self.post_frame(action.peer, attempt, written, ())
+            self.do(self.protocol.written(attempt, header, self.now()))
+            return
         if action.lane == "inline":
             header = dataclasses.replace(header, payload_digest=digest, payload_crc=None if action.has_digest else 1)
             self.post_frame(action.peer, attempt, header, values)

@@ -210,10 +210,10 @@ def test_no_socket_left_fails_the_push_and_nothing_else(make_pair, monkeypatch):
     pair.wait_for(Sealed, pair.hand_over(9, request_id="connected"))
     good = pair.peer
 
-    def no_socket(_kind):
+    def no_socket(_kind, **_):
         raise zmq.ZMQError(errno.EMFILE)
 
-    monkeypatch.setattr(pair.at_p, "_network_socket", no_socket)
+    monkeypatch.setattr(pair.at_p._sockets, "network_socket", no_socket)
     pair.peer = DecodePeer("d9", "tcp://127.0.0.1:9", 5)
     assert "open files" in pair.wait_for(PushFailed, pair.reserve(9, "new"), 1.0).reason
     pair.peer = good

@@ -1,5 +1,7 @@
 """Whole workers over real gRPC and ZMQ in this process: tokens, heartbeats, refusals, a dropped stream."""
 
+import os
+import signal
 import threading
 import time
 from concurrent import futures
@@ -9,7 +11,14 @@ import pytest
 import torch
 
 from baton.core.config import WorkerConfig
-from baton.core.errors import ConfigInvalid, MalformedMessage, Overloaded, PromptTooLong, RequestCancelled
+from baton.core.errors import (
+    ConfigInvalid,
+    MalformedMessage,
+    Overloaded,
+    PromptTooLong,
+    RequestCancelled,
+    TransferFailed,
+)
 from baton.core.numerics import Numerics
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
@@ -101,7 +110,7 @@ def stubs(nodes):
 
 
 def peer_of(decode):
-    return worker_pb2.Peer(worker_id="decode-0", kv_address=decode.state().kv_address, epoch=decode.epoch)
+    return worker_pb2.Peer(worker_id="decode-0", kv_address=decode.state().kv_address, epoch=decode.state().kv_epoch)
 
 
 def inventory(node):
@@ -217,6 +226,44 @@ def test_a_full_queue_refuses_and_loses_nothing(nodes, stubs):
     for stream in streams:
         stream.cancel()
     wait_idle(nodes)
+
+
+def test_the_death_of_the_landing_process_costs_only_what_was_landing(nodes, stubs):
+    prefill_stub, decode_stub = stubs
+    _, decode = nodes
+
+    def start(name, **options):
+        wanted = request(name, **options)
+        attending = decode_stub.Attend(attend_request(wanted, time.monotonic()))
+        assert next(attending).attending.epoch == decode.epoch
+        return attending, prefill_stub.Run(prefill_request(wanted, peer_of(decode), time.monotonic()))
+
+    before = decode.state()
+    decoding, prefill_events = start("decoding", max_tokens=600)
+    assert [event.WhichOneof("event") for event in prefill_events] == ["first_token", "done"]
+    token_ids = list(next(decoding).tokens.token_ids)
+    landing, _ = start("landing", prompt=tuple(300 + n % 600 for n in range(1200)))
+    deadline_s = time.monotonic() + 10.0
+    while decode._landing.inventory()["num_landings"] < 2:
+        assert time.monotonic() < deadline_s
+    os.kill(decode._landing._host.pid, signal.SIGKILL)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(landing)
+    assert isinstance(error_from_rpc(caught.value), TransferFailed)
+    deadline_s = time.monotonic() + 10.0
+    while decode._landing._host.num_lives < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    for event in decoding:
+        token_ids.extend(event.tokens.token_ids)
+    assert len(token_ids) == 599, "a sealed sequence needs no landing"
+    after = decode.state()
+    assert (after.epoch, after.kv_address) == (before.epoch, before.kv_address)
+    assert after.kv_epoch not in (0, before.kv_epoch)
+    attending, prefill_events = start("again")
+    assert [event.WhichOneof("event") for event in prefill_events] == ["first_token", "done"]
+    assert sum(len(event.tokens.token_ids) for event in attending) == 11
+    wait_idle(nodes, 6.0)
 
 
 def test_closing_ends_open_streams(membership):

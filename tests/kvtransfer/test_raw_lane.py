@@ -1,0 +1,392 @@
+"""The raw lane beside ZMQ: who gets in, what a connection may say, and how it ends."""
+
+import logging
+import random
+import socket
+import struct
+import time
+
+import pytest
+
+from baton.core.config import KVTransferConfig
+from baton.core.errors import ConfigInvalid
+from baton.kvtransfer import raw_lane_receiver
+from baton.kvtransfer.frame import HEADER_BYTES
+from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.piece_cursor import MAX_BUFFERS, PieceCursor
+from baton.kvtransfer.raw_lane import (
+    PREFACE_BYTES,
+    READY,
+    TOKEN_BYTES,
+    decode_preface,
+    encode_preface,
+    parse_place,
+)
+from baton.kvtransfer.transport import PayloadDone
+from baton.proto import kv_pb2
+from baton.tests.kvtransfer.transport_ends import Ends, Pool, make_curve_key, make_header
+
+pytestmark = pytest.mark.fast
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.fixture
+def ends(tmp_path):
+    made = Ends("raw", tmp_path, max_frame_bytes=4 * MIB)
+    yield made.meet()
+    made.close()
+
+
+@pytest.fixture
+def connect(ends):
+    """Connections to the raw lane, by nobody in particular."""
+    made = []
+
+    def make(token=None, name=None):
+        (offer,) = ends.d.offers()
+        host, port = offer.raw.address.split(":")
+        connection = socket.create_connection((host, int(port)))
+        connection.settimeout(0.02)
+        made.append(connection)
+        if token is not None or name is not None:
+            name = ends.p._routing_id(ends.d.address) if name is None else name
+            connection.sendall(encode_preface(offer.raw.token if token is None else token, name))
+        return connection
+
+    yield make
+    for connection in made:
+        connection.close()
+
+
+def is_closed(ends, connection, timeout_s=5.0):
+    """Whether the other side closes it, while that is driven."""
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        ends.pump()
+        try:
+            if connection.recv(100) == b"":
+                return True
+        except TimeoutError:
+            pass
+        except ConnectionResetError:
+            return True
+    return False
+
+
+def welcomed(ends, connect):
+    """A connection that is let in, as the peer's own."""
+    connection = connect(name=None, token=ends.d.offers()[0].raw.token)
+    heard = b""
+    while len(heard) < len(READY):
+        ends.pump()
+        try:
+            heard += connection.recv(len(READY) - len(heard))
+        except TimeoutError:
+            pass
+    assert heard == READY
+    return connection
+
+
+def test_a_preface_says_who_it_is():
+    token, name = b"t" * TOKEN_BYTES, bytes(range(5))
+    assert decode_preface(encode_preface(token, name)) == (token, name)
+    assert len(encode_preface(token, b"n" * 255)) == PREFACE_BYTES
+    assert decode_preface(bytes(PREFACE_BYTES)) is None
+    assert decode_preface(b"KVR1" + bytes(PREFACE_BYTES - 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "place"),
+    [
+        ("127.0.0.2:80", (socket.AF_INET, "127.0.0.2", 80)),
+        (":80", (socket.AF_INET, "127.0.0.1", 80)),
+        ("0.0.0.0:80", (socket.AF_INET, "127.0.0.1", 80)),
+        ("[::1]:80", (socket.AF_INET6, "::1", 80)),
+        ("[::]:80", (socket.AF_INET, "127.0.0.1", 80)),
+    ],
+)
+def test_an_offer_names_a_place(address, place):
+    assert parse_place(address, "tcp://127.0.0.1:5555") == place
+
+
+@pytest.mark.parametrize("address", ["", "80", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:65536", "host.example:80", "a:٣"])
+def test_an_offer_that_names_none_is_refused(ends, address):
+    with pytest.raises(ValueError):
+        parse_place(address, "tcp://127.0.0.1:5555")
+    token = bytes(TOKEN_BYTES)
+    offer = kv_pb2.LaneOffer(lane="raw", raw=kv_pb2.RawOffer(address=address, token=token))
+    assert "the offer of the raw lane" in ends.p.open_lane(ends.d.address, offer)
+    assert ends.p.lane_of(ends.d.address) == "raw"  # what was open stays open
+
+
+def test_other_offers_are_refused_by_name(ends):
+    assert "'shm'" in ends.p.open_lane(ends.d.address, kv_pb2.LaneOffer(lane="shm"))
+    assert "token" in ends.p.open_lane(ends.d.address, kv_pb2.LaneOffer(lane="raw"))
+    (offer,) = ends.d.offers()
+    assert "no connection" in ends.p.open_lane("tcp://127.0.0.1:1", offer)
+    assert "no connection" in ends.d.open_lane(ends.d.address, offer)
+
+
+@pytest.mark.parametrize("change", ["token", "name", "garbage", "silence"])
+def test_strangers_are_closed_and_counted(ends, connect, change, caplog):
+    if change == "token":
+        connection = connect(token=b"?" * TOKEN_BYTES)
+    elif change == "name":
+        connection = connect(name=b"somebody else")
+    else:
+        connection = connect()
+        connection.sendall(b"GET / HTTP/1.1\r\n" * 100 if change == "garbage" else b"KV")
+    assert is_closed(ends, connection)
+    assert ends.d.counts.connections_refused == 1
+    assert any("a raw connection from a stranger is closed" in record.message for record in caplog.records)
+    ends.send_frame([memoryview(b"content!")])
+    ends.pump_until(ends.frames)
+    assert ends.read(ends.frames()[0]) == b"content!"
+
+
+def broken_header():
+    header = bytearray(make_header(64))
+    header[30] ^= 4
+    return bytes(header)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [broken_header(), make_header(4 * MIB + 8), make_header((1 << 32) - 8), b"\0" * HEADER_BYTES, b"KVP1" * 100],
+)
+def test_a_header_that_is_none_ends_its_connection_only(ends, connect, data):
+    connection = welcomed(ends, connect)
+    connection.sendall(make_header(8) + b"12345678" + data)
+    ends.pump_until(ends.frames)
+    assert ends.read(ends.frames()[0]) == b"12345678"  # what came before counts
+    assert is_closed(ends, connection)
+    assert ends.d.counts.connections_refused == 1
+    ends.send_frame([memoryview(b"content!")])
+    ends.pump_until(lambda: len(ends.frames()) == 2)
+    assert ends.read(ends.frames()[1]) == b"content!"
+
+
+def test_whatever_a_connection_says_nothing_else_happens(ends, connect):
+    dice = random.Random(3)
+    good = make_header(64) + bytes(64)
+    for _ in range(30):
+        connection = welcomed(ends, connect) if dice.random() < 0.7 else connect()
+        data = bytearray(good * dice.randrange(1, 4))
+        for _ in range(dice.randrange(4)):
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        connection.sendall(data[: dice.randrange(len(data))])
+        ends.pump()
+        connection.close()
+        ends.pump()
+        for frame in ends.frames():
+            if frame.payload is not None and dice.random() < 0.5:
+                frame.payload.discard()
+            elif frame.payload is not None:
+                frame.payload.read_into([memoryview(bytearray(frame.payload.num_bytes))])
+        ends.at_d.clear()
+    ends.say(b"still there")
+
+
+@pytest.mark.parametrize("num_sent", [0, 1, 100_000, 300_000])
+def test_a_payload_that_stops_blocks_nobody(ends, connect, num_sent):
+    connection = welcomed(ends, connect)
+    payload = random.Random(1).randbytes(500_000)
+    connection.sendall(make_header(len(payload), seq=7) + payload[:num_sent])
+    ends.pump_until(ends.frames)
+    stuck = ends.frames()[0]
+    target = bytearray(len(payload))
+    start_s = time.monotonic()
+    assert not stuck.payload.read_into([memoryview(target)])
+    assert time.monotonic() - start_s < 0.5
+    source = Pool(2 * MIB)
+    start_s = time.monotonic()
+    for seq in range(20):
+        ends.send_frame(source.pieces([50_000] * 10, seq), seq)
+        ends.pump_until(lambda num=seq: len(ends.frames()) == num + 2)
+        assert ends.read(ends.frames()[-1]) == b"".join(source.pieces([50_000] * 10, seq))
+    assert time.monotonic() - start_s < 3.0
+    assert target[:num_sent] == payload[:num_sent]
+    connection.settimeout(5)
+    connection.sendall(payload[num_sent:])
+    ends.pump_until(lambda: id(stuck.payload) in ends.done)
+    assert ends.done[id(stuck.payload)]
+    assert target == payload
+
+
+@pytest.mark.parametrize("is_decided", [True, False])
+def test_a_connection_that_ends_in_a_payload_says_so(ends, connect, is_decided):
+    connection = welcomed(ends, connect)
+    connection.sendall(make_header(100_000) + b"x" * 60_000)
+    ends.pump_until(ends.frames)
+    payload = ends.frames()[0].payload
+    target = bytearray(100_000)
+    if is_decided:
+        assert not payload.read_into([memoryview(target)])
+        ends.pump()
+        assert id(payload) not in ends.done
+    connection.close()
+    time.sleep(0.01)
+    if not is_decided:
+        ends.pump()
+        assert not payload.read_into([memoryview(target)])
+    ends.pump_until(lambda: id(payload) in ends.done)
+    assert not ends.done[id(payload)]
+    assert ends.d.counts.payloads_cut == 1
+    assert target[60_000:] == bytes(40_000)
+
+
+def test_a_payload_discarded_in_the_middle_goes_nowhere_and_the_next_one_arrives(ends, connect):
+    connection = welcomed(ends, connect)
+    connection.sendall(make_header(1_000_000) + b"x" * 300_000)
+    ends.pump_until(ends.frames)
+    payload = ends.frames()[0].payload
+    target = bytearray(1_000_000)
+    assert not payload.read_into([memoryview(target)])
+    ends.pump()
+    payload.discard()
+    target[:] = bytes(len(target))
+    connection.settimeout(5)
+    connection.sendall(b"y" * 700_000 + make_header(8, seq=1) + b"content!")
+    ends.pump_until(lambda: len(ends.frames()) == 2)
+    assert ends.read(ends.frames()[1]) == b"content!"
+    assert target == bytes(len(target))
+    assert id(payload) not in ends.done
+
+
+def test_a_discarded_payload_that_never_comes_is_not_reported(ends, connect):
+    connection = welcomed(ends, connect)
+    connection.sendall(make_header(1_000_000) + b"x" * 300_000)
+    ends.pump_until(ends.frames)
+    payload = ends.frames()[0].payload
+    payload.read_into([memoryview(bytearray(1_000_000))])
+    payload.discard()
+    connection.close()
+    for _ in range(20):
+        ends.pump()
+    assert not ends.done
+    ends.say(b"still there")
+
+
+def test_a_peer_has_only_so_many_connections(ends, connect, monkeypatch):
+    monkeypatch.setattr(raw_lane_receiver, "MAX_STREAMS_PER_PEER", 3)
+    connections = [welcomed(ends, connect) for _ in range(4)]  # beside the one that is open
+    assert is_closed(ends, connections[0])
+    connections[-1].sendall(make_header(8) + b"content!")
+    ends.pump_until(ends.frames)
+    assert ends.read(ends.frames()[0]) == b"content!"
+
+
+def test_there_are_only_so_many_connections_in_all(ends, connect, monkeypatch):
+    monkeypatch.setattr(raw_lane_receiver, "MAX_CONNECTIONS", 2)
+    first, second = connect(), connect()
+    first.sendall(b"K")
+    assert is_closed(ends, second)
+    assert ends.d.counts.connections_refused == 1
+
+
+def test_a_lane_that_breaks_falls_back_and_comes_again(ends, caplog):
+    caplog.set_level(logging.WARNING)
+    for connection in list(ends.d._receiver._connections.values()):
+        connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        ends.d._receiver._close(connection)
+    ends.pump_until(lambda: ends.p.lane_of(ends.d.address) == "inline")
+    ends.send_frame([memoryview(b"content!")], seq=1)
+    ends.pump_until(ends.frames)
+    assert ends.read(ends.frames()[0]) == b"content!"
+    assert (ends.p.counts.frames_fallen_back, ends.p.counts.lanes_failed) == (1, 1)
+    ends.pump_until(lambda: ends.p.lane_of(ends.d.address) == "raw")
+    ends.send_frame([memoryview(b"contents")], seq=2)
+    ends.pump_until(lambda: len(ends.frames()) == 2)
+    assert ends.read(ends.frames()[1]) == b"contents"
+    assert ends.p.counts.frames_fallen_back == 1
+    assert sum("payloads go inline" in record.message for record in caplog.records) == 1
+
+
+def test_a_lane_nobody_answers_at_leaves_payloads_inline(tmp_path, caplog):
+    ends = Ends("zmq", tmp_path).meet()
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        offer = kv_pb2.LaneOffer(lane="raw", raw=kv_pb2.RawOffer(address=address, token=bytes(TOKEN_BYTES)))
+        assert ends.p.open_lane(ends.d.address, offer) == ""
+        ends.lane = "raw"
+        for seq in range(5):
+            ends.send_frame([memoryview(b"content!")], seq)
+        ends.pump_until(lambda: len(ends.frames()) == 5)
+        assert ends.p.lane_of(ends.d.address) == "inline"
+        ends.pump_until(lambda: ends.p.counts.lanes_failed > 0)
+    ends.pump_until(lambda: ends.p.counts.lanes_failed > 3)
+    assert ends.p.counts.frames_fallen_back == 5
+    assert sum("payloads go inline" in record.message for record in caplog.records) == 1
+    ends.close()
+
+
+def test_encryption_and_the_raw_lane_exclude_each_other(tmp_path, ends):
+    curve = Ends("zmq-curve", tmp_path).meet()
+    assert curve.d.offers() == []
+    (offer,) = ends.d.offers()
+    assert "not encrypted" in curve.p.open_lane(curve.d.address, offer)
+    curve.close()
+
+
+def test_only_holders_of_the_key_get_in(tmp_path):
+    curve = Ends("zmq-curve", tmp_path).meet()
+    config = KVTransferConfig(**make_curve_key(tmp_path, "other"))
+    strangers = [ZmqTransport(config=config), ZmqTransport()]
+    for stranger in strangers:
+        stranger.send(curve.d.address, b"let me in")
+    curve.say(b"hello")
+    end_s = time.monotonic() + 0.7
+    while time.monotonic() < end_s:
+        curve.pump()
+    assert [bytes(item.control) for item in curve.at_d] == [b"hello"]
+    for stranger in strangers:
+        stranger.close()
+    curve.close()
+
+
+def test_a_key_file_that_holds_none_is_refused_at_start(tmp_path):
+    for name, content in (("missing", None), ("text", "not a key"), ("public", 'public-key = "x"\n')):
+        path = tmp_path / name
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(ConfigInvalid, match="curve_key_file"):
+            ZmqTransport(config=KVTransferConfig(curve_key_file=str(path)))
+
+
+def test_a_cursor_goes_through_pieces():
+    data = bytes(range(200))
+    target = [bytearray(size) for size in (0, 3, 50, 0, 7, 140)]
+    cursor = PieceCursor(map(memoryview, target))
+    dice = random.Random(1)
+    start = 0
+    while cursor.num_left:
+        taken = cursor.fill(memoryview(data)[start : start + dice.randrange(1, 30)])
+        start += taken
+        assert cursor.num_left == 200 - start
+    assert b"".join(target) == data
+    cursor = PieceCursor([memoryview(target[2]), memoryview(target[5])])
+    cursor.advance(10)
+    cursor.keep()
+    cursor.keep()
+    left = bytes(target[2][10:] + target[5])
+    for piece in target:
+        piece[:] = bytes(len(piece))
+    assert b"".join(cursor.buffers()) == left
+    assert len(PieceCursor([b"x"] * 3000).buffers()) == MAX_BUFFERS
+
+
+def test_small_frames_and_many_pieces_share_system_calls(ends):
+    source = Pool(6 * MIB)
+    sizes = [8] * (2 * MAX_BUFFERS + 5)
+    pieces = source.pieces(sizes)
+    for seq in range(200):
+        ends.send_frame(pieces if seq == 100 else pieces[seq : seq + 2], seq)
+    seen = 0
+    while seen < 200:
+        ends.pump_until(lambda num=seen: len(ends.frames()) > num)
+        for frame in ends.frames()[seen:]:
+            wanted = pieces if seen == 100 else pieces[seen : seen + 2]
+            assert ends.read(frame) == b"".join(wanted)
+            seen += 1
+    assert not any(isinstance(item, PayloadDone) for item in ends.at_d)
