@@ -10,6 +10,7 @@ import grpc.aio
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
 from baton.engine.prefill import PrefillRunner
+from baton.kvtransfer.nixl_lane import nixl_openers
 from baton.kvtransfer.push import PushService
 from baton.kvtransfer.transports import connecting_transport
 from baton.prefill_worker.service import PrefillService
@@ -43,6 +44,7 @@ class PrefillNode:
             transport=connecting_transport(config.transfer),
             config=config.transfer,
             clock=clock,
+            openers=nixl_openers(config.transfer.transport, self.epoch, loaded.pool),
         )
         self.worker = PrefillWorker(
             runner=PrefillRunner(loaded.model, loaded.pool),
