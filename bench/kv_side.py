@@ -142,6 +142,8 @@ class Side:
                 return self.check(indices)
             case ("counts", None):
                 return self.counts()
+            case ("lane", None):
+                return self.sender.lane if self.sender is not None else ""
             case ("busy", None):
                 self.busy()
             case _:

@@ -37,6 +37,7 @@ from baton.kvtransfer.landing import (
     landing_region,
 )
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.lanes import RAW
 from baton.kvtransfer.nixl_lane import nixl_openers
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushEvent, PushFailed, PushService
 from baton.kvtransfer.transports import bind_address, connecting_transport, control_channel
@@ -144,6 +145,7 @@ class OwnSender:
     """A prefill worker without a model."""
 
     def __init__(self, cell: Cell) -> None:
+        self.lane = ""
         self.counts: dict[str, int] = {}
         self._cell = cell
         self._woken = threading.Event()
@@ -154,6 +156,7 @@ class OwnSender:
         if cell.system == "nixl":
             os.environ.update(UCX_OPTIONS)
         transport = connecting_transport(config)
+        self._transport = transport
         self._faulty = FaultyTransport(transport, cell.faults, cell.seed) if cell.faults else None
         self._push = PushService(
             pool=pool,
@@ -196,6 +199,10 @@ class OwnSender:
                 self.submit(layer)
             self.finish()
         self.counts |= self._push.inventory()
+        choice = self._push.lane_of(self._peer.kv_address)
+        self.lane = choice.lane if choice is not None else ""
+        if self.lane == RAW:  # it may have been opened, and broken since
+            self.lane = self._transport.lane_of(self._peer.kv_address)
         if self._faulty is not None:
             self.counts |= {f"faults_{kind}": number for kind, number in self._faulty.num_faults.items()}
 
