@@ -195,8 +195,13 @@ def test_a_real_cell_moves_checked_bytes(system):
     assert all(exposed_ms > 0 for exposed_ms in sample.exposed_ms)
 
 
+LANES = {"shm": "shm", "zmq": "raw"}
+SLOW_LANES = {"zmq-inline": "inline", "grpc": "inline"}
+
+
 @pytest.mark.parametrize(
-    ("system", "lane"), [("shm", "shm"), ("zmq", "raw"), ("zmq-inline", "inline"), ("grpc", "inline")]
+    ("system", "lane"),
+    [*LANES.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW_LANES.items())],
 )
 def test_a_real_cell_of_our_own_hands_over_checked_bytes(system, lane):
     sample = kv_cell.measure(Cell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.001), QUICK)
