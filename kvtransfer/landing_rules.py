@@ -242,11 +242,11 @@ class LandingRules:
         """Layers, by rank, whose digest is not what their COMMIT says; None if not all digests are known."""
         commits = [part.commit for part in landing.parts if part.commit is not None]
         layers = range(self.layout.num_all_layers)
+        if self._digests_layers and None in landing.digests:
+            return None  # the engine may be bringing layers into the pool, too
         if not all(commit.layer_digests for commit in commits):
             return {}
         if self._digests_layers:
-            if None in landing.digests:
-                return None
             sums = [sum(commit.layer_digests[layer] for commit in commits) & MASK for layer in layers]
             wrong = [layer for layer in layers if landing.digests[layer] != sums[layer]]
             return {part.rank: wrong for part in landing.parts} if wrong else {}

@@ -46,7 +46,7 @@ from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.push_route import Route
 from baton.kvtransfer.push_routes import PushRoutes
-from baton.kvtransfer.push_source import PushSource
+from baton.kvtransfer.push_source import PushSource, SourcePool
 from baton.kvtransfer.push_totals import PathCounts
 from baton.kvtransfer.shm_lane import ShmOpener
 from baton.kvtransfer.transport import Transport
@@ -112,21 +112,14 @@ class PushService:
         self._events: deque[PushEvent] = deque()
         self._is_closing = False
         self._broken: BaseException | None = None
-        io = PoolIO(pool.bytes_view, pool.geometry)
+        io = PoolIO(pool.bytes_view, pool.geometry) if pool.device.type == "cpu" else None
         self._chooser = LaneChooser(config.transport, [ShmOpener(io, host_id()), *openers], transport)
         problem = layout.problem or self._chooser.problem
         if problem:
+            transport.close()
             raise ConfigInvalid(f"KV cannot be pushed: {problem}", keys=["transport"])
         self._life = LifeFile(epoch, self._rank)
-        identity = PushIdentity(
-            epoch=epoch,
-            rank=self._rank,
-            size=self._size,
-            lanes=self._chooser.names,
-            host_id=host_id(),
-            life_file=str(self._life.path),
-            has_digest=config.digest,
-        )
+        identity = self._identity(epoch, config)
         protocol = self._protocol = PushProtocol(identity=identity, layout=layout, config=config)
         self.writer = AsyncWriter(
             self._push_part,
@@ -137,7 +130,7 @@ class PushService:
             on_end=self._unhold,
         )
         self._source = PushSource(
-            pool=io,
+            pool=io or _device_source(pool),
             layout=layout,
             rank=self._rank,
             size=self._size,
@@ -298,6 +291,17 @@ class PushService:
         """The same for all of them, by address. Any thread."""
         return self._chooser.lanes()
 
+    def _identity(self, epoch: int, config: KVTransferConfig) -> PushIdentity:
+        return PushIdentity(
+            epoch=epoch,
+            rank=self._rank,
+            size=self._size,
+            lanes=self._chooser.names,
+            host_id=host_id(),
+            life_file=str(self._life.path),
+            has_digest=config.digest,
+        )
+
     # Writer threads
 
     def _push_part(self, part: PushPart, layer: int) -> None:
@@ -347,3 +351,9 @@ class PushService:
         self._transport.close()
         self._chooser.close(LANE_CLOSE_S)
         self._life.close()
+
+
+def _device_source(pool: KVPool) -> SourcePool:
+    from baton.kvtransfer.device_source import DeviceSource  # with it comes Triton, which CPUs have no use for
+
+    return DeviceSource(pool)

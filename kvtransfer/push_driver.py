@@ -6,6 +6,7 @@ a peer. It refuses to know the model's steps (`async_writer`) and what a payload
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -43,6 +44,7 @@ Command = Callable[[float], Actions]
 
 IDLE_S = 0.02
 POLL_S = 0.001  # between looks at writes that a device has not finished
+HURRY_S = 30e-6  # the same where a commit waits for them
 TICK_S = 0.02
 NAP_S = 0.0015  # while a step runs and keeps this thread busy: parts and credits that come faster are taken together
 
@@ -104,8 +106,8 @@ class PushDriver:
             self._transport.wake()
 
     def begin_step(self, command: Command) -> None:
-        """Parts will come until `end_step`, and then a command: until then nothing is urgent."""
-        self._is_step_open = True
+        """Parts will come until `end_step`, and then a command: until then nothing is urgent, unless sockets wait."""
+        self._is_step_open = self._routes.are_one_sided
         self.post(command)
 
     def end_step(self, command: Command) -> None:
@@ -136,7 +138,7 @@ class PushDriver:
             self._look_again(now_s)
         if self._sender.is_waiting:
             self._do(self._sender.finish(now_s))
-        arrived = self._transport.receive(self._patience_s(bool(items)))
+        arrived = self._receive(bool(items))
         for arrival in arrived:
             self._deliver(arrival)
         if self._is_step_open and (items or arrived):
@@ -174,6 +176,15 @@ class PushDriver:
 
         self._aside(jobs, lambda error: self.post(lambda _: end(error)))
         return []
+
+    def _receive(self, has_worked: bool) -> Sequence[Delivery | PayloadDone]:
+        """What arrived; waits for it as long as nothing else is to be looked at."""
+        if not any(part.route.commit is not None for part in self._open_parts):
+            return self._transport.receive(self._patience_s(has_worked))
+        arrived = self._transport.receive(0.0)
+        if not arrived:
+            time.sleep(HURRY_S)
+        return arrived
 
     def _patience_s(self, has_worked: bool) -> float:
         if has_worked and self._is_step_open:
