@@ -140,7 +140,7 @@ class NvlinkLane:
         return True
 
     def outlived(self) -> None:
-        """It applied nothing itself."""
+        """It applied nothing itself: kernels here write."""
 
     def close(self) -> None:
         """Unmap the pools."""
