@@ -61,7 +61,7 @@ class RayRemote:
 
     def end(self) -> None:
         """End its process."""
-        self._ray.kill(self._actor)
+        self._ray.kill(self._actor)  # pyright: ignore[reportArgumentType]
 
 
 class SpawnedRemote:

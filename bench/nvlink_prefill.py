@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cuda.bindings import runtime
+from cuda.bindings import runtime  # pyright: ignore[reportMissingImports]
 
 from baton.bench.nvlink_shape import (
     BLOCK_BYTES,

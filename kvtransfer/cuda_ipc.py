@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from cuda.bindings import driver, runtime
+from cuda.bindings import driver, runtime  # pyright: ignore[reportMissingImports]
 
 HANDLE_BYTES = 64
 

@@ -189,7 +189,7 @@ class NvlinkLane:
             time.sleep(POLL_S)
 
     def outlived(self) -> None:
-        """It applied nothing itself."""
+        """It applied nothing itself: kernels here write."""
 
     def close(self) -> None:
         """Unmap the pools."""

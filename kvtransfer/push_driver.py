@@ -35,6 +35,7 @@ from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.push_route import Route
 from baton.kvtransfer.push_routes import PushRoutes
 from baton.kvtransfer.push_source import PushedPart, PushSource
+from baton.kvtransfer.push_totals import PathCounts
 from baton.kvtransfer.transport import Delivery, PayloadDone, Transport
 
 T = TypeVar("T")
@@ -77,6 +78,7 @@ class PushDriver:
         aside: Aside,
     ) -> None:
         self.num_pushes = 0
+        self.paths: tuple[PathCounts, ...] = ()
         self._protocol = protocol
         self._transport = transport
         self._routes = routes
@@ -151,6 +153,7 @@ class PushDriver:
             self._do(self._protocol.tick(now_s))
             self._routes.renew()
             self.num_pushes = len(tuple(self._protocol.transfers()))
+            self.paths = self._protocol.paths(now_s)
 
     def abort(self, attempt: AttemptKey, reason: str, now_s: float) -> Actions:
         """The worker gives up."""

@@ -13,7 +13,6 @@ from baton.engine.prefill import PrefillRunner
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.evidence import host_id
 from baton.kvtransfer.lanes import NIXL
-from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.push import PushService
 from baton.kvtransfer.push_lane import LaneOpener
 from baton.kvtransfer.transports import connecting_transport
@@ -114,7 +113,7 @@ def _openers(pool: KVPool, transport: str, epoch: int) -> list[LaneOpener]:
 
         return [NvlinkOpener(pool, host_id())]
     if transport == NIXL:
-        from baton.kvtransfer.nixl_lane import NixlOpener
+        from baton.kvtransfer.nixl_lane import nixl_openers
 
-        return [NixlOpener(epoch, PoolIO(pool.bytes_view, pool.geometry), pool.bytes_view)]
+        return nixl_openers(transport, epoch, pool)
     return []
