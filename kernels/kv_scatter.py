@@ -275,6 +275,36 @@ def _mix(index):  # noqa: ANN001, ANN202
     return ((value ^ (value >> 31)) | 1).to(tl.int64, bitcast=True)
 
 
+@triton.jit
+def _offsets(  # noqa: ANN202
+    blocks,  # noqa: ANN001
+    position,  # noqa: ANN001
+    head,  # noqa: ANN001
+    its_R,  # noqa: ANN001
+    step_R,  # noqa: ANN001
+    column_C,  # noqa: ANN001
+    H: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Words of a tile, from the layer's start: `its_R` are (head, part) pairs from `head`, in one block."""
+    block = tl.load(blocks + position // S).to(tl.int64)
+    row_R = head * P * S + position % S + its_R * S + step_R
+    return block * (H * P * S * W) + row_R[:, None] * W + column_C[None, :]
+
+
+@triton.jit
+def _word_weights(head_first, its_R, column_C, P: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr):  # noqa: ANN001, ANN202
+    """Of the words of (head, part) pairs; 0 beyond the row."""
+    head_R = (head_first + its_R // P).to(tl.uint64)
+    pair_R = (head_R << 32) + ((its_R % P).to(tl.uint64) << 24) + _SALT_WORD
+    word_RC = _mix(pair_R[:, None] + column_C.to(tl.uint64)[None, :])
+    if W % COLUMNS:
+        word_RC = tl.where((column_C < W)[None, :], word_RC, 0)
+    return word_RC
+
+
 @triton.jit(do_not_specialize=["layer", "num_layers", "first", "count", "head_first", "num_heads", "sequence"])
 def _move_kernel(
     from_address: tl.int64,
@@ -311,48 +341,33 @@ def _move_kernel(
 ) -> None:
     """Tiles of PAIRS (head, part) pairs x UNIT positions x COLUMNS words; tile t goes to program t mod their number."""
     num_programs = tl.num_programs(0)
-    end = first + count
-    unit_first = first // UNIT
-    num_units = (end + UNIT - 1) // UNIT - unit_first
-    num_pairs = num_heads * P
-    num_groups = (num_pairs + PAIRS - 1) // PAIRS * ((W + COLUMNS - 1) // COLUMNS)
+    num_units = (first + count + UNIT - 1) // UNIT - first // UNIT
+    num_groups = (num_heads * P + PAIRS - 1) // PAIRS * ((W + COLUMNS - 1) // COLUMNS)
     from_base = tl.multiple_of(from_address.to(tl.pointer_type(tl.int64)), 16) + from_offset
     to_base = tl.multiple_of(to_address.to(tl.pointer_type(tl.int64)), 16) + to_offset
-    row_R = tl.arange(0, PAIRS * UNIT)
-    pair_R = row_R // UNIT
-    step_R = row_R % UNIT
+    pair_R = tl.arange(0, PAIRS * UNIT) // UNIT
+    step_R = tl.arange(0, PAIRS * UNIT) % UNIT
     start = tl.program_id(0)
     for index in range(num_layers):
         total_RC = tl.zeros([PAIRS * UNIT, COLUMNS], dtype=tl.int64)
         for group in range(num_groups):
-            group_pair_R = group // ((W + COLUMNS - 1) // COLUMNS) * PAIRS + pair_R
+            its_R = group // ((W + COLUMNS - 1) // COLUMNS) * PAIRS + pair_R
             column_C = group % ((W + COLUMNS - 1) // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
             sum_RC = tl.zeros([PAIRS * UNIT, COLUMNS], dtype=tl.int64)
             for unit in range(start, num_units, num_programs):
-                position = (unit_first + unit) * UNIT
-                position_R = position + step_R
-                mask_R = (position_R >= first) & (position_R < end) & (group_pair_R < num_pairs)
+                position = (first // UNIT + unit) * UNIT
+                mask_R = (position + step_R >= first) & (position + step_R < first + count) & (its_R < num_heads * P)
                 mask_RC = mask_R[:, None] & (column_C < W)[None, :] if W % COLUMNS else mask_R[:, None]
-                block = tl.load(from_blocks + position // FROM_S).to(tl.int64)
-                row = from_head * P * FROM_S + position % FROM_S + group_pair_R * FROM_S + step_R
-                from_RC = from_base + block * (FROM_H * P * FROM_S * W) + row[:, None] * W + column_C[None, :]
-                words_RC = tl.load(from_RC, mask=mask_RC, other=0)
+                at_RC = _offsets(from_blocks, position, from_head, its_R, step_R, column_C, FROM_H, FROM_S, P, W)
+                words_RC = tl.load(from_base + at_RC, mask=mask_RC, other=0)
                 if COPY:
-                    block = tl.load(to_blocks + position // TO_S).to(tl.int64)
-                    row = to_head * P * TO_S + position % TO_S + group_pair_R * TO_S + step_R
-                    to_RC = to_base + block * (TO_H * P * TO_S * W) + row[:, None] * W + column_C[None, :]
-                    tl.store(to_RC, words_RC, mask=mask_RC)
+                    at_RC = _offsets(to_blocks, position, to_head, its_R, step_R, column_C, TO_H, TO_S, P, W)
+                    tl.store(to_base + at_RC, words_RC, mask=mask_RC)
                 if DIGEST:
                     low_R = tl.load(weights + (position % _PERIOD + step_R), mask=mask_R, other=0)
-                    high = tl.load(weights + (_PERIOD + position // _PERIOD))
-                    sum_RC += (words_RC + 1) * (low_R * high)[:, None]
+                    sum_RC += (words_RC + 1) * (low_R * tl.load(weights + (_PERIOD + position // _PERIOD)))[:, None]
             if DIGEST:
-                head_R = (head_first + group_pair_R // P).to(tl.uint64)
-                pair_weight_R = (head_R << 32) + ((group_pair_R % P).to(tl.uint64) << 24) + _SALT_WORD
-                word_RC = _mix(pair_weight_R[:, None] + column_C.to(tl.uint64)[None, :])
-                if W % COLUMNS:
-                    word_RC = tl.where((column_C < W)[None, :], word_RC, 0)
-                total_RC += sum_RC * word_RC
+                total_RC += sum_RC * _word_weights(head_first, its_R, column_C, P, W, COLUMNS)
             start = ((start - num_units) % num_programs + num_programs) % num_programs
         if DIGEST:
             layer_weight = _mix((layer + index).to(tl.uint64) + _SALT_LAYER)
