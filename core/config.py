@@ -127,6 +127,7 @@ class KVTransferConfig:
     ring_slots: int = 1024
     max_frame_bytes: int = 8 << 20
     window_bytes: int = 64 << 20
+    staging_mib: int = 1024  # host memory before a decode worker's GPU pool; a prompt that comes by sockets fits in it
     max_resends: int = 2
     commit_timeout_s: float = 5.0
     max_landing_deaths: int = 8  # of a landing process within a minute; with the last one the worker gives up

@@ -8,7 +8,8 @@ from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigInvalid
 from baton.kvtransfer.over_grpc_packet import PART_BYTES
 
-METHOD = "/baton.v1.KvTransfer/Exchange"
+SERVICE, NAME = "baton.v1.KvTransfer", "Exchange"
+METHOD = f"/{SERVICE}/{NAME}"
 SCHEME = "grpc://"
 NAME_KEY = "baton-peer"  # metadata: the name under which a connection's owner is known
 MAX_NAME_LEN = 64

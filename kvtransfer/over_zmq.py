@@ -139,9 +139,11 @@ class ZmqTransport:
             self._receiver.tick()
             arrived += self._receiver.take_failed()
         for source, events in self._poller.poll(0 if arrived else max(0, int(timeout_s * 1e3))):
+            if self._sockets.attend(source):
+                continue
             if isinstance(source, int):
                 arrived += self._raw_ready(source, events)
-            elif not self._sockets.attend(source):
+            else:
                 self._take_all(source, arrived)
         self.counts.connections_refused += self._sockets.take_num_refused()
         return arrived

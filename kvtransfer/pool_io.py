@@ -31,6 +31,8 @@ class PoolIO:
         geometry: of the pool.
     """
 
+    in_host_memory = True
+
     def __init__(self, memory: PoolMemory, geometry: PoolGeometry) -> None:
         assert memory.nbytes == geometry.num_bytes
         self.geometry = geometry
@@ -61,6 +63,12 @@ class PoolIO:
             payload[start : start + len(piece)] = piece
             start += len(piece)
         return payload.data
+
+    def read_digested(
+        self, blocks: Blocks, span: Span, order_block_size: int, *, with_digest: bool
+    ) -> tuple[memoryview, int | None]:
+        """The copy, and the digest if that is wanted."""
+        return self.read(blocks, span, order_block_size), self.digest(blocks, span) if with_digest else None
 
     def write(self, blocks: Blocks, span: Span, payload: Bytes, order_block_size: int) -> None:
         """Put a payload where it belongs; it has the span's size exactly."""
