@@ -87,7 +87,7 @@ class Soak:
         is_raw=True,
         prefix_cache=True,
         strikes=ORDERS,
-        hunt_every=20,
+        hunt_every=15,
         **config,
     ):
         self.tokenizer, self.injector = tokenizer, injector
@@ -235,7 +235,7 @@ class Soak:
             while not self._is_over:
                 if self.injector.orders:
                     self._obey(*self.injector.orders.popleft())
-                elif self.injector.is_on and self._faults and self._num_ended >= self._num_hunted * self._hunt_every:
+                elif self._is_hunting and self._num_ended >= self._num_hunted * self._hunt_every:
                     self._num_hunted += 1
                     self._hunt()
                 else:
@@ -255,9 +255,14 @@ class Soak:
         elif fault is not Fault.CANCEL:
             self._strike(fault, None, *self._any_pair())
 
+    @property
+    def _is_hunting(self):
+        return self.injector.is_on and bool(self._faults)
+
     def _hunt(self):
         """Wait for an attempt in the state where the fault drawn has struck least, and strike."""
-        wanted = [(state, fault) for fault in self._faults for state in STATES if (fault, state) not in NEVER]
+        faults = [Fault.CANCEL] if Fault.CANCEL in self._faults and self.rng.random() < 0.5 else self._faults
+        wanted = [(state, fault) for fault in faults for state in STATES if (fault, state) not in NEVER]
         least = min(self.strikes[where] for where in wanted)
         state, fault = self.rng.choice([where for where in wanted if self.strikes[where] == least])
         end_s = time.monotonic() + HUNT_S

@@ -54,7 +54,7 @@ def check(requests, ended):
     return sum(of.is_whole for of in ended)
 
 
-def soak(num_requests, seed, *, num_at_once=24, flip_rate=1e-3, rate=1e-3, death_rate=2e-5, **where):
+def soak(num_requests, seed, *, num_at_once=40, flip_rate=1e-3, rate=1e-3, death_rate=2e-5, **where):
     """One cell; returns its row. Raises AssertionError for whatever must not be."""
     injector = Injector(seed, flip_rate=flip_rate, rate=rate, death_rate=death_rate)
     num_threads_before = num_threads()
@@ -164,7 +164,7 @@ def main():
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cell", help="only cells with this in their name")
     parser.add_argument("--factor", type=float, default=1.0, help="of all rates")
-    parser.add_argument("--hunt-every", type=int, default=20)
+    parser.add_argument("--hunt-every", type=int, default=15)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
