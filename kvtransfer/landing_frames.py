@@ -58,11 +58,13 @@ class LandingFrames:
         """The payload that `WriteFrame` asked for is in the pool; `digest` is what the pool says, None if not asked."""
         landing = self._written(header)
         if landing.state is LandingState.QUARANTINED:
+            self._rules.counts.frames_fenced += 1
             return self._rules.drain_if_quiet(landing, now_s)
         part = self._sender(landing, header)
         self._rules.charge(landing, part, header)
         part.renewed.renew(now_s)
         if is_one_sided(landing.lane) and header.seq < part.min_seq:
+            self._rules.counts.frames_duplicate += 1
             return []  # its sender was told to write it again meanwhile
         if digest is not None and header.payload_digest is not None and digest != header.payload_digest:
             return self._rules.corrupt_frame(landing, header, now_s)
@@ -80,6 +82,7 @@ class LandingFrames:
         """The payload did not come whole, was discarded, or arrived with a wrong checksum (`is_corrupt`)."""
         landing = self._written(header)
         if landing.state is LandingState.QUARANTINED:
+            self._rules.counts.frames_fenced += 1
             return self._rules.drain_if_quiet(landing, now_s)
         if is_corrupt:
             self._rules.charge(landing, self._sender(landing, header), header)

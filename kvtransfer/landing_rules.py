@@ -27,13 +27,25 @@ _MAX_EXPOSED_US = 1 << 32  # what a peer says of its clock is no more than a cla
 
 @dataclass(slots=True)
 class LandingCounts:
-    """Totals since the start."""
+    """Totals since the start. Every frame that came whole is in exactly one of those of frames.
+
+    Attributes:
+        bytes_landed: payloads of `frames_landed`.
+        frames_landed: verified, and in the pool.
+        frames_late_dropped: for a landing that had ended, or never was; not looked at.
+        frames_duplicate: what they cover was there, or is to be sent once more; not looked at.
+        frames_corrupt: refused: their header or their payload is not what was sent, or not what may be sent.
+        frames_fenced: their landing ended before their payload was there.
+        layers_corrupt: sums over frames that did not match their COMMIT.
+        messages_refused: of other lives, or of unknown peers.
+    """
 
     bytes_landed: int = 0
     frames_landed: int = 0
     frames_late_dropped: int = 0
     frames_duplicate: int = 0
     frames_corrupt: int = 0
+    frames_fenced: int = 0
     layers_corrupt: int = 0
     messages_refused: int = 0
     transfers_sealed: int = 0

@@ -16,6 +16,7 @@ MAX_NAME_LEN = 64
 MAX_PEERS = 128
 MAX_QUEUED = 4096  # messages that wait to be sent to a peer
 MAX_MESSAGE_BYTES = PART_BYTES + (64 << 10)  # controls fit, too (messages.MAX_STATE_BYTES)
+LOOKAHEAD_BYTES = 4 << 20  # that a stream may send before anybody asked for it
 
 Options = list[tuple[str, int | str]]
 
@@ -26,6 +27,8 @@ def channel_options(config: KVTransferConfig) -> Options:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.http2.max_frame_size", PART_BYTES),  # fewer and larger pieces to put together
+        ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
         ("grpc.keepalive_time_ms", lease_ms),
         ("grpc.keepalive_timeout_ms", lease_ms),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -12,7 +12,7 @@ from baton.core.clock import Clock
 from baton.core.config import KVTransferConfig
 from baton.kvcache.layout import KVLayout, PayloadKind
 from baton.kvtransfer.frame import FrameShape, crc_of
-from baton.kvtransfer.lanes import INLINE, is_one_sided
+from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.push_lane import LaneFailed, Written
 from baton.kvtransfer.push_route import Frame, KeptBytes, Route
 from baton.kvtransfer.span import Span
@@ -132,8 +132,6 @@ class PushSource:
         """What is sent of a frame."""
         if frame.data is not None:
             return [frame.data]
-        if route.lane == INLINE:
-            return [self._pool.read(route.blocks, span, self._layout.block_size)]
         return self._pool.pieces(route.blocks, span, self._layout.block_size)
 
     def write(self, route: Route, span: Span, *, with_digest: bool) -> Written:
@@ -172,9 +170,7 @@ class PushSource:
         route.frames[span.layer, span.first] = Frame(span.count, digest, crc, data)
 
     def _is_gathered(self, route: Route) -> bool:
-        """Whether what is sent has to be copied first."""
-        if route.lane == INLINE:
-            return True
+        """Whether what is sent has to be copied first. From host memory the transport itself gathers, if it has to."""
         return bool(route.lane) and not is_one_sided(route.lane) and not self._pool.in_host_memory
 
     def _gather(self, route: Route, span: Span) -> tuple[memoryview | None, int | None]:

@@ -1,7 +1,8 @@
-"""Faults that hit the hand-off in a state of its protocol: what a prefill worker sends and hears is where they strike.
+"""Faults that hit the hand-off in a state of its protocol, at what a prefill worker sends and hears.
 
 `FaultyTransport` stands between a PushService and its transport. At every message an `Injector` decides what goes
-wrong, and counts it by the moment it hit, so that a run can show that every state of the protocol was hit.
+wrong, and counts it by the moment it hit, so that a run can show that every state of the protocol was hit. What
+becomes of damaged frames is the `FlipBook`'s to know.
 """
 
 import random
@@ -18,7 +19,7 @@ from baton.kvtransfer.transport import Delivery
 
 
 class Fault(Enum):
-    """What can go wrong at a message."""
+    """What can go wrong."""
 
     DROP = "drop"
     REPEAT = "repeat"
@@ -27,12 +28,17 @@ class Fault(Enum):
     CANCEL = "cancel"  # the client goes away
     KILL_PREFILL = "kill prefill"
     KILL_DECODE = "kill decode"
+    KILL_BOTH = "kill both"
     KILL_LANDING = "kill landing"
-    STOP_LANDING = "stop landing"
+    STOP_LANDING = "stop landing"  # SIGSTOP for up to twice its lease
+    STOP_PREFILL = "stop prefill"  # its push and writer threads stand still for up to twice the lease, and go on
 
 
 MESSAGE_FAULTS = (Fault.DROP, Fault.REPEAT, Fault.DELAY, Fault.FLIP)
+ORDERS = tuple(fault for fault in Fault if fault not in MESSAGE_FAULTS)
 RARE = ("send abort", "hear abort", "hear abort_ack", "hear commit_nack", "send resume", "hear have", "hear deny")
+RARE_FACTOR = 20
+NEW_FACTOR = 30  # for what has not happened at a moment yet; never for damaged frames, whose rate is to be as said
 DELAY_S = 0.05
 
 
@@ -47,13 +53,14 @@ class Injector:
     """
 
     def __init__(self, seed, *, flip_rate=1e-3, rate=1e-3, death_rate=2e-5):
+        self.seed = seed
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._flip_rate, self._rate, self._death_rate = flip_rate, rate, death_rate
+        self.header_flip_rate = flip_rate / 4  # where headers come off the wire
         self.hits = Counter()  # (moment, fault)
         self.seen = Counter()  # moment
         self.orders = deque()  # (fault, attempt, side)
-        self.flipped_frames = 0
         self.is_on = True
 
     def at(self, moment, attempt, side):
@@ -63,15 +70,8 @@ class Injector:
             if not self.is_on:
                 return None
             draw = self._random.random()
-            rate = self._rate * (20 if moment in RARE else 1)
-            rates = {fault: rate for fault in MESSAGE_FAULTS}
-            if "frame" in moment:
-                rates[Fault.FLIP] = self._flip_rate
-            if attempt is not None:
-                rates[Fault.CANCEL] = rate
-            for fault in (Fault.KILL_PREFILL, Fault.KILL_DECODE, Fault.KILL_LANDING, Fault.STOP_LANDING):
-                rates[fault] = self._death_rate * (20 if moment in RARE else 1)
-            for fault, chance in rates.items():
+            for fault in Fault:
+                chance = self._chance(fault, moment, attempt)
                 if draw < chance:
                     self.hits[moment, fault] += 1
                     if fault not in MESSAGE_FAULTS:
@@ -81,12 +81,27 @@ class Injector:
                 draw -= chance
         return None
 
+    def _chance(self, fault, moment, attempt):
+        if fault is Fault.FLIP and "frame" in moment:
+            return self._flip_rate
+        if fault is Fault.CANCEL and attempt is None:
+            return 0.0
+        chance = self._rate if fault in MESSAGE_FAULTS or fault is Fault.CANCEL else self._death_rate
+        if not self.hits[moment, fault]:
+            return chance * NEW_FACTOR
+        return chance * RARE_FACTOR if moment in RARE else chance
+
     def flip(self, data):
         """The same bytes but for one bit."""
         damaged = bytearray(data)
         with self._lock:
             damaged[self._random.randrange(len(damaged))] ^= 1 << self._random.randrange(8)
         return bytes(damaged)
+
+    def coin(self, chance):
+        """True so often."""
+        with self._lock:
+            return self._random.random() < chance
 
 
 class FaultyTransport:
@@ -95,26 +110,32 @@ class FaultyTransport:
     Args:
         inner: the real one; owned from here on.
         injector: decides.
+        book: of damaged frames.
         damage: called with the header and attempt of a frame whose payload is in
             the decode worker's pool already; flips a bit there.
+        sends_at_once: `inner` copies every frame when it is sent, so that a header damaged here is damaged on the way.
+        side: the prefill worker.
     """
 
-    def __init__(self, inner, injector, damage):
+    def __init__(self, inner, injector, book, damage, sends_at_once, side):
         self._inner = inner
         self._injector = injector
+        self._book = book
         self._damage = damage
-        self._attempts = {}  # landing id to attempt
+        self._sends_at_once = sends_at_once
+        self._side = side
+        self._attempts = {}  # landing id, with its epoch, to attempt
+        self._prompt_lens = {}
         self._held = deque()  # (due_s, call)
-        self.side = None
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
     def send(self, peer, message):
         kind, attempt = self._about(message)
-        fault = self._injector.at(f"send {kind}", attempt, self.side)
+        fault = self._injector.at(f"send {kind}", attempt, self._side)
         if fault is Fault.FLIP:
-            message = self._injector.flip(message)
+            message = self._flip_control(message)
         if fault is Fault.DELAY:
             self._held.append((time.monotonic() + DELAY_S, lambda: self._inner.send(peer, message)))
         elif fault is not Fault.DROP:
@@ -124,10 +145,13 @@ class FaultyTransport:
 
     def send_frame(self, peer, header, payload, lane):
         what = decode_header(header)
-        attempt = self._attempts.get(what.landing_id)
-        fault = self._injector.at("send first frame" if what.seq == 0 else "send frame", attempt, self.side)
+        attempt = self._attempts.get((what.d_epoch, what.landing_id))
+        is_last = what.end == self._prompt_lens.get(attempt) and what.layer == self._side.last_layer
+        moment = "send first frame" if what.seq == 0 else "send last frame" if is_last else "send frame"
+        fault = self._injector.at(moment, attempt, self._side)
+        self._book.num_frames += 1
         if fault is Fault.FLIP:
-            header, payload = self._flip(what, attempt, header, payload)
+            header, payload = self._flip_frame(what, attempt, header, payload, peer)
         if fault is Fault.DROP:
             return
         if fault in (Fault.DELAY, Fault.REPEAT):  # later, the source may be reused
@@ -137,7 +161,20 @@ class FaultyTransport:
                 return
         self._inner.send_frame(peer, header, payload, lane)
 
+    def unpin(self, peer, match):
+        self._book.unsent(self._side.epoch, peer, match)
+        self._inner.unpin(peer, match)
+
+    def drop(self, peer):
+        self._book.unsent(self._side.epoch, peer, lambda _: True)
+        self._inner.drop(peer)
+
+    def close(self):
+        self._book.unsent(self._side.epoch, None, lambda _: True)
+        self._inner.close()
+
     def receive(self, timeout_s):
+        self._side.stand_still()
         while self._held and self._held[0][0] <= time.monotonic():
             self._held.popleft()[1]()
         arrived = []
@@ -146,22 +183,37 @@ class FaultyTransport:
                 arrived.append(item)
                 continue
             kind, attempt = self._about(item.control)
-            fault = self._injector.at(f"hear {kind}", attempt, self.side)
+            fault = self._injector.at(f"hear {kind}", attempt, self._side)
             if fault is Fault.FLIP:
-                item = Delivery(item.peer, control=self._injector.flip(item.control))
+                item = Delivery(item.peer, control=self._flip_control(item.control))
             if fault is Fault.REPEAT:
                 arrived.append(item)
             if fault not in (Fault.DROP, Fault.DELAY):
                 arrived.append(item)
         return arrived
 
-    def _flip(self, what, attempt, header, payload):
-        self._injector.flipped_frames += 1
-        if payload:
-            return header, [memoryview(self._injector.flip(b"".join(payload)))]
-        if self._damage(what, attempt):
-            return header, payload
-        return self._injector.flip(header), payload
+    def _flip_control(self, message):
+        flipped = self._injector.flip(message)
+        try:
+            parse_control(flipped)
+        except BatonError:
+            self._book.num_controls_refused += 1
+        else:
+            self._book.controls_believed.append(flipped)
+        return flipped
+
+    def _flip_frame(self, what, attempt, header, payload, peer):
+        """One bit of the payload; of the header sometimes, and where the payload is gone."""
+        is_header = self._sends_at_once and self._injector.coin(0.25)
+        if not is_header and payload:
+            payload = [memoryview(self._injector.flip(b"".join(payload)))]
+            self._book.add(header, "payload", self._side.epoch, peer, what.d_epoch, attempt)
+        elif not is_header and self._damage(what, attempt):
+            self._book.add(header, "pool", self._side.epoch, peer, what.d_epoch, attempt)
+        else:
+            header = self._injector.flip(header)
+            self._book.add(header, "header", self._side.epoch, peer, what.d_epoch, attempt)
+        return header, payload
 
     def _about(self, message):
         try:
@@ -173,7 +225,9 @@ class FaultyTransport:
         attempt = None
         if "attempt" in about.DESCRIPTOR.fields_by_name and about.HasField("attempt"):
             attempt = AttemptKey(about.attempt.request_id, about.attempt.attempt)
-        landing_id = getattr(about, "landing_id", 0)
+        landing = getattr(about, "epoch", 0), getattr(about, "landing_id", 0)
         if kind == "grant":
-            self._attempts[landing_id] = attempt
-        return kind, attempt or self._attempts.get(landing_id)
+            self._attempts[landing] = attempt
+        if kind == "reserve":
+            self._prompt_lens[attempt] = about.prompt_len
+        return kind, attempt or self._attempts.get(landing)

@@ -2,44 +2,49 @@
 
 The model is the engine tests' toy: exact integers, and every token depends on every KV entry, so one wrong, stale or
 missing entry shows. This file plays the router: it retries a failed attempt on another pair and never repeats a token.
+Faults strike by message (`faults.Injector`) and by state: `Soak._hunt` waits for an attempt in the state that was hit
+least.
 """
 
 import os
+import queue
 import random
 import signal
+import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
-from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.errors import BatonError, RequestCancelled, WorkerLost
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
-from baton.decode_worker.worker import DecodeWorker
-from baton.engine.decode import DecodeRunner
-from baton.engine.prefill import PrefillRunner
-from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.pool import KVPool
-from baton.kvtransfer.landing import LandingService, landing_region
-from baton.kvtransfer.landing_setup import LandingSetup, Listen
-from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.push import DecodePeer, PushService
-from baton.prefill_worker.worker import PrefillWorker
-from baton.tests.e2e.faults import Fault, FaultyTransport
+from baton.kvtransfer import landing, landing_child
+from baton.kvtransfer.landing_driver import LandingDriver
+from baton.kvtransfer.loopback import LoopbackHub
+from baton.tests.e2e import fates
+from baton.tests.e2e.faults import ORDERS, Fault
+from baton.tests.e2e.flips import FlipBook
+from baton.tests.e2e.soak_workers import BLOCK_SIZE, MAX_MODEL_LEN, NUM_DRAFTS, STATES, Decode, Prefill, state_of
 from baton.tests.e2e.topology import QueueSink
 from baton.tests.engine import reference
 from baton.tests.engine.toy import ToyConfig, ToyModel
 from baton.tests.engine.toy_engine import EOS
-from baton.worker.loading import request_limits
 
-NUM_BLOCKS, BLOCK_SIZE, CHUNK_LEN, NUM_DRAFTS = 96, 4, 12, 2
 MAX_ATTEMPTS = 6
-END_S = 60.0
-CONFIG = ToyConfig(vocab_size=24, max_model_len=96)
+END_S = 20.0
+HUNT_S = 1.0
+LEASE_S = 0.8
+MAX_LANDING_DEATHS = 3  # of one decode worker; then it is replaced, for the pauses between its lives grow
+CONFIG = ToyConfig(vocab_size=24, max_model_len=MAX_MODEL_LEN)
+NEVER = {(Fault.CANCEL, "draining")}  # it has gone away already
+WORKER_FAULTS = (Fault.KILL_PREFILL, Fault.KILL_DECODE, Fault.KILL_BOTH, Fault.STOP_PREFILL)
+LANDING_FAULTS = (Fault.KILL_LANDING, Fault.STOP_LANDING)
 
 
 @dataclass
@@ -50,94 +55,11 @@ class Ended:
     token_ids: list[int]
     is_whole: bool
     num_attempts: int
-    error: BatonError | None
-
-
-class Prefill:
-    """One prefill worker of one life."""
-
-    def __init__(self, soak, epoch):
-        self.pool = KVPool(soak.model.kv_layout(BLOCK_SIZE), NUM_BLOCKS, soak.model.device)
-        self.transport = FaultyTransport(soak.connect(), soak.injector, soak.damage)
-        self.transport.side = self
-        clock = MonotonicClock()
-        common = {"config": soak.transfer, "clock": clock, "pool": self.pool}
-        self.push = PushService(layout=self.pool.layout, epoch=epoch, transport=self.transport, **common)
-        self.worker = PrefillWorker(
-            runner=PrefillRunner(soak.model, self.pool),
-            pool=self.pool,
-            tokenizer=soak.tokenizer,
-            limits=request_limits(soak.model, max_model_len=96, num_draft_tokens=NUM_DRAFTS),
-            push=self.push,
-            chunk_len=CHUNK_LEN,
-            max_num_seqs=16,
-            max_queue_len=1024,
-            clock=clock,
-            on_fatal=soak.fatal.append,
-        )
-        self.worker.start()
-
-    def die(self):
-        """No abort, no lease, no word."""
-        self.worker._loop.close()
-        self.push.close()
-        for run in tuple(self.worker._runs.values()):
-            run.stream.end(WorkerLost("the prefill worker died"))
-
-    def holds(self, key):
-        return key in self.worker._runs
-
-
-class Decode:
-    """One decode worker of one life, its landing in a process of its own or on a thread."""
-
-    def __init__(self, soak, epoch):
-        layout = soak.model.kv_layout(BLOCK_SIZE)
-        clock = MonotonicClock()
-        setup = LandingSetup(
-            epoch=epoch,
-            layout=layout,
-            num_blocks=NUM_BLOCKS,
-            tp_size=1,
-            listen=Listen(soak.control, "tcp://127.0.0.1:0", ("shm",) if soak.transfer.transport == "shm" else ()),
-            config=soak.transfer,
-        )
-        if soak.has_process:
-            region = landing_region([PoolGeometry(layout, NUM_BLOCKS)], soak.transfer)
-            self.pool = KVPool(layout, NUM_BLOCKS, soak.model.device, memory=region.pool(0))
-            self.landing = LandingService.in_process(region, setup)
-        else:
-            self.pool = KVPool(layout, NUM_BLOCKS, soak.model.device)
-            transport = ZmqTransport(bind="tcp://127.0.0.1:0", config=soak.transfer)
-            self.landing = LandingService.on_thread(
-                pool=self.pool, layout=layout, epoch=epoch, transport=transport, config=soak.transfer, clock=clock
-            )
-        self.worker = DecodeWorker(
-            runner=DecodeRunner(soak.model, self.pool, 16, NUM_DRAFTS),
-            pool=self.pool,
-            tokenizer=soak.tokenizer,
-            limits=request_limits(soak.model, max_model_len=96, num_draft_tokens=NUM_DRAFTS),
-            landing=self.landing,
-            max_num_seqs=16,
-            max_queue_len=1024,
-            clock=clock,
-            on_fatal=soak.fatal.append,
-        )
-        self.worker.start()
+    errors: list[BatonError]
 
     @property
-    def peer(self):
-        return DecodePeer("decode", self.landing.address, self.landing.epoch)
-
-    def die(self):
-        """The process is gone, and its landing with it."""
-        self.worker._loop.close()
-        self.landing.close()
-        for sequence in self.worker._scheduler.sequences():
-            sequence.stream.end(WorkerLost("the decode worker died"))
-
-    def holds(self, key):
-        return self.worker._scheduler.get(key) is not None
+    def has_failed(self):
+        return not self.is_whole and len(self.errors) == MAX_ATTEMPTS
 
 
 class Soak:
@@ -145,43 +67,87 @@ class Soak:
 
     Args:
         tokenizer: of the toy model.
-        injector: of faults.
-        transport: policy for lanes.
+        injector: of faults by message.
+        transport: policy for lanes, or "loopback".
         has_process: the landing has one of its own.
+        is_raw: decode workers offer the raw lane.
+        prefix_cache: of prefill workers.
+        strikes: what hunts may do; none: faults strike by message alone.
+        hunt_every: requests that end between two hunts.
         config: of the hand-off, beside that.
     """
 
     def __init__(
-        self, tokenizer, injector, *, transport="zmq", has_process=False, num_prefill=2, num_decode=2, **config
+        self,
+        tokenizer,
+        injector,
+        *,
+        transport="zmq",
+        has_process=False,
+        is_raw=True,
+        prefix_cache=True,
+        strikes=ORDERS,
+        hunt_every=15,
+        **config,
     ):
         self.tokenizer, self.injector = tokenizer, injector
         self.model = ToyModel(config=CONFIG)
-        self.control = "grpc" if transport == "grpc" else "zmq"
-        self.has_process = has_process
-        self.transfer = KVTransferConfig(
-            transport=transport, lease_s=0.8, heartbeat_s=0.1, commit_timeout_s=3.0, ring_slots=128, **config
-        )
+        self.has_process, self.is_raw, self.prefix_cache = has_process, is_raw and transport == "zmq", prefix_cache
+        self.hub = LoopbackHub() if transport == "loopback" else None
+        times = {"lease_s": LEASE_S, "heartbeat_s": 0.1, "commit_timeout_s": 3.0, "ring_slots": 128}
+        self.transfer = KVTransferConfig(transport=transport, max_landing_deaths=1000, **{**times, **config})
+        self.decode_transfer = replace(self.transfer, raw_streams=1 if self.is_raw else 0)
         self.fatal = []
-        self.rng = random.Random(1)
-        self.lock = threading.Lock()
-        self.next_epoch = 1000
+        self.book = FlipBook()
+        self.strikes = Counter()  # (state, fault): attempts that were there when it struck
         self.cancels_ms = []
         self.running = {}  # attempt to (prefill, decode, sinks)
+        self.d_epochs_dead = set()
+        self.rng = random.Random(injector.seed)
+        self.lock = threading.Lock()
+        self._faults = [fault for fault in strikes if has_process or fault not in LANDING_FAULTS]
+        self._hunt_every = hunt_every
+        self._num_ended = self._num_hunted = 0
+        self._watch(flip_rate=injector.header_flip_rate)
+        self._next_epoch = random.SystemRandom().getrandbits(48) << 8  # names files of this host
         self.prefill = [Prefill(self, self._epoch()) for _ in range(2)]
         self.decode = [Decode(self, self._epoch()) for _ in range(2)]
-        self.is_over = False
-        self.orders = threading.Thread(target=self._obey, daemon=True)
-        self.orders.start()
-
-    def connect(self):
-        return ZmqTransport(config=self.transfer)
+        self._timers = []
+        self._is_over = False
+        self._thread = threading.Thread(target=self._strike_on, daemon=True)
+        self._broken = None
+        self._thread.start()
 
     def close(self):
-        self.is_over = True
-        self.orders.join(30)
+        self._is_over = True
+        self._thread.join(30)
+        for timer in self._timers:
+            timer.join()
         for side in (*self.prefill, *self.decode):
             side.worker.close()
+        self._end_watch()
+        assert self._broken is None, self._broken
         assert not self.fatal, self.fatal
+
+    def _watch(self, flip_rate):
+        """Have every landing write down what became of frames."""
+        file, self.fates_path = tempfile.mkstemp(prefix="baton-fates-")
+        os.close(file)
+        end = fates.watch(self.fates_path, flip_rate)
+        module = landing_child.MODULE
+        landing.LandingDriver = fates.WatchedDriver
+        landing_child.MODULE = "baton.tests.e2e.fates"
+        variables = {fates.PATH_VARIABLE: self.fates_path, fates.FLIP_VARIABLE: str(flip_rate)}
+        os.environ |= variables
+
+        def end_watch():
+            end()
+            landing.LandingDriver = LandingDriver
+            landing_child.MODULE = module
+            for name in variables:
+                del os.environ[name]
+
+        self._end_watch = end_watch
 
     # The router's part
 
@@ -191,32 +157,40 @@ class Soak:
             return list(threads.map(self._serve, requests))
 
     def _serve(self, request):
-        delivered = []
-        error = None
+        delivered, errors = [], []
         for attempt in range(1, MAX_ATTEMPTS + 1):
             key = AttemptKey(request.key.request_id, attempt)
             try:
-                is_whole = self._attempt(replace(request, key=key), delivered)
-                return Ended(request, delivered, is_whole, attempt, None)
+                self._attempt(replace(request, key=key), delivered)
+                break
             except RequestCancelled:
-                return Ended(request, delivered, False, attempt, None)
+                break
             except BatonError as failed:
-                error = failed
-                time.sleep(0.02 * attempt)
-        return Ended(request, delivered, False, MAX_ATTEMPTS, error)
+                errors.append(failed)
+                time.sleep(0.1 * attempt)
+        else:
+            attempt = MAX_ATTEMPTS + 1
+        with self.lock:
+            self._num_ended += 1
+        is_whole = self._is_whole(request, delivered)
+        return Ended(request, delivered, is_whole, attempt, errors)
+
+    @staticmethod
+    def _is_whole(request, delivered):
+        return len(delivered) == request.sampling.max_tokens or (bool(delivered) and delivered[-1] == EOS)
 
     def _attempt(self, request, delivered):
         with self.lock:
             prefill, decode = self.rng.choice(self.prefill), self.rng.choice(self.decode)
-        sinks = QueueSink(), QueueSink()
-        with self.lock:
+            sinks = QueueSink(), QueueSink()
             self.running[request.key] = prefill, decode, sinks
         try:
             decode.worker.attend(request, sinks[1])
             prefill.worker.submit(request, decode.peer, sinks[0])
-            if prefill not in self.prefill or decode not in self.decode:
-                raise WorkerLost("it died meanwhile")
-            return self._read(sinks, delivered)
+            self._read(sinks, delivered)
+        except queue.Empty:
+            state = state_of(prefill, decode, request.key)
+            raise AssertionError(f"{request.key} hangs, {state}: {delivered} of {request}") from None
         finally:
             with self.lock:
                 del self.running[request.key]
@@ -228,11 +202,11 @@ class Soak:
             if event.HasField("first_token"):
                 self._deliver(delivered, 0, [event.first_token.token])
                 if event.first_token.finish_reason:
-                    return True
+                    return
         for event in sinks[1].events(END_S):
             self._deliver(delivered, event.tokens.index, list(event.tokens.token_ids))
             if event.tokens.finish_reason:
-                return True
+                return
         raise AssertionError("a stream ended without a reason")
 
     @staticmethod
@@ -256,21 +230,90 @@ class Soak:
                 return True
         return False
 
-    def _obey(self):
-        while not self.is_over:
-            if not self.injector.orders:
-                time.sleep(0.001)
-                continue
-            fault, attempt, side = self.injector.orders.popleft()
-            match fault:
-                case Fault.CANCEL:
-                    self._cancel(attempt)
-                case Fault.KILL_PREFILL:
-                    self._replace(self.prefill, side, Prefill)
-                case Fault.KILL_DECODE:
-                    self._replace(self.decode, self.rng.choice(self.decode), Decode)
-                case Fault.KILL_LANDING | Fault.STOP_LANDING:
-                    self._hit_landing(self.rng.choice(self.decode), fault)
+    def _strike_on(self):
+        try:
+            while not self._is_over:
+                if self.injector.orders:
+                    self._obey(*self.injector.orders.popleft())
+                elif self._is_hunting and self._num_ended >= self._num_hunted * self._hunt_every:
+                    self._num_hunted += 1
+                    self._hunt()
+                else:
+                    time.sleep(0.001)
+        except BaseException as error:
+            self._broken = error
+            raise
+
+    def _obey(self, fault, attempt, side):
+        """A fault that a message drew."""
+        with self.lock:
+            found = self.running.get(attempt)
+        if found is not None:
+            self._strike(fault, attempt, found[0], found[1])
+        elif fault is Fault.KILL_PREFILL and side in self.prefill:
+            self._strike(fault, None, side, self.decode[0])
+        elif fault is not Fault.CANCEL:
+            self._strike(fault, None, *self._any_pair())
+
+    @property
+    def _is_hunting(self):
+        return self.injector.is_on and bool(self._faults)
+
+    def _hunt(self):
+        """Wait for an attempt in the state where the fault drawn has struck least, and strike."""
+        faults = [Fault.CANCEL] if Fault.CANCEL in self._faults and self.rng.random() < 0.5 else self._faults
+        wanted = [(state, fault) for fault in faults for state in STATES if (fault, state) not in NEVER]
+        least = min(self.strikes[where] for where in wanted)
+        state, fault = self.rng.choice([where for where in wanted if self.strikes[where] == least])
+        end_s = time.monotonic() + HUNT_S
+        while time.monotonic() < end_s and self.injector.is_on:
+            for key, prefill, decode in self._candidates(state):
+                if state_of(prefill, decode, key) == state:
+                    self._strike(fault, key, prefill, decode)
+                    return
+            time.sleep(0.0005)
+
+    def _candidates(self, state):
+        if state != "draining":
+            with self.lock:
+                found = [(key, prefill, decode) for key, (prefill, decode, _) in self.running.items()]
+            self.rng.shuffle(found)
+            return found
+        with suppress(RuntimeError):  # a table changed while it was looked at
+            return [(key, p, d) for p in self.prefill for d in self.decode for key in (*p.keys(), *d.keys())]
+        return []
+
+    def _strike(self, fault, key, prefill, decode):
+        match fault:
+            case Fault.CANCEL:
+                self._cancel(key)
+                return
+            case Fault.KILL_LANDING | Fault.STOP_LANDING:
+                if not self.has_process:
+                    return
+                if decode.num_landing_deaths >= MAX_LANDING_DEATHS:
+                    self._strike(Fault.KILL_DECODE, key, prefill, decode)
+                    return
+        self._count(fault, prefill, decode)
+        if fault in (Fault.KILL_PREFILL, Fault.KILL_BOTH):
+            self._replace(self.prefill, prefill, Prefill)
+        if fault in (Fault.KILL_DECODE, Fault.KILL_BOTH):
+            self._replace(self.decode, decode, Decode)
+        if fault is Fault.STOP_PREFILL:
+            prefill.stop(self.rng.uniform(0.1, 2.0) * self.transfer.lease_s)
+        if fault in LANDING_FAULTS:
+            self._hit_landing(decode, fault)
+
+    def _count(self, fault, prefill, decode):
+        """Every attempt that the fault strikes, by its state."""
+        of_prefill = fault in (Fault.KILL_PREFILL, Fault.KILL_BOTH, Fault.STOP_PREFILL)
+        for state in STATES:
+            for key, p, d in self._candidates(state):
+                is_struck = (of_prefill and p is prefill) or (fault is not Fault.STOP_PREFILL and d is decode)
+                if fault is Fault.KILL_PREFILL:
+                    is_struck = p is prefill
+                if is_struck and state_of(p, d, key) == state:
+                    self.strikes[state, fault] += 1
 
     def _cancel(self, attempt):
         with self.lock:
@@ -278,16 +321,23 @@ class Soak:
         if found is None:
             return
         prefill, decode, sinks = found
+        state = state_of(prefill, decode, attempt)
         start_s = time.monotonic()
         for sink in sinks:
             sink.end(RequestCancelled("the client went away"))
         prefill.worker.cancel(attempt)
         decode.worker.cancel(attempt)
+        if state is not None:
+            self.strikes[state, Fault.CANCEL] += 1
         while prefill.holds(attempt) or decode.holds(attempt):
-            if time.monotonic() - start_s > 5 or prefill not in self.prefill or decode not in self.decode:
+            is_disturbed = prefill not in self.prefill or decode not in self.decode
+            is_disturbed |= max(prefill.standing_until_s, decode.stopped_until_s) > start_s
+            if is_disturbed:
                 return
-            time.sleep(0.0005)
-        self.cancels_ms.append(1e3 * (time.monotonic() - start_s))
+            assert time.monotonic() - start_s < 10, f"{attempt} is held for 10 s after its cancel in {state}"
+            time.sleep(0.0002)
+        if state is not None:
+            self.cancels_ms.append((1e3 * (time.monotonic() - start_s), state))
 
     def _replace(self, sides, side, make):
         if side not in sides:
@@ -295,29 +345,42 @@ class Soak:
         new = make(self, self._epoch())
         with self.lock:
             sides[sides.index(side)] = new
+        if make is Decode:
+            self.d_epochs_dead.add(side.landing.epoch)
         side.die()
+        with self.lock:
+            orphans = [(at, sinks) for *pair, sinks in self.running.values() for at in (0, 1) if pair[at] is side]
+        for at, sinks in orphans:
+            sinks[at].end(WorkerLost("the worker died"))
 
     def _hit_landing(self, decode, fault):
-        pid = getattr(decode.landing._host, "pid", None)
-        if not self.has_process or not pid:
+        host = decode.landing._host
+        if not host.pid or decode not in self.decode:
             return
-        try:
-            os.kill(pid, signal.SIGKILL if fault is Fault.KILL_LANDING else signal.SIGSTOP)
-        except ProcessLookupError:
+        self.d_epochs_dead.add(host.epoch)
+        with suppress(ProcessLookupError):
+            os.kill(host.pid, signal.SIGKILL if fault is Fault.KILL_LANDING else signal.SIGSTOP)
+        decode.num_landing_deaths += 1
+        if fault is Fault.KILL_LANDING:
+            decode.stopped_until_s = time.monotonic() + 1.0
             return
-        if fault is Fault.STOP_LANDING:
-            threading.Timer(self.rng.uniform(0.05, 1.5), self._go_on, [pid]).start()
+        pause_s = self.rng.uniform(0.1, 2.0) * self.transfer.lease_s
+        decode.stopped_until_s = time.monotonic() + pause_s + 1.0
+        timer = threading.Timer(pause_s, self._go_on, [host.pid])
+        self._timers.append(timer)
+        timer.start()
 
     @staticmethod
     def _go_on(pid):
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-        except ProcessLookupError:
-            pass
+
+    def _any_pair(self):
+        return self.rng.choice(self.prefill), self.rng.choice(self.decode)
 
     def _epoch(self):
-        self.next_epoch += 1
-        return self.next_epoch
+        self._next_epoch += 1
+        return self._next_epoch
 
     # What must hold
 
@@ -344,13 +407,40 @@ class Soak:
             time.sleep(0.01)
         return time.monotonic() - start_s
 
+    def account(self):
+        """(what became of damaged frames, what is wrong with that); when nothing is under way any more."""
+        found, totals = fates.read(self.fates_path)
+        counts, wrong = self.book.account(found, self.d_epochs_dead)
+        wrong += [("a damaged message was believed", message) for message in self.book.controls_believed]
+        by_fate = Counter()
+        for (_, fate), count in totals.items():
+            by_fate[fate] += count
+        if by_fate[fates.Fate.DAMAGED] > by_fate[fates.Fate.HEADER]:
+            wrong.append("a lane believed a damaged header")
+        for decode in self.decode:  # the landing's own counts say the same, unless it died with some unsaid
+            epoch = decode.first_epoch
+            if epoch in self.d_epochs_dead:
+                continue
+            said = decode.landing.inventory()
+            wrong += [
+                f"the landing counts {said[name]} as {name}, the log {totals[epoch, fate]}"
+                for name, fate in fates.OF_COUNT.items()
+                if said[name] != totals[epoch, fate]
+            ]
+        return {**counts, "headers on arrival": by_fate[fates.Fate.HEADER]}, by_fate, wrong
 
-def make_requests(num_requests, seed, num_prompts=60):
-    """Requests whose prompts come again and again, with samplings of both kinds."""
+
+def make_requests(num_requests, seed, num_prompts=60, num_stems=12):
+    """Requests whose prompts come again and again, many with a common beginning, with samplings of both kinds."""
     rng = random.Random(seed)
-    prompts = [tuple(rng.randrange(24) for _ in range(rng.randint(1, 60))) for _ in range(num_prompts)]
+
+    def tokens(max_len):
+        return tuple(rng.randrange(24) for _ in range(rng.randint(1, max_len)))
+
+    stems = [tokens(40) for _ in range(num_stems)]
     kinds = []
-    for prompt in prompts:
+    for index in range(num_prompts):
+        prompt = (stems[index % num_stems] if index % 3 else ()) + tokens(20)
         sampled = rng.random() < 0.5
         sampling = SamplingParams(
             max_tokens=rng.randint(1, 24),
@@ -368,7 +458,7 @@ def make_requests(num_requests, seed, num_prompts=60):
                 sampling=sampling,
                 deadline_s=1e12,
                 num_draft_tokens=NUM_DRAFTS,
-                tenant="" if rng.random() < 0.5 else f"t{rng.randrange(200)}",
+                tenant=rng.choice(("", "t1", "t2", "t3")),
             )
         )
     return requests

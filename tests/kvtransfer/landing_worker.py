@@ -18,7 +18,7 @@ D_EPOCH = 0x8000000000000001
 class LandingWorker:
     """A landing in a process of its own, and blocks."""
 
-    def __init__(self, layout=None, *, num_blocks=64, tp_size=1, lanes=(), bind="tcp://127.0.0.1:0", **config):
+    def __init__(self, layout=None, *, num_blocks=64, tp_size=1, lanes=(), control="zmq", bind="tcp://127.0.0.1:0", **config):
         self.layout = layout or make_layout()
         self.config = KVTransferConfig(**config)
         self.setup = LandingSetup(
@@ -26,7 +26,7 @@ class LandingWorker:
             layout=self.layout,
             num_blocks=num_blocks,
             tp_size=tp_size,
-            listen=Listen("zmq", bind, tuple(lanes)),
+            listen=Listen(control, bind, tuple(lanes)),
             config=self.config,
         )
         self.region = landing_region(self.setup.geometries, self.config)

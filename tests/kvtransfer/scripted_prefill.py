@@ -72,25 +72,26 @@ class ScriptedPrefill:
                 poll()
             self.receive()
 
-    def hello(self, poll=None):
+    def hello(self, poll=None, **changes):
+        """Say HELLO, with other values in the fields named; returns the answer."""
         heads = self.layout.heads_of(0, self.rank, self.size)
-        self.send(
-            kv_pb2.Hello(
-                version=VERSION,
-                epoch=self.p_epoch,
-                layout=layout_message(self.layout),
-                tp_size=self.size,
-                tp_rank=self.rank,
-                head_first=heads.first,
-                head_count=heads.count,
-                capabilities=[DIGEST],
-                lanes=self.lanes,
-                host_id=self.host_id,
-                life_file=self.life_file,
-                sent_ns=time.monotonic_ns(),
-            )
-        )
-        reply = self.wait_for("hello_reply", poll=poll)
+        fields = {
+            "version": VERSION,
+            "epoch": self.p_epoch,
+            "layout": layout_message(self.layout),
+            "tp_size": self.size,
+            "tp_rank": self.rank,
+            "head_first": heads.first,
+            "head_count": heads.count,
+            "capabilities": [DIGEST],
+            "lanes": self.lanes,
+            "host_id": self.host_id,
+            "life_file": self.life_file,
+            "sent_ns": time.monotonic_ns(),
+        }
+        sent = kv_pb2.Hello(**{**fields, **changes})
+        self.send(sent)
+        reply = self.wait_for("hello_reply", lambda reply: reply.echo_sent_ns == sent.sent_ns, poll=poll)
         self.d_epoch = reply.epoch
         return reply
 

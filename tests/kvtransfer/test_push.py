@@ -85,12 +85,15 @@ def make_prefill(decodes, request):
         return prefill
 
     yield make
-    for prefill in made:
-        for key in tuple(prefill.decode.tables):
-            if prefill.find(Sealed, key):
-                prefill.decode.release(key)
-        prefill.assert_clean()
-        prefill.close()
+    try:
+        for prefill in made:
+            for key in tuple(prefill.decode.tables):
+                if prefill.find(Sealed, key):
+                    prefill.decode.release(key)
+            prefill.assert_clean()
+    finally:
+        for prefill in made:
+            prefill.close()
 
 
 @pytest.mark.fast
@@ -483,6 +486,31 @@ def test_a_decode_worker_that_stopped_holds_up_nobody_else(make_prefill, decodes
             assert prefill.find(PushFailed, key) is None
             prefill.push.abort(key, "enough")
             prefill.wait_for(PushDrained, key)
+    finally:
+        bad.landing.close()
+
+
+def test_no_source_block_is_read_any_more_once_a_push_has_drained(make_prefill):
+    """The raw lane sends from the pool itself: what the sockets did not take yet is taken back first."""
+    layout = make_layout(block_size=16, num_layers=40, num_kv_heads=8, head_dim=128)
+    bad = Decode(layout, lanes=(), num_blocks=6, **TIMES)
+    prefill = make_prefill(bad, layout=layout, transport="zmq", num_blocks=6)
+    transport = prefill.push._transport
+    try:
+        key = prefill.reserve("pinned", 64)
+        prefill.wait_for(Granted, key)
+        while prefill.push.lane_of(bad.peer.kv_address).lane != "raw":
+            prefill.poll()
+        os.kill(bad.landing._host.pid, signal.SIGSTOP)
+        prefill.push._protocol.transfer(key).two_layers_bytes = 1 << 30
+        prefill.compute(key)
+        time.sleep(0.1)
+        assert transport.num_pinned(bad.peer.kv_address) > 0, "20 MiB fit no socket"
+        prefill.push.abort(key, "enough")
+        prefill.wait_for(PushDrained, key, 1.0)
+        assert transport.num_pinned(bad.peer.kv_address) == 0
+        os.kill(bad.landing._host.pid, signal.SIGCONT)
+        prefill.wait_for(Drained, key)
     finally:
         bad.landing.close()
 

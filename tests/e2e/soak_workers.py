@@ -1,0 +1,219 @@
+"""The workers of a soak: the product's own, with faults at their prefill side and a watch at their landing."""
+
+import threading
+import time
+
+from baton.core.clock import MonotonicClock
+from baton.decode_worker.scheduler import DecodeState
+from baton.decode_worker.worker import DecodeWorker
+from baton.engine.decode import DecodeRunner
+from baton.engine.prefill import PrefillRunner
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.landing import LandingService, landing_region
+from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.push import DecodePeer, PushService
+from baton.kvtransfer.transports import bind_address, connecting_transport, control_channel, listening_transport
+from baton.prefill_worker.scheduler import PrefillState
+from baton.prefill_worker.worker import PrefillWorker
+from baton.tests.e2e.faults import FaultyTransport
+from baton.worker.loading import request_limits
+
+NUM_BLOCKS, BLOCK_SIZE, CHUNK_LEN, NUM_DRAFTS = 96, 4, 12, 2
+NUM_SLOTS = 5  # fewer than landings, so that what is sealed waits
+MAX_MODEL_LEN = 96
+
+
+def worker_arguments(soak, pool, clock):
+    return {
+        "pool": pool,
+        "tokenizer": soak.tokenizer,
+        "limits": request_limits(soak.model, max_model_len=MAX_MODEL_LEN, num_draft_tokens=NUM_DRAFTS),
+        "max_queue_len": 1024,
+        "clock": clock,
+        "on_fatal": soak.fatal.append,
+    }
+
+
+class Prefill:
+    """One prefill worker of one life."""
+
+    def __init__(self, soak, epoch):
+        self.epoch = epoch
+        self.standing_until_s = 0.0
+        self.pool = KVPool(soak.model.kv_layout(BLOCK_SIZE), NUM_BLOCKS, soak.model.device)
+        self.last_layer = self.pool.layout.num_all_layers - 1
+        if soak.hub is not None:
+            inner = soak.hub.join(f"p{epoch}")
+        else:
+            inner = connecting_transport(soak.transfer)
+        sends_at_once = soak.hub is not None or (soak.transfer.transport != "grpc" and not soak.is_raw)
+        transport = FaultyTransport(inner, soak.injector, soak.book, soak.damage, sends_at_once, self)
+        clock = MonotonicClock()
+        layout = self.pool.layout
+        push = {"pool": self.pool, "layout": layout, "epoch": epoch, "config": soak.transfer, "clock": clock}
+        self.push = PushService(transport=transport, **push)
+        openers = self.push._chooser._openers
+        openers["shm"] = StandingOpener(openers["shm"], self)
+        self.worker = PrefillWorker(
+            runner=PrefillRunner(soak.model, self.pool),
+            push=self.push,
+            chunk_len=CHUNK_LEN,
+            max_num_seqs=16,
+            prefix_cache=soak.prefix_cache,
+            **worker_arguments(soak, self.pool, clock),
+        )
+        self.worker.start()
+
+    def stop(self, pause_s):
+        """Its threads that push stand still wherever they are, and then go on as if nothing had been."""
+        self.standing_until_s = time.monotonic() + pause_s
+
+    def stand_still(self):
+        """Called by those threads."""
+        while (left_s := self.standing_until_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, 0.05))
+
+    def die(self):
+        """No abort, no lease, no word."""
+        self.worker._loop.close()
+        self.push.close()
+
+    def holds(self, key):
+        return key in self.worker._runs
+
+    def state(self, key):
+        run = self.worker._runs.get(key)
+        return None if run is None else run.sequence.state
+
+    def keys(self):
+        return tuple(self.worker._runs)
+
+
+class StandingOpener:
+    """Opens lanes whose writes stand still in the middle, with the gate passed."""
+
+    def __init__(self, inner, side):
+        self._inner = inner
+        self._side = side
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def open(self, *arguments):
+        return StandingLane(self._inner.open(*arguments), self._side)
+
+
+class StandingLane:
+    def __init__(self, inner, side):
+        self._inner = inner
+        self._side = side
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def write(self, *arguments, **more):
+        self._side.stand_still()
+        return self._inner.write(*arguments, **more)
+
+
+class Decode:
+    """One decode worker of one life, its landing in a process of its own or on a thread."""
+
+    def __init__(self, soak, epoch):
+        self.first_epoch = epoch
+        self.num_landing_deaths = 0
+        self.stopped_until_s = 0.0
+        layout = soak.model.kv_layout(BLOCK_SIZE)
+        clock = MonotonicClock()
+        kind = control_channel(soak.transfer)
+        bind = bind_address(kind, "127.0.0.1")
+        if soak.has_process:
+            lanes = ("shm",) if soak.transfer.transport == "shm" else ()
+            setup = LandingSetup(
+                epoch=epoch,
+                layout=layout,
+                num_blocks=NUM_BLOCKS,
+                tp_size=1,
+                listen=Listen(kind, bind, lanes),
+                config=soak.decode_transfer,
+            )
+            region = landing_region([PoolGeometry(layout, NUM_BLOCKS)], soak.transfer)
+            self.pool = KVPool(layout, NUM_BLOCKS, soak.model.device, memory=region.pool(0))
+            self.landing = LandingService.in_process(region, setup)
+        else:
+            self.pool = KVPool(layout, NUM_BLOCKS, soak.model.device)
+            if soak.hub is not None:
+                transport = soak.hub.join(f"d{epoch}")
+            else:
+                transport = listening_transport(kind, bind, soak.decode_transfer)
+            self.landing = LandingService.on_thread(
+                pool=self.pool, layout=layout, epoch=epoch, transport=transport, config=soak.transfer, clock=clock
+            )
+        self.worker = DecodeWorker(
+            runner=DecodeRunner(soak.model, self.pool, NUM_SLOTS, NUM_DRAFTS),
+            landing=self.landing,
+            max_num_seqs=NUM_SLOTS,
+            **worker_arguments(soak, self.pool, clock),
+        )
+        self.worker.start()
+
+    @property
+    def peer(self):
+        return DecodePeer("decode", self.landing.address, self.landing.epoch)
+
+    def die(self):
+        """The process is gone, and its landing with it."""
+        self.worker._loop.close()
+        self.landing.close()
+
+    def holds(self, key):
+        scheduler = self.worker._scheduler
+        return scheduler.get(key) is not None or key in scheduler._quarantined
+
+    def keys(self):
+        scheduler = self.worker._scheduler
+        return (*scheduler._sequences, *scheduler._quarantined)
+
+    def waits(self, key):
+        return any(reserve.attempt == key for reserve in tuple(self.worker._scheduler._reserves))
+
+
+STATES = (
+    "queued",  # at the prefill worker; nothing is asked for yet
+    "reserving",  # RESERVE is on its way, or its answer
+    "reserve waits",  # for blocks
+    "filling",  # granted; chunks are computed and pushed
+    "committed",  # COMMIT is on its way, and the landing not sealed
+    "sealed",  # verified; waits for a slot
+    "running",
+    "draining",  # given up; blocks wait until nobody reads or writes them
+)
+
+
+def state_of(prefill, decode, key):
+    """Where an attempt is, as both sides know it; None if it is nowhere. Any thread."""
+    try:
+        here, sequence = prefill.state(key), decode.worker._scheduler.get(key)
+        if here is PrefillState.ABORTING or key in decode.worker._scheduler._quarantined:
+            return "draining"
+        match None if sequence is None else sequence.state:
+            case DecodeState.RUNNING:
+                return "running"
+            case DecodeState.READY:
+                return "sealed"
+            case DecodeState.LANDING:
+                return "committed" if here is PrefillState.COMMITTING else "filling"
+        if here is PrefillState.WAITING:
+            return "queued"
+        if here is not None:
+            return "reserve waits" if decode.waits(key) else "reserving"
+    except RuntimeError:
+        pass  # a table changed while it was looked at
+    return None
+
+
+def num_threads():
+    """Threads of this process that pushes, landings and loops have."""
+    names = ("kv-", "decode-loop", "prefill-loop")
+    return sum(thread.name.startswith(names) for thread in threading.enumerate())
