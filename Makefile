@@ -36,7 +36,7 @@ test-gpu:
 	PYTHONPATH=$(CURDIR)/.gpu $(GPU_PYTHON) -m pytest -q -c tests/gpu/pytest.ini --rootdir=. -m gpu tests/gpu
 
 bench: dev
-	$(BIN)/baton bench
+	$(BIN)/baton bench kv
 
 dev: .venv/.done
 

@@ -135,13 +135,15 @@ class Side:
             case ("steps", StepPlan() as plan):
                 from baton.bench.kv_step import run_steps  # with it comes torch
 
-                return run_steps(self, plan)
+                return run_steps(self, plan)  # pyright: ignore[reportArgumentType]
             case ("collect", list() as indices):
                 return self.collect(indices)
             case ("check", list() as indices):
                 return self.check(indices)
             case ("counts", None):
                 return self.counts()
+            case ("lane", None):
+                return self.sender.lane if self.sender is not None else ""
             case ("busy", None):
                 self.busy()
             case _:

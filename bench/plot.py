@@ -28,10 +28,10 @@ def require_plot(path: Path) -> None:
 
 def plot_kv(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Bars with ranges: one line of panels for each workload, rate on the left, exposed time on the right."""
-    import matplotlib
+    import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     workloads = sorted({row["workload"] for row in rows})
     height = max(2.0, 0.32 * len(rows) / len(workloads) + 1)

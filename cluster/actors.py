@@ -6,14 +6,18 @@ decorates these classes, and only a worker outside the driver's host asks Ray fo
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, from_wire
 
 NODE_ADDRESS = "<node>"  # a WorkerConfig.host that becomes the address of the node Ray placed the worker on
+SEE_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # "1": Ray leaves it to the worker which it sees
+GPU_FILES = "nvidia[0-9]*"
 _MARK = "baton-error"
 
 
@@ -56,6 +60,8 @@ class WorkerActor:
     def __init__(self, config: WorkerConfig, load_shell: ShellLoader) -> None:
         if config.host == NODE_ADDRESS:
             config = dataclasses.replace(config, host=_node_address())
+        if config.device == "cuda":
+            _see_all_gpus()
         try:
             self._shell = load_shell()(config)
         except BatonError as error:
@@ -81,6 +87,17 @@ class PrefillActor(WorkerActor):
 
 class DecodeActor(WorkerActor):
     """Named so that `ps` and Ray's own tools show the role."""
+
+
+def _see_all_gpus() -> None:
+    """Make this worker's GPU the first, and see the others of the host, whose memory it may write. Before torch."""
+    import ray
+
+    own = [str(gpu) for gpu in ray.get_gpu_ids()]
+    if own and os.environ.get(SEE_ALL_GPUS) == "1":
+        told = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        every = told.split(",") if told else [str(index) for index in range(len(list(Path("/dev").glob(GPU_FILES))))]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*own, *(gpu for gpu in every if gpu not in own)])
 
 
 def _node_address() -> str:

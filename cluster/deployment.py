@@ -21,6 +21,7 @@ from typing import Any, Self
 from baton.cluster import processes
 from baton.cluster.actors import (
     NODE_ADDRESS,
+    SEE_ALL_GPUS,
     DecodeActor,
     PrefillActor,
     ShellLoader,
@@ -222,6 +223,7 @@ class Deployment:
             "TOKENIZERS_PARALLELISM": "false",
             "NCCL_NVLS_ENABLE": "0",
             "RAY_AUTH_MODE": os.environ["RAY_AUTH_MODE"],
+            SEE_ALL_GPUS: "1",
         }
         return {
             "name": f"baton-{self._id}-{worker_id}",

@@ -45,7 +45,7 @@ class Path:
         """A cell of the table."""
         if not self.has_met:
             return "-"
-        rate = "" if self.gbps is None else f" {self.gbps:.2f} GB/s"
+        rate = "" if self.gbps is None else f" {self.gbps:.3g} GB/s"
         latency = "" if self.round_trip_ms is None else f" {self.round_trip_ms:.2f} ms"
         return (self.lane or "NONE") + rate + latency
 

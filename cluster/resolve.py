@@ -124,7 +124,16 @@ def transfer_config(config: ServeConfig) -> KVTransferConfig:
     hook = os.environ.get(TEST_HOOK_VARIABLE, "")
     if hook not in ("", "drop_pushes"):
         raise ConfigInvalid(f"{TEST_HOOK_VARIABLE}={hook}: the only hook is drop_pushes", keys=[TEST_HOOK_VARIABLE])
-    return KVTransferConfig(transport=config.transport, digest=config.kv_digest, drop_pushes=hook == "drop_pushes")
+    return KVTransferConfig(
+        transport=config.transport,
+        digest=config.kv_digest,
+        curve_key_file=config.kv_curve_key_file,
+        tls_cert_file=config.kv_tls_cert_file,
+        tls_key_file=config.kv_tls_key_file,
+        tls_ca_file=config.kv_tls_ca_file,
+        tls_server_name=config.kv_tls_server_name,
+        drop_pushes=hook == "drop_pushes",
+    )
 
 
 def resolve_worker(

@@ -32,6 +32,11 @@ class ServeConfig(BaseModel):
     mtp: int | Literal["auto"] = Field(2, description="draft tokens per step, 0 to 4; auto adapts")
     transport: TransportName = Field("auto", description="KV data path; auto takes the best that each pair proves")
     kv_digest: bool = Field(True, description="digest KV end to end; off, sockets check crc32c instead")
+    kv_curve_key_file: str = Field("", description="ZMQ key pair of the deployment: encrypts KV, admits nobody else")
+    kv_tls_cert_file: str = Field("", description="with --transport grpc: certificate of this host's workers")
+    kv_tls_key_file: str = Field("", description="and its private key")
+    kv_tls_ca_file: str = Field("", description="who signed the certificates; peers must present one")
+    kv_tls_server_name: str = Field("", description="the name in the certificates, if it is not the address")
     scheduling: Literal["async", "sync"] = Field("sync", description="overlap scheduling with the running step")
     numerics: Numerics = Field(
         Numerics.DEFAULT, strict=False, description="default, or invariant: tokens never depend on batching"
@@ -127,6 +132,7 @@ class KVTransferConfig:
     ring_slots: int = 1024
     max_frame_bytes: int = 8 << 20
     window_bytes: int = 64 << 20
+    staging_mib: int = 1024  # host memory before a decode worker's GPU pool; a prompt that comes by sockets fits in it
     max_resends: int = 2
     commit_timeout_s: float = 5.0
     max_landing_deaths: int = 8  # of a landing process within a minute; with the last one the worker gives up

@@ -15,7 +15,7 @@ from baton.engine.decode import DecodeRunner
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.landing import LandingService, landing_region
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
-from baton.kvtransfer.lanes import SHM
+from baton.kvtransfer.lanes import NIXL, NVLINK, SHM
 from baton.kvtransfer.shared_region import SharedRegion
 from baton.kvtransfer.transports import bind_address, control_channel
 from baton.proto import worker_pb2, worker_pb2_grpc
@@ -73,16 +73,20 @@ class DecodeNode:
 
         try:
             loaded = load_worker(config, pool_memory=pool_memory)
-            is_shared = config.transfer.transport in ("auto", "shm")
             kind = control_channel(config.transfer)
+            lanes = tuple(lane for lane in (NVLINK, SHM) if config.transfer.transport in ("auto", lane))
+            if config.transfer.transport == NIXL:
+                lanes = (NIXL,)
             setup = LandingSetup(
                 epoch=self.epoch,
                 layout=loaded.layout,
                 num_blocks=loaded.pool.num_blocks,
                 tp_size=loaded.pool.geometry.size,
-                listen=Listen(kind, bind_address(kind, config.host), (SHM,) if is_shared else ()),
+                listen=Listen(kind, bind_address(kind, config.host), lanes),
                 config=config.transfer,
             )
+            if loaded.pool.device.type == "cuda":
+                return loaded, LandingService.over_device(loaded.pool, setup)
             return loaded, LandingService.in_process(regions[0], setup)
         except BaseException:
             for region in regions:

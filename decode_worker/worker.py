@@ -26,6 +26,7 @@ from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, Res
 from baton.proto import kv_pb2, worker_pb2
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
+from baton.worker.transfer_counts import landing_counts
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class DecodeWorker:
             num_requests_finished=self._num_finished,
             num_requests_failed=self._num_failed,
             kv_bytes=landings["bytes_landed"],
+            transfer=landing_counts(landings, self._allocator.num_quarantined),
         )
 
     # The loop: receive -> grant -> admit -> forward -> publish. Everything below runs on the loop thread.

@@ -7,16 +7,19 @@ from pathlib import Path
 from baton.kvtransfer.landing_peers import Life
 from baton.kvtransfer.landing_setup import Legacy
 from baton.kvtransfer.lanes import SAME_HOST
-from baton.kvtransfer.life_file import is_over, life_path
+from baton.kvtransfer.life_file import DIRECTORY, is_over, life_path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @functools.cache
 def host_id() -> str:
-    """The same for two processes of one machine and one boot; empty if this machine does not tell."""
+    """The same for two processes of one machine and one boot that see the same /dev/shm; empty if that is not known.
+
+    Containers of one machine may have a /dev/shm each: there a file that is missing would prove nothing.
+    """
     try:
-        return BOOT_ID.read_text().strip()
+        return f"{BOOT_ID.read_text().strip()}-{DIRECTORY.stat().st_dev}"
     except OSError:
         return ""
 

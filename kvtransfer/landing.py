@@ -9,6 +9,9 @@ with evidence that nobody writes them.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
 
 from baton.core.clock import Clock
 from baton.core.config import KVTransferConfig
@@ -18,7 +21,15 @@ from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.landing_actions import Drained, LandingEvent, LandingFailed, ReserveWanted, Sealed
+from baton.kvtransfer.device_jobs import DeviceJobs, flag_page
+from baton.kvtransfer.landing_actions import (
+    DigestWanted,
+    Drained,
+    LandingEvent,
+    LandingFailed,
+    ReserveWanted,
+    Sealed,
+)
 from baton.kvtransfer.landing_driver import COUNT_NAMES, GAUGE_NAMES, LandingDriver
 from baton.kvtransfer.landing_host import LandingHost
 from baton.kvtransfer.landing_link import LandingLink
@@ -54,6 +65,7 @@ class _Open:
         is_granted: it has blocks.
         is_sealed: the sequence has them.
         has_failed: the worker knows.
+        table: what it was granted.
     """
 
     reserve: ReserveWanted
@@ -61,6 +73,23 @@ class _Open:
     is_granted: bool = False
     is_sealed: bool = False
     has_failed: bool = False
+    table: BlockTable | None = None
+
+
+class LandingDevice(Protocol):
+    """The kernels that serve a landing whose pool is on a GPU. Called by the worker's loop."""
+
+    def launch(self, wanted: DigestWanted, table: BlockTable) -> None:
+        """Post what is wanted for a landing that has these blocks; does not wait."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until nothing that was posted is under way."""
+        ...
+
+    def close(self) -> None:
+        """The same, and give the memory back."""
+        ...
 
 
 class LandingService:
@@ -70,12 +99,20 @@ class LandingService:
         link: to the host's driver; this end is owned from here on.
         host: owned from here on.
         region: owned from here on, if there is one.
+        device: owned from here on, where the pool is on a GPU.
     """
 
-    def __init__(self, link: LandingLink, host: LandingHost, region: SharedRegion | None = None) -> None:
+    def __init__(
+        self,
+        link: LandingLink,
+        host: LandingHost,
+        region: SharedRegion | None = None,
+        device: LandingDevice | None = None,
+    ) -> None:
         self._link = link
         self._host = host
         self._region = region
+        self._device = device
         self._unsent: deque[bytes] = deque()  # commands that found the ring full; the worker's side
         self._open: dict[AttemptKey, _Open] = {}
         self._past = dict.fromkeys(COUNT_NAMES, 0)  # totals of lives gone by
@@ -110,20 +147,29 @@ class LandingService:
         link = LandingLink(
             bytearray(LandingLink.num_bytes(config.ring_slots, num_blocks)), config.ring_slots, num_blocks
         )
-        io = RankedPoolIO([PoolIO(pool.bytes_view, pool.geometry) for pool in pools])
+        device, jobs = None, None
+        if pools[0].device.type == "cpu":
+            io = RankedPoolIO([PoolIO(pool.bytes_view, pool.geometry) for pool in pools])
+        else:
+            device, jobs, io = _staged(pools[0], config)
 
         def make_driver(notify: Callable[[], None]) -> LandingDriver:
-            return LandingDriver(setup=setup, io=io, transport=transport, clock=clock, link=link, notify=notify)
+            return LandingDriver(
+                setup=setup, io=io, transport=transport, clock=clock, link=link, notify=notify, jobs=jobs
+            )
 
-        return cls(link, LandingThread(epoch, transport, make_driver))
+        return cls(link, LandingThread(epoch, transport, make_driver), device=device)
 
     @classmethod
-    def in_process(cls, region: SharedRegion, setup: LandingSetup) -> "LandingService":
+    def in_process(
+        cls, region: SharedRegion, setup: LandingSetup, device: LandingDevice | None = None
+    ) -> "LandingService":
         """A landing in a supervised process of its own; it serves when this returns.
 
         Args:
             region: from `landing_region`; owned from here on.
             setup: of the first life.
+            device: where `setup` has one.
 
         Raises:
             StartupError: it cannot serve.
@@ -131,13 +177,36 @@ class LandingService:
         setup = replace(setup, region_path=str(region.path), region_nonce=region.nonce)
         link = LandingLink(region.link, setup.config.ring_slots, setup.num_blocks)
         host = LandingSupervisor(region, link, setup)
-        service = cls(link, host, region)
+        service = cls(link, host, region, device)
         try:
             host.start()
         except BaseException:
             service.close()
             raise
         return service
+
+    @classmethod
+    def over_device(cls, pool: KVPool, setup: LandingSetup) -> "LandingService":
+        """The same over a pool on a GPU, which the process does not touch.
+
+        Args:
+            pool: of the only rank.
+            setup: of the first life, but for `device`.
+
+        Raises:
+            StartupError: it cannot serve, or there is no memory for it.
+        """
+        from baton.kvtransfer import device_landing
+
+        num_blocks = device_landing.num_staging_blocks(pool, setup.config)
+        region = device_landing.device_region(pool, num_blocks, setup.config)
+        try:
+            device = device_landing.DeviceLanding(pool, num_blocks, device_landing.memory_of(region))
+            setup = replace(setup, device=device_landing.device_setup(pool, num_blocks))
+        except BaseException:
+            region.close()
+            raise
+        return cls.in_process(region, setup, device)
 
     @property
     def address(self) -> str:
@@ -165,6 +234,8 @@ class LandingService:
     def close(self) -> None:
         """Stop; prefill workers notice by lease."""
         self._host.close()
+        if self._device is not None:
+            self._device.close()
         if self._region is not None:
             self._region.close()
 
@@ -191,7 +262,8 @@ class LandingService:
 
     def grant(self, attempt: AttemptKey, table: BlockTable) -> None:
         """Blocks for a `ReserveWanted`. `Sealed`, or `LandingFailed` and `Drained`, follows."""
-        self._open[attempt].is_granted = True
+        known = self._open[attempt]
+        known.is_granted, known.table = True, table
         self._command(GrantCommand(attempt, table))
 
     def deny(self, attempt: AttemptKey, reason: kv_pb2.Deny.Reason, detail: str) -> None:
@@ -218,15 +290,21 @@ class LandingService:
     def _take(self, data: bytes, events: list[LandingEvent]) -> None:
         event, slot = decode_record(data)
         attempt = event.attempt
+        known = self._open.get(attempt)
         match event:
+            case DigestWanted():
+                known = self._open.get(attempt)
+                if self._device is None or known is None or known.table is None:
+                    raise ProtocolError(f"a landing wants a digest of {attempt}, which has no blocks on a GPU")
+                self._device.launch(event, known.table)
+                return
             case ReserveWanted():
                 self._open[attempt] = _Open(event, self._host.epoch)
             case Sealed():
-                if self._link.words.get(slot) != event.landing_id:
-                    return  # it was given up since; LandingFailed is behind it
-                self._open[attempt].is_sealed = True
+                if known is None or known.has_failed or self._link.words.get(slot) != event.landing_id:
+                    return  # it was given up since, by the worker or by the landing; Drained is behind it
+                known.is_sealed = True
             case LandingFailed():
-                known = self._open.get(attempt)
                 if known is not None and known.is_granted:
                     known.has_failed = True
                 else:
@@ -243,6 +321,8 @@ class LandingService:
         The process is reaped and its sockets are closed: on a lane where it alone wrote, nothing is written any more.
         Where prefill workers write themselves, the next life asks each of them.
         """
+        if self._device is not None:
+            self._device.drain()
         legacies = []
         for attempt, known in tuple(self._open.items()):
             if not known.is_sealed and not known.has_failed:
@@ -283,3 +363,14 @@ def landing_region(geometries: Sequence[PoolGeometry], config: KVTransferConfig)
     sweep()
     link_bytes = LandingLink.num_bytes(config.ring_slots, geometries[0].num_blocks)
     return SharedRegion.create(link_bytes=link_bytes, pool_bytes=[geometry.num_bytes for geometry in geometries])
+
+
+def _staged(pool: KVPool, config: KVTransferConfig) -> tuple[LandingDevice, DeviceJobs, RankedPoolIO]:
+    """What a landing on a thread has before a pool on a GPU."""
+    from baton.kvtransfer import device_landing  # with it comes Triton, which CPUs have no use for
+
+    num_blocks = device_landing.num_staging_blocks(pool, config)
+    memory = device_landing.private_memory(pool, num_blocks)
+    staging = PoolIO(np.frombuffer(memory.staging, dtype=np.uint8), PoolGeometry(pool.layout, num_blocks))
+    jobs = DeviceJobs(pool.layout, num_blocks, flag_page(memory.flags))
+    return device_landing.DeviceLanding(pool, num_blocks, memory), jobs, RankedPoolIO([staging])

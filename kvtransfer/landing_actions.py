@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from baton.core.request import AttemptKey
+from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.frame import FrameHeader
 from baton.proto import kv_pb2
 
@@ -76,6 +77,33 @@ class Drained:
     """Nothing will be written into the granted blocks any more: free the table."""
 
     attempt: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class DigestWanted:
+    """Where the pool is on a GPU: layers [layer, layer + num_layers) of a landing are complete; have them verified.
+
+    `LandingService` answers by itself, with kernels: the last one raises the flag.
+
+    Attributes:
+        attempt: whose.
+        flag: slot of the flag page.
+        sequence: the number to put there, with the digest of each layer behind it.
+        layer: first.
+        num_layers: of one shape.
+        count: positions.
+        staging: if it has blocks: bring the layers from there into the pool first.
+        has_digest: False: only that.
+    """
+
+    attempt: AttemptKey
+    flag: int
+    sequence: int
+    layer: int
+    num_layers: int
+    count: int
+    staging: BlockTable
+    has_digest: bool
 
 
 @dataclass(frozen=True, slots=True)

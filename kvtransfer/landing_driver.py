@@ -6,6 +6,7 @@ turn waits for one peer: a payload that is still on its way is read by the trans
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
@@ -14,6 +15,7 @@ from baton.core.clock import Clock
 from baton.core.errors import BatonError, ProtocolError
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
+from baton.kvtransfer.device_jobs import DeviceJobs
 from baton.kvtransfer.evidence import Evidence, host_id
 from baton.kvtransfer.frame import Bytes, FrameHeader, crc_of, decode_header
 from baton.kvtransfer.landing_actions import (
@@ -23,6 +25,7 @@ from baton.kvtransfer.landing_actions import (
     LandingAction,
     LandingEvent,
     LandingFailed,
+    ReserveWanted,
     Sealed,
     SendControl,
     WriteFrame,
@@ -32,6 +35,7 @@ from baton.kvtransfer.landing_protocol import LandingProtocol
 from baton.kvtransfer.landing_rules import LandingCounts
 from baton.kvtransfer.landing_setup import LandingSetup
 from baton.kvtransfer.landing_table import LandingState
+from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.messages import encode_control, parse_control
 from baton.kvtransfer.pool_io import RankedPoolIO
 from baton.kvtransfer.records import (
@@ -50,6 +54,7 @@ from baton.proto import kv_pb2
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.02
+FLAG_S = 50e-6  # between looks at the flags of kernels
 COUNT_S = 0.01  # counts may be so old
 TICK_S = 0.005  # nothing that time makes due is more urgent
 GAUGE_NAMES = frozenset(("num_landings", "num_reserves_waiting"))
@@ -71,6 +76,7 @@ class LandingDriver:
         link: to the worker.
         notify: called after events were written.
         offers: lanes on which senders write the pools themselves.
+        jobs: what the engine does, where the pool is on a GPU; `io` is then the staging memory.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class LandingDriver:
         link: LandingLink,
         notify: Callable[[], None],
         offers: Sequence[kv_pb2.LaneOffer] = (),
+        jobs: DeviceJobs | None = None,
     ) -> None:
         self._transport = transport
         self._clock = clock
@@ -97,7 +104,12 @@ class LandingDriver:
             offers=[*transport.offers(), *offers],
             host_id=host_id(),
             has_digest=setup.config.digest,
+            digests_layers=jobs is not None,
         )
+        self._jobs = jobs
+        self._has_digest = setup.config.digest
+        self._granted: dict[AttemptKey, BlockTable] = {}  # by the worker; they wait for staging memory, oldest first
+        self._undrained: list[AttemptKey] = []  # by what the protocol knows they have; a kernel may be at them
         self._backlog: deque[bytes] = deque()  # events that found the ring full; at most a few for each landing
         self._has_news = False
         self._tables: dict[AttemptKey, BlockTable] = {}
@@ -121,7 +133,7 @@ class LandingDriver:
             command, _ = decode_record(data)
             assert isinstance(command, GrantCommand | DenyCommand | AbortCommand | ReleaseCommand)
             self._do(self._obey(command, now_s))
-        arrived = self._transport.receive(0.0 if self._backlog else IDLE_S)
+        arrived = self._receive()
         for item in arrived:
             if isinstance(item, PayloadDone):
                 self._finish(item)
@@ -138,6 +150,8 @@ class LandingDriver:
             for life in self._protocol.suspects():
                 if self._evidence.is_over(life):
                     self._do(self._protocol.peer_is_dead(life.p_epoch, now_s, life.rank))
+        if self._jobs is not None:
+            self._attend_to(self._jobs, now_s)
         self._publish()
         if now_s - self._counted_s >= COUNT_S:
             self._count_landings(now_s)
@@ -146,24 +160,75 @@ class LandingDriver:
         """Close the transport."""
         self._transport.close()
 
+    def _receive(self) -> list[Delivery | PayloadDone]:
+        """What arrived; waits for it as long as nothing else is to be looked at."""
+        if self._jobs is None or not self._jobs.is_waiting:
+            return self._transport.receive(0.0 if self._backlog else IDLE_S)
+        arrived = self._transport.receive(0.0)
+        if not arrived:
+            time.sleep(FLAG_S)
+        return arrived
+
     # Commands of the worker
 
     def _obey(self, command: Command, now_s: float) -> list[LandingAction]:
         attempt = command.attempt
         match command:
             case GrantCommand():
-                self._tables[attempt] = command.table
-                if self._free_slots:  # none are left only if the landing has ended meanwhile
-                    self._slots[attempt] = self._free_slots.popleft()
-                return self._protocol.grant(attempt, now_s, command.table.blocks)
+                return self._grant(attempt, command.table, now_s)
             case DenyCommand():
                 return self._protocol.deny(attempt, command.reason, command.detail, now_s)
             case AbortCommand():
-                return self._protocol.abort(attempt, command.reason, now_s)
+                if self._jobs is not None:
+                    self._jobs.stop(attempt)
+                aborted = self._protocol.abort(attempt, command.reason, now_s)
+                if self._granted.pop(attempt, None) is not None:
+                    aborted.append(Drained(attempt))  # the protocol does not know that it has blocks
+                return aborted
             case ReleaseCommand():
                 actions = self._protocol.release(attempt, now_s)
                 self._forget(attempt)
                 return actions
+
+    def _grant(self, attempt: AttemptKey, table: BlockTable, now_s: float) -> list[LandingAction]:
+        landing = self._protocol.find(attempt)
+        if self._jobs is not None and landing is not None:
+            if not is_one_sided(landing.lane) and landing.prompt_len > self._jobs.staging_len:
+                reason = f"staging_mib: a prompt of {landing.prompt_len} tokens does not fit into staging memory"
+                denied = self._protocol.deny(attempt, kv_pb2.Deny.TOO_LONG, reason, now_s)
+                return [*denied, LandingFailed(attempt, reason), Drained(attempt)]
+            is_next = is_one_sided(landing.lane) or next(iter(self._granted), attempt) == attempt
+            if not is_next or not self._jobs.begin(landing, has_digest=self._has_digest):
+                self._granted[attempt] = table
+                return []
+        self._granted.pop(attempt, None)
+        self._tables[attempt] = table
+        if self._free_slots:  # none are left only if the landing has ended meanwhile
+            self._slots[attempt] = self._free_slots.popleft()
+        return self._protocol.grant(attempt, now_s, table.blocks)
+
+    # What a GPU's engine does
+
+    def _attend_to(self, jobs: DeviceJobs, now_s: float) -> None:
+        """Hear what kernels did, ask for what is complete, and go on with what waited for them."""
+        for landing_id, layer, digest in jobs.answers():
+            self._do(self._protocol.digested(landing_id, layer, digest, now_s))
+        quiet = [attempt for attempt in self._undrained if not jobs.is_busy(attempt)]
+        for attempt in quiet:
+            self._undrained.remove(attempt)
+            self._tell(Drained(attempt))
+        for attempt, table in tuple(self._granted.items()):
+            self._do(self._grant(attempt, table, now_s))
+            if attempt in self._granted:
+                break  # first come, first served
+        for wanted in jobs.wishes():
+            self._post(encode_record(wanted))
+
+    def _digest_layer(self, action: DigestLayer, now_s: float) -> None:
+        assert self._jobs is not None
+        attempt = self._protocol.landing(action.landing_id).attempt
+        if not self._jobs.complete(attempt, action.layer):
+            self._do(self._protocol.digested(action.landing_id, action.layer, 0, now_s))
 
     # What arrived
 
@@ -221,7 +286,9 @@ class LandingDriver:
         digest: int | None = None
         if not header.is_written:
             self._io.spread(blocks, span)
-        if header.payload_digest is not None:
+        if self._jobs is not None and header.payload_digest is not None:
+            pass  # kernels do that, when the layer is complete
+        elif header.payload_digest is not None:
             digest = self._io.digest(blocks, span)
         elif header.payload_crc is not None:
             if crc_of(self._io.pieces(blocks, span, header.order_block_size)) != header.payload_crc:
@@ -230,7 +297,8 @@ class LandingDriver:
         self._do(self._protocol.landed(header, digest, self._clock.now_s()))
 
     def _blocks(self, header: FrameHeader) -> Sequence[int]:
-        return self._tables[self._protocol.landing(header.landing_id).attempt].blocks
+        attempt = self._protocol.landing(header.landing_id).attempt
+        return self._tables[attempt].blocks if self._jobs is None else self._jobs.staging_blocks(attempt)
 
     # What the protocol wants
 
@@ -241,7 +309,9 @@ class LandingDriver:
                     self._transport.send(action.peer, encode_control(action.control))
                 case DiscardWrites():
                     self._discard(action.landing_id)
-                case WriteFrame() | DigestLayer():
+                case DigestLayer():
+                    self._digest_layer(action, self._clock.now_s())
+                case WriteFrame():
                     raise AssertionError(f"nothing asked for {action}")
                 case _:
                     self._tell(action)
@@ -256,6 +326,13 @@ class LandingDriver:
     # Events for the worker
 
     def _tell(self, event: LandingEvent) -> None:
+        if self._jobs is not None and not isinstance(event, ReserveWanted):
+            self._jobs.stop(event.attempt)
+            if isinstance(event, Drained) and self._jobs.is_busy(event.attempt):
+                self._undrained.append(event.attempt)
+                return
+            if isinstance(event, Sealed | Drained):
+                self._jobs.end(event.attempt)
         slot = self._slots.get(event.attempt, NO_SLOT)
         if isinstance(event, Sealed):
             self._link.words.set(slot, event.landing_id)
@@ -265,8 +342,12 @@ class LandingDriver:
         elif isinstance(event, Drained):
             self._forget(event.attempt)
         # At once: what is said to a prefill worker after this must be known to the worker if this process dies.
+        self._post(encode_record(event, slot))
+        if isinstance(event, LandingFailed) and self._granted.pop(event.attempt, None) is not None:
+            self._tell(Drained(event.attempt))  # the protocol does not know that it has blocks
+
+    def _post(self, record: bytes) -> None:
         self._has_news = True
-        record = encode_record(event, slot)
         if self._backlog or not self._link.events.push(record):
             self._backlog.append(record)
 

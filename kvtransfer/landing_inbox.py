@@ -66,8 +66,8 @@ class LandingInbox:
     def _on_hello(self, peer: str, hello: kv_pb2.Hello, now_s: float) -> Actions:
         rules = self._rules
         known = rules.peers.get(peer)
-        if known is not None and hello.epoch in known.retired:
-            return []  # overtaken by the HELLO of a later life
+        if known is not None and hello.epoch in known.retired and now_s - known.heard_s <= rules.config.lease_s:
+            return []  # overtaken by the HELLO of a later life; unless it is the other way round, which silence shows
         refused = hello_problem(hello.version, hello.layout, rules.layout) or ranks_problem(hello, rules.layout)
         if not refused and rules.peers.size_of(hello.epoch) not in (0, hello.tp_size):
             refused = f"rank {hello.tp_rank} says there are {hello.tp_size} ranks, another said otherwise"

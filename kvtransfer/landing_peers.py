@@ -73,6 +73,8 @@ class LandingPeers:
         if known is not None:
             peer.retired = known.retired
             if known.epoch != peer.epoch:
+                if peer.epoch in peer.retired:
+                    peer.retired.remove(peer.epoch)
                 peer.retired.append(known.epoch)
         self._by_name[name] = peer
         self._names[peer.epoch, peer.rank] = name

@@ -21,10 +21,11 @@ import numpy as np
 
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError, PackageMissing, PortInUse
+from baton.kvtransfer.device_jobs import FLAGS_POOL, DeviceJobs, flag_page
 from baton.kvtransfer.landing_driver import LandingDriver
 from baton.kvtransfer.landing_link import LandingLink
-from baton.kvtransfer.landing_setup import LandingSetup
-from baton.kvtransfer.lanes import NIXL, SHM
+from baton.kvtransfer.landing_setup import DeviceSetup, LandingSetup
+from baton.kvtransfer.lanes import NIXL, NVLINK, SHM
 from baton.kvtransfer.malloc import tune_malloc
 from baton.kvtransfer.nixl_pools import NixlPools
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
@@ -84,8 +85,12 @@ class _Life:
         link = LandingLink(self._region.link, setup.config.ring_slots, setup.num_blocks)
         pools = [
             PoolIO(np.frombuffer(self._region.pool(rank), dtype=np.uint8), geometry)
-            for rank, geometry in enumerate(setup.geometries)
+            for rank, geometry in enumerate(setup.host_geometries)
         ]
+        jobs = None
+        if setup.device is not None:
+            flags = flag_page(self._region.pool(FLAGS_POOL))
+            jobs = DeviceJobs(setup.layout, setup.device.num_staging_blocks, flags)
         self._driver = LandingDriver(
             setup=setup,
             io=RankedPoolIO(pools),
@@ -94,6 +99,7 @@ class _Life:
             link=link,
             notify=lambda: os.eventfd_write(self._notify, 1),
             offers=self._offers(),
+            jobs=jobs,
         )
         threading.Thread(target=self._listen_to_parent, name="kv-parent", daemon=True).start()
 
@@ -113,7 +119,11 @@ class _Life:
         Raises:
             PackageMissing: one of them needs a package that is not there, or does not work.
         """
-        lanes, places = self._setup.listen.lanes, _places(self._setup, self._region)
+        lanes, device = self._setup.listen.lanes, self._setup.device
+        if device is not None:
+            is_open = NVLINK in lanes and device.ipc_handle
+            return [_nvlink_offer(self._setup, device, self._region)] if is_open else []
+        places = _places(self._setup, self._region)
         offers = []
         if SHM in lanes:
             nonce = self._region.nonce.to_bytes(NONCE_BYTES, "little")
@@ -175,6 +185,22 @@ def _listen(setup: LandingSetup) -> Transport:
 
 def _transport(setup: LandingSetup, bind: str) -> Transport:
     return listening_transport(setup.listen.transport, bind, setup.config)
+
+
+def _nvlink_offer(setup: LandingSetup, device: DeviceSetup, region: SharedRegion) -> kv_pb2.LaneOffer:
+    (geometry,) = setup.geometries
+    place = kv_pb2.PoolPlace(
+        offset_bytes=device.ipc_offset_bytes,
+        num_bytes=geometry.num_bytes,
+        num_blocks=setup.num_blocks,
+        block_size=setup.layout.block_size,
+        tp_rank=0,
+        tp_size=1,
+    )
+    pool = kv_pb2.NvlinkPool(place=place, ipc_handle=bytes.fromhex(device.ipc_handle), device_uuid=device.device_uuid)
+    nonce = region.nonce.to_bytes(NONCE_BYTES, "little")
+    nvlink = kv_pb2.NvlinkOffer(pools=[pool], flags_path=str(region.path), nonce=nonce)
+    return kv_pb2.LaneOffer(lane=NVLINK, nvlink=nvlink)
 
 
 def _places(setup: LandingSetup, region: SharedRegion) -> list[kv_pb2.PoolPlace]:

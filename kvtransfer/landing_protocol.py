@@ -82,6 +82,10 @@ class LandingProtocol:
         assert landing is not None
         return landing
 
+    def find(self, attempt: AttemptKey) -> Landing | None:
+        """The live landing of an attempt; to be read only."""
+        return self._rules.table.get(attempt)
+
     def suspects(self) -> list[Life]:
         """Ranks that hold up quarantined blocks: for each, `peer_is_dead` may be told once its death is proven."""
         waiting = [landing for landing in self._rules.table if landing.state is LandingState.QUARANTINED]

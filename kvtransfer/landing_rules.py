@@ -22,6 +22,9 @@ ASK_HEARTBEATS = 2  # between two questions whether a rank has drained
 Actions = list[LandingAction]
 
 
+_MAX_EXPOSED_US = 1 << 32  # what a peer says of its clock is no more than a claim
+
+
 @dataclass(slots=True)
 class LandingCounts:
     """Totals since the start. Every frame that came whole is in exactly one of those of frames.
@@ -45,6 +48,9 @@ class LandingCounts:
     frames_fenced: int = 0
     layers_corrupt: int = 0
     messages_refused: int = 0
+    transfers_sealed: int = 0
+    transfer_us: int = 0  # of them, from the first frame to the seal
+    exposed_us: int = 0  # of them, from the end of the prefill to the seal
 
 
 class LandingRules:
@@ -154,6 +160,10 @@ class LandingRules:
         commit = landing.parts[0].commit
         assert commit is not None
         prefill_end_s = commit.prefill_end_ns / 1e9
+        first_s = landing.arrivals[0][0] if landing.arrivals else now_s
+        self.counts.transfers_sealed += 1
+        self.counts.transfer_us += int((now_s - first_s) * 1e6)
+        self.counts.exposed_us += min(int(max(0.0, now_s - prefill_end_s) * 1e6), _MAX_EXPOSED_US)
         sealed = Sealed(
             attempt=landing.attempt,
             landing_id=landing.landing_id,
@@ -244,11 +254,11 @@ class LandingRules:
         """Layers, by rank, whose digest is not what their COMMIT says; None if not all digests are known."""
         commits = [part.commit for part in landing.parts if part.commit is not None]
         layers = range(self.layout.num_all_layers)
+        if self._digests_layers and None in landing.digests:
+            return None  # the engine may be bringing layers into the pool, too
         if not all(commit.layer_digests for commit in commits):
             return {}
         if self._digests_layers:
-            if None in landing.digests:
-                return None
             sums = [sum(commit.layer_digests[layer] for commit in commits) & MASK for layer in layers]
             wrong = [layer for layer in layers if landing.digests[layer] != sums[layer]]
             return {part.rank: wrong for part in landing.parts} if wrong else {}

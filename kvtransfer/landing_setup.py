@@ -57,6 +57,23 @@ class Legacy:
         return Inherited(self.attempt, self.epoch, self.p_epoch, self.tp_size, self.is_sealed)
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceSetup:
+    """What a landing knows of a pool that is on a GPU.
+
+    Attributes:
+        num_staging_blocks: of the shared memory's first pool; flags are in its second.
+        ipc_handle: hexadecimal, of the allocation that the pool is in; empty: it is not shared.
+        ipc_offset_bytes: of the pool in it.
+        device_uuid: which GPU.
+    """
+
+    num_staging_blocks: int
+    ipc_handle: str = ""
+    ipc_offset_bytes: int = 0
+    device_uuid: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingSetup:
     """One life of a landing.
@@ -72,6 +89,7 @@ class LandingSetup:
         region_nonce: of that.
         last_address: where the life before listened; to be had again if nobody took it.
         legacies: what the lives before left.
+        device: of a pool on a GPU.
     """
 
     epoch: int
@@ -84,11 +102,19 @@ class LandingSetup:
     region_nonce: int = 0
     last_address: str = ""
     legacies: tuple[Legacy, ...] = ()
+    device: DeviceSetup | None = None
 
     @property
     def geometries(self) -> tuple[PoolGeometry, ...]:
         """Of the ranks' pools."""
         return PoolGeometry(self.layout, self.num_blocks, 0, self.tp_size).of_all_ranks
+
+    @property
+    def host_geometries(self) -> tuple[PoolGeometry, ...]:
+        """Of the memory that payloads are written into: the pools, or the staging memory before a GPU's."""
+        if self.device is None:
+            return self.geometries
+        return (PoolGeometry(self.layout, self.device.num_staging_blocks),)
 
     def next_life(self, epoch: int, address: str, legacies: Sequence[Legacy]) -> "LandingSetup":
         """The same landing once more, at the address of the last life if that is to be had."""
@@ -115,11 +141,13 @@ class LandingSetup:
         listen = values.pop("listen")
         config = values.pop("config")
         legacies = values.pop("legacies")
+        device = values.pop("device")
         setup = cls(
             layout=KVLayout(**layout, extra_layers=tuple(extra)),
             listen=Listen(listen["transport"], listen["bind"], tuple(listen["lanes"])),
             config=KVTransferConfig(**{key: _hashable(value) for key, value in config.items()}),
             legacies=tuple(Legacy(AttemptKey(**legacy.pop("attempt")), **legacy) for legacy in legacies),
+            device=None if device is None else DeviceSetup(**device),
             **{key: values.pop(key) for key in _PLAIN},
         )
         return setup, values

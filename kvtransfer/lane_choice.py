@@ -4,6 +4,7 @@ Owns the lanes that are open, one for each peer's address and life. A choice is 
 be opened is not chosen. It refuses to speak to peers; offers come from the protocol.
 """
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class LaneChoice:
 
 
 class LaneChooser:
-    """All lanes of one prefill rank. Driven by one thread, but for `lane_of` and `lanes`.
+    """All lanes of one prefill rank. Driven by one thread, but for `lanes`.
 
     Args:
         policy: a key of POLICIES.
@@ -104,12 +105,12 @@ class LaneChooser:
         return choice
 
     def lane_of(self, address: str) -> LaneChoice | None:
-        """The lane in use. Any thread."""
+        """The lane that was chosen."""
         return self._choices.get(address)
 
     def lanes(self) -> dict[str, LaneChoice]:
-        """By address. Any thread."""
-        return dict(self._choices)
+        """What payloads really go by now, by address. Any thread."""
+        return {address: self._in_use(address, choice) for address, choice in tuple(self._choices.items())}
 
     def forget(self, address: str) -> None:
         """The peer is not used any more. Writes that are under way go on; the lane is closed when they are over."""
@@ -134,6 +135,12 @@ class LaneChooser:
                 log.warning("writes over %s are still under way", lane.name)
             lane.close()
         self._retired.clear()
+
+    def _in_use(self, address: str, choice: LaneChoice) -> LaneChoice:
+        if choice.lane != RAW or self._transport.lane_of(address) == RAW:
+            return choice
+        refused = (*choice.refused, (RAW, "its connection is not open now"))
+        return dataclasses.replace(choice, lane=INLINE, refused=refused)
 
     def _own_problem(self, lane: str) -> str:
         if lane in (INLINE, RAW):

@@ -119,8 +119,9 @@ class LoopbackTransport:
         while self._late:
             late = self._late.popleft()
             if not late.is_discarded:
-                arrived.append(PayloadDone(late, late.finish()))
-                self.counts.payloads_cut += not arrived[-1].ok
+                is_whole = late.finish()
+                self.counts.payloads_cut += not is_whole
+                arrived.append(PayloadDone(late, is_whole))
         while self._arrived:
             sender, parts = self._arrived.popleft()
             delivery = delivery_of(sender, parts)

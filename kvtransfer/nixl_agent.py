@@ -220,7 +220,7 @@ class NixlAgent:
 def _load() -> tuple[Any, Any]:
     """NIXL's agent and its configuration; standard output stays free of what it and UCX have to say."""
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
-    from nixl._api import nixl_agent, nixl_agent_config
+    from nixl._api import nixl_agent, nixl_agent_config  # pyright: ignore[reportMissingImports]
 
     logger = logging.getLogger("nixl")
     logger.handlers.clear()

@@ -129,14 +129,14 @@ class _Stream:
         self.has_ended = False
         self.why = ""
         self._reader = reader
-        exchange = channel.stream_stream(METHOD)
+        exchange = channel.stream_stream(METHOD, None, None)  # bytes as they are
         self._call = exchange(iter(outbox), metadata=((NAME_KEY, name),))
         threading.Thread(target=self._read, name="kv-grpc-read", daemon=True).start()
 
     def cancel(self) -> None:
         """End it."""
         self._reader.stop()
-        self._call.cancel()
+        self._call.cancel()  # type: ignore[no-untyped-call]
 
     def _read(self) -> None:
         try:
@@ -146,7 +146,7 @@ class _Stream:
             self.why = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
         except ProtocolError as error:
             self.why = error.message
-            self._call.cancel()
+            self._call.cancel()  # type: ignore[no-untyped-call]
         finally:
             self.has_ended = True
 

@@ -8,13 +8,15 @@ from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigInvalid
 from baton.kvtransfer.over_grpc_packet import PART_BYTES
 
-METHOD = "/baton.v1.KvTransfer/Exchange"
+SERVICE, NAME = "baton.v1.KvTransfer", "Exchange"
+METHOD = f"/{SERVICE}/{NAME}"
 SCHEME = "grpc://"
 NAME_KEY = "baton-peer"  # metadata: the name under which a connection's owner is known
 MAX_NAME_LEN = 64
 MAX_PEERS = 128
 MAX_QUEUED = 4096  # messages that wait to be sent to a peer
 MAX_MESSAGE_BYTES = PART_BYTES + (64 << 10)  # controls fit, too (messages.MAX_STATE_BYTES)
+LOOKAHEAD_BYTES = 4 << 20  # that a stream may send before anybody asked for it
 
 Options = list[tuple[str, int | str]]
 
@@ -25,6 +27,8 @@ def channel_options(config: KVTransferConfig) -> Options:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.http2.max_frame_size", PART_BYTES),  # fewer and larger pieces to put together
+        ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
         ("grpc.keepalive_time_ms", lease_ms),
         ("grpc.keepalive_timeout_ms", lease_ms),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -7,7 +7,7 @@ under its name takes the place of its connection before, which this end may beli
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
 
@@ -19,9 +19,10 @@ from baton.kvtransfer.over_grpc_inbox import Inbox, StreamReader
 from baton.kvtransfer.over_grpc_options import (
     MAX_NAME_LEN,
     MAX_PEERS,
-    METHOD,
+    NAME,
     NAME_KEY,
     SCHEME,
+    SERVICE,
     channel_options,
     server_credentials,
 )
@@ -62,7 +63,8 @@ class GrpcServer:
         options = [*channel_options(config), ("grpc.so_reuseport", 0)]
         self._pool = futures.ThreadPoolExecutor(MAX_PEERS, "kv-grpc-send")
         self._server = grpc.server(self._pool, options=options, maximum_concurrent_rpcs=MAX_PEERS)
-        self._server.add_generic_rpc_handlers((_Handlers(self._exchange),))
+        handler = grpc.stream_stream_rpc_method_handler(self._exchange)  # without serializers: bytes as they are
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {NAME: handler}),))
         target = bind.removeprefix(SCHEME)
         try:
             port = (
@@ -155,15 +157,4 @@ class _Stream:
         self.outbox.close()
         self.reader.stop()
         if not self.refused:
-            self._context.cancel()
-
-
-class _Handlers(grpc.GenericRpcHandler):
-    """The one method, with bytes as they are."""
-
-    def __init__(self, exchange: Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]) -> None:
-        self._handler = grpc.stream_stream_rpc_method_handler(exchange)
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Only this method is served."""
-        return self._handler if handler_call_details.method == METHOD else None
+            self._context.cancel()  # type: ignore[no-untyped-call]

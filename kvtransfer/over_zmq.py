@@ -18,13 +18,13 @@ from baton.kvtransfer.raw_lane import RAW, TOKEN_BYTES, parse_place
 from baton.kvtransfer.raw_lane_receiver import RawReceiver
 from baton.kvtransfer.raw_lane_sender import RawSender
 from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts, delivery_of
+from baton.kvtransfer.zmq_buffers import SendBuffers
 from baton.kvtransfer.zmq_sockets import ZmqSockets
 from baton.proto import kv_pb2
 
 MAX_BATCH = 64  # messages a `receive` returns at most, so that ticks and commands get their turn
 MAX_BATCH_BYTES = 16 << 20
 INLINE = "inline"
-_COPY_BELOW_BYTES = 64 << 10
 _LOST = (zmq.EAGAIN, zmq.EHOSTUNREACH)  # a full queue, a peer that is gone
 _MAX_WARNED = 1024
 _MAX_KNOWN = 4096
@@ -55,6 +55,7 @@ class ZmqTransport:
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._names: dict[zmq.Socket[bytes], str] = {}
         self._senders: dict[str, RawSender] = {}
+        self._buffers = SendBuffers(self._config.window_bytes)
         self._known: dict[str, None] = {}  # peers heard of, on the listening side; the last one spoke last
         self._warned: set[str] = set()
         self._secret = secrets.token_hex(8)
@@ -74,7 +75,7 @@ class ZmqTransport:
             if sender is not None and sender.send(header, payload):
                 return
             self.counts.frames_fallen_back += 1
-        self._post(peer, [header, b"".join(payload)])
+        self._post(peer, [header, self._buffers.gather(payload)])
 
     def unpin(self, peer: str, match: Callable[[bytes], bool]) -> None:
         """Only the raw lane reads payloads late."""
@@ -139,9 +140,11 @@ class ZmqTransport:
             self._receiver.tick()
             arrived += self._receiver.take_failed()
         for source, events in self._poller.poll(0 if arrived else max(0, int(timeout_s * 1e3))):
+            if self._sockets.attend(source):
+                continue
             if isinstance(source, int):
                 arrived += self._raw_ready(source, events)
-            elif not self._sockets.attend(source):
+            else:
                 self._take_all(source, arrived)
         self.counts.connections_refused += self._sockets.take_num_refused()
         return arrived
@@ -211,16 +214,15 @@ class ZmqTransport:
         """One name for each peer as long as this process lives, so that a new connection replaces the old one there."""
         return hashlib.sha256(f"{self._secret} {peer}".encode()).hexdigest()[:16].encode()
 
-    def _post(self, peer: str, parts: Sequence[bytes]) -> None:
-        copy = len(parts[-1]) < _COPY_BELOW_BYTES
+    def _post(self, peer: str, parts: "Sequence[bytes | zmq.Frame]") -> None:
         if self._router is None and self.problem(peer):
             self.counts.messages_lost += 1
             return
         try:
             if self._router is not None:
-                self._router.send_multipart([peer.encode("latin-1"), *parts], zmq.DONTWAIT, copy=copy)
+                self._router.send_multipart([peer.encode("latin-1"), *parts], zmq.DONTWAIT)
             else:
-                self._dealers[peer].send_multipart(parts, zmq.DONTWAIT, copy=copy)
+                self._dealers[peer].send_multipart(parts, zmq.DONTWAIT)
         except zmq.ZMQError as error:
             if error.errno not in _LOST:
                 raise

@@ -54,5 +54,6 @@ class PieceCursor:
     def keep(self) -> None:
         """Copy what is left, so that the pieces' memory is not touched any more."""
         if not self.is_kept:
-            self._pieces, self._index = [b"".join(self._pieces[self._index :])], 0
+            self._pieces = [b"".join(self._pieces[self._index :])]
+            self._index = 0
             self.is_kept = True

@@ -31,6 +31,8 @@ class PoolIO:
         geometry: of the pool.
     """
 
+    in_host_memory = True
+
     def __init__(self, memory: PoolMemory, geometry: PoolGeometry) -> None:
         assert memory.nbytes == geometry.num_bytes
         self.geometry = geometry
@@ -61,6 +63,12 @@ class PoolIO:
             payload[start : start + len(piece)] = piece
             start += len(piece)
         return payload.data
+
+    def read_digested(
+        self, blocks: Blocks, span: Span, order_block_size: int, *, with_digest: bool
+    ) -> tuple[memoryview, int | None]:
+        """The copy, and the digest if that is wanted."""
+        return self.read(blocks, span, order_block_size), self.digest(blocks, span) if with_digest else None
 
     def write(self, blocks: Blocks, span: Span, payload: Bytes, order_block_size: int) -> None:
         """Put a payload where it belongs; it has the span's size exactly."""
@@ -98,20 +106,25 @@ class PoolIO:
         source_NHPSW = self._words[span.layer][:, here : here + span.head_count]
         target_NHPSW = target._words[span.layer][:, there : there + span.head_count]
         weights = self._weights[span.layer]
-        step = min(mine.rows_per_block, theirs.rows_per_block)
+        size = mine.rows_per_block
         total = 0
-        for _, first, stop in _block_parts(span.first, span.end, step):
-            row, place = first % mine.rows_per_block, first % theirs.rows_per_block
-            block = target_blocks[first // theirs.rows_per_block]
-            if stop - first == mine.rows_per_block == theirs.rows_per_block:
-                whole_HPSW = source_NHPSW[blocks[first // mine.rows_per_block]]
-                target_NHPSW[block] = whole_HPSW
+        if size == theirs.rows_per_block and not span.first % size and not span.count % size:  # as nearly always
+            whole = slice(span.first // size, span.end // size)
+            first = span.first
+            for block, target_block in zip(blocks[whole], target_blocks[whole], strict=True):
+                target_NHPSW[target_block] = source_NHPSW[block]
                 if with_digest:  # the words are still in the cache
-                    total += weights.of_block(whole_HPSW.reshape(-1), first, here, span.head_count)
-                continue
-            part_HPSW = source_NHPSW[blocks[first // mine.rows_per_block], :, :, row : row + stop - first]
+                    total += weights.of_block(source_NHPSW[block].reshape(-1), first, here, span.head_count)
+                    first += size
+            return total * layer_weight(span.layer) & MASK
+        for _, first, stop in _block_parts(span.first, span.end, min(size, theirs.rows_per_block)):
+            row, place = first % size, first % theirs.rows_per_block
+            part_HPSW = source_NHPSW[blocks[first // size], :, :, row : row + stop - first]
+            block = target_blocks[first // theirs.rows_per_block]
             target_NHPSW[block, :, :, place : place + stop - first] = part_HPSW
-            if with_digest:
+            if with_digest and stop - first == size:
+                total += weights.of_block(part_HPSW.reshape(-1), first, here, span.head_count)
+            elif with_digest:
                 total += weights.of_rows(part_HPSW, first, here)
         return total * layer_weight(span.layer) & MASK
 

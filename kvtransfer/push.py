@@ -46,7 +46,8 @@ from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.push_route import Route
 from baton.kvtransfer.push_routes import PushRoutes
-from baton.kvtransfer.push_source import PushSource
+from baton.kvtransfer.push_source import PushSource, SourcePool
+from baton.kvtransfer.push_totals import PathCounts
 from baton.kvtransfer.shm_lane import ShmOpener
 from baton.kvtransfer.transport import Transport
 from baton.proto import kv_pb2
@@ -111,21 +112,14 @@ class PushService:
         self._events: deque[PushEvent] = deque()
         self._is_closing = False
         self._broken: BaseException | None = None
-        io = PoolIO(pool.bytes_view, pool.geometry)
+        io = PoolIO(pool.bytes_view, pool.geometry) if pool.device.type == "cpu" else None
         self._chooser = LaneChooser(config.transport, [ShmOpener(io, host_id()), *openers], transport)
         problem = layout.problem or self._chooser.problem
         if problem:
+            transport.close()
             raise ConfigInvalid(f"KV cannot be pushed: {problem}", keys=["transport"])
         self._life = LifeFile(epoch, self._rank)
-        identity = PushIdentity(
-            epoch=epoch,
-            rank=self._rank,
-            size=self._size,
-            lanes=self._chooser.names,
-            host_id=host_id(),
-            life_file=str(self._life.path),
-            has_digest=config.digest,
-        )
+        identity = self._identity(epoch, config)
         protocol = self._protocol = PushProtocol(identity=identity, layout=layout, config=config)
         self.writer = AsyncWriter(
             self._push_part,
@@ -136,7 +130,7 @@ class PushService:
             on_end=self._unhold,
         )
         self._source = PushSource(
-            pool=io,
+            pool=io or _device_source(pool),
             layout=layout,
             rank=self._rank,
             size=self._size,
@@ -266,7 +260,13 @@ class PushService:
 
     def inventory(self) -> dict[str, int]:
         """Counts, as of the thread's last turn. Any thread."""
+        totals = self._protocol.totals
         return {
+            "num_acked": totals.num_acked,
+            "transfer_us": int(totals.transfer_s * 1e6),
+            "exposed_us": int(totals.exposed_s * 1e6),
+            "credit_stall_us": int(totals.credit_stall_s * 1e6),
+            "frames_resent": totals.frames_resent,
             "num_pushes": self._driver.num_pushes,
             "bytes_pushed": self._sender.num_bytes,
             "bytes_resent": self._protocol.num_bytes_resent,
@@ -279,13 +279,28 @@ class PushService:
             "writer_deaths": self.writer.num_deaths,
         }
 
+    def paths(self) -> tuple[PathCounts, ...]:
+        """What was measured of the way to each decode worker, as of the thread's last turns. Any thread."""
+        return self._driver.paths
+
     def lane_of(self, address: str) -> LaneChoice | None:
-        """The lane to a decode worker that was met, and why no better one. Any thread."""
-        return self._chooser.lane_of(address)
+        """The lane in use to a decode worker that was met, and why no better one. Any thread."""
+        return self.lanes().get(address)
 
     def lanes(self) -> dict[str, LaneChoice]:
         """The same for all of them, by address. Any thread."""
         return self._chooser.lanes()
+
+    def _identity(self, epoch: int, config: KVTransferConfig) -> PushIdentity:
+        return PushIdentity(
+            epoch=epoch,
+            rank=self._rank,
+            size=self._size,
+            lanes=self._chooser.names,
+            host_id=host_id(),
+            life_file=str(self._life.path),
+            has_digest=config.digest,
+        )
 
     # Writer threads
 
@@ -336,3 +351,9 @@ class PushService:
         self._transport.close()
         self._chooser.close(LANE_CLOSE_S)
         self._life.close()
+
+
+def _device_source(pool: KVPool) -> SourcePool:
+    from baton.kvtransfer.device_source import DeviceSource  # with it comes Triton, which CPUs have no use for
+
+    return DeviceSource(pool)

@@ -6,6 +6,7 @@ a peer. It refuses to know the model's steps (`async_writer`) and what a payload
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -34,6 +35,7 @@ from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.push_route import Route
 from baton.kvtransfer.push_routes import PushRoutes
 from baton.kvtransfer.push_source import PushedPart, PushSource
+from baton.kvtransfer.push_totals import PathCounts
 from baton.kvtransfer.transport import Delivery, PayloadDone, Transport
 
 T = TypeVar("T")
@@ -42,6 +44,7 @@ Command = Callable[[float], Actions]
 
 IDLE_S = 0.02
 POLL_S = 0.001  # between looks at writes that a device has not finished
+HURRY_S = 30e-6  # the same where a commit waits for them
 TICK_S = 0.02
 NAP_S = 0.0015  # while a step runs and keeps this thread busy: parts and credits that come faster are taken together
 
@@ -75,6 +78,7 @@ class PushDriver:
         aside: Aside,
     ) -> None:
         self.num_pushes = 0
+        self.paths: tuple[PathCounts, ...] = ()
         self._protocol = protocol
         self._transport = transport
         self._routes = routes
@@ -87,6 +91,7 @@ class PushDriver:
         self._queue: deque[Command | PushedPart] = deque()
         self._open_parts: list[PushedPart] = []
         self._turn_s = self._tick_s = clock.now_s()
+        self._num_lanes_failed = transport.counts.lanes_failed
         self._is_step_open = False
         self._is_napping = False
         self._nap = threading.Event()
@@ -102,8 +107,8 @@ class PushDriver:
             self._transport.wake()
 
     def begin_step(self, command: Command) -> None:
-        """Parts will come until `end_step`, and then a command: until then nothing is urgent."""
-        self._is_step_open = True
+        """Parts will come until `end_step`, and then a command: until then nothing is urgent, unless sockets wait."""
+        self._is_step_open = self._routes.are_one_sided
         self.post(command)
 
     def end_step(self, command: Command) -> None:
@@ -134,17 +139,21 @@ class PushDriver:
             self._look_again(now_s)
         if self._sender.is_waiting:
             self._do(self._sender.finish(now_s))
-        arrived = self._transport.receive(self._patience_s(bool(items)))
+        arrived = self._receive(bool(items))
         for arrival in arrived:
             self._deliver(arrival)
         if self._is_step_open and (items or arrived):
             self._rest()
         now_s = self._clock.now_s()
+        if self._transport.counts.lanes_failed != self._num_lanes_failed:
+            self._num_lanes_failed = self._transport.counts.lanes_failed
+            self._do(self._routes.ask_for_lost(now_s))
         if now_s >= self._tick_s:
             self._tick_s = now_s + TICK_S
             self._do(self._protocol.tick(now_s))
             self._routes.renew()
             self.num_pushes = len(tuple(self._protocol.transfers()))
+            self.paths = self._protocol.paths(now_s)
 
     def abort(self, attempt: AttemptKey, reason: str, now_s: float) -> Actions:
         """The worker gives up."""
@@ -171,6 +180,15 @@ class PushDriver:
 
         self._aside(jobs, lambda error: self.post(lambda _: end(error)))
         return []
+
+    def _receive(self, has_worked: bool) -> Sequence[Delivery | PayloadDone]:
+        """What arrived; waits for it as long as nothing else is to be looked at."""
+        if not any(part.route.commit is not None for part in self._open_parts):
+            return self._transport.receive(self._patience_s(has_worked))
+        arrived = self._transport.receive(0.0)
+        if not arrived:
+            time.sleep(HURRY_S)
+        return arrived
 
     def _patience_s(self, has_worked: bool) -> float:
         if has_worked and self._is_step_open:

@@ -144,6 +144,7 @@ class PushInbox:
         transfer = self._rules.by_landing.get((address, ack.landing_id))
         if transfer is None or transfer.state is not TransferState.COMMITTING or transfer.num_writes:
             return []
+        self._rules.totals.acked(transfer, now_s)
         return self._rules.end(transfer, Acked(transfer.attempt, transfer.bytes_pushed))
 
     def _on_nack(self, address: str, peer: PushPeer, nack: kv_pb2.CommitNack, now_s: float) -> Actions:

@@ -33,6 +33,7 @@ class PushPeers:
                 actions.append(SendControl(address, rules.messages.lease(ids)))
         if not rules.live_on(address) and not peer.farewells and now_s - peer.used_s > IDLE_LEASES * lease_s:
             del rules.peers[address]
+            rules.totals.forget(address)
             actions.append(DropPeer(address))
         return actions
 

@@ -26,6 +26,7 @@ from baton.kvtransfer.push_messages import MAX_U32, PushIdentity
 from baton.kvtransfer.push_peers import PushPeers
 from baton.kvtransfer.push_rules import SELF_FENCE, PushRules
 from baton.kvtransfer.push_table import PushPeer, Transfer, TransferState
+from baton.kvtransfer.push_totals import PathCounts, PushTotals
 from baton.proto import kv_pb2
 
 MASK = (1 << 64) - 1
@@ -61,6 +62,15 @@ class PushProtocol:
     def num_bytes_resent(self) -> int:
         """Payload that was posted more than once."""
         return self._rules.num_bytes_resent
+
+    @property
+    def totals(self) -> PushTotals:
+        """For metrics; to be read only."""
+        return self._rules.totals
+
+    def paths(self, now_s: float) -> tuple[PathCounts, ...]:
+        """Every decode worker that is used."""
+        return self._rules.paths(now_s)
 
     def transfers(self) -> Iterable[Transfer]:
         """All live transfers, oldest first; to be read only."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from baton.core.clock import Clock
 from baton.core.request import AttemptKey
 from baton.kvtransfer.lane_choice import LaneChooser
-from baton.kvtransfer.lanes import is_one_sided
+from baton.kvtransfer.lanes import RAW, is_one_sided
 from baton.kvtransfer.push_actions import Denied, GrantInfo, OpenLane, PushAction, PushFailed
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.push_route import Route
@@ -33,6 +33,12 @@ class PushRoutes:
         self._chooser = chooser
         self._clock = clock
         self._routes: dict[AttemptKey, Route] = {}
+        self._num_two_sided = 0  # that are open
+
+    @property
+    def are_one_sided(self) -> bool:
+        """Whether no payload leaves by the push thread now."""
+        return not self._num_two_sided
 
     def add(self, route: Route) -> None:
         """A transfer is about to begin. Any thread."""
@@ -51,6 +57,7 @@ class PushRoutes:
         route = self._routes.pop(attempt, None)
         if route is not None:
             route.gate.shut()
+            self._num_two_sided -= bool(route.lane) and not is_one_sided(route.lane)
         return route
 
     def refusal(self, attempt: AttemptKey, address: str, epoch: int) -> Actions:
@@ -83,7 +90,7 @@ class PushRoutes:
             transfer = self._protocol.transfer(route.attempt)
             if route.lane or transfer is None or not transfer.lane or transfer.grant is None:
                 continue
-            if transfer.state is TransferState.PUSHING:
+            if transfer.state in (TransferState.PUSHING, TransferState.COMMITTING):
                 problem = self.open(route, transfer.lane, transfer.grant)
                 actions += self.fail(route, problem) if problem else []
         return actions
@@ -101,8 +108,15 @@ class PushRoutes:
             self._protocol.hold(route.attempt)
             route.is_held = True
             route.gate.open_until(self._protocol.write_deadline_s(route.attempt))
+        else:
+            self._num_two_sided += 1
         route.lane = lane  # last: with it writers begin
         return ""
+
+    def ask_for_lost(self, now_s: float) -> Actions:
+        """A connection of a two-sided lane broke, and what was queued there is gone: ask what has landed."""
+        addresses = {route.address for route in self._routes.values() if route.lane == RAW}
+        return [action for address in addresses for action in self._protocol.lane_lost(address, now_s)]
 
     def renew(self) -> None:
         """Move the moments until which writers may go in."""

@@ -24,6 +24,7 @@ from baton.kvtransfer.push_actions import (
 )
 from baton.kvtransfer.push_messages import PushIdentity, PushMessages
 from baton.kvtransfer.push_table import Farewell, PushPeer, Transfer, TransferState
+from baton.kvtransfer.push_totals import PathCounts, PushTotals
 from baton.proto import kv_pb2
 
 HELLO_HEARTBEATS = 4  # a HELLO goes out with every so many heartbeats, for the clock and to notice a new epoch
@@ -43,11 +44,16 @@ class PushRules:
         self.by_landing: dict[tuple[str, int], Transfer] = {}
         self.peers: dict[str, PushPeer] = {}
         self.num_bytes_resent = 0
+        self.totals = PushTotals()
         self.layout = layout
         self.config = config
         self.shape = FrameShape(layout, config.max_frame_bytes)
         self.messages = PushMessages(identity, layout, self.shape)
         self._retry_s = config.heartbeat_s * RETRY_HEARTBEATS
+
+    def paths(self, now_s: float) -> tuple[PathCounts, ...]:
+        """Every decode worker that is used."""
+        return tuple(self.totals.path(address, peer, now_s) for address, peer in self.peers.items())
 
     def live_on(self, address: str) -> list[Transfer]:
         """Transfers to the decode worker at `address`, oldest first."""
@@ -72,7 +78,9 @@ class PushRules:
         peer = self.peers[address]
         live = [t for t in self.live_on(address) if t.state in (TransferState.PUSHING, TransferState.COMMITTING)]
         if not peer.lane or not any(transfer.has_something_to_post for transfer in live):
+            self.totals.window(address, False, now_s)
             return actions
+        is_full = False
         window_bytes = self._window_bytes(peer, live, now_s)
         in_flight_bytes = sum(transfer.in_flight_bytes for transfer in live)
         for transfer in live:
@@ -82,10 +90,13 @@ class PushRules:
                 header = self.messages.frame(transfer, transfer.to_send[0])
                 # A frame larger than the whole window goes alone: waiting would never end.
                 if in_flight_bytes and in_flight_bytes + header.charge_bytes > window_bytes:
+                    is_full = True
                     break
                 transfer.to_send.popleft()
                 if not transfer.in_flight_bytes:
                     transfer.progress.renew(now_s)  # the wait for credit begins
+                if transfer.first_posted_s is None:
+                    transfer.first_posted_s = now_s
                 transfer.next_seq += 1
                 transfer.charged_bytes += header.charge_bytes
                 transfer.num_writes += transfer.is_one_sided
@@ -95,6 +106,7 @@ class PushRules:
                 actions.append(SendFrame(address, transfer.attempt, header, transfer.lane, blocks, peer.has_digest))
             if transfer.is_commit_due:
                 actions.append(self._commit_message(transfer, now_s))
+        self.totals.window(address, is_full, now_s)
         return actions
 
     def send_again(self, transfer: Transfer, missing: Iterable[kv_pb2.LayerGap], now_s: float) -> Actions:
@@ -117,6 +129,7 @@ class PushRules:
                 return self.fail(transfer, f"still incomplete after {transfer.num_resends} resends: {what}", now_s)
             transfer.num_resends += 1
             self.num_bytes_resent += num_bytes_lost
+            self.totals.frames_resent += max(1, len(pieces) - len(transfer.to_send))
         transfer.to_send.clear()  # of it, everything is missing over there
         transfer.to_send.extend(pieces)
         transfer.progress.renew(now_s)

@@ -12,7 +12,7 @@ from baton.core.clock import Clock
 from baton.core.config import KVTransferConfig
 from baton.kvcache.layout import KVLayout, PayloadKind
 from baton.kvtransfer.frame import FrameShape, crc_of
-from baton.kvtransfer.lanes import INLINE, is_one_sided
+from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.push_lane import LaneFailed, Written
 from baton.kvtransfer.push_route import Frame, KeptBytes, Route
 from baton.kvtransfer.span import Span
@@ -21,7 +21,16 @@ MASK = (1 << 64) - 1
 
 
 class SourcePool(Protocol):
-    """The pool that is pushed from."""
+    """The pool that is pushed from.
+
+    Attributes:
+        in_host_memory: sockets may send its pieces; if not, they are copies, too.
+    """
+
+    @property
+    def in_host_memory(self) -> bool:
+        """See there."""
+        ...
 
     def pieces(self, blocks: Sequence[int], span: Span, order_block_size: int) -> list[memoryview]:
         """Memory of a span in payload order, to be read while it is sent."""
@@ -29,6 +38,12 @@ class SourcePool(Protocol):
 
     def read(self, blocks: Sequence[int], span: Span, order_block_size: int) -> memoryview:
         """A copy of a span, in payload order."""
+        ...
+
+    def read_digested(
+        self, blocks: Sequence[int], span: Span, order_block_size: int, *, with_digest: bool
+    ) -> tuple[memoryview, int | None]:
+        """A copy of a span, and its digest if that is wanted."""
         ...
 
     def digest(self, blocks: Sequence[int], span: Span) -> int:
@@ -117,8 +132,6 @@ class PushSource:
         """What is sent of a frame."""
         if frame.data is not None:
             return [frame.data]
-        if route.lane == INLINE:
-            return [self._pool.read(route.blocks, span, self._layout.block_size)]
         return self._pool.pieces(route.blocks, span, self._layout.block_size)
 
     def write(self, route: Route, span: Span, *, with_digest: bool) -> Written:
@@ -145,25 +158,28 @@ class PushSource:
         if is_one_sided(route.lane) and route.gate.enter(self._clock.now_s()):
             self._write(part, span)
             return
-        data = None
-        if route.lane == INLINE:
-            data = self._gather(route, span)
-        digest = crc = None
+        data, digest = self._gather(route, span) if self._is_gathered(route) else (None, None)
+        crc = None
         if self._has_digest:
-            digest = self._pool.digest(route.blocks, span)
+            digest = self._pool.digest(route.blocks, span) if digest is None else digest
             part.digest += digest
         elif data is not None:
             crc = crc_of([data])
-        elif not is_one_sided(route.lane):
+        elif not is_one_sided(route.lane) and self._pool.in_host_memory:
             crc = crc_of(self._pool.pieces(route.blocks, span, self._layout.block_size))
         route.frames[span.layer, span.first] = Frame(span.count, digest, crc, data)
 
-    def _gather(self, route: Route, span: Span) -> memoryview | None:
+    def _is_gathered(self, route: Route) -> bool:
+        """Whether what is sent has to be copied first. From host memory the transport itself gathers, if it has to."""
+        return bool(route.lane) and not is_one_sided(route.lane) and not self._pool.in_host_memory
+
+    def _gather(self, route: Route, span: Span) -> tuple[memoryview | None, int | None]:
         num_bytes = self._shape.payload_bytes(span.layer, span.count, span.head_count)
         if self._kept.take(route.address, num_bytes):
-            return self._pool.read(route.blocks, span, self._layout.block_size)
+            order = self._layout.block_size
+            return self._pool.read_digested(route.blocks, span, order, with_digest=self._has_digest)
         self.num_frames_not_kept += 1  # it is read again when its turn comes
-        return None
+        return None, None
 
     def _write(self, part: PushedPart, span: Span) -> None:
         """Inside the gate. What is not over when this returns stays inside until it is."""

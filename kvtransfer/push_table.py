@@ -45,6 +45,7 @@ class Transfer:
         charged_bytes: posted, but for what was written off as lost.
         credited_bytes: of those, no longer in flight.
         bytes_pushed: payload, each position once.
+        first_posted_s: when its first frame was; None before.
         abort: of the decode worker, which waits for an AbortAck.
     """
 
@@ -73,6 +74,7 @@ class Transfer:
     charged_bytes: int = 0
     credited_bytes: int = 0
     bytes_pushed: int = 0
+    first_posted_s: float | None = None
     num_resends: int = 0
     round: int = 0
     state_message: kv_pb2.SequenceState | None = None

@@ -1,33 +1,28 @@
 """The listening end of the raw lane: connections whose payloads go straight into the pool.
 
 A connection says who it is, or is closed; then its headers are believed as far as sizes go, and each payload waits
-until somebody decides where it goes. A payload that stops in the middle keeps its own connection waiting and no other:
-reads wait for a few milliseconds at most, and only where the peer was quick the last time.
+until somebody decides where it goes. A payload that stops in the middle keeps its own connection waiting and no other.
 """
 
 import hmac
 import logging
 import mmap
 import socket
-import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse, ProtocolError
-from baton.kvtransfer.frame import HEADER_BYTES, decode_header
-from baton.kvtransfer.piece_cursor import MAX_BUFFERS, PieceCursor
-from baton.kvtransfer.raw_lane import PREFACE_BYTES, RAW, READY, decode_preface, new_token, tune_socket
+from baton.kvtransfer.raw_lane import PREFACE_BYTES, RAW, decode_preface, new_token
+from baton.kvtransfer.raw_lane_connection import RawConnection, RawPayload
 from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts
 from baton.proto import kv_pb2
 
 MAX_CONNECTIONS = 512
 MAX_STREAMS_PER_PEER = 8
 MAX_ACCEPTS = 16  # in one turn
-PATIENCE = struct.pack("ll", 0, 2000)  # a read of a quick peer waits so long, and not longer (timeval)
-COLD_S = 1.0  # so long a peer that used up that patience gets none
 _SCRATCH_BYTES = 8 << 20
 
 log = logging.getLogger(__name__)
@@ -43,6 +38,10 @@ class RawReceiver:
         counts: of the transport.
         is_known: whether a name is one of a peer of the control channel.
 
+    Attributes:
+        scratch: where unwanted bytes go.
+        max_payload_bytes: of a frame.
+
     Raises:
         PortInUse: there is no listening at that host.
     """
@@ -55,14 +54,15 @@ class RawReceiver:
         counts: TransportCounts,
         is_known: Callable[[str], bool],
     ) -> None:
+        self.max_payload_bytes = config.max_frame_bytes
         self._config = config
         self._poller = poller
         self._counts = counts
         self._is_known = is_known
         self._token = new_token()
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, RawConnection] = {}
         self._failed: list[RawPayload] = []
-        self._scratch = mmap.mmap(-1, _SCRATCH_BYTES)  # bytes that nobody wants; the kernel does not even write them
+        self.scratch = mmap.mmap(-1, _SCRATCH_BYTES)  # for bytes that nobody wants; the kernel does not even write them
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, 0), family=family, backlog=128)
@@ -115,7 +115,7 @@ class RawReceiver:
             self._close(connection)
         self._poller.unregister(self._listener_file)
         self._listener.close()
-        self._scratch.close()
+        self.scratch.close()
 
     def _accept(self) -> None:
         for _ in range(MAX_ACCEPTS):
@@ -130,11 +130,11 @@ class RawReceiver:
                 self._counts.connections_refused += 1
                 accepted.close()
                 continue
-            connection = _Connection(accepted, self._config, self)
+            connection = RawConnection(accepted, self._config, self)
             self._connections[connection.file] = connection
             self._poller.register(connection.file, zmq.POLLIN)
 
-    def _run(self, connection: "_Connection") -> list[Delivery | PayloadDone]:
+    def _run(self, connection: RawConnection) -> list[Delivery | PayloadDone]:
         try:
             if not connection.peer:
                 self._greet(connection)
@@ -147,7 +147,7 @@ class RawReceiver:
             self._close(connection)
         return self.take_failed()
 
-    def _greet(self, connection: "_Connection") -> None:
+    def _greet(self, connection: RawConnection) -> None:
         preface = connection.read_head(PREFACE_BYTES)
         if preface is None:
             return
@@ -162,12 +162,12 @@ class RawReceiver:
             self._close(same[0])  # the oldest: most likely dead at the other end
         connection.welcome(peer)
 
-    def _refuse(self, connection: "_Connection", why: str) -> None:
+    def _refuse(self, connection: RawConnection, why: str) -> None:
         self._counts.connections_refused += 1
         log.warning("a raw connection from %s is closed: %s", connection.peer or "a stranger", why)
         self._close(connection)
 
-    def _close(self, connection: "_Connection") -> None:
+    def _close(self, connection: RawConnection) -> None:
         del self._connections[connection.file]
         payload = connection.close()
         if payload is not None:
@@ -175,7 +175,7 @@ class RawReceiver:
             if payload.is_wanted:
                 self.fail(payload)
 
-    def fail(self, payload: "RawPayload") -> None:
+    def fail(self, payload: RawPayload) -> None:
         """Say at the next turn that a payload will not come."""
         self._failed.append(payload)
 
@@ -183,202 +183,7 @@ class RawReceiver:
         """Whether a connection's events are wanted now."""
         self._poller.register(file, zmq.POLLIN if is_watched else 0)
 
-    def end(self, connection: "_Connection") -> None:
+    def end(self, connection: RawConnection) -> None:
         """Close a connection that broke while its payload was read."""
         if connection.file in self._connections:
             self._close(connection)
-
-    @property
-    def scratch(self) -> mmap.mmap:
-        """Where unwanted bytes go."""
-        return self._scratch
-
-    @property
-    def max_payload_bytes(self) -> int:
-        """Of a frame."""
-        return self._config.max_frame_bytes
-
-
-class _Connection:
-    """One connection, from its preface to its end.
-
-    Attributes:
-        file: its number.
-        peer: name of the control channel it belongs to; empty before the preface.
-        since_s: when it was made.
-    """
-
-    def __init__(self, accepted: socket.socket, config: KVTransferConfig, owner: RawReceiver) -> None:
-        self.file = accepted.fileno()
-        self.peer = ""
-        self.since_s = time.monotonic()
-        self._owner = owner
-        self._socket = accepted
-        self._head = bytearray()
-        self._payload: RawPayload | None = None
-        self._cold_until_s = 0.0
-        tune_socket(accepted, config)
-        accepted.settimeout(None)  # every call says itself whether it waits
-        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, PATIENCE)
-
-    def read_head(self, size: int) -> bytes | None:
-        """The next `size` bytes once they are all there.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        try:
-            data = self._socket.recv(size - len(self._head), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return None
-        if not data:
-            raise ConnectionResetError("the peer has closed it")
-        self._head += data
-        if len(self._head) < size:
-            return None
-        head = bytes(self._head)
-        self._head.clear()
-        return head
-
-    def welcome(self, peer: str) -> None:
-        """Take frames from here on.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        self.peer = peer
-        self._socket.send(READY, socket.MSG_DONTWAIT)
-
-    def advance(self) -> list[Delivery | PayloadDone]:
-        """Read on.
-
-        Raises:
-            OSError: the connection has ended.
-            ProtocolError: what came is no header, or one that no peer may send.
-        """
-        if self._payload is not None:
-            payload = self._payload
-            if not payload.pull():
-                return []
-            self._payload = None
-            return [PayloadDone(payload, ok=True)] if payload.is_wanted else []
-        head = self.read_head(HEADER_BYTES)
-        if head is None:
-            return []
-        header = decode_header(head)
-        if header.is_written or not header.payload_bytes:
-            return [Delivery(self.peer, header=head)]
-        if header.payload_bytes > self._owner.max_payload_bytes:
-            raise ProtocolError(
-                f"a frame of {header.payload_bytes} bytes, {self._owner.max_payload_bytes} are the most"
-            )
-        self._payload = RawPayload(self, header.payload_bytes)
-        self._owner.watch(self.file, is_watched=False)  # until it is decided where the payload goes
-        return [Delivery(self.peer, header=head, payload=self._payload)]
-
-    def close(self) -> "RawPayload | None":
-        """Give the socket back; the payload that was under way, if there was one."""
-        payload, self._payload = self._payload, None
-        self._owner.watch(self.file, is_watched=False)
-        self._socket.close()
-        return payload
-
-    def begin(self, payload: "RawPayload") -> bool:
-        """Its fate is decided: read what is there."""
-        if self._payload is not payload:  # the connection has ended meanwhile
-            if payload.is_wanted:
-                self._owner.fail(payload)
-            return False
-        try:
-            is_done = payload.pull()
-        except OSError:
-            self._owner.end(self)
-            return False
-        if is_done:
-            self._payload = None
-        self._owner.watch(self.file, is_watched=True)
-        return is_done
-
-    def pull_into(self, cursor: PieceCursor) -> bool:
-        """Read into the pool; whether that is all.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        is_patient = time.monotonic() >= self._cold_until_s
-        while cursor.num_left:
-            buffers = cursor.buffers()
-            wanted = cursor.num_left if len(buffers) < MAX_BUFFERS else sum(map(len, buffers))
-            try:
-                flags = socket.MSG_WAITALL if is_patient else socket.MSG_DONTWAIT
-                num_read = self._socket.recvmsg_into(buffers, 0, flags)[0]
-            except BlockingIOError:
-                num_read = -1
-            if num_read == 0:
-                raise ConnectionResetError("the peer has closed it")
-            cursor.advance(max(0, num_read))
-            if num_read < wanted:
-                if is_patient:
-                    self._cold_until_s = time.monotonic() + COLD_S
-                return False
-        return True
-
-    def pull_away(self, num_left: int) -> int:
-        """Throw bytes away; how many.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        size = min(num_left, len(self._owner.scratch))
-        try:
-            flags = socket.MSG_TRUNC | socket.MSG_DONTWAIT  # of TCP: count, and do not copy
-            num_read = self._socket.recv_into(self._owner.scratch, size, flags)
-        except BlockingIOError:
-            return 0
-        if num_read == 0:
-            raise ConnectionResetError("the peer has closed it")
-        return num_read
-
-
-class RawPayload:
-    """A payload that is still in its socket; see `Payload`.
-
-    Attributes:
-        num_bytes: its size.
-        is_wanted: it is read, and not discarded.
-    """
-
-    def __init__(self, connection: _Connection, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.is_wanted = False
-        self._connection = connection
-        self._cursor: PieceCursor | None = None
-        self._num_left = num_bytes  # of a discarded one
-
-    def read_into(self, pieces: Sequence[memoryview]) -> bool:
-        """Read what is there, and go on as more arrives."""
-        self._cursor = PieceCursor(pieces)
-        assert self._cursor.num_left == self.num_bytes
-        self.is_wanted = True
-        return self._connection.begin(self)
-
-    def discard(self) -> None:
-        """The pieces are not touched after this, whatever is still to come."""
-        was_decided = self.is_wanted
-        if self._cursor is not None:
-            self._num_left = self._cursor.num_left
-        self._cursor = None
-        self.is_wanted = False
-        if not was_decided:
-            self._connection.begin(self)
-
-    def pull(self) -> bool:
-        """Go on; whether this was all of it.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        if self._cursor is not None:
-            return self._connection.pull_into(self._cursor)
-        self._num_left -= self._connection.pull_away(self._num_left)
-        return self._num_left == 0

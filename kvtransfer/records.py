@@ -11,7 +11,14 @@ from google.protobuf.message import DecodeError
 from baton.core.errors import ProtocolError
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.landing_actions import Drained, LandingEvent, LandingFailed, ReserveWanted, Sealed
+from baton.kvtransfer.landing_actions import (
+    DigestWanted,
+    Drained,
+    LandingEvent,
+    LandingFailed,
+    ReserveWanted,
+    Sealed,
+)
 from baton.proto import kv_pb2
 
 
@@ -48,7 +55,7 @@ class ReleaseCommand:
 
 
 Command = GrantCommand | DenyCommand | AbortCommand | ReleaseCommand
-Record = LandingEvent | Command
+Record = LandingEvent | DigestWanted | Command
 NO_SLOT = 0xFFFFFFFF
 _KINDS: tuple[type[Record], ...] = (
     ReserveWanted,
@@ -59,6 +66,7 @@ _KINDS: tuple[type[Record], ...] = (
     DenyCommand,
     AbortCommand,
     ReleaseCommand,
+    DigestWanted,
 )
 _HEAD = struct.Struct("<BI")
 _U32 = struct.Struct("<I")

@@ -82,7 +82,10 @@ class SharedRegion:
         for num_bytes in pool_bytes:
             places.append(PoolPlace(offset, num_bytes))
             offset += _whole_pages(num_bytes)
-        path, file = _make_locked_file()
+        try:
+            path, file = _make_locked_file()
+        except OSError as error:
+            raise ConfigInvalid(f"{key}: no shared memory in {DIRECTORY}: {error.strerror}", keys=[key]) from error
         try:
             _take_memory(file, offset, key)
             memory = mmap.mmap(file, offset)
@@ -97,8 +100,13 @@ class SharedRegion:
         return cls(path, file, memory, is_owner=True)
 
     @classmethod
-    def attach(cls, path: Path, nonce: int) -> "SharedRegion":
+    def attach(cls, path: Path, nonce: int, *, is_touched: bool = True) -> "SharedRegion":
         """Map a file that another process made, and touch every page, so that no fault comes later.
+
+        Args:
+            path: of the file.
+            nonce: that it has if it is the one that is meant.
+            is_touched: False if little of it will be used.
 
         Raises:
             ProtocolError: there is no such file, or it is another one.
@@ -115,7 +123,8 @@ class SharedRegion:
             whole = (magic, version, found, num_bytes) == (MAGIC, VERSION, nonce, os.fstat(file).st_size)
             if not whole or num_pools > MAX_POOLS:
                 raise ProtocolError(f"{path} is another region, or none", path=str(path))
-            memory = mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_touched else 0)
+            memory = mmap.mmap(file, num_bytes, flags=flags)
         finally:
             os.close(file)
         return cls(path, -1, memory, is_owner=False)

@@ -110,7 +110,7 @@ class ShmOpener:
         if host_id != self._host_id:
             raise LaneRefused("the peer is on another host")
         layout = self._source.geometry.layout
-        geometries = _geometries(layout, offer.shm.pools)
+        geometries = geometries_of(layout, offer.shm.pools)
         path = Path(offer.shm.path)
         if path.parent != DIRECTORY or not _NAME.fullmatch(path.name):
             raise LaneRefused(f"{offer.shm.path[:100]!r} is no shared region")
@@ -125,7 +125,7 @@ class ShmOpener:
             raise
 
 
-def _geometries(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> list[PoolGeometry]:
+def geometries_of(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> list[PoolGeometry]:
     """What the pools of a peer of this layout look like, if the offer makes sense."""
     size = len(places)
     found = []

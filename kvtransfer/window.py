@@ -48,7 +48,10 @@ class Window:
 
     def size_bytes(self, two_layers_bytes: int, round_trip_s: float, limit_bytes: int, now_s: float) -> int:
         """What may be in flight now."""
+        return min(limit_bytes, max(two_layers_bytes, int(2 * self.rate(now_s) * round_trip_s)))
+
+    def rate(self, now_s: float) -> float:
+        """The best lately, in bytes per second; 0 if there was none."""
         while self._rates and self._rates[0][0] < now_s - RATE_MEMORY_S:
             self._rates.popleft()
-        path_bytes = self._rates[0][1] * round_trip_s if self._rates else 0.0
-        return min(limit_bytes, max(two_layers_bytes, int(2 * path_bytes)))
+        return self._rates[0][1] if self._rates else 0.0

@@ -314,6 +314,7 @@ class WriterThreads:
                     task.job()
         # The boundary of the task: whatever a push raises belongs to its group.
         except BaseException as error:  # noqa: BLE001
+            del task  # this frame lives as long as the error
             _forget_frames(error)
             return error
         return None

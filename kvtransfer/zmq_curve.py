@@ -8,6 +8,7 @@ from pathlib import Path
 
 import zmq
 import zmq.auth
+import zmq.utils.z85
 
 from baton.core.errors import ConfigInvalid
 

@@ -16,8 +16,10 @@ from baton.engine.gang import STOP, FollowPrefill, table_fields, table_of
 from baton.engine.plan import Plan, PlanChannel
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.async_writer import AsyncWriter, PushPart
+from baton.kvtransfer.lane_choice import LaneChoice
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushEvent, PushFailed, PushService
 from baton.kvtransfer.push_actions import GrantInfo
+from baton.kvtransfer.push_totals import PathCounts
 from baton.proto import kv_pb2
 
 
@@ -91,6 +93,14 @@ class GangPush:
     def inventory(self) -> dict[str, int]:
         """Rank 0's counts. Any thread."""
         return self._own.inventory()
+
+    def paths(self) -> tuple[PathCounts, ...]:
+        """Rank 0's. Any thread."""
+        return self._own.paths()
+
+    def lanes(self) -> dict[str, LaneChoice]:
+        """Rank 0's. Any thread."""
+        return self._own.lanes()
 
     def reserve(
         self,

@@ -10,7 +10,11 @@ import grpc.aio
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
 from baton.engine.prefill import PrefillRunner
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.evidence import host_id
+from baton.kvtransfer.lanes import NIXL
 from baton.kvtransfer.push import PushService
+from baton.kvtransfer.push_lane import LaneOpener
 from baton.kvtransfer.transports import connecting_transport
 from baton.prefill_worker.service import PrefillService
 from baton.prefill_worker.worker import PrefillWorker
@@ -43,6 +47,7 @@ class PrefillNode:
             transport=connecting_transport(config.transfer),
             config=config.transfer,
             clock=clock,
+            openers=_openers(loaded.pool, config.transfer.transport, self.epoch),
         )
         self.worker = PrefillWorker(
             runner=PrefillRunner(loaded.model, loaded.pool),
@@ -99,3 +104,16 @@ class PrefillNode:
         """Stop serving and release everything."""
         self.host.close()
         self.worker.close()
+
+
+def _openers(pool: KVPool, transport: str, epoch: int) -> list[LaneOpener]:
+    """One-sided lanes beside shm; what each needs is imported only where it is used."""
+    if pool.device.type == "cuda":
+        from baton.kvtransfer.nvlink_lane import NvlinkOpener  # with it comes Triton, which CPUs have no use for
+
+        return [NvlinkOpener(pool, host_id())]
+    if transport == NIXL:
+        from baton.kvtransfer.nixl_lane import nixl_openers
+
+        return nixl_openers(transport, epoch, pool)
+    return []

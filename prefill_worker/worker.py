@@ -38,6 +38,7 @@ from baton.proto import kv_pb2, worker_pb2
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
 from baton.worker.stream import EventSink
+from baton.worker.transfer_counts import push_counts
 
 MAX_RESERVE_WAIT_S = 3600.0
 NO_HELLO = "no HELLO"  # a decode worker that has forgotten us says so; that is no judgement of the pair
@@ -146,6 +147,7 @@ class PrefillWorker:
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
             num_prefix_hits=scheduler.num_prefix_hits,
             num_blocks_cached=len(self._allocator.index),
+            transfer=push_counts(pushes, self._push.paths(), self._push.lanes()),
         )
 
     def _block_names(self, request: GenerationRequest) -> tuple[bytes, ...]:

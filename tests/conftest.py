@@ -1,8 +1,13 @@
 """Fixtures that several rooms' tests share."""
 
 import os
+from pathlib import Path
 
 import pytest
+
+if not Path("/dev/nvidiactl").exists():
+    # Before anything imports Triton: without a GPU its kernels run in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from baton.kvtransfer import life_file, shared_region
 from baton.tests.model.checkpoints import write_checkpoint

@@ -21,7 +21,7 @@ _BELL_BYTES = 8
 
 def make_engine() -> Any:
     """An engine that finds its peers by address."""
-    from mooncake.engine import TransferEngine
+    from mooncake.engine import TransferEngine  # pyright: ignore[reportMissingImports]
 
     engine = TransferEngine()
     if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
@@ -80,6 +80,7 @@ class MooncakeTcpSender:
 
     def __init__(self, cell: Cell) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=False)
+        self.lane = ""
         self.counts: dict[str, int] = {}
         self._cell = cell
         self._engine = make_engine()

@@ -20,7 +20,7 @@ _POLL_S = 20e-6
 def make_agent(name: str) -> Any:
     """A NIXL agent that uses nothing but TCP on the loopback interface."""
     os.environ.update(UCX_OPTIONS)
-    from nixl._api import nixl_agent, nixl_agent_config
+    from nixl._api import nixl_agent, nixl_agent_config  # pyright: ignore[reportMissingImports]
 
     return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
 
@@ -79,6 +79,7 @@ class NixlTcpSender:
 
     def __init__(self, cell: Cell) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=False)
+        self.lane = ""
         self.counts: dict[str, int] = {}
         self._cell = cell
         self._agent = make_agent("bench-prefill")

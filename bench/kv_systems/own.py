@@ -37,22 +37,19 @@ from baton.kvtransfer.landing import (
     landing_region,
 )
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
-from baton.kvtransfer.nixl_lane import NixlOpener
-from baton.kvtransfer.over_grpc import GrpcTransport
-from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.pool_io import PoolIO
+from baton.kvtransfer.lanes import RAW
+from baton.kvtransfer.nixl_lane import nixl_openers
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushEvent, PushFailed, PushService
-from baton.kvtransfer.push_lane import LaneOpener
-from baton.kvtransfer.transport import Transport
+from baton.kvtransfer.transports import bind_address, connecting_transport, control_channel
 from baton.proto import kv_pb2
 
-# The control channel, the policy of the prefill side, and the lanes that the decode side serves.
-_WAYS: dict[str, tuple[str, TransportName, tuple[str, ...]]] = {
-    "shm": ("zmq", "shm", ("shm",)),
-    "zmq": ("zmq", "zmq", ("raw",)),
-    "zmq-inline": ("zmq", "zmq", ()),
-    "grpc": ("grpc", "grpc", ()),
-    "nixl": ("zmq", "nixl", ("nixl",)),
+# The policy of the prefill side, and the lanes that the decode side serves beside those of its transport.
+_WAYS: dict[str, tuple[TransportName, tuple[str, ...]]] = {
+    "shm": ("shm", ("shm",)),
+    "zmq": ("zmq", ()),
+    "zmq-inline": ("zmq", ()),
+    "grpc": ("grpc", ()),
+    "nixl": ("nixl", ("nixl",)),
 }
 
 
@@ -70,7 +67,7 @@ def layout_of(workload: Workload) -> KVLayout:
 
 def config_of(cell: Cell) -> KVTransferConfig:
     """What workers would be started with."""
-    config = KVTransferConfig(transport=_WAYS[cell.system][1], digest=bool(cell.digest))
+    config = KVTransferConfig(transport=_WAYS[cell.system][0], digest=bool(cell.digest))
     return replace(config, raw_streams=0) if cell.system == "zmq-inline" else config
 
 
@@ -91,16 +88,15 @@ class OwnReceiver:
         self._granted: AttemptKey | None = None
         self._woken = threading.Event()
         config, layout = config_of(cell), layout_of(cell.workload)
-        transport, _, lanes = _WAYS[cell.system]
+        kind, lanes = control_channel(config), _WAYS[cell.system][1]
         if cell.system == "nixl":
             os.environ.update(UCX_OPTIONS)  # the landing process inherits them
-        bind = "tcp://127.0.0.1:0" if transport == "zmq" else "127.0.0.1:0"
         setup = LandingSetup(
             epoch=secrets.randbits(63) | 1,
             layout=layout,
             num_blocks=POOL_BLOCKS,
             tp_size=1,
-            listen=Listen(transport, bind, lanes),
+            listen=Listen(kind, bind_address(kind, "127.0.0.1"), lanes),
             config=config,
         )
         region = landing_region([PoolGeometry(layout, POOL_BLOCKS)], config)
@@ -149,6 +145,7 @@ class OwnSender:
     """A prefill worker without a model."""
 
     def __init__(self, cell: Cell) -> None:
+        self.lane = ""
         self.counts: dict[str, int] = {}
         self._cell = cell
         self._woken = threading.Event()
@@ -156,11 +153,10 @@ class OwnSender:
         pool = KVPool(layout, POOL_BLOCKS, torch.device("cpu"))
         self.blocks = blocks_of(pool.bytes_view, cell.workload)
         config, epoch = config_of(cell), secrets.randbits(63) | 1
-        openers: list[LaneOpener] = []
         if cell.system == "nixl":
             os.environ.update(UCX_OPTIONS)
-            openers.append(NixlOpener(epoch, PoolIO(pool.bytes_view, pool.geometry), pool.bytes_view))
-        transport: Transport = GrpcTransport(config=config) if cell.system == "grpc" else ZmqTransport(config=config)
+        transport = connecting_transport(config)
+        self._transport = transport
         self._faulty = FaultyTransport(transport, cell.faults, cell.seed) if cell.faults else None
         self._push = PushService(
             pool=pool,
@@ -169,7 +165,7 @@ class OwnSender:
             transport=self._faulty or transport,
             config=config,
             clock=MonotonicClock(),
-            openers=openers,
+            openers=nixl_openers(config.transport, epoch, pool),
         )
         self._push.wakeup = self._woken.set
         self._peer: DecodePeer
@@ -203,6 +199,10 @@ class OwnSender:
                 self.submit(layer)
             self.finish()
         self.counts |= self._push.inventory()
+        choice = self._push.lane_of(self._peer.kv_address)
+        self.lane = choice.lane if choice is not None else ""
+        if self.lane == RAW:  # it may have been opened, and broken since
+            self.lane = self._transport.lane_of(self._peer.kv_address)
         if self._faulty is not None:
             self.counts |= {f"faults_{kind}": number for kind, number in self._faulty.num_faults.items()}
 

@@ -195,16 +195,24 @@ def test_a_real_cell_moves_checked_bytes(system):
     assert all(exposed_ms > 0 for exposed_ms in sample.exposed_ms)
 
 
-@pytest.mark.parametrize("system", ["shm", "zmq", "zmq-inline", "grpc"])
-def test_a_real_cell_of_our_own_hands_over_checked_bytes(system):
+LANES = {"shm": "shm", "zmq": "raw"}
+SLOW_LANES = {"zmq-inline": "inline", "grpc": "inline"}
+
+
+@pytest.mark.parametrize(
+    ("system", "lane"),
+    [*LANES.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW_LANES.items())],
+)
+def test_a_real_cell_of_our_own_hands_over_checked_bytes(system, lane):
     sample = kv_cell.measure(Cell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.001), QUICK)
     assert sample.gbps > 0
     assert sample.checked_bytes > 5 * 3 * SMALL.block_bytes
+    assert sample.lane == lane
     assert sample.counts["frames_corrupt"] == 0
     assert all(0 < exposed_ms < 1000 for exposed_ms in sample.exposed_ms)
 
 
-@pytest.mark.parametrize("system", ["shm", "zmq"])
+@pytest.mark.parametrize("system", ["zmq", pytest.param("shm", marks=pytest.mark.slow)])
 def test_faults_cost_time_and_no_byte(system):
     faults = {"drop": 0.1, "corrupt": 0.1}
     cell = Cell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.0, faults=faults)

@@ -68,7 +68,6 @@ def test_every_command_exists_and_has_json(command):
         (["serve", "--mtp", "auto"], 3, "FeatureNotBuilt"),
         (["serve", "--transport", "grpc"], 3, "FeatureNotBuilt"),
         (["serve", "--transport", "shm"], 3, "FeatureNotBuilt"),
-        (["serve", "--transport", "nvlink"], 3, "FeatureNotBuilt"),
         (["serve", "--transport", "nixl"], 3, "FeatureNotBuilt"),
         (["serve", "--scheduling", "async"], 3, "FeatureNotBuilt"),
         (["serve", "--http-port", "8000"], 3, "FeatureNotBuilt"),

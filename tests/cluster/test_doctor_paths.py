@@ -49,7 +49,7 @@ def test_every_live_pair_has_a_path(status):
 
 def test_the_matrix_says_lane_rate_latency_and_why_not_better(status):
     text = format_paths(paths(status))
-    assert "shm 9.50 GB/s 0.12 ms" in text
+    assert "shm 9.5 GB/s 0.12 ms" in text
     assert "NONE" in text
     assert "prefill-0 to decode-1: shm: another host; raw: refused" in text
     assert text.splitlines()[0].split() == ["KV", "path", "decode-0", "decode-1"]

@@ -1,5 +1,6 @@
 """Two services with real pools, in one process."""
 
+import dataclasses
 import time
 
 import pytest
@@ -25,6 +26,7 @@ from baton.kvtransfer.loopback import LoopbackHub
 from baton.kvtransfer.over_grpc import GrpcTransport
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
+from baton.kvtransfer.transports import bind_address, connecting_transport
 from baton.proto import kv_pb2
 
 P_EPOCH, D_EPOCH = 0xFEDCBA9876543210, 0x8000000000000001
@@ -56,14 +58,14 @@ def rows(pool, blocks, prompt_len):
     return torch.stack(layers)[:, :, :, :prompt_len]
 
 
-def landing_in_process(layout, num_blocks, config, *, tp_size=1, lanes=()):
+def landing_in_process(layout, num_blocks, config, *, tp_size=1, lanes=(), kind="zmq"):
     """The pool of rank 0, and the landing that writes it from a process of its own."""
     setup = LandingSetup(
         epoch=D_EPOCH,
         layout=layout,
         num_blocks=num_blocks,
         tp_size=tp_size,
-        listen=Listen("zmq", "tcp://127.0.0.1:0", tuple(lanes)),
+        listen=Listen(kind, bind_address(kind, "127.0.0.1"), tuple(lanes)),
         config=config,
     )
     region = landing_region(setup.geometries, config)
@@ -79,9 +81,10 @@ class Pair:
         self.config = KVTransferConfig(**config)
         self.hub = LoopbackHub()
         device = torch.device("cpu")
-        if kind == "process":
-            self.at_p = ZmqTransport(config=self.config)
-            self.target, self.landing = landing_in_process(layout, num_blocks, self.config)
+        if kind.endswith("process"):
+            channel = "grpc" if kind == "grpc-process" else "zmq"
+            self.at_p = connecting_transport(dataclasses.replace(self.config, transport=channel))
+            self.target, self.landing = landing_in_process(layout, num_blocks, self.config, kind=channel)
         else:
             self._land_on_thread(kind, layout, num_blocks)
         self.source = KVPool(layout, num_blocks, device)

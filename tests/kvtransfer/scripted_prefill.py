@@ -10,7 +10,7 @@ from baton.core.request import AttemptKey
 from baton.kernels.digest import MASK
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
-from baton.kvtransfer.frame import VERSION, FrameHeader, encode_header
+from baton.kvtransfer.frame import VERSION, FrameHeader, crc_of, encode_header
 from baton.kvtransfer.messages import DIGEST, control_of, encode_control, layout_message, parse_control, wire_attempt
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.pool_io import PoolIO
@@ -39,6 +39,7 @@ class ScriptedPrefill:
         self.address, self.layout, self.p_epoch, self.rank, self.size = address, layout, p_epoch, rank, size
         self.lanes, self.life_file, self.host_id = list(lanes), life_file, host_id
         self.d_epoch = 0
+        self.has_digest = True  # frames and COMMITs have digests
         self.transport = ZmqTransport()
         whole = PoolGeometry(layout, num_blocks)
         content = np.random.default_rng(7).integers(0, 256, whole.num_bytes, dtype=np.uint8)
@@ -111,7 +112,7 @@ class ScriptedPrefill:
     def granted(self, key, poll=None, timeout_s=10.0):
         return self.wait_for("grant", lambda grant: grant.attempt == wire_attempt(key), poll=poll, timeout_s=timeout_s)
 
-    def frame(self, grant, layer, first, count, *, lane="inline", damage=False):
+    def frame(self, grant, layer, first, count, *, lane="inline", damage=False, is_written=False):
         """Push some positions of this rank's heads of a layer."""
         heads = self.layout.pushed_heads(layer, self.rank, self.size)
         if heads.count == 0:
@@ -133,10 +134,12 @@ class ScriptedPrefill:
             first=first,
             count=count,
             payload_bytes=len(payload),
-            payload_digest=digest ^ 1 if damage else digest,
+            is_written=is_written,
+            payload_digest=None if not self.has_digest else digest ^ 1 if damage else digest,
+            payload_crc=None if self.has_digest or is_written else crc_of([payload]),
         )
         self.seq += 1
-        self.transport.send_frame(self.address, encode_header(header), [payload], lane)
+        self.transport.send_frame(self.address, encode_header(header), [] if is_written else [payload], lane)
 
     def push(self, grant, prompt_len, *, chunk_len=None):
         """Push every layer."""
@@ -145,6 +148,9 @@ class ScriptedPrefill:
             step = chunk_len or length
             for first in range(0, length, step):
                 self.frame(grant, layer, first, min(step, length - first))
+
+    def _totals(self, grant):
+        return self.digests.get((grant.epoch, grant.landing_id), [0] * self.layout.num_all_layers)
 
     def commit(self, grant, prompt_len, *, round=0):
         state = kv_pb2.SequenceState(first_token=7) if self.rank == 0 else None
@@ -155,7 +161,7 @@ class ScriptedPrefill:
                 attempt=grant.attempt,
                 prompt_len=prompt_len,
                 num_layers=self.layout.num_all_layers,
-                layer_digests=self.digests.get((grant.epoch, grant.landing_id), [0] * self.layout.num_all_layers),
+                layer_digests=self._totals(grant) if self.has_digest else [],
                 state=state,
                 prefill_end_ns=int(MonotonicClock().now_s() * 1e9),
                 round=round,

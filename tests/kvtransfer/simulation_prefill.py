@@ -216,7 +216,7 @@ class Rank:
             wire = action.control.commit.attempt
             attempt = sim.AttemptKey(wire.request_id, wire.attempt)
             assert not any(write.attempt == attempt for write in self.writes), "invariant 9: it writes after its COMMIT"
-        self.world.post(self.name, action.peer, encode_control(action.control))
+        self.post(action.peer, encode_control(action.control))
 
     def on_end(self, action, attempt):
         source = self.sources.pop(attempt)
@@ -267,7 +267,16 @@ class Rank:
 
     def post_frame(self, peer, attempt, header, values):
         seq = (self.epoch, self.rank, attempt, header.seq)
-        self.world.post(self.name, peer, encode_header(header), values, seq)
+        self.post(peer, encode_header(header), values, seq)
+
+    def post(self, peer, data, payload=None, seq=None):
+        """Two processes never have one connection: where names do not change, it is the successor's."""
+        if self in self.world.zombies and not self.world.options.names_change:
+            self.world.lost(sim.Message(self.name, peer, data, payload, seq))
+        elif payload is None:
+            self.world.post(self.name, peer, data)
+        else:
+            self.world.post(self.name, peer, data, payload, seq)
 
     # A one-sided lane
 

@@ -155,6 +155,29 @@ def test_tensors_of_a_task_are_gone_when_it_counts_as_done(make_writer, fails):
         gc.enable()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_job_captured_is_gone_when_it_counts_as_done(make_writer, fails):
+    def job(tensor):
+        if fails:
+            raise ValueError("with the tensor in a frame of its traceback")
+
+    writer, seen = make_writer(lambda part, layer: None), []
+    gc.disable()
+    try:
+        tensor = torch.zeros(4)
+        reference = weakref.ref(tensor)
+        jobs = [functools.partial(job, tensor)]
+        gate = threading.Event()
+        writer.aside([functools.partial(gate.wait, 5)] * 2, lambda error: None)  # until nobody else refers to it
+        writer.aside(jobs, lambda error: seen.append(reference()))
+        del tensor, jobs
+        gate.set()
+        wait_until(lambda: bool(seen))
+        assert seen == [None]
+    finally:
+        gc.enable()
+
+
 def test_a_full_queue_makes_submit_wait_and_is_counted(make_writer):
     writer = make_writer(lambda part, layer: time.sleep(0.005), num_threads=1, queue_len=1)
     with writer.step(PARTS) as step:

@@ -17,6 +17,10 @@ class FakeLane:
         self.name = name
         self.is_quiet = True
         self.is_closed = False
+        self.is_outlived = False
+
+    def outlived(self):
+        self.is_outlived = True
 
     def drain(self, timeout_s):
         return self.is_quiet
@@ -44,6 +48,10 @@ class FakeTransport:
     def __init__(self, raw_problem=""):
         self.raw_problem = raw_problem
         self.num_opened = 0
+        self.lane = "raw"
+
+    def lane_of(self, peer):
+        return self.lane
 
     def open_lane(self, peer, offer):
         assert offer.lane == "raw"
@@ -128,6 +136,7 @@ def test_a_lane_is_opened_anew_for_each_life_and_the_old_one_closed_when_it_is_q
     assert [epoch for _, epoch, _ in shm.opened] == [5, 9, 6]
     chooser.sweep()
     assert not first.is_closed, "a write is under way"
+    assert (first.is_outlived, other.is_outlived) == (True, False)
     first.is_quiet = True
     chooser.sweep()
     assert first.is_closed
@@ -139,6 +148,17 @@ def test_a_lane_is_opened_anew_for_each_life_and_the_old_one_closed_when_it_is_q
     chooser.close(0.0)
     assert second.opened.is_closed
     assert chooser.lanes() == {}
+
+
+def test_a_raw_lane_that_broke_is_not_reported_as_in_use(openers):
+    transport = FakeTransport()
+    chooser = LaneChooser("zmq", openers, transport)
+    choice = chooser.choose("a", 5, "there", ALL)
+    assert chooser.lanes() == {"a": choice}
+    transport.lane = "inline"
+    assert chooser.lanes()["a"].lane == "inline"
+    assert chooser.lanes()["a"].why == "raw: its connection is not open now"
+    assert chooser.lane_of("a") is choice, "it is made again by itself"
 
 
 def test_a_long_reason_is_cut(openers):

@@ -27,7 +27,7 @@ INLINE, SHM = Options(), Options(lane="shm")
 BLIND = Options(has_digest=False)
 RANKS = Options(prefill_tp=2, decode_tp=2)
 SHM_RANKS = Options(prefill_tp=2, lane="shm")
-MUTATIONS = {}
+MUTATIONS: dict = {}
 
 
 def mutation(options, **weights):
@@ -177,8 +177,8 @@ def a_landing_seals_while_its_sender_writes_again(patch):
 
 @mutation(SHM)
 def a_commit_overtakes_the_writes(patch):
-    ready = property(lambda self: self.state.name == "COMMITTING" and not self.to_send)
-    patch.setattr(Transfer, "is_ready_to_commit", ready)
+    hasty = property(lambda self: self.state.name == "COMMITTING" and not self.to_send and not self.is_commit_posted)
+    patch.setattr(Transfer, "is_commit_due", hasty)
 
 
 # When blocks are free

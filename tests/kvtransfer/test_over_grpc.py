@@ -365,8 +365,9 @@ def test_files_that_do_not_go_together_are_refused_at_start(is_server, files):
         GrpcTransport("grpc://127.0.0.1:0" if is_server else None, KVTransferConfig(**files))
 
 
-def test_a_whole_hand_over(make_pair):
-    pair = make_pair("grpc")
+@pytest.mark.parametrize("kind", ["grpc", "grpc-process"])
+def test_a_whole_hand_over(make_pair, kind):
+    pair = make_pair(kind)
     keys = [pair.hand_over(prompt_len=22, chunk_len=7, request_id=f"r{index}") for index in range(3)]
     for key in keys:
         pair.wait_for(Sealed, key)

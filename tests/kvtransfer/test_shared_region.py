@@ -93,6 +93,12 @@ def test_more_than_there_is_names_the_key():
     assert set(shared_region.DIRECTORY.glob(f"{shared_region.PREFIX}*")) == before
 
 
+def test_a_machine_without_shared_memory_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(shared_region, "DIRECTORY", tmp_path / "none")
+    with pytest.raises(ConfigInvalid, match="no shared memory in"):
+        SharedRegion.create(link_bytes=1, pool_bytes=[1])
+
+
 def test_what_dead_owners_left_is_swept_and_nothing_else(region):
     epoch = os.getpid() << 32
     owner = subprocess.Popen(

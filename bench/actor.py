@@ -1,0 +1,116 @@
+"""Objects in processes of their own, as Ray actors or, where Ray is not there, as plain spawned processes.
+
+Calls on one object run one after the other; calls on two objects at the same time.
+"""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+CALL_LIMIT_S = 300.0
+# Every process sees all GPUs: CUDA IPC opens a peer's memory on the opener's own device.
+ENVIRONMENT = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+class Remote(Protocol):
+    """An object elsewhere."""
+
+    def post(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        """Begin a call; what is returned waits for its result."""
+        ...
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call and wait."""
+        ...
+
+    def end(self) -> None:
+        """End its process."""
+        ...
+
+
+class RayRemote:
+    """A Ray actor."""
+
+    def __init__(self, factory: Callable[..., Any], *arguments: Any) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
+            ray.init(address="local", include_dashboard=False, log_to_driver=True, num_cpus=4)
+        environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        actor = ray.remote(factory)
+        self._ray = ray
+        self._actor = actor.options(num_cpus=1, runtime_env={"env_vars": environment}).remote(*arguments)
+
+    def post(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        """Begin a call."""
+        reference = getattr(self._actor, method).remote(*arguments)
+        return lambda: self._ray.get(reference, timeout=CALL_LIMIT_S)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call and wait."""
+        return self.post(method, *arguments)()
+
+    def end(self) -> None:
+        """End its process."""
+        self._ray.kill(self._actor)  # pyright: ignore[reportArgumentType]
+
+
+class SpawnedRemote:
+    """A spawned process."""
+
+    def __init__(self, factory: Callable[..., Any], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, factory, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def post(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        """Begin a call."""
+        self._pipe.send((method, arguments))
+        return self._take
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call and wait."""
+        return self.post(method, *arguments)()
+
+    def end(self) -> None:
+        """End its process."""
+        self._process.kill()
+        self._process.join()
+
+    def _take(self) -> Any:
+        if not self._pipe.poll(CALL_LIMIT_S):
+            raise TimeoutError(f"no answer within {CALL_LIMIT_S} s")
+        failed, value = self._pipe.recv()
+        if failed:
+            raise RuntimeError(value)
+        return value
+
+
+def _serve(pipe: Connection, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    served: Any = None
+    problem = ""
+    try:
+        served = factory(*arguments)
+    except Exception as error:  # noqa: BLE001  the first call says it
+        problem = f"{type(error).__name__}: {error}"
+    while True:
+        try:
+            method, values = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, problem) if problem else (False, getattr(served, method)(*values))
+        except Exception as error:  # noqa: BLE001  the caller raises it
+            answer = (True, f"{method}: {type(error).__name__}: {error}")
+        pipe.send(answer)

@@ -1,0 +1,211 @@
+"""What a landing asks of the engine where the pool is on a GPU, which the landing's process cannot touch.
+
+Payloads of two-sided lanes lie in *staging* blocks of host memory first. Each complete layer becomes a wish
+(`DigestWanted`): bring it from staging into the pool, if it is there, and digest it in the pool. The engine's kernels
+answer through flag words. One wish of a landing is open at a time, so that layers gather while the engine is at a
+step; once all have landed, the rest is asked for at once.
+
+A wish that was made is waited for: until then its staging is not used again, and its landing has not drained, because
+a kernel may still read the one and write the other.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from baton.core.request import AttemptKey
+from baton.kvcache.allocator import BlockAllocator, BlockTable, OutOfBlocks
+from baton.kvcache.geometry import LayerGeometry, PoolGeometry
+from baton.kvcache.layout import KVLayout
+from baton.kvtransfer.flag_page import Flag, FlagPage
+from baton.kvtransfer.landing_actions import DigestWanted
+from baton.kvtransfer.landing_table import Landing
+from baton.kvtransfer.lanes import is_one_sided
+
+FLAGS_POOL = 1  # of the shared region; staging memory is pool 0
+SLOT_WORDS = 264  # MAX_LAYERS of a launch, and the number
+MAX_LAYERS = 256
+NUM_SLOTS = 256  # wishes at a time
+SCRATCH_SLOT = NUM_SLOTS  # where launches report that nobody asks about
+
+
+def flag_bytes() -> int:
+    """Size of a decode worker's memory for flags."""
+    return FlagPage.num_bytes(NUM_SLOTS + 1, SLOT_WORDS)
+
+
+def flag_page(memory: memoryview) -> FlagPage:
+    """The flags in that memory, but for the scratch slot; cleared."""
+    return FlagPage(memory[: FlagPage.num_bytes(NUM_SLOTS, SLOT_WORDS)], SLOT_WORDS)
+
+
+@dataclass(slots=True, eq=False)
+class _Filling:
+    """A landing that was granted and has not ended here.
+
+    Attributes:
+        landing: its record.
+        staging: its blocks there; empty on a one-sided lane.
+        has_digest: its layers are to be digested.
+        ready: complete layers that were not asked for yet.
+        num_open: wishes that were made and not answered.
+        is_over: it was fenced, or has drained: nothing more is asked for.
+    """
+
+    landing: Landing
+    staging: BlockTable
+    has_digest: bool
+    ready: list[int] = field(default_factory=list)
+    num_open: int = 0
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """A wish that was made."""
+
+    filling: _Filling
+    flag: Flag
+    layer: int
+    num_layers: int
+
+
+class DeviceJobs:
+    """All landings of one life of a landing process over a GPU pool.
+
+    Args:
+        layout: of the pool.
+        num_staging_blocks: of host memory.
+        flags: shared with the engine.
+    """
+
+    def __init__(self, layout: KVLayout, num_staging_blocks: int, flags: FlagPage) -> None:
+        self._layout = layout
+        self._flags = flags
+        self._staging = BlockAllocator(num_staging_blocks, layout.block_size)
+        self._fillings: dict[AttemptKey, _Filling] = {}
+        self._jobs: deque[_Job] = deque()
+        geometry = PoolGeometry(layout, num_staging_blocks)
+        self._shapes = [_shape(layer) for layer in geometry.layers]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a flag is to be looked at."""
+        return bool(self._jobs)
+
+    @property
+    def staging_len(self) -> int:
+        """Positions that the staging memory has room for."""
+        return self._staging.num_blocks * self._layout.block_size
+
+    @property
+    def num_staging_blocks_used(self) -> int:
+        """Blocks of it that landings have."""
+        return self._staging.num_reserved
+
+    def begin(self, landing: Landing, *, has_digest: bool) -> bool:
+        """A landing is to be granted; False if it has to wait for staging memory."""
+        if is_one_sided(landing.lane):
+            staging = BlockTable((), self._layout.block_size)
+        else:
+            try:
+                staging = self._staging.reserve(landing.prompt_len)
+            except OutOfBlocks:
+                return False
+        self._fillings[landing.attempt] = _Filling(landing, staging, has_digest)
+        return True
+
+    def staging_blocks(self, attempt: AttemptKey) -> tuple[int, ...]:
+        """Where payloads of a landing go."""
+        return self._fillings[attempt].staging.blocks
+
+    def complete(self, attempt: AttemptKey, layer: int) -> bool:
+        """A layer has landed. True: the engine has to do with it. False: it counts as it is."""
+        filling = self._fillings[attempt]
+        if not filling.has_digest and not filling.staging.blocks:
+            return False
+        filling.ready.append(layer)
+        return True
+
+    def wishes(self) -> list[DigestWanted]:
+        """What the engine has to be asked for now."""
+        found: list[DigestWanted] = []
+        for filling in self._fillings.values():
+            while filling.ready and not filling.is_over and self._may_ask(filling):
+                wanted = self._wish(filling)
+                if wanted is None:
+                    return found
+                found.append(wanted)
+        return found
+
+    def answers(self) -> list[tuple[int, int, int]]:
+        """(landing id, layer, digest) of every wish that was fulfilled since the last call."""
+        found = []
+        for _ in range(len(self._jobs)):
+            job = self._jobs.popleft()
+            if not self._flags.is_up(job.flag):
+                self._jobs.append(job)
+                continue
+            digests = self._flags.digests(job.flag, job.num_layers)
+            self._flags.release(job.flag)
+            job.filling.num_open -= 1
+            landing_id = job.filling.landing.landing_id
+            found += [(landing_id, job.layer + index, digest) for index, digest in enumerate(digests)]
+        return found
+
+    def is_busy(self, attempt: AttemptKey) -> bool:
+        """Whether a kernel may still be at a landing's blocks."""
+        filling = self._fillings.get(attempt)
+        return filling is not None and bool(filling.num_open)
+
+    def stop(self, attempt: AttemptKey) -> None:
+        """The landing was fenced: ask for nothing more."""
+        filling = self._fillings.get(attempt)
+        if filling is not None:
+            filling.is_over = True
+            filling.ready.clear()
+
+    def end(self, attempt: AttemptKey) -> None:
+        """The landing was sealed, or has drained, and no kernel is at it; its staging is free."""
+        filling = self._fillings.pop(attempt, None)
+        if filling is not None:
+            assert not filling.num_open
+            if filling.staging.blocks:
+                self._staging.release(filling.staging)
+
+    def _may_ask(self, filling: _Filling) -> bool:
+        return not filling.num_open or filling.landing.coverage.is_complete()
+
+    def _wish(self, filling: _Filling) -> DigestWanted | None:
+        """One launch: layers of one shape that follow each other. None if there is no flag for it."""
+        flags = self._flags.claim()
+        if flags is None:
+            return None
+        (flag,) = flags
+        filling.ready.sort()
+        first = filling.ready[0]
+        landing = filling.landing
+        count = self._layout.layer_len(first, landing.prompt_len)
+        num_layers = 1
+        while (
+            num_layers < min(len(filling.ready), MAX_LAYERS)
+            and filling.ready[num_layers] == first + num_layers
+            and self._shapes[first + num_layers] == self._shapes[first]
+        ):
+            num_layers += 1
+        del filling.ready[:num_layers]
+        filling.num_open += 1
+        self._jobs.append(_Job(filling, flag, first, num_layers))
+        return DigestWanted(
+            attempt=landing.attempt,
+            flag=flag.slot,
+            sequence=flag.sequence,
+            layer=first,
+            num_layers=num_layers,
+            count=count,
+            staging=filling.staging,
+            has_digest=filling.has_digest,
+        )
+
+
+def _shape(layer: LayerGeometry) -> tuple[int, ...]:
+    return layer.num_heads, layer.num_parts, layer.rows_per_block, layer.row_bytes

@@ -1,0 +1,55 @@
+"""The decode side of a hand-off without a model: a GPU pool, and the product's landing process before it."""
+
+import numpy as np
+import torch
+
+from baton.core.config import KVTransferConfig
+from baton.kvcache.allocator import BlockAllocator
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.landing import LandingService
+from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.pool_io import PoolIO
+from baton.kvtransfer.span import Span
+from baton.tests.kvtransfer.landing_worker import LandingWorker
+
+
+class GpuWorker(LandingWorker):
+    """Grants what is asked for; `poll` serves."""
+
+    def __init__(self, layout, *, epoch, device_index=0, num_blocks=256, **config):
+        self.layout = layout
+        self.config = KVTransferConfig(**config)
+        self.device = torch.device("cuda", device_index)
+        torch.cuda.set_device(self.device)
+        self.pool = KVPool(layout, num_blocks, self.device)
+        transport = self.config.transport
+        self.setup = LandingSetup(
+            epoch=epoch,
+            layout=layout,
+            num_blocks=num_blocks,
+            tp_size=1,
+            listen=Listen("zmq", "tcp://127.0.0.1:0", ("nvlink",) if transport in ("auto", "nvlink") else ()),
+            config=self.config,
+        )
+        self.service = LandingService.over_device(self.pool, self.setup)
+        self.region = self.service._region
+        self.blocks = BlockAllocator(num_blocks, layout.block_size)
+        self.tables, self.events = {}, []
+        self.is_granting = True
+
+    def io(self):
+        """The pool's content now."""
+        torch.cuda.synchronize(self.device)
+        return PoolIO(np.ascontiguousarray(self.pool.data_bytes.cpu().numpy()), self.pool.geometry)
+
+    def differing(self, source_io, source_blocks, key, prompt_len):
+        """Layers that are not what the source has."""
+        mine = self.io()
+        found = []
+        for layer in range(self.layout.num_all_layers):
+            shape = self.layout.layer(layer)
+            span = Span(layer, 0, self.layout.layer_len(layer, prompt_len), 0, shape.num_heads)
+            want = source_io.read(source_blocks, span, 16)
+            if mine.read(self.tables[key].blocks, span, 16) != want:
+                found.append(layer)
+        return found

@@ -1,0 +1,99 @@
+"""A whole prefill worker, model and all, in a process of its own."""
+
+import os
+import queue
+import secrets
+
+import torch
+
+from baton.core.clock import MonotonicClock
+from baton.core.config import KVTransferConfig
+from baton.core.numerics import Numerics
+from baton.core.tokenizer import Tokenizer
+from baton.engine.prefill import PrefillRunner
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.evidence import host_id
+from baton.kvtransfer.nvlink_lane import NvlinkOpener
+from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.push import PushService
+from baton.model.loader import load_model
+from baton.prefill_worker.worker import PrefillWorker
+from baton.tests.e2e.conftest import TINY
+from baton.worker.loading import request_limits
+
+
+def see_first(device_index):
+    """Make a GPU this process's first, as the cluster does for its workers. Before CUDA is used."""
+    assert not torch.cuda.is_initialized()
+    told = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    own = told[device_index]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([own, *(gpu for gpu in told if gpu != own)])
+
+
+class Sink:
+    """Keeps what a worker says of one request."""
+
+    def __init__(self):
+        self.queue = queue.Queue()
+
+    def emit(self, event):
+        self.queue.put(event)
+
+    def end(self, error=None):
+        if not self.ended:
+            self.ended = True
+            self.queue.put(error)
+
+    ended = False
+
+
+class ModelPrefill:
+    """See `bench.actor.SpawnedRemote`."""
+
+    def __init__(self, device_index, dtype, transport, num_blocks, block_size, chunk_len):
+        see_first(device_index)
+        device = torch.device("cuda")
+        tokenizer = Tokenizer.from_directory(TINY)
+        model = load_model(TINY, dtype=dtype, device=device, numerics=Numerics.INVARIANT, with_mtp=True)
+        pool = KVPool(model.kv_layout(block_size), num_blocks, device)
+        config = KVTransferConfig(transport=transport)
+        self.fatal = []
+        self.push = PushService(
+            pool=pool,
+            layout=pool.layout,
+            epoch=secrets.randbits(63) | 1,
+            transport=ZmqTransport(config=config),
+            config=config,
+            clock=MonotonicClock(),
+            openers=[NvlinkOpener(pool, host_id())],
+        )
+        self.worker = PrefillWorker(
+            runner=PrefillRunner(model, pool),
+            pool=pool,
+            tokenizer=tokenizer,
+            limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=4),
+            push=self.push,
+            chunk_len=chunk_len,
+            max_num_seqs=16,
+            max_queue_len=1024,
+            clock=MonotonicClock(),
+            on_fatal=lambda error: self.fatal.append(repr(error)),
+        )
+        self.worker.start()
+
+    def run(self, requests, peer):
+        """Hand all of them over; (first token, finish reason, error) of each."""
+        sinks = [Sink() for _ in requests]
+        for request, sink in zip(requests, sinks, strict=True):
+            self.worker.submit(request, peer, sink)
+        found = []
+        for sink in sinks:
+            token, reason, problem = None, "", ""
+            while (event := sink.queue.get(timeout=120)) is not None:
+                if isinstance(event, Exception):
+                    problem = repr(event)
+                    break
+                if event.HasField("first_token"):
+                    token, reason = event.first_token.token, event.first_token.finish_reason
+            found.append((token, reason, problem))
+        return found, self.fatal, {address: choice.lane for address, choice in self.push.lanes().items()}

@@ -1,0 +1,192 @@
+"""Who may talk to whom, by which lanes, and what is said to those who may not."""
+
+import dataclasses
+
+import pytest
+
+from baton.core.errors import MalformedMessage
+from baton.core.request import AttemptKey
+from baton.kvcache.layout import LayerLayout, PayloadKind
+from baton.kvtransfer.landing_actions import SendControl as Reply
+from baton.kvtransfer.landing_protocol import LandingProtocol
+from baton.kvtransfer.messages import control_of, encode_control, layout_message, parse_control
+from baton.kvtransfer.push_actions import DecodePeer, Denied, Granted, OpenLane, PushFailed, SendControl
+from baton.kvtransfer.push_messages import PushIdentity
+from baton.kvtransfer.push_protocol import PushProtocol
+from baton.proto import kv_pb2
+from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT
+
+pytestmark = pytest.mark.fast
+KEY = AttemptKey("a", 1)
+PEER = DecodePeer("d", "d", 1)
+OFFERS = [kv_pb2.LaneOffer(lane="raw"), kv_pb2.LaneOffer(lane="shm"), kv_pb2.LaneOffer(lane="nixl")]
+
+
+def landing(layout=LAYOUT, **options):
+    return LandingProtocol(epoch=1, layout=layout, config=CONFIG, max_capacity_len=16, offers=OFFERS, **options)
+
+
+def hello(layout=LAYOUT, **changes):
+    fields = {"version": 1, "epoch": 5, "tp_size": 1, "head_count": 2, "sent_ns": 7}
+    return control_of(kv_pb2.Hello(layout=layout_message(layout), **{**fields, **changes}))
+
+
+def answer(protocol, message, peer="p", now_s=0.0):
+    replies = [a.control.hello_reply for a in protocol.on_control(peer, message, now_s) if isinstance(a, Reply)]
+    return replies[-1] if replies else None
+
+
+EXTRA = dataclasses.replace(LAYOUT, extra_layers=(LayerLayout(PayloadKind.LATENT, 1, 1, 8),))
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        (hello(version=2), "version 2"),
+        (hello(dataclasses.replace(LAYOUT, model_hash="other")), "model_hash 'other'"),
+        (hello(dataclasses.replace(LAYOUT, num_layers=3)), "num_layers 3"),
+        (hello(dataclasses.replace(LAYOUT, dtype="float32", head_dim=2)), "head_dim 2"),
+        (hello(EXTRA), "extra layers"),
+        (hello(tp_size=0), "rank 0 of 0"),
+        (hello(tp_size=2, tp_rank=2), "rank 2 of 2"),
+        (hello(tp_size=3, head_count=1), "size 3"),
+        (hello(tp_size=2, head_count=2), "rank 0 of 2 holds 2 of 2 heads from 0, here 1 from 0"),
+        (hello(tp_size=2, tp_rank=1, head_count=1), "rank 1 of 2 holds 1 of 2 heads from 0, here 1 from 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_who_does_not_fit_is_refused_by_name(message, named):
+    protocol = landing()
+    reply = answer(protocol, message)
+    assert named in reply.refused
+    assert not reply.offers
+    reserve = kv_pb2.Reserve(
+        attempt=kv_pb2.Attempt(request_id="a"), epoch=5, peer_epoch=1, prompt_len=1, capacity_len=1
+    )
+    denied = protocol.on_control("p", control_of(reserve), 0.0)[0].control.deny
+    assert denied.reason == kv_pb2.Deny.LAYOUT
+
+
+def test_block_size_and_ranks_may_differ():
+    other = dataclasses.replace(LAYOUT, block_size=64)
+    protocol = landing()
+    assert answer(protocol, hello(other, tp_size=2, tp_rank=1, head_first=1, head_count=1), "q").refused == ""
+    assert answer(protocol, hello(other, tp_size=2, tp_rank=0, head_count=1)).refused == ""
+    assert "another said otherwise" in answer(protocol, hello(other), "r").refused
+
+
+def test_more_ranks_than_heads_share_them():
+    protocol = landing()
+    for rank in range(4):
+        message = hello(tp_size=4, tp_rank=rank, head_first=rank // 2, head_count=1)
+        assert answer(protocol, message, f"p{rank}").refused == ""
+
+
+def test_offers_are_what_the_peer_can_and_where_it_is():
+    protocol = landing(host_id="here")
+
+    def offered(**changes):
+        return [offer.lane for offer in answer(protocol, hello(**changes)).offers]
+
+    assert offered(lanes=["shm", "raw", "inline"], host_id="here") == ["raw", "shm"]
+    assert offered(lanes=["shm", "raw", "inline"], host_id="there") == ["raw"]
+    assert offered(lanes=["nixl", "shm"], host_id="there") == ["nixl"]
+    assert offered(lanes=["inline"], host_id="here") == []
+    nowhere = landing()
+    assert [o.lane for o in answer(nowhere, hello(lanes=["shm"], host_id="")).offers] == []
+
+
+def test_a_late_hello_of_an_older_life_does_not_mute_the_living():
+    protocol = landing()
+    answer(protocol, hello(epoch=6))
+    answer(protocol, hello(epoch=5), now_s=0.1)  # late, of a process that is dead
+    assert answer(protocol, hello(epoch=6), now_s=0.2) is None
+    assert answer(protocol, hello(epoch=6), now_s=0.2 + 1.1 * CONFIG.lease_s).refused == ""
+
+
+def test_a_hello_with_endless_lists_is_malformed():
+    with pytest.raises(MalformedMessage):
+        parse_control(encode_control(hello(lanes=["x"] * 100)))
+    with pytest.raises(MalformedMessage):
+        parse_control(encode_control(hello(life_file="x" * 5000)))
+
+
+def test_a_message_is_only_believed_with_its_checksum():
+    data = encode_control(hello())
+    assert parse_control(data) == hello()
+    assert kv_pb2.Control.FromString(data).hello == hello().hello  # protobuf's own readers take it too
+    for index in range(len(data)):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[index] ^= 1 << bit
+            with pytest.raises(MalformedMessage):
+                parse_control(damaged)
+        with pytest.raises(MalformedMessage):
+            parse_control(data[:index])
+
+
+class Pushing:
+    """A prefill rank that has met a decode worker."""
+
+    def __init__(self, **identity):
+        fields = {"lanes": ("shm", "inline"), "host_id": "here"}
+        self.protocol = PushProtocol(identity=PushIdentity(5, **{**fields, **identity}), layout=LAYOUT, config=CONFIG)
+
+    def reply_to(self, actions, now_s=0.0, **changes):
+        asked = next(a.control.hello for a in actions if isinstance(a, SendControl))
+        fields = {"version": 1, "epoch": 1, "peer_epoch": 5, "echo_sent_ns": asked.sent_ns, "host_id": "here"}
+        reply = kv_pb2.HelloReply(layout=layout_message(LAYOUT), **{**fields, **changes})
+        return self.protocol.on_control("d", control_of(reply), now_s)
+
+    def reserve(self, now_s=0.0, key=KEY):
+        return self.protocol.reserve(key, PEER, prompt_len=3, capacity_len=4, wait_s=9.0, now_s=now_s)
+
+
+def test_a_reserve_waits_for_the_lane_and_names_it():
+    push = Pushing()
+    offer = kv_pb2.LaneOffer(lane="shm")
+    actions = push.reply_to(push.reserve(), offers=[offer])
+    assert actions == [OpenLane("d", 1, "here", (offer,))]
+    (asked,) = push.protocol.lane_opened("d", "shm", 0.0)
+    assert asked.control.reserve.lane == "shm"
+    assert asked.control.reserve.peer_epoch == 1
+    assert push.protocol.lanes() == {"d": "shm"}
+
+
+def test_a_refusal_denies_at_once_and_the_next_request_asks_again():
+    push = Pushing()
+    actions = push.reply_to(push.reserve(), refused="KVP version 9, here 1")
+    assert actions == [Denied(KEY, kv_pb2.Deny.LAYOUT, "KVP version 9, here 1")]
+    again = push.reserve(1.0, AttemptKey("b", 1))
+    assert [action.control.WhichOneof("message") for action in again] == ["hello"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lane": "inline"}, "lane shm was asked for"),
+        ({"blocks": [1]}, "granted 1 blocks of 2 for 3 positions"),
+        ({"landing_id": 0}, "granted landing 0"),
+        ({"lease_ms": 0}, "a lease of 0"),
+    ],
+)
+def test_a_grant_that_makes_no_sense_ends_the_transfer(change, reason):
+    push = Pushing()
+    push.reply_to(push.reserve())
+    push.protocol.lane_opened("d", "shm", 0.0)
+    fields = {"epoch": 1, "landing_id": 3, "credit_bytes": 1 << 20, "lease_ms": 2000, "lane": "shm", "blocks": [4, 5]}
+    grant = kv_pb2.Grant(attempt=kv_pb2.Attempt(request_id="a", attempt=1), **{**fields, **change})
+    actions = push.protocol.on_control("d", control_of(grant), 0.0)
+    assert reason in next(a.reason for a in actions if isinstance(a, PushFailed))
+    assert not any(isinstance(action, Granted) for action in actions)
+    assert tuple(push.protocol.transfers()) == ()
+
+
+@pytest.mark.parametrize(("mine", "theirs", "agreed"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_digests_are_used_if_both_sides_can(mine, theirs, agreed):
+    push = Pushing(has_digest=mine)
+    push.reply_to(push.reserve(), capabilities=["digest"] if theirs else [])
+    assert push.protocol._rules.peers["d"].has_digest is agreed
+    at_d = landing(has_digest=theirs)
+    assert answer(at_d, hello(capabilities=["digest"] if mine else [])).capabilities == (["digest"] if theirs else [])
+    assert at_d._rules.peers.get("p").has_digest is agreed

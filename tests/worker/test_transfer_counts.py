@@ -1,0 +1,40 @@
+"""What heartbeats say of the hand-off: counts of real services after a hand-over, and of lanes that were refused."""
+
+import pytest
+
+from baton.kvtransfer.landing_driver import COUNT_NAMES
+from baton.kvtransfer.lane_choice import LaneChoice
+from baton.kvtransfer.push_totals import PathCounts, PushTotals
+from baton.worker.transfer_counts import landing_counts, push_counts
+
+pytestmark = pytest.mark.fast
+
+NAMES = "num_acked bytes_pushed transfer_us exposed_us frames_pushed frames_resent lane_fallbacks credit_stall_us"
+COUNTS = dict.fromkeys(NAMES.split(), 0)
+
+
+def test_a_prefill_worker_names_each_path_and_why_no_better_one():
+    paths = [PathCounts("tcp://a", 5, 99, 2, 3e9, 0.0004), PathCounts("tcp://new", 0, 0, 0, 0.0, 0.0)]
+    lanes = {"tcp://a": LaneChoice(5, "raw", None, (("shm", "the peer is on another host"),))}
+    found = push_counts(COUNTS | {"num_acked": 2, "exposed_us": 1500}, paths, lanes)
+    assert (found.transfers, found.exposed_seconds) == (2, 0.0015)
+    (path,) = found.paths  # the other has not answered yet
+    assert (path.lane, path.why, path.gbps) == ("raw", "shm: the peer is on another host", 3.0)
+    assert path.round_trip_ms == pytest.approx(0.4)
+    assert (path.bytes, path.transfers, path.epoch) == (99, 2, 5)
+
+
+def test_a_decode_worker_reports_what_its_landing_counts():
+    counts = dict.fromkeys(COUNT_NAMES, 0) | {"transfers_sealed": 3, "transfer_us": 2_000_000, "frames_corrupt": 1}
+    found = landing_counts(counts, num_quarantined=7)
+    assert (found.transfers, found.seconds, found.corrupt, found.quarantined_blocks) == (3, 2.0, 1, 7)
+
+
+def test_waits_for_the_window_add_up():
+    totals = PushTotals()
+    totals.window("a", True, 10.0)
+    totals.window("a", True, 10.5)
+    totals.window("b", False, 10.6)
+    totals.window("a", False, 11.0)
+    totals.window("a", False, 12.0)
+    assert totals.credit_stall_s == pytest.approx(1.0)
