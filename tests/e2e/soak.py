@@ -167,7 +167,7 @@ class Soak:
                 break
             except BatonError as failed:
                 errors.append(failed)
-                time.sleep(0.1 * attempt)
+                time.sleep(0.2 * attempt)
         else:
             attempt = MAX_ATTEMPTS + 1
         with self.lock:
