@@ -1,4 +1,4 @@
-"""Where CUDA's Python bindings are missing, what needs them is not even imported; there is no GPU to test with either."""
+"""Where CUDA's Python bindings are missing, what needs them is not imported; there is no GPU to test with either."""
 
 from importlib.util import find_spec
 

@@ -18,7 +18,9 @@ D_EPOCH = 0x8000000000000001
 class LandingWorker:
     """A landing in a process of its own, and blocks."""
 
-    def __init__(self, layout=None, *, num_blocks=64, tp_size=1, lanes=(), control="zmq", bind="tcp://127.0.0.1:0", **config):
+    def __init__(
+        self, layout=None, *, num_blocks=64, tp_size=1, lanes=(), control="zmq", bind="tcp://127.0.0.1:0", **config
+    ):
         self.layout = layout or make_layout()
         self.config = KVTransferConfig(**config)
         self.setup = LandingSetup(

@@ -113,7 +113,9 @@ def test_layers_gather_while_the_engine_is_at_a_step(setting):
     worker.device.is_prompt = False
     prefill.reserve(KEY, 9, lane="nvlink")
     grant = prefill.granted(KEY, worker.poll)
-    push(worker, prefill, grant, 9, "nvlink", range(8))
+    push(worker, prefill, grant, 9, "nvlink", range(1))
+    worker.wait_until(lambda: worker.device.asked, "the first wish")
+    push(worker, prefill, grant, 9, "nvlink", range(1, 8))
     worker.wait_until(lambda: worker.service.inventory()["frames_landed"] == 8, "frames")
     time.sleep(0.05)
     worker.poll()
