@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from baton.kvtransfer.frame import Bytes
-from baton.kvtransfer.transport import Delivery, MemoryPayload, PayloadDone, TransportCounts, delivery_of
+from baton.kvtransfer.transport import Delivery, MemoryPayload, PayloadDone, TransportCounts, deliveries_of
 from baton.proto import kv_pb2
 
 Parts = list[bytes]
@@ -124,11 +124,9 @@ class LoopbackTransport:
                 arrived.append(PayloadDone(late, is_whole))
         while self._arrived:
             sender, parts = self._arrived.popleft()
-            delivery = delivery_of(sender, parts)
-            if delivery is None:
-                self.counts.messages_refused += 1
-            else:
-                arrived.append(self._with_late_payload(delivery, parts))
+            deliveries = deliveries_of(sender, parts)
+            self.counts.messages_refused += not deliveries
+            arrived += [self._with_late_payload(delivery, parts) for delivery in deliveries]
         return arrived
 
     def wake(self) -> None:

@@ -14,17 +14,18 @@ import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse
+from baton.kvtransfer.lanes import INLINE, is_one_sided
 from baton.kvtransfer.raw_lane import RAW, TOKEN_BYTES, parse_place
 from baton.kvtransfer.raw_lane_receiver import RawReceiver
 from baton.kvtransfer.raw_lane_sender import RawSender
-from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts, delivery_of
+from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts, deliveries_of
 from baton.kvtransfer.zmq_buffers import SendBuffers
 from baton.kvtransfer.zmq_sockets import ZmqSockets
 from baton.proto import kv_pb2
 
 MAX_BATCH = 64  # messages a `receive` returns at most, so that ticks and commands get their turn
 MAX_BATCH_BYTES = 16 << 20
-INLINE = "inline"
+MAX_HEADERS = 32  # of written frames in one message
 _LOST = (zmq.EAGAIN, zmq.EHOSTUNREACH)  # a full queue, a peer that is gone
 _MAX_WARNED = 1024
 _MAX_KNOWN = 4096
@@ -56,6 +57,7 @@ class ZmqTransport:
         self._names: dict[zmq.Socket[bytes], str] = {}
         self._senders: dict[str, RawSender] = {}
         self._buffers = SendBuffers(self._config.window_bytes)
+        self._written: dict[str, list[bytes]] = {}  # headers that wait for others, by peer
         self._known: dict[str, None] = {}  # peers heard of, on the listening side; the last one spoke last
         self._warned: set[str] = set()
         self._secret = secrets.token_hex(8)
@@ -66,10 +68,20 @@ class ZmqTransport:
 
     def send(self, peer: str, message: bytes) -> None:
         """Post without waiting; a peer never heard of is connected to, on the side that connects."""
+        self._post_written(peer)  # a COMMIT comes after what it is about
         self._post(peer, [message])
 
     def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], lane: str) -> None:
-        """By the raw lane if that is asked for and open; else a copy of the payload goes along."""
+        """By the raw lane if that is asked for and open; else a copy of the payload goes along.
+
+        Headers of written frames go several in a message, with the next `receive`: a message costs more than a header.
+        """
+        if is_one_sided(lane):
+            headers = self._written.setdefault(peer, [])
+            headers.append(header)
+            if len(headers) == MAX_HEADERS:
+                self._post_written(peer)
+            return
         if lane == RAW and payload:
             sender = self._senders.get(peer)
             if sender is not None and sender.send(header, payload):
@@ -133,6 +145,8 @@ class ZmqTransport:
 
     def receive(self, timeout_s: float) -> Arrived:
         """Of each connection at most MAX_BATCH messages, or about MAX_BATCH_BYTES."""
+        for peer in tuple(self._written):
+            self._post_written(peer)
         arrived: Arrived = []
         for lane in self._senders.values():
             lane.tick()
@@ -155,6 +169,7 @@ class ZmqTransport:
 
     def drop(self, peer: str) -> None:
         """Close the connections to a peer; on the listening side those of its raw lane."""
+        self._written.pop(peer, None)
         if peer in self._senders:
             self._senders.pop(peer).close()
         if self._receiver is not None:
@@ -214,6 +229,11 @@ class ZmqTransport:
         """One name for each peer as long as this process lives, so that a new connection replaces the old one there."""
         return hashlib.sha256(f"{self._secret} {peer}".encode()).hexdigest()[:16].encode()
 
+    def _post_written(self, peer: str) -> None:
+        headers = self._written.pop(peer, None)
+        if headers:
+            self._post(peer, [b"".join(headers), b""])
+
     def _post(self, peer: str, parts: "Sequence[bytes | zmq.Frame]") -> None:
         if self._router is None and self.problem(peer):
             self.counts.messages_lost += 1
@@ -250,12 +270,11 @@ class ZmqTransport:
                 self._know(peer)
             else:
                 peer = self._names[socket]
-            delivery = delivery_of(peer, buffers)
-            if delivery is None:
-                self.counts.messages_refused += 1
-                continue
-            num_bytes += 0 if delivery.payload is None else delivery.payload.num_bytes
-            arrived.append(delivery)
+            deliveries = deliveries_of(peer, buffers)
+            self.counts.messages_refused += not deliveries
+            for delivery in deliveries:
+                num_bytes += 0 if delivery.payload is None else delivery.payload.num_bytes
+                arrived.append(delivery)
 
     def _know(self, peer: str) -> None:
         self._known.pop(peer, None)

@@ -125,7 +125,8 @@ class Transport(Protocol):
     def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], lane: str) -> None:
         """Post a frame. Its payload's memory is read until it has left; there is none if it is written already.
 
-        If `lane` is not open to that peer, or broke, the payload goes inline.
+        If `lane` is not open to that peer, or broke, the payload goes inline. The header of a written frame may wait
+        for others until the next `receive` or `send`.
         """
         ...
 
@@ -170,11 +171,16 @@ class Transport(Protocol):
         ...
 
 
-def delivery_of(peer: str, parts: Sequence[Bytes]) -> Delivery | None:
-    """What a message of one part (control) or two (a frame) is; None if it is neither."""
+def deliveries_of(peer: str, parts: Sequence[Bytes]) -> list[Delivery]:
+    """What a message is: of one part a control message, of two a frame, or several that are written already.
+
+    Empty if it is none of these.
+    """
     if len(parts) == 1:
-        return Delivery(peer, control=parts[0])
-    if len(parts) != 2 or len(parts[0]) != HEADER_BYTES:
-        return None
-    payload = MemoryPayload(parts[1]) if len(parts[1]) else None
-    return Delivery(peer, header=parts[0], payload=payload)
+        return [Delivery(peer, control=parts[0])]
+    if len(parts) != 2 or not len(parts[0]) or len(parts[0]) % HEADER_BYTES:
+        return []
+    headers = [parts[0][start : start + HEADER_BYTES] for start in range(0, len(parts[0]), HEADER_BYTES)]
+    if not len(parts[1]):
+        return [Delivery(peer, header=header) for header in headers]
+    return [Delivery(peer, header=headers[0], payload=MemoryPayload(parts[1]))] if len(headers) == 1 else []

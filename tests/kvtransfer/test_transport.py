@@ -8,7 +8,7 @@ import pytest
 
 from baton.kvtransfer.frame import HEADER_BYTES, decode_header
 from baton.kvtransfer.lanes import INLINE
-from baton.kvtransfer.transport import delivery_of
+from baton.kvtransfer.transport import deliveries_of
 from baton.tests.kvtransfer.transport_ends import KINDS, PATIENCE_S, SOCKET_KINDS, Ends, Pool, make_header
 
 pytestmark = pytest.mark.fast
@@ -341,8 +341,24 @@ def test_an_address_that_is_none_is_a_problem_of_its_own(make_ends, kind):
 
 def test_parts_that_are_no_message():
     header = bytes(HEADER_BYTES)
-    assert delivery_of("p", []) is None
-    assert delivery_of("p", [header, b"", b""]) is None
-    assert delivery_of("p", [header + b"x", b""]) is None
-    assert delivery_of("p", [header, b""]).payload is None
-    assert delivery_of("p", [b""]).control == b""
+    assert deliveries_of("p", []) == []
+    assert deliveries_of("p", [header, b"", b""]) == []
+    assert deliveries_of("p", [header + b"x", b""]) == []
+    assert deliveries_of("p", [b"", b""]) == []
+    assert deliveries_of("p", [header * 2, b"payload"]) == []
+    assert [delivery.payload for delivery in deliveries_of("p", [header, b""])] == [None]
+    assert [bytes(delivery.header) for delivery in deliveries_of("p", [header * 2, b""])] == [header, header]
+    assert [delivery.control for delivery in deliveries_of("p", [b""])] == [b""]
+
+
+def test_headers_of_written_frames_share_a_message_and_keep_their_place(make_ends):
+    ends = make_ends("zmq")
+    headers = [make_header(0, seq, is_written=True) for seq in range(70)]
+    for header in headers:
+        ends.p.send_frame(ends.d.address, header, [], "shm")
+    ends.p.send(ends.d.address, b"commit")
+    ends.pump_until(lambda: len(ends.at_d) == 71)
+    assert [bytes(item.control or item.header) for item in ends.at_d] == [*headers, b"commit"]
+    ends.p.send_frame(ends.d.address, headers[0], [], "shm")
+    ends.pump_until(lambda: len(ends.at_d) == 72)
+    assert bytes(ends.at_d[-1].header) == headers[0]
