@@ -91,6 +91,11 @@ class Injector:
             return chance * NEW_FACTOR
         return chance * RARE_FACTOR if moment in RARE else chance
 
+    def stood(self, where):
+        """A thread of a prefill worker stands still there."""
+        with self._lock:
+            self.hits[where, Fault.STOP_PREFILL] += 1
+
     def flip(self, data):
         """The same bytes but for one bit."""
         damaged = bytearray(data)
@@ -174,7 +179,7 @@ class FaultyTransport:
         self._inner.close()
 
     def receive(self, timeout_s):
-        self._side.stand_still()
+        self._side.stand_still("between messages")
         while self._held and self._held[0][0] <= time.monotonic():
             self._held.popleft()[1]()
         arrived = []

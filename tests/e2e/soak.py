@@ -167,7 +167,7 @@ class Soak:
                 break
             except BatonError as failed:
                 errors.append(failed)
-                time.sleep(0.1 * attempt)
+                time.sleep(0.2 * attempt)
         else:
             attempt = MAX_ATTEMPTS + 1
         with self.lock:
@@ -300,7 +300,8 @@ class Soak:
         if fault in (Fault.KILL_DECODE, Fault.KILL_BOTH):
             self._replace(self.decode, decode, Decode)
         if fault is Fault.STOP_PREFILL:
-            prefill.stop(self.rng.uniform(0.1, 2.0) * self.transfer.lease_s)
+            in_write = self.transfer.transport == "shm" and self.rng.random() < 0.7
+            prefill.stop(self.rng.uniform(0.1, 2.5) * self.transfer.lease_s, in_write=in_write)
         if fault in LANDING_FAULTS:
             self._hit_landing(decode, fault)
 

@@ -22,6 +22,7 @@ from baton.worker.loading import request_limits
 NUM_BLOCKS, BLOCK_SIZE, CHUNK_LEN, NUM_DRAFTS = 96, 4, 12, 2
 NUM_SLOTS = 5  # fewer than landings, so that what is sealed waits
 MAX_MODEL_LEN = 96
+IN_WRITE = "in a write"
 
 
 def worker_arguments(soak, pool, clock):
@@ -40,7 +41,8 @@ class Prefill:
 
     def __init__(self, soak, epoch):
         self.epoch = epoch
-        self.standing_until_s = 0.0
+        self.standing_until_s = self._pause_in_write_s = 0.0
+        self._injector = soak.injector
         self.pool = KVPool(soak.model.kv_layout(BLOCK_SIZE), NUM_BLOCKS, soak.model.device)
         self.last_layer = self.pool.layout.num_all_layers - 1
         if soak.hub is not None:
@@ -54,7 +56,7 @@ class Prefill:
         push = {"pool": self.pool, "layout": layout, "epoch": epoch, "config": soak.transfer, "clock": clock}
         self.push = PushService(transport=transport, **push)
         openers = self.push._chooser._openers
-        openers["shm"] = StandingOpener(openers["shm"], self)
+        openers["shm"] = StandingOpener(openers["shm"], self, soak)
         self.worker = PrefillWorker(
             runner=PrefillRunner(soak.model, self.pool),
             push=self.push,
@@ -65,12 +67,22 @@ class Prefill:
         )
         self.worker.start()
 
-    def stop(self, pause_s):
-        """Its threads that push stand still wherever they are, and then go on as if nothing had been."""
-        self.standing_until_s = time.monotonic() + pause_s
+    def stop(self, pause_s, *, in_write):
+        """Its threads that push stand still wherever they are, and then go on as if nothing had been.
 
-    def stand_still(self):
+        `in_write`: from the moment when one of them is about to write a decode worker's pool, and may.
+        """
+        if in_write:
+            self._pause_in_write_s = pause_s
+        else:
+            self.standing_until_s = time.monotonic() + pause_s
+
+    def stand_still(self, where):
         """Called by those threads."""
+        if where == IN_WRITE and self._pause_in_write_s:
+            self.standing_until_s, self._pause_in_write_s = time.monotonic() + self._pause_in_write_s, 0.0
+        if self.standing_until_s > time.monotonic():
+            self._injector.stood(where)
         while (left_s := self.standing_until_s - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.05))
 
@@ -91,30 +103,35 @@ class Prefill:
 
 
 class StandingOpener:
-    """Opens lanes whose writes stand still in the middle, with the gate passed."""
+    """Opens lanes whose writes stand still in the middle, with the gate passed, and look where they go then."""
 
-    def __init__(self, inner, side):
+    def __init__(self, inner, side, soak):
         self._inner = inner
         self._side = side
+        self._soak = soak
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
     def open(self, *arguments):
-        return StandingLane(self._inner.open(*arguments), self._side)
+        return StandingLane(self._inner.open(*arguments), self._side, self._soak)
 
 
 class StandingLane:
-    def __init__(self, inner, side):
+    def __init__(self, inner, side, soak):
         self._inner = inner
         self._side = side
+        self._soak = soak
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def write(self, *arguments, **more):
-        self._side.stand_still()
-        return self._inner.write(*arguments, **more)
+    def write(self, blocks, target_blocks, span, **more):
+        self._side.stand_still(IN_WRITE)
+        for decode in tuple(self._soak.decode):
+            if not decode.may_be_written(self._inner._epoch, target_blocks):
+                self._soak.fatal.append(AssertionError(f"{span} is written into blocks of another: {target_blocks}"))
+        return self._inner.write(blocks, target_blocks, span, **more)
 
 
 class Decode:
@@ -170,6 +187,13 @@ class Decode:
     def holds(self, key):
         scheduler = self.worker._scheduler
         return scheduler.get(key) is not None or key in scheduler._quarantined
+
+    def may_be_written(self, epoch, blocks):
+        """Whether granted blocks are still those of a landing, or held back; also if they are none of this life's."""
+        scheduler = self.worker._scheduler
+        landing = [s.table for s in scheduler.sequences() if s.state is DecodeState.LANDING and s.table is not None]
+        tables = [*landing, *tuple(scheduler._quarantined.values())]
+        return any(table.blocks == blocks for table in tables) or self.landing.epoch != epoch
 
     def keys(self):
         scheduler = self.worker._scheduler
