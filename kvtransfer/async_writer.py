@@ -93,6 +93,11 @@ class AsyncWriter:
         self._lock = threading.Lock()  # of `_step`; what is in it has the lock of the threads
 
     @property
+    def num_waiting(self) -> int:
+        """Tasks of the step that no thread has begun. Any thread."""
+        return self._threads.num_waiting if self._threads else 0
+
+    @property
     def num_stalls(self) -> int:
         """Submits that had to wait for room."""
         return self._threads.num_stalls if self._threads else 0

@@ -103,20 +103,22 @@ class PoolIO:
         mine, theirs = self.geometry.layer(span.layer), target.geometry.layer(span.layer)
         assert mine.row_bytes == theirs.row_bytes
         here, there = span.head_first - mine.head_first, span.head_first - theirs.head_first
-        source_NHPSW = self._words[span.layer][:, here : here + span.head_count]
-        target_NHPSW = target._words[span.layer][:, there : there + span.head_count]
         weights = self._weights[span.layer]
         size = mine.rows_per_block
         total = 0
         if size == theirs.rows_per_block and not span.first % size and not span.count % size:  # as nearly always
             whole = slice(span.first // size, span.end // size)
+            source_NW = self._heads(span.layer, here, span.head_count)
+            target_NW = target._heads(span.layer, there, span.head_count)
             first = span.first
             for block, target_block in zip(blocks[whole], target_blocks[whole], strict=True):
-                target_NHPSW[target_block] = source_NHPSW[block]
+                target_NW[target_block] = source_NW[block]
                 if with_digest:  # the words are still in the cache
-                    total += weights.of_block(source_NHPSW[block].reshape(-1), first, here, span.head_count)
+                    total += weights.of_block(source_NW[block], first, here, span.head_count)
                     first += size
             return total * layer_weight(span.layer) & MASK
+        source_NHPSW = self._words[span.layer][:, here : here + span.head_count]
+        target_NHPSW = target._words[span.layer][:, there : there + span.head_count]
         for _, first, stop in _block_parts(span.first, span.end, min(size, theirs.rows_per_block)):
             row, place = first % size, first % theirs.rows_per_block
             part_HPSW = source_NHPSW[blocks[first // size], :, :, row : row + stop - first]
@@ -127,6 +129,12 @@ class PoolIO:
             elif with_digest:
                 total += weights.of_rows(part_HPSW, first, here)
         return total * layer_weight(span.layer) & MASK
+
+    def _heads(self, layer: int, head: int, count: int) -> Words:
+        """A layer as [N + 1, W]: the words of some heads of each block, which lie next to each other."""
+        words_NHPSW = self._words[layer]
+        head_words = self.geometry.layer(layer).head_bytes // WORD_BYTES
+        return words_NHPSW.reshape(len(words_NHPSW), -1)[:, head * head_words : (head + count) * head_words]
 
     def _ranges(self, blocks: Blocks, span: Span, order_block_size: int) -> Iterator[tuple[int, int]]:
         """Offsets [start, stop) of the span's memory in payload order, adjacent ones joined."""

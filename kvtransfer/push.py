@@ -156,6 +156,7 @@ class PushService:
             clock=clock,
             emit=self._emit,
             aside=self.writer.aside,
+            num_waiting=lambda: self.writer.num_waiting,
         )
         self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
 

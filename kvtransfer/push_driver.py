@@ -46,7 +46,10 @@ IDLE_S = 0.02
 POLL_S = 0.001  # between looks at writes that a device has not finished
 HURRY_S = 30e-6  # the same where a commit waits for them
 TICK_S = 0.02
-NAP_S = 0.0015  # while a step runs and keeps this thread busy: parts and credits that come faster are taken together
+# While a step runs and keeps this thread busy, parts and credits that come faster are taken together: each turn here
+# costs writers more than it takes, since they need the interpreter back after every block. Longer, if they lag behind.
+NAP_S = 0.0015
+LAG_NAP_S = 0.004
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class PushDriver:
         clock: the worker's.
         emit: told every event of the worker, on this thread.
         aside: runs jobs on writer threads.
+        num_waiting: jobs that wait for them.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class PushDriver:
         clock: Clock,
         emit: Callable[[PushEvent], None],
         aside: Aside,
+        num_waiting: Callable[[], int],
     ) -> None:
         self.num_pushes = 0
         self.paths: tuple[PathCounts, ...] = ()
@@ -87,6 +92,7 @@ class PushDriver:
         self._clock = clock
         self._emit = emit
         self._aside = aside
+        self._num_waiting = num_waiting
         # One queue: a part comes after the adoption of its transfer and before its commit.
         self._queue: deque[Command | PushedPart] = deque()
         self._open_parts: list[PushedPart] = []
@@ -94,6 +100,7 @@ class PushDriver:
         self._num_lanes_failed = transport.counts.lanes_failed
         self._is_step_open = False
         self._is_napping = False
+        self._is_waiting_for_lag = False
         self._nap = threading.Event()
 
     # Any thread
@@ -121,6 +128,8 @@ class PushDriver:
         self._queue.append(part)
         if not self._is_napping:
             self._transport.wake()
+        elif self._is_waiting_for_lag and not self._num_waiting():
+            self._nap.set()
 
     # The thread
 
@@ -199,8 +208,9 @@ class PushDriver:
         """Leave the interpreter to the model's step and its writers for a moment; a command ends it."""
         self._is_napping = True
         if self._is_step_open:  # whoever ends it, or posts anything, sees that this naps
-            self._nap.wait(NAP_S)
-        self._is_napping = False
+            self._is_waiting_for_lag = self._num_waiting() > 1
+            self._nap.wait(LAG_NAP_S if self._is_waiting_for_lag else NAP_S)
+        self._is_napping = self._is_waiting_for_lag = False
         self._nap.clear()
 
     # Parts

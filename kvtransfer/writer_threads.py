@@ -99,12 +99,19 @@ class WriterThreads:
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_closed = False
         self._changed = threading.Condition(threading.Lock())
-        self._num_waiting = 0  # callers at `_changed`
+        # Callers at `_changed`. They are woken only for what they wait for: a wake takes the interpreter from a writer.
+        self._num_for_end = 0
+        self._num_for_room = 0
         self._num_alive = 0
         self._num_started = 0
         self._dead = WriterDied("no writer thread is left")  # what ended the last one
         self._threads: list[threading.Thread] = []
         self.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Tasks that wait, but for those aside."""
+        return len(self._tasks)
 
     def start(self) -> None:
         """Have all threads there should be."""
@@ -160,12 +167,16 @@ class WriterThreads:
         with self._changed:
             group.is_cancelled = True
             self._throw_away(group)
+            self._changed.notify_all()
 
     def finish(self, group: TaskGroup, limit_s: float) -> None:
         """Take nothing more for a group, and wait until no task of it is left: then, or when one is at last, tell."""
         with self._changed:
             group.is_closed = True
-            self._wait(lambda: group.is_quiet or not self._num_alive, limit_s)
+            self._changed.notify_all()
+            self._num_for_end += 1
+            self._changed.wait_for(lambda: group.is_quiet or not self._num_alive, limit_s)
+            self._num_for_end -= 1
             if not group.is_quiet:
                 stalled = WriterStalled(f"tasks did not end within {limit_s} s")
                 group.errors.append(stalled if self._num_alive else self._dead)
@@ -213,22 +224,16 @@ class WriterThreads:
     def _wait_for_room(self, group: TaskGroup, queue_len: int, limit_s: float) -> None:
         start_s = time.monotonic()
         self.num_stalls += 1
-        found = self._wait(
+        self._num_for_room += 1
+        found = self._changed.wait_for(
             lambda: len(self._tasks) < queue_len or group.is_closed or group.is_cancelled or not self._num_alive,
             limit_s,
         )
+        self._num_for_room -= 1
         self.stalled_s += time.monotonic() - start_s
         if not found:
             group.errors.append(WriterStalled(f"the queue of {queue_len} tasks was full for {limit_s} s"))
         group.is_cancelled |= not found or not self._num_alive
-
-    def _wait(self, predicate: Callable[[], bool], limit_s: float) -> bool:
-        """Threads notify only while somebody is here."""
-        self._num_waiting += 1
-        try:
-            return self._changed.wait_for(predicate, limit_s)
-        finally:
-            self._num_waiting -= 1
 
     # The threads
 
@@ -286,7 +291,7 @@ class WriterThreads:
                 if error is not None:
                     group.errors.append(error)
                 tell = group.is_left_alone and group.take_telling()
-                if self._num_waiting:
+                if self._num_for_end and group.is_quiet:
                     self._changed.notify_all()
             if tell:
                 group.tell()
@@ -296,7 +301,7 @@ class WriterThreads:
         for tasks in (self._tasks, self._aside):
             with contextlib.suppress(IndexError):
                 task = tasks.popleft()
-                if self._num_waiting:
+                if self._num_for_room:
                     with self._changed:
                         self._changed.notify_all()
                 return task
