@@ -11,7 +11,6 @@ COMMANDS = {
     "plan": "`baton plan` comes in a later version; choose --prefill and --decode by hand.",
 }
 MIN_P = "--min-p comes in a later version; --top-p cuts unlikely tokens today."
-_TRANSPORT = "--transport {} comes in a later version; auto, zmq and nvlink are built."
 _TP = "--{} above 1 comes in a later version; one device per worker is built."
 
 
@@ -24,8 +23,6 @@ def missing_features(config: ServeConfig) -> list[tuple[str, str]]:
         missing.append(("tp_decode", _TP.format("tp-decode")))
     if config.mtp == "auto":
         missing.append(("mtp", "--mtp auto comes in a later version; a number from 0 to 4 is built."))
-    if config.transport not in ("auto", "zmq", "nvlink"):
-        missing.append(("transport", _TRANSPORT.format(config.transport)))
     if config.scheduling == "async":
         missing.append(("scheduling", "--scheduling async comes in a later version; sync is built."))
     if config.http_port is not None:

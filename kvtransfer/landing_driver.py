@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 IDLE_S = 0.02
 FLAG_S = 50e-6  # between looks at the flags of kernels
 COUNT_S = 0.01  # counts may be so old
+CREDIT_BYTES = 1 << 20
 TICK_S = 0.005  # nothing that time makes due is more urgent
 GAUGE_NAMES = frozenset(("num_landings", "num_reserves_waiting"))
 COUNT_NAMES = (
@@ -139,7 +140,8 @@ class LandingDriver:
                 self._finish(item)
             else:
                 self._deliver(item)
-        if arrived:
+        # A CREDIT costs as much as landing 100 KiB; a few frames share one, as long as more come without a pause.
+        if self._protocol.uncredited_bytes and not (arrived and self._protocol.uncredited_bytes < CREDIT_BYTES):
             self._do(self._protocol.flush())
         now_s = self._clock.now_s()
         if now_s - self._ticked_s >= TICK_S:
@@ -163,7 +165,7 @@ class LandingDriver:
     def _receive(self) -> list[Delivery | PayloadDone]:
         """What arrived; waits for it as long as nothing else is to be looked at."""
         if self._jobs is None or not self._jobs.is_waiting:
-            return self._transport.receive(0.0 if self._backlog else IDLE_S)
+            return self._transport.receive(0.0 if self._backlog or self._protocol.uncredited_bytes else IDLE_S)
         arrived = self._transport.receive(0.0)
         if not arrived:
             time.sleep(FLAG_S)

@@ -240,6 +240,11 @@ class LandingProtocol:
                 for part in landing.parts:
                     part.renewed.forgive(pause_s, self._config.lease_s, now_s)
 
+    @property
+    def uncredited_bytes(self) -> int:
+        """What `flush` would give credit for; not less than 1 if it would say anything."""
+        return self._rules.uncredited_bytes
+
     def flush(self) -> Actions:
-        """Credits for what was taken since the last call; to be called after every batch of frames."""
+        """Credits for what was taken since the last call; to be called soon after frames."""
         return self._rules.flush()

@@ -75,6 +75,7 @@ class LandingRules:
         self.counts = LandingCounts()
         self.replies = LandingReplies(epoch, layout, config, self.peers, offers, host_id, has_digest)
         self._heads: dict[tuple[int, int], list[HeadRange]] = {}
+        self.uncredited_bytes = 0  # of what `flush` will say
         self._uncredited: set[tuple[int, int]] = set()  # (landing id, rank)
 
     def pushed_heads(self, rank: int, size: int) -> list[HeadRange]:
@@ -96,10 +97,12 @@ class LandingRules:
         """A frame has landed, to stay or not: its sender gets the room back, once. One written off has none."""
         if part.seen.add(header.seq):
             part.charged_bytes += header.charge_bytes
+            self.uncredited_bytes += header.charge_bytes
             self._uncredited.add((landing.landing_id, part.rank))
 
     def credit(self, landing: Landing, part: Part) -> None:
         """Have the credit of a rank repeated."""
+        self.uncredited_bytes += 1
         self._uncredited.add((landing.landing_id, part.rank))
 
     def flush(self) -> Actions:
@@ -110,6 +113,7 @@ class LandingRules:
             if landing is not None:
                 parts.append((landing, landing.parts[rank]))
         self._uncredited.clear()
+        self.uncredited_bytes = 0
         return [*self.replies.credits(parts)]
 
     def due(self, landing: Landing, now_s: float) -> Actions:

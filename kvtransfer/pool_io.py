@@ -211,6 +211,8 @@ class RankedPoolIO:
 
     def spread(self, blocks: Blocks, span: Span) -> None:
         """Copy what the first holder of each head has to the others."""
+        if self._whole(span) is not None:
+            return
         for head in range(span.head_first, span.head_first + span.head_count):
             first, *others = self._holders(span.layer, head)
             for other in others:
@@ -230,6 +232,8 @@ class RankedPoolIO:
 
     def _whole(self, span: Span) -> PoolIO | None:
         """The only pool that holds any of these heads, if it holds all of them."""
+        if len(self._pools) == 1:  # as nearly always
+            return self._pools[0]
         first = self._holders(span.layer, span.head_first)
         last = self._holders(span.layer, span.head_first + span.head_count - 1)
         return first[0] if len(first) == len(last) == 1 and first[0] is last[0] else None

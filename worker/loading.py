@@ -48,6 +48,8 @@ def load_worker(
     """
     torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
+    if device.type == "cuda" and device.index is None:  # threads that select their device need its number
+        device = torch.device("cuda", torch.cuda.current_device())
     path = Path(config.model_path)
     is_random = config.weights == "random"
     model = load_model(

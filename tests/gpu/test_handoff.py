@@ -108,14 +108,14 @@ def test_bytes_arrive_whole_in_chunks_of_any_size(pair, transport, digest):
 def test_blocks_of_two_sizes(pair, transport, source, target):
     both = pair(transport, source=layout(source), target=layout(target))
     key = AttemptKey("r", 0)
-    both.hand_over(key, 700, 256)
+    assert both.hand_over(key, 700, 256)() == ("Acked", "")
     assert both.differing(key, 700) == []
 
 
 def test_auto_takes_nvlink(pair):
     both = pair("auto")
     key = AttemptKey("r", 0)
-    both.hand_over(key, 100, 100)
+    assert both.hand_over(key, 100, 100)() == ("Acked", "")
     assert both.lane() == ("nvlink", "")
     assert both.differing(key, 100) == []
 
@@ -233,8 +233,8 @@ def test_many_at_once_over_both_lanes_leave_nothing(pair):
 def test_a_landing_process_that_dies_is_followed_by_one_that_serves(pair):
     both = pair("nvlink", **SHORT)
     key = AttemptKey("before", 0)
-    both.hand_over(key, 100, 100)
+    assert both.hand_over(key, 100, 100)() == ("Acked", "")
     both.worker.kill(signal.SIGKILL)
     after = AttemptKey("after", 0)
-    both.hand_over(after, 100, 100)
+    assert both.hand_over(after, 100, 100)() == ("Acked", "")
     assert both.differing(after, 100) == []

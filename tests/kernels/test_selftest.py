@@ -9,12 +9,13 @@ from baton.core.errors import NumericsUnsupported
 from baton.kernels import linear, selftest
 from baton.kernels.selftest import check_invariance
 
-pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
 SHAPES = [(512, 256), (256, 80), (160, 256), (8, 256), (256, 512), (4096, 256)]  # the bundled model's
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.fast), torch.bfloat16, torch.float64], ids=str
+)
 def test_it_holds_here_and_leaves_threads_alone(dtype):
     torch.set_num_threads(2)
     start_s = time.process_time()
@@ -23,6 +24,7 @@ def test_it_holds_here_and_leaves_threads_alone(dtype):
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.fast
 def test_a_product_that_depends_on_its_batch_is_named(monkeypatch):
     def careless(x_TK, weight_NK):
         return linear.linear(x_TK, weight_NK) * (1 + 1e-6 * x_TK.shape[0])
@@ -34,6 +36,7 @@ def test_a_product_that_depends_on_its_batch_is_named(monkeypatch):
     assert caught.value.fields["shape"] == [40, 32]
 
 
+@pytest.mark.fast
 def test_attention_that_depends_on_its_chunk_is_named(monkeypatch):
     from baton.kernels import attention, attention_invariant
 
@@ -42,6 +45,7 @@ def test_attention_that_depends_on_its_chunk_is_named(monkeypatch):
         check_invariance([(16, 16)], torch.float32, CPU)
 
 
+@pytest.mark.fast
 def test_wide_weights_are_checked_in_part():
     assert selftest._MAX_OUTPUTS < 150_000
     check_invariance([(150_000, 16)], torch.float32, CPU)

@@ -23,7 +23,6 @@ from baton.kvtransfer.async_writer import (
 
 CPU = torch.device("cpu")
 PARTS = [PushPart(AttemptKey("a", 0), 0, 4), PushPart(AttemptKey("b", 0), 8, 2)]
-pytestmark = pytest.mark.fast
 
 
 def wait_until(condition, timeout_s=5.0):
@@ -46,6 +45,7 @@ def make_writer():
         writer.close()
 
 
+@pytest.mark.fast
 def test_every_part_of_every_layer_is_pushed_once(make_writer):
     for num_threads in (1, 3):
         done = []
@@ -58,6 +58,7 @@ def test_every_part_of_every_layer_is_pushed_once(make_writer):
             assert sorted(done, key=repr) == sorted(((p, la) for p in PARTS for la in range(5)), key=repr)
 
 
+@pytest.mark.fast
 def test_no_parts_is_a_clean_no_op(make_writer):
     told = []
     writer = make_writer(lambda part, layer: told.append(layer), on_begin=told.append, on_end=told.append)
@@ -66,6 +67,7 @@ def test_no_parts_is_a_clean_no_op(make_writer):
     assert told == []
 
 
+@pytest.mark.fast
 def test_calls_out_of_order_are_refused_and_change_nothing(make_writer):
     writer = make_writer(lambda part, layer: None)
     for call in (lambda: writer.submit(0), writer.wait_all):
@@ -81,6 +83,7 @@ def test_calls_out_of_order_are_refused_and_change_nothing(make_writer):
         writer.begin(PARTS)
 
 
+@pytest.mark.fast
 def test_the_first_error_is_raised_at_the_end_and_the_writer_is_idle_again(make_writer):
     def push(part, layer):
         if layer in (1, 2):
@@ -97,6 +100,7 @@ def test_the_first_error_is_raised_at_the_end_and_the_writer_is_idle_again(make_
         step.submit(0)
 
 
+@pytest.mark.fast
 def test_a_failed_forward_cancels_and_its_error_is_the_one_seen(make_writer):
     ended = []
     writer = make_writer(lambda part, layer: time.sleep(0.001), on_end=ended.append)
@@ -110,6 +114,7 @@ def test_a_failed_forward_cancels_and_its_error_is_the_one_seen(make_writer):
         step.submit(0)
 
 
+@pytest.mark.fast
 def test_an_error_of_a_cancelled_step_does_not_reach_the_next(make_writer):
     gate = threading.Event()
 
@@ -127,6 +132,7 @@ def test_an_error_of_a_cancelled_step_does_not_reach_the_next(make_writer):
         step.submit(0)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("fails", [False, True])
 def test_tensors_of_a_task_are_gone_when_it_counts_as_done(make_writer, fails):
     alive = []
@@ -155,6 +161,7 @@ def test_tensors_of_a_task_are_gone_when_it_counts_as_done(make_writer, fails):
         gc.enable()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_job_captured_is_gone_when_it_counts_as_done(make_writer, fails):
     def job(tensor):
@@ -178,6 +185,7 @@ def test_what_a_job_captured_is_gone_when_it_counts_as_done(make_writer, fails):
         gc.enable()
 
 
+@pytest.mark.fast
 def test_a_full_queue_makes_submit_wait_and_is_counted(make_writer):
     writer = make_writer(lambda part, layer: time.sleep(0.005), num_threads=1, queue_len=1)
     with writer.step(PARTS) as step:
@@ -187,6 +195,7 @@ def test_a_full_queue_makes_submit_wait_and_is_counted(make_writer):
     assert writer.stalled_s > 0
 
 
+@pytest.mark.fast
 def test_a_queue_that_stays_full_fails_the_step_and_not_the_next(make_writer):
     gate = threading.Event()
     writer = make_writer(lambda part, layer: gate.wait(5), num_threads=1, queue_len=1, stall_limit_s=0.05)
@@ -203,6 +212,7 @@ def test_a_queue_that_stays_full_fails_the_step_and_not_the_next(make_writer):
         step.submit(0)
 
 
+@pytest.mark.fast
 def test_tasks_that_hang_fail_the_step_and_its_blocks_are_given_back_only_when_they_end(make_writer):
     gate, ended = threading.Event(), []
     writer = make_writer(
@@ -219,6 +229,7 @@ def test_tasks_that_hang_fail_the_step_and_its_blocks_are_given_back_only_when_t
     wait_until(lambda: ended == [tuple(PARTS)])
 
 
+@pytest.mark.fast
 def test_other_errors_of_a_step_are_attached_to_the_first(make_writer):
     gate = threading.Event()
 
@@ -243,6 +254,7 @@ def test_other_errors_of_a_step_are_attached_to_the_first(make_writer):
     assert notes[-1] == "and 2 more errors"
 
 
+@pytest.mark.fast
 def test_an_error_in_the_body_wins_over_those_of_tasks(make_writer):
     def push(part, layer):
         raise OSError("task")
@@ -256,6 +268,7 @@ def test_an_error_in_the_body_wins_over_those_of_tasks(make_writer):
         step.submit(0)
 
 
+@pytest.mark.fast
 def test_without_a_peer_to_push_to_a_step_is_a_clean_no_op(make_writer):
     told = []
     num_before = threading.active_count()
@@ -289,6 +302,7 @@ class Dying:
         return self._real(task, stream)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_thread_that_dies_fails_its_step_at_once_and_is_replaced(make_writer, num_threads):
     done, ended = [], []
@@ -309,6 +323,7 @@ def test_a_thread_that_dies_fails_its_step_at_once_and_is_replaced(make_writer, 
     assert done == [0, 0]
 
 
+@pytest.mark.fast
 def test_when_every_thread_dies_nothing_waits_for_them(make_writer):
     results = []
     writer = make_writer(lambda part, layer: None, num_threads=2, queue_len=2)
@@ -323,6 +338,7 @@ def test_when_every_thread_dies_nothing_waits_for_them(make_writer):
             step.submit(layer)
 
 
+@pytest.mark.fast
 def test_a_device_that_cannot_be_set_fails_the_step(monkeypatch):
     def set_device(_):
         raise RuntimeError("no such device")
@@ -337,6 +353,7 @@ def test_a_device_that_cannot_be_set_fails_the_step(monkeypatch):
         writer.close()
 
 
+@pytest.mark.fast
 def test_threads_make_the_device_their_own_before_the_first_task(monkeypatch):
     seen = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((threading.current_thread().name, device)))
@@ -349,6 +366,7 @@ def test_threads_make_the_device_their_own_before_the_first_task(monkeypatch):
     assert all(found == device for _, found in seen)
 
 
+@pytest.mark.fast
 def test_what_is_aside_runs_without_a_step_and_says_when_it_is_over(make_writer):
     done, results = [], []
 
@@ -369,6 +387,7 @@ def test_what_is_aside_runs_without_a_step_and_says_when_it_is_over(make_writer)
     assert len(done) == 10
 
 
+@pytest.mark.fast
 def test_a_step_does_not_wait_for_what_is_aside(make_writer):
     gate, results, order = threading.Event(), [], []
 
@@ -390,6 +409,7 @@ def test_a_step_does_not_wait_for_what_is_aside(make_writer):
     assert sorted(order[4:]) == [100, 101, 102]
 
 
+@pytest.mark.fast
 def test_closing_ends_what_is_aside(make_writer):
     gate, results = threading.Event(), []
     writer = make_writer(lambda part, layer: None, num_threads=1)
@@ -446,6 +466,7 @@ def test_waiting_failing_and_cancelling_race_a_hundred_times(make_writer):
     assert all(outcomes.get(kind) for kind in (None, OSError, WriterCancelled)), outcomes
 
 
+@pytest.mark.fast
 def test_closing_from_another_thread_ends_a_step_that_waits(make_writer):
     gate = threading.Event()
     writer = make_writer(lambda part, layer: gate.wait(5), num_threads=1)
@@ -460,6 +481,7 @@ def test_closing_from_another_thread_ends_a_step_that_waits(make_writer):
     assert not closer.is_alive()
 
 
+@pytest.mark.fast
 def test_random_steps_with_errors_and_cancels(make_writer):
     rng = random.Random(5)
     held = []

@@ -250,10 +250,10 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(make_worker):
 
 def test_a_port_that_is_taken_is_a_typed_error_and_leaves_nothing():
     taker = ZmqTransport("tcp://127.0.0.1:0")
-    before = set(Path("/dev/shm").glob("baton-kv-*"))
+    before = set(Path("/dev/shm").glob(f"baton-kv-{os.getpid()}-*"))
     with pytest.raises(PortInUse):
         LandingWorker(bind=taker.address)
-    assert set(Path("/dev/shm").glob("baton-kv-*")) <= before
+    assert set(Path("/dev/shm").glob(f"baton-kv-{os.getpid()}-*")) <= before
     taker.close()
 
 

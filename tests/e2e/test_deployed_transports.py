@@ -1,0 +1,42 @@
+"""Every transport that a CPU can use, in a real deployment: the same tokens, and the lane that was asked for."""
+
+import time
+
+import pytest
+import torch
+
+from baton.client import BatonClient
+from baton.cluster.deployment import Deployment
+from baton.core.config import ServeConfig
+from baton.tests.e2e.prompts import requests_for, token_prompts
+from baton.tests.e2e.test_same_tokens import MAX_TOKENS, local_tokens
+
+pytestmark = pytest.mark.ray
+CONFIG = {"mtp": 2, "dtype": "float64", "grpc_port": 0, "chunk_len": 48, "kv_memory_mib": 64}
+
+
+@pytest.mark.parametrize(
+    ("transport", "lane"),
+    [
+        ("grpc", "inline"),
+        pytest.param("zmq", "raw", marks=pytest.mark.slow),
+        pytest.param("shm", "shm", marks=pytest.mark.slow),
+        pytest.param("auto", "shm", marks=pytest.mark.slow),
+    ],
+)
+def test_it_carries_requests_to_the_same_tokens(load_tiny, tokenizer, transport, lane):
+    requests = requests_for(
+        token_prompts(tokenizer, 4), sampled=False, num_drafts=2, max_tokens=MAX_TOKENS, tag=transport
+    )
+    want = local_tokens(load_tiny(torch.float64, with_mtp=False), tokenizer, requests)
+    with Deployment(ServeConfig.from_mapping({**CONFIG, "transport": transport})) as running:
+        with BatonClient(running.address) as client:
+            for request, tokens in zip(requests, want, strict=True):
+                chunks = list(client.generate(token_ids=request.prompt_token_ids, sampling=request.sampling))
+                assert [token for chunk in chunks for token in chunk.token_ids] == list(tokens)
+            lanes, until_s = set(), time.monotonic() + 5.0
+            while not lanes and time.monotonic() < until_s:  # the next heartbeat says it
+                workers = client.inventory().workers
+                lanes = {path.lane for worker in workers for path in worker.state.inventory.transfer.paths}
+                time.sleep(0.05)
+    assert lanes == {lane}
