@@ -41,7 +41,6 @@ class KVPool:
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.device = device
         self.dtype = TORCH_DTYPES[layout.dtype]
         self.geometry = PoolGeometry(layout, num_blocks, rank, size)
         if memory is None:
@@ -51,6 +50,7 @@ class KVPool:
             assert device.type == "cpu"
             assert len(memory) == self.geometry.num_bytes
             self.data_bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.device = self.data_bytes.device  # with its number, which threads that select it need
         self._layers = tuple(self._view(layer) for layer in range(layout.num_all_layers))
 
     @property

@@ -1,4 +1,4 @@
-"""The hand-off over gRPC, where nothing but HTTP/2 passes or TLS is demanded: one `KvTransfer.Exchange` a peer.
+"""The hand-off over gRPC, where nothing but HTTP/2 passes or TLS is demanded: `KvTransfer.Exchange`, twice a peer.
 
 Payloads go inline, in packets of about 1 MiB (`over_grpc_packet`). A stream that breaks loses what was on its way; it
 is made again, and the protocol asks for what is missing.

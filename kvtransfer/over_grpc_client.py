@@ -1,7 +1,8 @@
-"""The connecting end of one `KvTransfer.Exchange` stream, made again when it breaks.
+"""The connecting end of `KvTransfer.Exchange` to one peer: two streams, each made again when it breaks.
 
-Three threads: gRPC's own takes packets from the outbox, one here reads what the peer says, and the one that drives the
-transport calls everything below.
+One carries Controls both ways, the other frames, and nothing back: in gRPC's Python, a thread that waits for answers
+is woken for every packet that has left. gRPC's own threads take packets from the outboxes, one here reads what the
+peer says, and the one that drives the transport calls everything below.
 """
 
 import logging
@@ -14,7 +15,7 @@ import grpc
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ProtocolError
 from baton.kvtransfer.over_grpc_inbox import Inbox, StreamReader
-from baton.kvtransfer.over_grpc_options import METHOD, NAME_KEY, SCHEME, channel_options
+from baton.kvtransfer.over_grpc_options import BULK, KIND_KEY, METHOD, NAME_KEY, SCHEME, channel_options
 from baton.kvtransfer.over_grpc_outbox import Outbox
 from baton.kvtransfer.transport import TransportCounts
 
@@ -44,10 +45,6 @@ class GrpcClient:
         inbox: Inbox,
         counts: TransportCounts,
     ) -> None:
-        self._peer = peer
-        self._name = name
-        self._config = config
-        self._inbox = inbox
         self._counts = counts
         options = channel_options(config)
         options += [
@@ -62,36 +59,72 @@ class GrpcClient:
             if credentials is None
             else grpc.secure_channel(target, credentials, options)
         )
-        self._retry_s = MIN_RETRY_S
-        self._retry_at_s = 0.0
-        self._warned_of = ""
-        self._stream = self._open()
+
+        def open_control() -> _Stream:
+            reader = StreamReader(peer, inbox, 0, takes_frames=False)
+            return _Stream(self._channel, ((NAME_KEY, name),), Outbox(0), reader)
+
+        def open_bulk() -> _Stream:
+            return _Stream(self._channel, ((NAME_KEY, name), (KIND_KEY, BULK)), Outbox(2 * config.window_bytes), None)
+
+        self._control = _Link(peer, open_control, counts)
+        self._bulk = _Link(peer, open_bulk, counts)
 
     @property
     def num_pinned(self) -> int:
         """Frames whose memory may still be read."""
-        return self._stream.outbox.num_pinned
+        return self._bulk.outbox.num_pinned
 
     def send(self, message: bytes) -> None:
         """Post a Control."""
-        self._counts.messages_lost += not self._stream.outbox.put(message)
+        self._counts.messages_lost += not self._control.outbox.put(message)
 
     def send_frame(self, header: bytes, payload: Sequence[memoryview]) -> None:
         """Post a frame; beyond twice the window it is dropped."""
-        self._counts.frames_dropped += not self._stream.outbox.put_frame(header, payload)
+        self._counts.frames_dropped += not self._bulk.outbox.put_frame(header, payload)
 
     def unpin(self, match: Callable[[bytes], bool]) -> None:
         """See `Transport.unpin`."""
-        self._counts.frames_dropped += self._stream.outbox.unpin(match)
+        self._counts.frames_dropped += self._bulk.outbox.unpin(match)
 
     def tick(self) -> None:
-        """Make the stream again if it broke."""
+        """Make streams again that broke."""
+        self._control.tick()
+        self._bulk.tick()
+
+    def close(self) -> None:
+        """End both streams; no payload is read any more."""
+        self._control.close()
+        self._bulk.close()
+        self._channel.close()
+
+
+class _Link:
+    """A stream that is made again when it has ended."""
+
+    def __init__(self, peer: str, make: Callable[[], "_Stream"], counts: TransportCounts) -> None:
+        self._peer = peer
+        self._make = make
+        self._counts = counts
+        self._retry_s = MIN_RETRY_S
+        self._retry_at_s = 0.0
+        self._warned_of = ""
+        self._stream = make()
+
+    @property
+    def outbox(self) -> Outbox:
+        """Of the stream there is; closed if it has ended."""
+        return self._stream.outbox
+
+    def tick(self) -> None:
+        """Note that the stream has ended, or make the next."""
         now_s = time.monotonic()
         if not self._stream.has_ended:
-            if self._stream.has_heard:
+            if now_s > self._retry_at_s + MAX_RETRY_S:
                 self._retry_s = MIN_RETRY_S
-        elif self._retry_at_s == 0.0:
-            self._counts.frames_dropped += self._stream.outbox.close()
+        elif not self._stream.is_buried:
+            self._stream.is_buried = True
+            self._counts.frames_dropped += self.outbox.close()
             self._counts.lanes_failed += 1
             self._retry_at_s = now_s + self._retry_s
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
@@ -99,48 +132,53 @@ class GrpcClient:
                 self._warned_of = self._stream.why
                 log.warning("the stream to %s ended: %s", self._peer, self._warned_of)
         elif now_s >= self._retry_at_s:
-            self._retry_at_s = 0.0
-            self._stream = self._open()
+            self._stream = self._make()
 
     def close(self) -> None:
-        """End the stream; no payload is read any more."""
-        self._counts.frames_dropped += self._stream.outbox.close()
+        """End it."""
+        self._counts.frames_dropped += self.outbox.close()
         self._stream.cancel()
-        self._channel.close()
-
-    def _open(self) -> "_Stream":
-        reader = StreamReader(self._peer, self._inbox, 0, takes_frames=False)
-        return _Stream(self._channel, self._name, Outbox(2 * self._config.window_bytes), reader)
 
 
 class _Stream:
-    """One life of the stream.
+    """One life of a stream.
 
     Attributes:
         outbox: what waits to be sent.
-        has_heard: the peer has said something.
         has_ended: it is over.
+        is_buried: and that was noted.
         why: it ended.
     """
 
-    def __init__(self, channel: grpc.Channel, name: str, outbox: Outbox, reader: StreamReader) -> None:
+    def __init__(
+        self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], outbox: Outbox, reader: StreamReader | None
+    ) -> None:
         self.outbox = outbox
-        self.has_heard = False
         self.has_ended = False
+        self.is_buried = False
         self.why = ""
         self._reader = reader
         exchange = channel.stream_stream(METHOD, None, None)  # bytes as they are
-        self._call = exchange(iter(outbox), metadata=((NAME_KEY, name),))
-        threading.Thread(target=self._read, name="kv-grpc-read", daemon=True).start()
+        self._call = exchange(iter(outbox), metadata=metadata)
+        if reader is None:
+            assert isinstance(self._call, grpc.Future)
+            self._call.add_done_callback(self._ended)
+        else:
+            threading.Thread(target=self._read, args=(reader,), name="kv-grpc-read", daemon=True).start()
 
     def cancel(self) -> None:
         """End it."""
-        self._reader.stop()
+        if self._reader is not None:
+            self._reader.stop()
         self._call.cancel()  # type: ignore[no-untyped-call]
 
-    def _read(self) -> None:
+    def _ended(self, _: object) -> None:
+        self.why = f"{self._call.code().name}: {self._call.details()}"
+        self.has_ended = True
+
+    def _read(self, reader: StreamReader) -> None:
         try:
-            self._reader.run(self._heard(packet) for packet in self._call)
+            reader.run(self._call)
             self.why = "the peer ended it"
         except grpc.RpcError as error:
             self.why = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
@@ -149,7 +187,3 @@ class _Stream:
             self._call.cancel()  # type: ignore[no-untyped-call]
         finally:
             self.has_ended = True
-
-    def _heard(self, packet: bytes) -> bytes:
-        self.has_heard = True
-        return packet

@@ -12,8 +12,9 @@ SERVICE, NAME = "baton.v1.KvTransfer", "Exchange"
 METHOD = f"/{SERVICE}/{NAME}"
 SCHEME = "grpc://"
 NAME_KEY = "baton-peer"  # metadata: the name under which a connection's owner is known
+KIND_KEY, BULK = "baton-stream", "bulk"  # metadata of a stream on which nothing is answered
 MAX_NAME_LEN = 64
-MAX_PEERS = 128
+MAX_STREAMS = 256  # two for each peer
 MAX_QUEUED = 4096  # messages that wait to be sent to a peer
 MAX_MESSAGE_BYTES = PART_BYTES + (64 << 10)  # controls fit, too (messages.MAX_STATE_BYTES)
 LOOKAHEAD_BYTES = 4 << 20  # that a stream may send before anybody asked for it
@@ -28,6 +29,7 @@ def channel_options(config: KVTransferConfig) -> Options:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.http2.max_frame_size", PART_BYTES),  # fewer and larger pieces to put together
+        ("grpc.http2.write_buffer_size", PART_BYTES),
         ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
         ("grpc.keepalive_time_ms", lease_ms),
         ("grpc.keepalive_timeout_ms", lease_ms),

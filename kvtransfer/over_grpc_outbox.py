@@ -121,9 +121,10 @@ def _part(cursor: PieceCursor) -> tuple[list[Bytes], int]:
     pieces: list[Bytes] = []
     size = 0
     for piece in cursor.buffers(PART_BYTES):
-        taken = min(len(piece), PART_BYTES - size)
-        pieces.append(memoryview(piece)[:taken])
-        size += taken
+        if size + len(piece) > PART_BYTES:
+            piece = memoryview(piece)[: PART_BYTES - size]
+        pieces.append(piece)
+        size += len(piece)
         if size == PART_BYTES:
             break
     return pieces, size

@@ -1,7 +1,8 @@
 """The listening end: a gRPC server whose streams feed one inbox.
 
-Each stream has two threads: gRPC's pool sends what waits in its outbox, and one here reads. A peer that connects again
-under its name takes the place of its connection before, which this end may believe alive.
+A thread of gRPC's pool reads a stream of frames. A stream of Controls has two: the pool's sends what waits in its
+outbox, and one here reads. A peer that connects again under its name takes the place of its connection before, which
+this end may believe alive.
 """
 
 import logging
@@ -17,8 +18,10 @@ from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse, ProtocolError
 from baton.kvtransfer.over_grpc_inbox import Inbox, StreamReader
 from baton.kvtransfer.over_grpc_options import (
+    BULK,
+    KIND_KEY,
     MAX_NAME_LEN,
-    MAX_PEERS,
+    MAX_STREAMS,
     NAME,
     NAME_KEY,
     SCHEME,
@@ -57,12 +60,12 @@ class GrpcServer:
         self._inbox = inbox
         self._counts = counts
         self._lock = threading.Lock()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[tuple[str, bool], _Stream] = {}  # by name, and whether nothing is answered on it
         self._is_closed = False
         credentials = server_credentials(config)
         options = [*channel_options(config), ("grpc.so_reuseport", 0)]
-        self._pool = futures.ThreadPoolExecutor(MAX_PEERS, "kv-grpc-send")
-        self._server = grpc.server(self._pool, options=options, maximum_concurrent_rpcs=MAX_PEERS)
+        self._pool = futures.ThreadPoolExecutor(MAX_STREAMS, "kv-grpc-send")
+        self._server = grpc.server(self._pool, options=options, maximum_concurrent_rpcs=MAX_STREAMS)
         handler = grpc.stream_stream_rpc_method_handler(self._exchange)  # without serializers: bytes as they are
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {NAME: handler}),))
         target = bind.removeprefix(SCHEME)
@@ -81,15 +84,16 @@ class GrpcServer:
     def send(self, peer: str, message: bytes) -> None:
         """Post a Control; it is lost if the peer is not connected."""
         with self._lock:
-            stream = self._streams.get(peer)
+            stream = self._streams.get((peer, False))
         self._counts.messages_lost += stream is None or not stream.outbox.put(message)
 
     def drop(self, peer: str) -> None:
-        """End a peer's stream."""
+        """End a peer's streams."""
         with self._lock:
-            stream = self._streams.pop(peer, None)
-        if stream is not None:
-            stream.stop()
+            streams = [self._streams.pop((peer, is_bulk), None) for is_bulk in (False, True)]
+        for stream in streams:
+            if stream is not None:
+                stream.stop()
 
     def close(self) -> None:
         """End every stream; nothing is written any more."""
@@ -108,17 +112,20 @@ class GrpcServer:
         if not _NAME.fullmatch(name):
             self._refuse(context.peer(), "a stream without a name")
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no {NAME_KEY} in the metadata")
-        stream = _Stream(name, context, self._inbox, self._config)
+        stream = _Stream(name, metadata.get(KIND_KEY) == BULK, context, self._inbox, self._config)
         with self._lock:
-            before = self._streams.pop(name, None)
+            before = self._streams.pop(stream.key, None)
             if not self._is_closed:
-                self._streams[name] = stream
+                self._streams[stream.key] = stream
         if before is not None:
             before.stop()
         if not context.add_callback(stream.stop) or self._is_closed:
             stream.stop()
-        threading.Thread(target=self._read, args=(stream, packets), name="kv-grpc-read", daemon=True).start()
-        yield from stream.outbox
+        if stream.is_bulk:
+            self._read(stream, packets)
+        else:
+            threading.Thread(target=self._read, args=(stream, packets), name="kv-grpc-read", daemon=True).start()
+            yield from stream.outbox
         if stream.refused:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, stream.refused)
 
@@ -133,8 +140,8 @@ class GrpcServer:
         finally:
             stream.stop()
             with self._lock:
-                if self._streams.get(stream.name) is stream:
-                    del self._streams[stream.name]
+                if self._streams.get(stream.key) is stream:
+                    del self._streams[stream.key]
 
     def _refuse(self, name: str, why: str) -> None:
         with self._lock:
@@ -143,10 +150,14 @@ class GrpcServer:
 
 
 class _Stream:
-    """One peer's stream."""
+    """One stream of a peer."""
 
-    def __init__(self, name: str, context: grpc.ServicerContext, inbox: Inbox, config: KVTransferConfig) -> None:
+    def __init__(
+        self, name: str, is_bulk: bool, context: grpc.ServicerContext, inbox: Inbox, config: KVTransferConfig
+    ) -> None:
         self.name = name
+        self.is_bulk = is_bulk
+        self.key = name, is_bulk
         self.refused = ""
         self.outbox = Outbox(0)
         self.reader = StreamReader(name, inbox, config.max_frame_bytes, takes_frames=True)

@@ -12,11 +12,12 @@ import threading
 from collections import defaultdict
 from enum import Enum
 
-from baton.kvtransfer import landing_driver, over_grpc_inbox, raw_lane_receiver
+from baton.kvtransfer import landing_driver, over_grpc_inbox, raw_lane_connection
 from baton.kvtransfer.frame import HEADER_BYTES, decode_header
 
 PATH_VARIABLE, FLIP_VARIABLE = "BATON_TEST_FATES", "BATON_TEST_HEADER_FLIPS"
 COUNTED = ("frames_landed", "frames_late_dropped", "frames_duplicate", "frames_corrupt", "frames_fenced")
+READS_HEADERS = (raw_lane_connection, over_grpc_inbox)
 _RECORD = struct.Struct(f"<cQ{HEADER_BYTES}s")
 
 
@@ -138,11 +139,12 @@ class WatchedDriver(landing_driver.LandingDriver):
 def watch(path, flip_rate):
     """Have the landings of this process write into `path`, until what this returns is called."""
     log = WatchedDriver.log = Log(path, flip_rate)
-    for module in (raw_lane_receiver, over_grpc_inbox):
+    for module in READS_HEADERS:
+        assert module.decode_header is decode_header, f"{module} reads headers in another way"
         module.decode_header = log.decode
 
     def end():
-        for module in (raw_lane_receiver, over_grpc_inbox):
+        for module in READS_HEADERS:
             module.decode_header = decode_header
         log.close()
 

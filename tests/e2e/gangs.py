@@ -151,11 +151,13 @@ class GangTopology:
             for process in self._taken:
                 process.process.kill()
             return
-        for process in (self.prefill[0], self.decode[0]):
-            process.pipe.send(("close",))
-        used = [process.expect("done", END_TIMEOUT_S) for process in self._taken]
+        self.prefill[0].pipe.send(("close",))
+        used = [process.expect("done", END_TIMEOUT_S) for process in self.prefill]
+        self.decode[0].pipe.send(("close",))  # only now: a lane that breaks is not the one in use any more
+        for process in self.decode:
+            process.expect("done", END_TIMEOUT_S)
         self._processes.give_back(self._taken)
-        assert used[: len(self.prefill)] == [[self._lane]] * len(self.prefill), used
+        assert used == [[self._lane]] * len(self.prefill), used
 
     def start(self, request):
         decode_stream, prefill_stream = self.decode[0].open(request.key), self.prefill[0].open(request.key)

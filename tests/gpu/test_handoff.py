@@ -234,7 +234,9 @@ def test_a_landing_process_that_dies_is_followed_by_one_that_serves(pair):
     both = pair("nvlink", **SHORT)
     key = AttemptKey("before", 0)
     assert both.hand_over(key, 100, 100)() == ("Acked", "")
+    dead = both.worker.service.epoch
     both.worker.kill(signal.SIGKILL)
+    both.worker.wait_until(lambda: both.worker.service.epoch != dead, "another life", 20)
     after = AttemptKey("after", 0)
     assert both.hand_over(after, 100, 100)() == ("Acked", "")
     assert both.differing(after, 100) == []
