@@ -127,7 +127,7 @@ class KVTransferConfig:
     digest: bool = True  # of payloads, end to end; off, sockets check crc32c instead
     lease_s: float = 2.0
     heartbeat_s: float = 0.25
-    num_writer_threads: int = 1
+    num_writer_threads: int = 0  # 0: one; two for host memory without digests, as then the receiver has little to do
     writer_queue_len: int = 1024
     ring_slots: int = 1024
     max_frame_bytes: int = 8 << 20

@@ -123,7 +123,7 @@ class PushService:
         protocol = self._protocol = PushProtocol(identity=identity, layout=layout, config=config)
         self.writer = AsyncWriter(
             self._push_part,
-            config.num_writer_threads,
+            config.num_writer_threads or (2 if pool.device.type == "cpu" and not config.digest else 1),
             config.writer_queue_len,
             pool.device,
             on_begin=self._hold,

@@ -279,6 +279,8 @@ class PushRules:
         two_layers_bytes = max(transfer.two_layers_bytes for transfer in live)
         credits = [transfer.grant.credit_bytes for transfer in live if transfer.grant is not None]
         limit_bytes = min(self.config.window_bytes, *credits)
+        if all(transfer.is_one_sided for transfer in live):
+            return limit_bytes  # nothing is on its way or waits for memory: what is posted lies in the pool already
         return peer.window.size_bytes(two_layers_bytes, peer.round_trip_s, limit_bytes, now_s)
 
     def _may_post(self, transfer: Transfer, peer: PushPeer, now_s: float) -> bool:

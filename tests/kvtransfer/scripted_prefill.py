@@ -140,6 +140,8 @@ class ScriptedPrefill:
         )
         self.seq += 1
         self.transport.send_frame(self.address, encode_header(header), [] if is_written else [payload], lane)
+        if is_written:
+            self.receive(0)  # with it the header leaves
 
     def push(self, grant, prompt_len, *, chunk_len=None):
         """Push every layer."""
