@@ -18,7 +18,7 @@ CONFIG = {"mtp": 2, "dtype": "float64", "grpc_port": 0, "chunk_len": 48, "kv_mem
 @pytest.mark.parametrize(
     ("transport", "lane"),
     [
-        ("grpc", "inline"),
+        pytest.param("grpc", "inline", marks=pytest.mark.slow),
         pytest.param("zmq", "raw", marks=pytest.mark.slow),
         pytest.param("shm", "shm", marks=pytest.mark.slow),
         pytest.param("auto", "shm", marks=pytest.mark.slow),
