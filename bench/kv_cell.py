@@ -5,10 +5,11 @@ A cell that fails, hangs or moves a wrong byte raises `CellFailed`; it never lea
 
 import contextlib
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -69,7 +70,8 @@ class SideProcess:
         self._pipe: Connection
         self._pipe, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(target=run_side, args=(theirs, cell, roles, str(log_path)))
-        self._process.start()
+        with _environment(SYSTEMS[cell.system].environment):
+            self._process.start()
         theirs.close()
 
     @property
@@ -224,6 +226,18 @@ def open_cell(cell: Cell) -> Iterator[Pair]:
         sender.answer()
         sender.ask("connect", dict(address))
         yield Pair(cell, sender, receiver)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """What processes that are started meanwhile inherit."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ from baton.cluster.router_process import RouterProcess, router_command
 from baton.cluster.worker_watch import WorkerWatch
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, ConfigInvalid, WorkerStartFailed
+from baton.kvtransfer.malloc import COPY_ENVIRONMENT
 
 MAX_RESTARTS = 3
 SHUTDOWN_CALL_S = 2.0
@@ -225,6 +226,8 @@ class Deployment:
             "RAY_AUTH_MODE": os.environ["RAY_AUTH_MODE"],
             SEE_ALL_GPUS: "1",
         }
+        if role == "prefill" and self.config.transport in ("auto", "shm"):  # its writers may copy into pools
+            environment |= COPY_ENVIRONMENT
         return {
             "name": f"baton-{self._id}-{worker_id}",
             "num_cpus": 0,  # nothing else is scheduled beside them; threads are set explicitly

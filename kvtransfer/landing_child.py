@@ -19,6 +19,7 @@ MODULE = "baton.kvtransfer.landing_process"
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 2.0
 _MAX_GREETING_BYTES = 1 << 16
+_MAX_SHOWN_BYTES = 500
 # libzmq and gRPC allocate every message; glibc would give large ones back to the kernel and take them again, cleared.
 # One arena, kept: 1.2 to 1.5 times the rate. NumPy's BLAS would start a thread for each core, and is never called.
 _ENVIRONMENT = {
@@ -79,7 +80,11 @@ class LandingChild:
             if not piece:
                 raise WorkerStartFailed("the landing process ended before it served", pid=self.pid)
             data += piece
-        greeting: dict[str, str] = json.loads(data)
+        try:
+            greeting: dict[str, str] = json.loads(data)
+        except json.JSONDecodeError as error:  # something else writes there: a preloaded library, the loader
+            said = repr(data[:_MAX_SHOWN_BYTES])
+            raise WorkerStartFailed(f"the landing process says {said} instead of where it serves") from error
         if "error" in greeting:
             raise from_wire(greeting["error"])
         return greeting

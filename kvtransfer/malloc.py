@@ -1,4 +1,6 @@
-"""How this process's allocator treats large messages: keep their memory, instead of giving it back for each.
+"""What the C library is told: how its allocator treats large messages, and how large copies go.
+
+The allocator keeps the memory of messages, instead of giving it back for each.
 
 libzmq and gRPC allocate every message they receive. glibc gives blocks of that size back to the kernel, which clears
 their pages again for the next one; that costs more than the copy (measured: 1.2 to 1.5 times the rate). For processes
@@ -16,6 +18,12 @@ M_ARENA_MAX: Final = -8
 KEPT_BYTES: Final = 1 << 30
 TOP_PAD_BYTES: Final = 64 << 20
 MAX_MMAP_THRESHOLD_BYTES: Final = 32 << 20  # the most that older versions of glibc take
+
+# For processes that copy KV blocks into other pools, at their start: copies of this size on are written past the cache,
+# as nobody reads them there. glibc does that only for copies of the size of the last-level cache; for 64 KiB blocks at
+# random places it is 1.2 to 1.4 times the rate (`docs/log.md`). Other C libraries and processors ignore it.
+PAST_CACHE_BYTES: Final = 32 << 10
+COPY_ENVIRONMENT: Final = {"GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}"}
 
 log = logging.getLogger(__name__)
 

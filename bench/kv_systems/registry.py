@@ -2,10 +2,11 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from baton.bench.kv_systems.faces import Cell, OnDone, Receiver, Sender
+from baton.kvtransfer.malloc import COPY_ENVIRONMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class System:
         digests: the choices of an end-to-end digest; (None,) where there is no such choice.
         one_process: both sides live in one process.
         takes_faults: frames can be damaged and lost on purpose.
+        environment: of its processes; what workers are started with, for Baton's own.
     """
 
     name: str
@@ -31,6 +33,7 @@ class System:
     digests: tuple[bool | None, ...] = (None,)
     one_process: bool = False
     takes_faults: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def problem(self) -> str:
         """Why it cannot run here; empty if it can."""
@@ -73,6 +76,7 @@ _OWN = tuple(
         needs="nixl" if name == "nixl" else "numpy",
         digests=(False, True),
         takes_faults=True,
+        environment=COPY_ENVIRONMENT if name == "shm" else {},
     )
     for name in ("shm", "zmq", "zmq-inline", "grpc", "nixl")
 )
