@@ -137,10 +137,12 @@ class AsyncWriter:
                 raise WriterStateError("begin on a closed writer")
             if self._step is not None:
                 raise WriterStateError("begin while a step is open; wait_all or cancel ends it")
-            self._parts, self._step = own, TaskGroup(on_quiet)
+            step = TaskGroup(on_quiet)
+            self._parts, self._step = own, step
         if own:
             assert self._threads is not None
             self._threads.start()
+            self._threads.expect(step)
             if self._on_begin is not None:
                 self._on_begin(own)
 

@@ -16,6 +16,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+# While tasks may come at any moment, one idle thread looks for them so often, and whoever puts one wakes nobody: a wake
+# costs the step of the model more than all the rest of `put`.
+LOOK_S = 0.0002
+
 log = logging.getLogger(__name__)
 
 
@@ -49,6 +53,7 @@ class TaskGroup:
     num_done: int = 0
     is_closed: bool = False  # nothing is submitted any more
     is_cancelled: bool = False  # what has not begun never will
+    is_expected: bool = False  # tasks of it may come at any moment
     is_left_alone: bool = False  # nobody waits for it: the last task tells
     is_told: bool = False
     errors: list[BaseException] = field(default_factory=list)
@@ -95,8 +100,13 @@ class WriterThreads:
         self._device = device
         self._tasks: deque[_Task] = deque()
         self._aside: deque[_Task] = deque()
-        # One token for each task, so that an idle thread waits without touching the interpreter's lock.
+        # A token for each task, but for those that come while a thread looks; so idle threads wait without touching the
+        # interpreter's lock. A token without a task does no harm.
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._num_expected = 0  # groups
+        self._has_looker = False
+        self._is_looking = False  # it waits now
+        self._look = threading.Event()
         self._is_closed = False
         self._changed = threading.Condition(threading.Lock())
         # Callers at `_changed`. They are woken only for what they wait for: a wake takes the interpreter from a writer.
@@ -124,6 +134,13 @@ class WriterThreads:
                 self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
                 self._threads[-1].start()
 
+    def expect(self, group: TaskGroup) -> None:
+        """Tasks of a group may come at any moment, until `finish`."""
+        with self._changed:
+            group.is_expected = True
+            self._num_expected += 1
+        self._tokens.put(None)  # somebody begins to look
+
     def record(self) -> torch.cuda.Event | None:
         """An event at the current place of the current stream; None on a CPU, where everything before has happened."""
         if self._device.type != "cuda":
@@ -148,7 +165,9 @@ class WriterThreads:
                 return False
             group.num_submitted += 1
             self._tasks.append(_Task(group, job, event))
-        self._tokens.put(None)
+            is_seen = self._is_looking
+        if not is_seen:
+            self._tokens.put(None)
         return True
 
     def put_aside(self, group: TaskGroup, jobs: Sequence[Job], event: torch.cuda.Event | None) -> None:
@@ -173,6 +192,7 @@ class WriterThreads:
         """Take nothing more for a group, and wait until no task of it is left: then, or when one is at last, tell."""
         with self._changed:
             group.is_closed = True
+            self._expect_no_more(group)
             self._changed.notify_all()
             self._num_for_end += 1
             self._changed.wait_for(lambda: group.is_quiet or not self._num_alive, limit_s)
@@ -196,10 +216,23 @@ class WriterThreads:
             group.tell()
         for _ in threads:
             self._tokens.put(None)
+        self._look.set()
         for thread in threads:
             thread.join(limit_s)
 
     # With the lock held
+
+    def _expect_no_more(self, group: TaskGroup) -> None:
+        if group.is_expected:
+            group.is_expected = False
+            self._num_expected -= 1
+            self._wake_for_tasks(len(self._tasks))
+            self._look.set()
+
+    def _wake_for_tasks(self, num_tasks: int) -> None:
+        """They came without a token."""
+        for _ in range(num_tasks):
+            self._tokens.put(None)
 
     def _throw_away(self, group: TaskGroup) -> None:
         """Drop what waits. Threads take tasks without the lock, so one at a time."""
@@ -257,6 +290,7 @@ class WriterThreads:
             self._num_alive -= 1
             self.num_deaths += 1
             self._dead = died
+            self._wake_for_tasks(len(self._tasks))
             for group in groups:
                 group.num_done += 1
                 group.errors.append(died)
@@ -273,7 +307,7 @@ class WriterThreads:
             torch.cuda.set_device(self._device)
             stream = torch.cuda.Stream(self._device)
         while True:
-            self._tokens.get()
+            self._wait()
             task = self._take()
             if task is None:
                 if self._is_closed:
@@ -296,6 +330,28 @@ class WriterThreads:
             if tell:
                 group.tell()
             del error, group
+
+    def _wait(self) -> None:
+        """Until there may be a task, or the end."""
+        with self._changed:
+            looks = self._num_expected > 0 and not self._has_looker
+            self._has_looker |= looks
+        if not looks:
+            self._tokens.get()
+            return
+        while True:
+            with self._changed:
+                num_tasks = len(self._tasks) + len(self._aside)
+                self._is_looking = not num_tasks and self._num_expected > 0 and not self._is_closed
+                if not self._is_looking:
+                    self._has_looker = False
+                    self._wake_for_tasks(num_tasks - 1)
+                    return
+                while not self._tokens.empty():  # there is no task that anybody would be woken for
+                    with contextlib.suppress(queue.Empty):
+                        self._tokens.get_nowait()
+            self._look.wait(LOOK_S)
+            self._look.clear()
 
     def _take(self) -> _Task | None:
         for tasks in (self._tasks, self._aside):

@@ -503,3 +503,32 @@ def test_random_steps_with_errors_and_cancels(make_writer):
             except OSError:
                 pass
         assert held == []
+
+
+@pytest.mark.fast
+def test_a_step_ends_at_once_though_its_tasks_woke_nobody(make_writer, monkeypatch):
+    monkeypatch.setattr("baton.kvtransfer.writer_threads.LOOK_S", 60.0)
+    for num_threads in (1, 2):
+        done = []
+        writer = make_writer(lambda part, layer, done=done: done.append((part, layer)), num_threads, queue_len=64)
+        for _ in range(20):
+            done.clear()
+            writer.begin(PARTS)
+            wait_until(lambda writer=writer: writer._threads._is_looking)
+            for layer in range(6):
+                writer.submit(layer)
+            assert not done  # they wait for somebody to look, and cost their step no wake
+            writer.wait_all()
+            assert len(done) == 12
+
+
+@pytest.mark.fast
+def test_a_full_queue_is_looked_at_soon(make_writer):
+    done = []
+    writer = make_writer(lambda part, layer: done.append(layer), num_threads=1, queue_len=2)
+    for _ in range(50):
+        done.clear()
+        with writer.step(PARTS) as step:
+            for layer in range(4):
+                step.submit(layer)
+        assert sorted(done) == [0, 0, 1, 1, 2, 2, 3, 3]
