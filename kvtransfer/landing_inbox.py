@@ -47,7 +47,7 @@ class LandingInbox:
             self._rules.counts.messages_refused += 1
             if kind == "reserve":
                 attempt = attempt_of(control.reserve.attempt)
-                return [self._rules.replies.deny(peer, attempt, kv_pb2.Deny.LAYOUT, "no HELLO")]
+                return [self._rules.replies.deny(peer, attempt, kv_pb2.Deny.NO_HELLO, "no HELLO was heard")]
             return []
         known.heard_s = now_s
         handlers: dict[str, Callable[..., Actions]] = {
@@ -133,7 +133,7 @@ class LandingInbox:
         if attempt.attempt < table.highest_attempt(attempt.request_id):
             return [replies.deny(peer, attempt, kv_pb2.Deny.STALE, "a later attempt was seen")]
         if not replies.serves(reserve.lane or INLINE):
-            return [replies.deny(peer, attempt, kv_pb2.Deny.LAYOUT, f"no lane {reserve.lane[:32]!r} is served here")]
+            return [replies.deny(peer, attempt, kv_pb2.Deny.LANE, f"no lane {reserve.lane[:32]!r} is served here")]
         if not 0 < reserve.prompt_len <= reserve.capacity_len <= self._max_capacity_len:
             return [replies.deny_sizes(peer, attempt, reserve, self._max_capacity_len)]
         if len(table) >= self._rules.config.ring_slots:

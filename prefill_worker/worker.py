@@ -41,7 +41,6 @@ from baton.worker.stream import EventSink
 from baton.worker.transfer_counts import push_counts
 
 MAX_RESERVE_WAIT_S = 3600.0
-NO_HELLO = "no HELLO"  # a decode worker that has forgotten us says so; that is no judgement of the pair
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +218,7 @@ class PrefillWorker:
             error = PromptTooLong(f"the decode worker's pool is too small: {event.detail}")
         else:
             error = TransferFailed(f"the decode worker refused the landing: {event.detail}")
-            if event.reason == kv_pb2.Deny.LAYOUT and event.detail != NO_HELLO:
+            if event.reason == kv_pb2.Deny.LAYOUT:
                 error.fields["pair_refused"] = event.detail  # the router pairs these two no more
         self._end(run, error)
         self._forget(run)

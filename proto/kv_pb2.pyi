@@ -285,11 +285,15 @@ class Deny(_message.Message):
         STALE: _ClassVar[Deny.Reason]
         LAYOUT: _ClassVar[Deny.Reason]
         TOO_LONG: _ClassVar[Deny.Reason]
+        LANE: _ClassVar[Deny.Reason]
+        NO_HELLO: _ClassVar[Deny.Reason]
     UNSPECIFIED: Deny.Reason
     BUSY: Deny.Reason
     STALE: Deny.Reason
     LAYOUT: Deny.Reason
     TOO_LONG: Deny.Reason
+    LANE: Deny.Reason
+    NO_HELLO: Deny.Reason
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]

@@ -95,7 +95,7 @@ def test_a_peer_of_another_kind_is_refused_by_name_at_its_hello(hello_worker, ma
     assert not reply.offers
     prefill.reserve(AttemptKey(f"after {name}", 1), 5)
     deny = prefill.wait_for("deny", poll=worker.poll)
-    assert (deny.reason, deny.detail) == (kv_pb2.Deny.LAYOUT, "no HELLO")
+    assert (deny.reason, deny.detail) == (kv_pb2.Deny.NO_HELLO, "no HELLO was heard")
     assert not any(isinstance(event, ReserveWanted) for event in worker.events)
 
 

@@ -64,7 +64,7 @@ def test_who_does_not_fit_is_refused_by_name(message, named):
         attempt=kv_pb2.Attempt(request_id="a"), epoch=5, peer_epoch=1, prompt_len=1, capacity_len=1
     )
     denied = protocol.on_control("p", control_of(reserve), 0.0)[0].control.deny
-    assert denied.reason == kv_pb2.Deny.LAYOUT
+    assert denied.reason == kv_pb2.Deny.NO_HELLO
 
 
 def test_block_size_and_ranks_may_differ():
