@@ -14,6 +14,7 @@ import torch
 from baton.core.sampling import SamplingParams
 from baton.engine.batch import DecodeRows
 from baton.engine.sampler import MIN_TEMPERATURE, SamplingRows, truncates
+from baton.kernels.copies import to_device
 from baton.kvcache.allocator import BlockTable
 
 
@@ -73,7 +74,7 @@ class SlotTable:
         max_blocks = self._tables_NM.shape[1]
         blocks = table.blocks[:max_blocks]
         padding = [scratch_block] * (max_blocks - len(blocks))
-        self._tables_NM[slot] = torch.tensor([*blocks, *padding], dtype=torch.int64).to(self._device)
+        self._tables_NM[slot] = to_device(torch.tensor([*blocks, *padding]), self._device)
         self._limit_N[slot] = limit
         self._draft_cap_N[slot] = draft_cap
         self._temperature_N[slot] = max(sampling.temperature, MIN_TEMPERATURE)
@@ -111,7 +112,7 @@ class SlotTable:
         cut = [place for place, row in enumerate(sampled) if truncates(params[row])]
         num_sampled = len(sampled)
         host = torch.tensor([*sampled, *(slots[row] for row in sampled), *cut], dtype=torch.int64)
-        packed = host.to(self._device)
+        packed = to_device(host, self._device)
         slots_S = packed[num_sampled : 2 * num_sampled]
         return SamplingRows(
             index_S=packed[:num_sampled],
