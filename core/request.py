@@ -4,7 +4,7 @@ A *request* is what a client sends; an *attempt* is one try at it (the router co
 either worker holds for it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.sampling import SamplingParams
@@ -62,12 +62,16 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Draft accounting of one request or one worker; always proposed = accepted + rejected."""
+    """Draft accounting of one request or one worker; always proposed = accepted + rejected.
+
+    `num_accepted_at` counts the accepted drafts by their place in the step; it adds up to `num_accepted_tokens`.
+    """
 
     num_verify_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_emitted_tokens: int = 0
+    num_accepted_at: list[int] = field(default_factory=list)
 
     @property
     def num_rejected_tokens(self) -> int:
@@ -82,3 +86,7 @@ class SpeculationCounts:
         self.num_draft_tokens += num_proposed
         self.num_accepted_tokens += num_accepted
         self.num_emitted_tokens += num_emitted
+        while len(self.num_accepted_at) < num_proposed:
+            self.num_accepted_at.append(0)
+        for place in range(num_accepted):
+            self.num_accepted_at[place] += 1

@@ -9,13 +9,14 @@ the next `launch`, `drain` or `close`. After it the runner goes on as before.
 """
 
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+
+from baton.engine.carried_error import without_frames
 
 T = TypeVar("T")
 
@@ -88,7 +89,7 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.work: _Work | None = None
+        self.work: _Work[Any] | None = None
         self.is_closed = False
 
     def close(self) -> None:
@@ -113,7 +114,7 @@ class AsyncRunner:
         self._stream = stream
         self._timeout_s = timeout_s
         self._mailbox = _Mailbox()
-        self._last: Ticket | None = None
+        self._last: Ticket[Any] | None = None
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._mailbox.close)
 
@@ -186,7 +187,7 @@ def _serve(mailbox: _Mailbox, stream: torch.cuda.Stream | None) -> None:
         del ticket, value, error  # else they would live until the next task comes
 
 
-def _next(mailbox: _Mailbox) -> _Work | None:
+def _next(mailbox: _Mailbox) -> _Work[Any] | None:
     """The next task; None at the end. What was launched before the end is still done."""
     with mailbox.changed:
         while mailbox.work is None:
@@ -197,7 +198,7 @@ def _next(mailbox: _Mailbox) -> _Work | None:
         return work
 
 
-def _do(work: _Work, stream: torch.cuda.Stream | None) -> tuple[object, BaseException | None]:
+def _do(work: _Work[Any], stream: torch.cuda.Stream | None) -> tuple[Any, BaseException | None]:
     """Run the task and drop it, with everything it captured."""
     task, work.task = work.task, None
     assert task is not None
@@ -215,7 +216,6 @@ def _do(work: _Work, stream: torch.cuda.Stream | None) -> tuple[object, BaseExce
                 return value, None
     # Not hidden: `Ticket.result` raises it, or whatever is called next.
     except BaseException as error:  # noqa: BLE001
-        traceback.clear_frames(error.__traceback__)  # they hold what the task captured
-        return None, error
+        return None, without_frames(error)
     finally:
         del task

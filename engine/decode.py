@@ -1,7 +1,8 @@
 """The decode step: draft, verify, accept, and the MTP pass over what was accepted.
 
 `decode_step` is a pure function of tensors (beside the KV it writes); `DecodeRunner` keeps those tensors by slot, sets
-steps off and makes the one copy to the host. Who runs, where blocks come from and when a sequence ends is decided by the caller.
+steps off and makes the one copy to the host. Who runs, where blocks come from and when a sequence ends is decided by
+the caller.
 
 A sequence t_0 ... t_{L-1} is decoded from: trunk KV of 0 ... L-2, MTP KV of entries 0 ... L-2, the last token t_{L-1},
 and the draft for position L with the MTP output of entry L-2 that made it. KV of rejected drafts stays in the pool;

@@ -8,13 +8,13 @@ did not happen.
 
 import queue
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from baton.engine.carried_error import without_frames
 from baton.engine.host_future import HostFuture
 from baton.kernels.copies import copy_to_host
 
@@ -138,8 +138,7 @@ def _do(work: Callable[[], torch.Tensor | None], target: torch.Tensor | None) ->
             copy_to_host(target, result)
     # Not hidden: it is raised where the result is asked for.
     except BaseException as error:  # noqa: BLE001
-        traceback.clear_frames(error.__traceback__)  # which hold the work's captures
-        return error
+        return without_frames(error)
     return None
 
 

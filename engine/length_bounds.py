@@ -8,7 +8,6 @@ changes nothing for the next.
 Legend: N slots, B sequences of a step.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
