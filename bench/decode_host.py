@@ -211,9 +211,7 @@ def bench_decode_host(batches: Sequence[int] = BATCHES, *, num_steps: int = 200,
     """Every batch size, with both ways of scheduling."""
     torch.set_num_threads(1)
     modes: tuple[SchedulingName, ...] = ("async", "sync")
-    rows = [
-        measure(batch, mode, num_steps=num_steps, num_rounds=num_rounds) for batch in batches for mode in modes
-    ]
+    rows = [measure(batch, mode, num_steps=num_steps, num_rounds=num_rounds) for batch in batches for mode in modes]
     return result("decode_host", rows)
 
 

@@ -62,9 +62,9 @@ class StepTicket:
         """
         if self._output is None:
             rows = [] if self._future is None else self._future.get().tolist()
-            accepted_lens = tuple(row[0] for row in rows)
+            accepted_lens = tuple([row[0] for row in rows])
             self._output = DecodeOutput(
-                token_ids=tuple(tuple(row[1 : row[0] + 2]) for row in rows),
+                token_ids=tuple([tuple(row[1 : row[0] + 2]) for row in rows]),
                 accepted_lens=accepted_lens,
                 proposed_lens=self._proposed_lens,
             )

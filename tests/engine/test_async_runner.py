@@ -132,8 +132,6 @@ def launch_holding(runner, task_of):
     return runner.launch(task_of(payload)), weakref.ref(payload)
 
 
-
-
 def fails_silently_with(payload):
     def task():
         kept = [payload]
