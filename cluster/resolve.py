@@ -177,6 +177,7 @@ def resolve_worker(
         num_threads=config.worker_threads,
         prefix_cache=config.prefix_cache,
         weights=config.weights,
+        scheduling=config.scheduling,
         transfer=transfer_config(config),
     )
 

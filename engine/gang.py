@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from baton.core.sampling import SamplingParams
-from baton.engine.decode import DecodeOutput, DecodeRunner
+from baton.engine.decode import DecodeOutput, DecodeRunner, StepTicket
 from baton.engine.plan import Plan, PlanChannel
 from baton.engine.prefill import PrefillChunk, PrefillForward, PrefillRunner, SequenceStart
 from baton.kvcache.allocator import BlockTable
@@ -87,33 +87,49 @@ class LeadDecode:
         """As `DecodeRunner.admit`, at every rank."""
         hidden_D = start.hidden_D
         data = b"" if hidden_D is None else hidden_D.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        self._channel.tell(
-            "admit",
-            data,
-            slot=slot,
-            first_token=start.first_token,
-            draft_token=start.draft_token,
-            hidden_dtype="" if hidden_D is None else str(hidden_D.dtype).removeprefix("torch."),
-            prompt_len=prompt_len,
-            sampling=dataclasses.asdict(sampling),
-            table=table_fields(table),
-            draft_cap=draft_cap,
-        )
+        fields = {
+            "slot": slot,
+            "first_token": start.first_token,
+            "draft_token": start.draft_token,
+            "hidden_dtype": "" if hidden_D is None else str(hidden_D.dtype).removeprefix("torch."),
+            "prompt_len": prompt_len,
+            "sampling": dataclasses.asdict(sampling),
+            "table": table_fields(table),
+            "draft_cap": draft_cap,
+        }
+        self._tell("admit", data, **fields)
         self._runner.admit(slot, start, prompt_len, sampling, table, draft_cap)
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int) -> StepTicket | None:
         """As `DecodeRunner.release`, at every rank."""
-        self._channel.tell("release", slot=slot)
-        self._runner.release(slot)
+        self._tell("release", slot=slot)
+        return self._runner.release(slot)
+
+    def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """As `DecodeRunner.unfinished`."""
+        return self._runner.unfinished(slots)
 
     def step(self, slots: Sequence[int]) -> DecodeOutput:
         """As `DecodeRunner.step`, at every rank."""
-        self._channel.tell("step", slots=list(slots))
-        return self._runner.step(slots)
+        return self.launch(slots).result()
+
+    def launch(self, slots: Sequence[int]) -> StepTicket:
+        """As `DecodeRunner.launch`, at every rank."""
+        self._tell("step", slots=list(slots))
+        return self._runner.launch(slots)
+
+    def drain(self) -> None:
+        """As `DecodeRunner.drain`, at this rank."""
+        self._runner.drain()
 
     def close(self) -> None:
         """Let the other ranks go; the last call."""
-        self._channel.tell(STOP)
+        self._tell(STOP)
+        self._runner.close()
+
+    def _tell(self, kind: str, data: bytes = b"", **fields: Any) -> None:
+        """Tell it where the ranks are between two steps: steps add over ranks, and one thing is said at a time."""
+        self._runner.in_order(lambda: self._channel.tell(kind, data, **fields))
 
 
 class FollowDecode:
