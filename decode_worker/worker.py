@@ -214,6 +214,8 @@ class DecodeWorker:
                 sampling=sequence.request.sampling,
                 table=table,
                 draft_cap=sequence.request.num_draft_tokens,
+                prompt_token_ids=sequence.request.prompt_token_ids,
+                choice=sequence.request.choice,
             )
 
     def _sequence_start(self, sequence: DecodeSequence, sealed: Sealed) -> SequenceStart:

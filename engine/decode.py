@@ -15,11 +15,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from baton.core.logprobs import TokenLogprobs
 from baton.core.sampling import SamplingParams
 from baton.engine.batch import DecodeRows, decode_batch
+from baton.engine.history import Lookahead, SampledSequence
+from baton.engine.logprobs import step_logprobs, unpack_step
 from baton.engine.plan import decide
 from baton.engine.prefill import SequenceStart
-from baton.engine.sampler import SamplingRows, choose, draw_noise
+from baton.engine.sampler import SamplingRows, choose, draw_noise, looks_ahead
 from baton.engine.slots import DecodeState, SlotTable
 from baton.engine.verify import DraftIds, Verified, verify_coupled
 from baton.kvcache.allocator import BlockTable
@@ -35,7 +38,7 @@ class DecodePlan:
     Attributes:
         num_drafts: K; 0 is a plain step that leaves the MTP head alone.
         max_context_len: bound of every row's position + 1.
-        sampling: the sampled sequences, None if all are greedy.
+        sampling: what sequences ask beyond the likeliest token, None if all are greedy and plain.
     """
 
     num_drafts: int
@@ -51,11 +54,13 @@ class DecodeOutput:
         token_ids: emitted tokens of each sequence, accepted_len + 1 of them.
         accepted_lens: drafts accepted.
         proposed_lens: drafts that could have been.
+        logprobs: of each sequence's emitted tokens, None where it reports none; None if no sequence does.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     accepted_lens: tuple[int, ...]
     proposed_lens: tuple[int, ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] | None = None
 
 
 def decode_step(
@@ -74,6 +79,9 @@ def decode_step(
     logits_BQV = model.logits(trunk_TD).reshape(*token_ids_BQ.shape, -1)
     noise_SQV = None if noise_SPV is None else noise_SPV[:, : num_drafts + 1]
     verified = verify_coupled(drafts, logits_BQV, plan.sampling, noise_SQV, rows.draft_cap_B)
+    if plan.sampling is not None and plan.sampling.logprobs is not None:
+        logprobs_LQX = step_logprobs(logits_BQV, verified.token_ids_BQ, plan.sampling.logprobs)
+        verified = replace(verified, logprobs_LQX=logprobs_LQX)
     accepted_B1 = verified.accepted_len_B[:, None]
     state = replace(
         state,
@@ -90,7 +98,8 @@ def decode_step(
     if noise_SPV is not None and plan.sampling is not None:
         position_S = verified.accepted_len_B[plan.sampling.index_S] + 1
         noise_S1V = noise_SPV[torch.arange(len(position_S), device=mtp_TD.device), position_S][:, None]
-    draft_token_B = choose(model.logits(hidden_BD)[:, None], plan.sampling, noise_S1V)[:, 0]
+    ahead = Lookahead(verified.token_ids_BQ, accepted_B1 + 1) if looks_ahead(plan.sampling) else None
+    draft_token_B = choose(model.logits(hidden_BD)[:, None], plan.sampling, noise_S1V, ahead)[:, 0]
     return replace(state, draft_token_B=draft_token_B, hidden_BD=hidden_BD), verified
 
 
@@ -111,7 +120,8 @@ def _draft(
         batch = decode_batch(state.length_B - 2 + step, 1, rows, plan.max_context_len, pool)
         hidden_BD = model.mtp(token_ids[-1], hidden_BD, batch, pool, _ignore_layer)
         noise_S1V = None if noise_SPV is None else noise_SPV[:, step : step + 1]
-        token_ids.append(choose(model.logits(hidden_BD)[:, None], plan.sampling, noise_S1V)[:, 0])
+        ahead = Lookahead.after(torch.stack(token_ids, dim=1)) if looks_ahead(plan.sampling) else None
+        token_ids.append(choose(model.logits(hidden_BD)[:, None], plan.sampling, noise_S1V, ahead)[:, 0])
     return DraftIds(torch.stack(token_ids, dim=1))
 
 
@@ -132,7 +142,8 @@ class _Running:
 class DecodeRunner:
     """Runs decode steps of one model over one pool, for up to `max_num_sequences` sequences.
 
-    As one rank of a group if there is a `communicator`.
+    As one rank of a group if there is a `communicator`. `eos_token_ids` are what `min_tokens` holds back beside a
+    request's own stop tokens.
     """
 
     def __init__(
@@ -142,6 +153,8 @@ class DecodeRunner:
         max_num_sequences: int,
         num_draft_tokens: int,
         communicator: Communicator | None = None,
+        *,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         assert max_num_sequences >= 1
         assert num_draft_tokens == 0 or pool.layout.num_layers > model.config.num_layers, "drafts need an MTP layer"
@@ -156,6 +169,8 @@ class DecodeRunner:
             num_slots=max_num_sequences,
             max_blocks=-(-model.config.max_model_len // pool.layout.block_size),
             hidden_size=model.config.hidden_size,
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=eos_token_ids,
             dtype=model.dtype,
             device=pool.device,
         )
@@ -169,8 +184,24 @@ class DecodeRunner:
         sampling: SamplingParams,
         table: BlockTable,
         draft_cap: int,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        output_len: int = 0,
+        choice: int = 0,
     ) -> None:
-        """Put a prefilled sequence into a free slot; it takes part in steps from now on."""
+        """Put a prefilled sequence into a free slot; it takes part in steps from now on.
+
+        Args:
+            slot: nobody's.
+            start: what prefill made.
+            prompt_len: positions prefilled.
+            sampling: the request's.
+            table: its blocks.
+            draft_cap: drafts it may use.
+            prompt_token_ids: what was prefilled; only a repetition penalty or `output_len` needs it.
+            output_len: of those the last that were generated before (a sequence that is computed again).
+            choice: which of its request's answers this is.
+        """
         assert 0 <= slot < self.max_num_sequences
         assert slot not in self._running
         assert start.prompt_len == prompt_len
@@ -186,14 +217,21 @@ class DecodeRunner:
             length=prompt_len + 1,
         )
         scratch_block = self._pool.num_blocks
-        self._table.configure(
-            slot, table=table, limit=limit, scratch_block=scratch_block, draft_cap=draft_cap, sampling=sampling
+        self._table.configure(slot, table=table, limit=limit, scratch_block=scratch_block, draft_cap=draft_cap)
+        num_prompt = len(prompt_token_ids) - output_len
+        sequence = SampledSequence(
+            params=sampling,
+            choice=choice,
+            prompt_token_ids=prompt_token_ids[:num_prompt],
+            output_token_ids=(*prompt_token_ids[num_prompt:], start.first_token),
         )
+        self._table.sampling.place(slot, sequence)
         self._running[slot] = _Running(sampling, prompt_len + 1, limit, draft_cap)
 
     def release(self, slot: int) -> None:
         """Forget a sequence; its blocks are the caller's to free."""
         del self._running[slot]
+        self._table.sampling.release(slot)
 
     @torch.inference_mode()
     def step(self, slots: Sequence[int]) -> DecodeOutput:
@@ -209,20 +247,27 @@ class DecodeRunner:
         plan = DecodePlan(
             num_drafts=num_drafts,
             max_context_len=max_context_len,
-            sampling=self._table.sampling_rows(slots, [item.sampling for item in running]),
+            sampling=self._table.sampling.rows(slots, [item.sampling for item in running]),
         )
         slots_B = torch.tensor(slots, dtype=torch.int64).to(self._pool.device)
         num_blocks = -(-max_context_len // self._pool.layout.block_size)
         state, rows = self._table.gather(slots_B, num_blocks)
         state, verified = decode_step(state, rows, plan, self._model, self._pool)
         self._table.scatter(slots_B, state)
+        self._table.sampling.advance(slots_B, verified)
         # The next draft goes along only to be compared.
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
         packed = decide(self._communicator, torch.cat(columns, dim=1)).tolist()
         for item, (accepted_len, *_) in zip(running, packed, strict=True):
             item.length += accepted_len + 1
+        logprobs = None
+        if verified.logprobs_LQX is not None:
+            num_tops = [item.sampling.logprobs for item in running]
+            num_emitted = [accepted_len + 1 for accepted_len, *_ in packed]
+            logprobs = unpack_step(verified.logprobs_LQX.tolist(), num_tops, num_emitted)
         return DecodeOutput(
             token_ids=tuple(tuple(token_ids[: accepted_len + 1]) for accepted_len, *token_ids in packed),
             accepted_lens=tuple(accepted_len for accepted_len, *_ in packed),
             proposed_lens=tuple(item.draft_cap for item in running),
+            logprobs=logprobs,
         )

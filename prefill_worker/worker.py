@@ -299,6 +299,7 @@ class PrefillWorker:
             table=table,
             sampling=request.sampling,
             draft_cap=request.num_draft_tokens,
+            choice=request.choice,
         )
 
     def _publish_first_token(self, run: _Run, token: int, now_s: float) -> None:
