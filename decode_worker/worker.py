@@ -7,11 +7,12 @@ layer is there and its digest matches.
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from baton.core.clock import Clock
 from baton.core.config import SchedulingName
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded, TransferFailed
+from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_attempt
@@ -26,6 +27,7 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed
 from baton.proto import kv_pb2, worker_pb2
+from baton.proto.wire import logprobs_to_proto
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
 from baton.worker.transfer_counts import landing_counts
@@ -219,6 +221,8 @@ class DecodeWorker:
                 sampling=sequence.request.sampling,
                 table=table,
                 draft_cap=sequence.request.num_draft_tokens,
+                prompt_token_ids=sequence.request.prompt_token_ids,
+                choice=sequence.request.choice,
             )
 
     def _sequence_start(self, sequence: DecodeSequence, sealed: Sealed) -> SequenceStart:
@@ -241,18 +245,18 @@ class DecodeWorker:
     def _read(self, has_launched: bool) -> None:
         most_proposed = num_proposed = num_emitted = 0
         accepted_lens: list[int] = []
-        published: list[tuple[DecodeSequence, list[int], FinishReason | None]] = []
-        for sequence, token_ids, accepted_len, proposed_len in self._steps.collect(has_launched=has_launched):
+        published: list[tuple[DecodeSequence, list[int], Sequence[TokenLogprobs], FinishReason | None]] = []
+        for sequence, emitted in self._steps.collect(has_launched=has_launched):
             if sequence.state is not DecodeState.RUNNING:
                 continue  # it ended, or was given up, after this step was launched
-            kept, reason = sequence.checker.accept(token_ids)
-            num_accepted = min(accepted_len, len(kept))
+            kept, reason = sequence.checker.accept(emitted.token_ids)
+            proposed_len, num_accepted = emitted.proposed_len, min(emitted.accepted_len, len(kept))
             sequence.counts.add_step(num_proposed=proposed_len, num_accepted=num_accepted, num_emitted=len(kept))
             most_proposed = max(most_proposed, proposed_len)
             num_proposed += proposed_len
             num_emitted += len(kept)
             accepted_lens.append(num_accepted)
-            published.append((sequence, kept, reason))
+            published.append((sequence, kept, (emitted.logprobs or ())[: len(kept)], reason))
         if accepted_lens:  # counted before anybody hears of it
             self._counts.add_steps(
                 most_proposed=most_proposed,
@@ -260,14 +264,22 @@ class DecodeWorker:
                 accepted_lens=accepted_lens,
                 num_emitted=num_emitted,
             )
-        for sequence, kept, reason in published:
-            self._publish(sequence, kept, reason)
+        for sequence, kept, logprobs, reason in published:
+            self._publish(sequence, kept, logprobs, reason)
 
-    def _publish(self, sequence: DecodeSequence, token_ids: list[int], reason: FinishReason | None) -> None:
+    def _publish(
+        self,
+        sequence: DecodeSequence,
+        token_ids: list[int],
+        logprobs: Sequence[TokenLogprobs],
+        reason: FinishReason | None,
+    ) -> None:
         event = worker_pb2.DecodeEvent()  # filled in place, which takes half the time of the constructor
         tokens = event.tokens
         tokens.index = sequence.num_output
         tokens.token_ids.extend(token_ids)
+        if logprobs:
+            tokens.logprobs.extend(logprobs_to_proto(report) for report in logprobs)
         sequence.num_output += len(token_ids)
         if reason is not None:
             tokens.finish_reason = reason.value

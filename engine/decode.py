@@ -19,13 +19,15 @@ import torch
 
 from baton.core.sampling import SamplingParams
 from baton.engine.batch import DecodeRows, decode_batch
+from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.host_future import ResultBuffers
 from baton.engine.lane import lane_for
 from baton.engine.length_bounds import Ints, LengthBounds
+from baton.engine.logprobs import num_packed, step_logprobs
 from baton.engine.plan import decide
 from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
-from baton.engine.sampler import SamplingRows, choose, draw_noise
+from baton.engine.sampler import SamplingRows, choose, draw_noise, looks_ahead
 from baton.engine.slots import DecodeState, SlotTable
 from baton.engine.step_ticket import DecodeOutput, StepTicket
 from baton.engine.verify import DraftIds, Verified, verify_coupled
@@ -45,7 +47,7 @@ class DecodePlan:
     Attributes:
         num_drafts: K; 0 is a plain step that leaves the MTP head alone.
         max_context_len: bound of every row's position + 1.
-        sampling: the sampled sequences, None if all are greedy.
+        sampling: what sequences ask beyond the likeliest token, None if all are greedy and plain.
     """
 
     num_drafts: int
@@ -82,6 +84,9 @@ def decode_step(
     logits_BQV = model.logits(trunk_TD).reshape(*token_ids_BQ.shape, -1)
     noise_SQV = None if noise_SPV is None else noise_SPV[:, : num_drafts + 1]
     verified = verify_coupled(drafts, logits_BQV, plan.sampling, noise_SQV, rows.draft_cap_B)
+    if plan.sampling is not None and plan.sampling.logprobs is not None:
+        logprobs_LQX = step_logprobs(logits_BQV, verified.token_ids_BQ, plan.sampling.logprobs)
+        verified = replace(verified, logprobs_LQX=logprobs_LQX)
     accepted_B1 = verified.accepted_len_B[:, None]
     state = replace(
         state,
@@ -98,7 +103,8 @@ def decode_step(
     if noise_SPV is not None and plan.sampling is not None:
         position_S = verified.accepted_len_B[plan.sampling.index_S] + 1
         noise_S1V = noise_SPV[torch.arange(len(position_S), device=mtp_TD.device), position_S][:, None]
-    draft_token_B = choose(model.logits(hidden_BD)[:, None], plan.sampling, noise_S1V)[:, 0]
+    ahead = Lookahead(verified.token_ids_BQ, accepted_B1 + 1) if looks_ahead(plan.sampling) else None
+    draft_token_B = choose(model.logits(hidden_BD)[:, None], plan.sampling, noise_S1V, ahead)[:, 0]
     return replace(state, draft_token_B=draft_token_B, hidden_BD=hidden_BD), verified
 
 
@@ -119,7 +125,8 @@ def _draft(
         batch = decode_batch(state.length_B - 2 + step, 1, rows, plan.max_context_len, pool)
         hidden_BD = model.mtp(token_ids[-1], hidden_BD, batch, pool, _ignore_layer)
         noise_S1V = None if noise_SPV is None else noise_SPV[:, step : step + 1]
-        token_ids.append(choose(model.logits(hidden_BD)[:, None], plan.sampling, noise_S1V)[:, 0])
+        ahead = Lookahead.after(torch.stack(token_ids, dim=1)) if looks_ahead(plan.sampling) else None
+        token_ids.append(choose(model.logits(hidden_BD)[:, None], plan.sampling, noise_S1V, ahead)[:, 0])
     return DraftIds(torch.stack(token_ids, dim=1))
 
 
@@ -143,6 +150,9 @@ class _Batch:
     draft_caps: tuple[int, ...]
     most_B: Ints  # tokens each may emit
     num_drafts: int
+    num_tops: tuple[int | None, ...]  # likeliest tokens each reports; None: no log-probabilities at all
+    num_reporting: int
+    num_top: int
 
 
 class DecodeRunner:
@@ -156,6 +166,7 @@ class DecodeRunner:
         max_num_sequences: slots.
         num_draft_tokens: drafts a step may make.
         communicator: if this is one rank of a group.
+        eos_token_ids: what `min_tokens` holds back beside a request's own stop tokens.
         step: what a step computes.
         prepare_ahead: make what attention needs to verify on a thread (and a stream) of its own, while drafting.
     """
@@ -168,6 +179,7 @@ class DecodeRunner:
         num_draft_tokens: int,
         communicator: Communicator | None = None,
         *,
+        eos_token_ids: Sequence[int] = (),
         step: StepFunction | None = None,
         prepare_ahead: bool = False,
     ) -> None:
@@ -194,6 +206,8 @@ class DecodeRunner:
             num_slots=max_num_sequences,
             max_blocks=-(-model.config.max_model_len // pool.layout.block_size),
             hidden_size=model.config.hidden_size,
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=eos_token_ids,
             dtype=model.dtype,
             device=pool.device,
         )
@@ -206,8 +220,24 @@ class DecodeRunner:
         sampling: SamplingParams,
         table: BlockTable,
         draft_cap: int,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        output_len: int = 0,
+        choice: int = 0,
     ) -> None:
-        """Put a prefilled sequence into a free slot; it takes part in steps launched from now on."""
+        """Put a prefilled sequence into a free slot; it takes part in steps launched from now on.
+
+        Args:
+            slot: nobody's.
+            start: what prefill made.
+            prompt_len: positions prefilled.
+            sampling: the request's.
+            table: its blocks.
+            draft_cap: drafts it may use.
+            prompt_token_ids: what was prefilled; only a repetition penalty or `output_len` needs it.
+            output_len: of those the last that were generated before (a sequence that is computed again).
+            choice: which of its request's answers this is.
+        """
         assert 0 <= slot < self.max_num_sequences
         assert slot not in self._sampling
         assert self._running_step(slot) is None, "a step that is not over has the slot"
@@ -217,6 +247,13 @@ class DecodeRunner:
         draft_cap = min(draft_cap, self.num_draft_tokens)
         assert draft_cap == 0 or start.draft_token is not None
         slots, scratch_block = self._table, self._pool.num_blocks
+        num_prompt = len(prompt_token_ids) - output_len
+        sequence = SampledSequence(
+            params=sampling,
+            choice=choice,
+            prompt_token_ids=prompt_token_ids[:num_prompt],
+            output_token_ids=(*prompt_token_ids[num_prompt:], start.first_token),
+        )
 
         def place() -> None:
             slots.place(
@@ -226,12 +263,11 @@ class DecodeRunner:
                 hidden_D=start.hidden_D,
                 length=prompt_len + 1,
             )
-            slots.configure(
-                slot, table=table, limit=limit, scratch_block=scratch_block, draft_cap=draft_cap, sampling=sampling
-            )
+            slots.configure(slot, table=table, limit=limit, scratch_block=scratch_block, draft_cap=draft_cap)
+            slots.sampling.place(slot, sequence)
 
         self._lane.run(place)
-        self._lengths.admit(slot, prompt_len + 1, limit=limit, end=prompt_len + sampling.max_tokens)
+        self._lengths.admit(slot, prompt_len + 1, limit=limit, end=prompt_len - output_len + sampling.max_tokens)
         self._sampling[slot] = sampling
         self._draft_caps[slot] = draft_cap
         self._batch = None
@@ -245,6 +281,7 @@ class DecodeRunner:
         """
         del self._sampling[slot], self._draft_caps[slot]
         self._batch = None
+        self._lane.run(lambda: self._table.sampling.release(slot))
         return self._running_step(slot)
 
     def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
@@ -274,10 +311,10 @@ class DecodeRunner:
         num_drafts = batch.num_drafts
         max_context_len = self._lengths.max_context_len(batch.host_slots_B, num_drafts)
         # The next draft goes along only to be compared.
-        shape = (len(batch.slots), num_drafts + 3)
-        buffer = self._buffers.take()
-        target = buffer[: shape[0] * shape[1]].view(shape)
-        future = self._lane.submit(lambda: self._run(batch, max_context_len), target)
+        num_columns = num_drafts + 3
+        num_values = len(batch.slots) * num_columns + batch.num_reporting * (num_drafts + 1) * num_packed(batch.num_top)
+        buffer = self._buffers.take(num_values)
+        future = self._lane.submit(lambda: self._run(batch, max_context_len), buffer[:num_values])
         launched = self._lengths.launch(batch.host_slots_B, batch.most_B)
         self._num_launched += 1
         number = self._num_launched
@@ -287,7 +324,7 @@ class DecodeRunner:
             self._lengths.collect(launched, np.array(accepted_lens, dtype=np.int64) + 1)
             del self._unread[number]
 
-        ticket = StepTicket(batch.slots, batch.draft_caps, future, on_read)
+        ticket = StepTicket(batch.slots, batch.draft_caps, future, on_read, num_columns, batch.num_tops)
         self._last_step_N[batch.host_slots_B] = number
         self._unread[number] = ticket
         return ticket
@@ -307,24 +344,30 @@ class DecodeRunner:
             self._preparer.close()
 
     def _run(self, batch: _Batch, max_context_len: int) -> torch.Tensor:
-        """The step, in its turn on the lane."""
+        """The step, in its turn on the lane; int64 [B * (K + 3)], and behind it the bits of log-probabilities."""
         plan = DecodePlan(
             num_drafts=batch.num_drafts,
             max_context_len=max_context_len,
-            sampling=self._table.sampling_rows(batch.slots, batch.sampling),
+            sampling=self._table.sampling.rows(batch.slots, batch.sampling),
         )
         num_blocks = -(-max_context_len // self._pool.layout.block_size)
         state, rows = self._table.gather(batch.slots_B, num_blocks)
         state, verified = self._step(state, rows, plan, self._model, self._pool, self._preparer)
         self._table.scatter(batch.slots_B, state)
+        self._table.sampling.advance(batch.slots_B, verified)
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
-        return decide(self._communicator, torch.cat(columns, dim=1))
+        decided = decide(self._communicator, torch.cat(columns, dim=1)).flatten()
+        if verified.logprobs_LQX is None:
+            return decided
+        return torch.cat([decided, verified.logprobs_LQX.contiguous().view(torch.int64).flatten()])
 
     def _batch_of(self, slots: Sequence[int]) -> _Batch:
         slots = tuple(slots)
         if self._batch is None or self._batch.slots != slots:
             assert len(set(slots)) == len(slots)
             draft_caps = tuple(self._draft_caps[slot] for slot in slots)
+            num_tops = tuple(self._sampling[slot].logprobs for slot in slots)
+            reported = [num_top for num_top in num_tops if num_top is not None]
             self._batch = _Batch(
                 slots=slots,
                 slots_B=to_device(torch.tensor(slots, dtype=torch.int64), self._pool.device),
@@ -333,6 +376,9 @@ class DecodeRunner:
                 draft_caps=draft_caps,
                 most_B=np.array(draft_caps, dtype=np.int64) + 1,
                 num_drafts=max(draft_caps, default=0),
+                num_tops=num_tops,
+                num_reporting=len(reported),
+                num_top=min(max(reported, default=0), self._model.config.vocab_size),
             )
         return self._batch
 

@@ -47,9 +47,9 @@ class HostFuture:
 
 
 class ResultBuffers:
-    """Host memory for the results of steps in flight, each int64 [num_values]; pinned for a CUDA device.
+    """Host memory for the results of steps in flight, each int64 [num_values] at least; pinned for a CUDA device.
 
-    As many as were ever lent at a time, so two for one step ahead.
+    As many as were ever lent at a time, so two for one step ahead; all as large as the largest that was asked for.
     """
 
     def __init__(self, num_values: int, device: torch.device) -> None:
@@ -57,11 +57,14 @@ class ResultBuffers:
         self._device = device
         self._free: list[torch.Tensor] = []
 
-    def take(self) -> torch.Tensor:
-        """A buffer that nobody else has; what it holds is left over."""
+    def take(self, num_values: int) -> torch.Tensor:
+        """A buffer of so many values or more that nobody else has; what it holds is left over."""
+        if num_values > self._num_values:
+            self._num_values = num_values
+            self._free.clear()
         return self._free.pop() if self._free else host_buffer(self._num_values, torch.int64, self._device)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """The buffer was read, and nothing writes it any more."""
-        assert buffer.shape == (self._num_values,)
-        self._free.append(buffer)
+        if len(buffer) == self._num_values:
+            self._free.append(buffer)

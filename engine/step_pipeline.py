@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from baton.core.config import SchedulingName
-from baton.engine.step_ticket import StepTicket
+from baton.engine.step_ticket import Emitted, StepTicket
 
 S = TypeVar("S")
-Row = tuple[S, tuple[int, ...], int, int]  # sequence, its tokens, drafts accepted, drafts proposed
+Row = tuple[S, Emitted]
 
 
 class Runner(Protocol):
@@ -107,4 +107,4 @@ class StepPipeline(Generic[S]):
                     give_back()
                 else:
                     self._leaving.append((last, give_back))
-        yield from zip(sequences, output.token_ids, output.accepted_lens, output.proposed_lens, strict=True)
+        yield from zip(sequences, output.rows(), strict=True)

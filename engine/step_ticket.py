@@ -1,9 +1,14 @@
 """One launched decode step: whether it is over, and what came of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
+
+from baton.core.logprobs import TokenLogprobs
 from baton.engine.host_future import HostFuture
+from baton.engine.logprobs import unpack_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,11 +19,27 @@ class DecodeOutput:
         token_ids: emitted tokens of each sequence, accepted_len + 1 of them.
         accepted_lens: drafts accepted.
         proposed_lens: drafts that could have been.
+        logprobs: of each sequence's emitted tokens, None where it reports none; None if no sequence does.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     accepted_lens: tuple[int, ...]
     proposed_lens: tuple[int, ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] | None = None
+
+    def rows(self) -> Iterator["Emitted"]:
+        """What each sequence emitted, in order."""
+        logprobs = self.logprobs or (None,) * len(self.token_ids)
+        return map(Emitted, self.token_ids, self.accepted_lens, self.proposed_lens, logprobs)
+
+
+class Emitted(NamedTuple):
+    """What one step made of one sequence; see `DecodeOutput`."""
+
+    token_ids: tuple[int, ...]
+    accepted_len: int
+    proposed_len: int
+    logprobs: tuple[TokenLogprobs, ...] | None
 
 
 class StepTicket:
@@ -27,8 +48,11 @@ class StepTicket:
     Args:
         slots: what it runs.
         proposed_lens: drafts each sequence may accept.
-        future: int64 [B, 1 + Q + ...]: accepted lengths, emitted tokens, and columns that nobody reads.
+        future: int64 [B * C]: of each sequence its accepted length, emitted tokens, and columns that nobody reads;
+            behind them the bits of `logprobs.step_logprobs`, if any sequence reports some.
         on_read: told, once, the accepted lengths; the buffer of the future is free after it.
+        num_columns: C.
+        num_tops: likeliest tokens that each sequence reports, None where it reports nothing.
     """
 
     def __init__(
@@ -37,11 +61,15 @@ class StepTicket:
         proposed_lens: tuple[int, ...],
         future: HostFuture | None,
         on_read: Callable[[tuple[int, ...]], None] | None,
+        num_columns: int = 1,
+        num_tops: tuple[int | None, ...] = (),
     ) -> None:
         self.slots = slots
         self._proposed_lens = proposed_lens
         self._future = future
         self._on_read = on_read
+        self._num_columns = num_columns
+        self._num_tops = num_tops
         self._output: DecodeOutput | None = None
 
     @property
@@ -61,12 +89,22 @@ class StepTicket:
             Exception: what the step, or one before it, raised. Nothing can be decoded from these slots any more.
         """
         if self._output is None:
-            rows = [] if self._future is None else self._future.get().tolist()
+            rows: list[list[int]] = []
+            logprobs = None
+            if self._future is not None:
+                values = self._future.get()
+                num_decided = len(self.slots) * self._num_columns
+                rows = values[:num_decided].view(-1, self._num_columns).tolist()
+                if len(values) > num_decided:
+                    num_emitted = [row[0] + 1 for row in rows]
+                    reports = values[num_decided:].view(torch.float64)
+                    logprobs = unpack_step(reports, self._num_columns - 2, self._num_tops, num_emitted)
             accepted_lens = tuple([row[0] for row in rows])
             self._output = DecodeOutput(
                 token_ids=tuple([tuple(row[1 : row[0] + 2]) for row in rows]),
                 accepted_lens=accepted_lens,
                 proposed_lens=self._proposed_lens,
+                logprobs=logprobs,
             )
             if self._on_read is not None:
                 self._on_read(accepted_lens)

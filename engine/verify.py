@@ -42,10 +42,12 @@ class Verified:
     Attributes:
         token_ids_BQ: int64, the emitted tokens; 0 past `accepted_len`, a valid id that nothing shows.
         accepted_len_B: int64, drafts that stand, 0 ... K; emitted = accepted + 1.
+        logprobs_LQX: float64, packed (engine.logprobs), of the sequences that report them; None without any.
     """
 
     token_ids_BQ: torch.Tensor
     accepted_len_B: torch.Tensor
+    logprobs_LQX: torch.Tensor | None = None
 
 
 def accept(drafts: DraftIds, target: TargetIds, draft_cap_B: torch.Tensor) -> Verified:
@@ -72,5 +74,5 @@ def verify_coupled(
     draft_cap_B: torch.Tensor,
 ) -> Verified:
     """A draft stands if it is the target's own draw at its position (the likeliest token for greedy sequences)."""
-    target = TargetIds(choose(target_logits_BQV, sampling, noise_SQV))
+    target = TargetIds(choose(target_logits_BQV, sampling, noise_SQV, drafts.ids_BK))
     return accept(drafts, target, draft_cap_B)

@@ -76,7 +76,7 @@ class PrefillSide:
             clock=clock,
         )
         self.worker = PrefillWorker(
-            runner=PrefillRunner(model, self.pool),
+            runner=PrefillRunner(model, self.pool, eos_token_ids=tokenizer.eos_token_ids),
             pool=self.pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=4),
@@ -107,7 +107,7 @@ class DecodeSide:
             clock=clock,
         )
         self.worker = DecodeWorker(
-            runner=DecodeRunner(model, self.pool, max_num_seqs, num_drafts),
+            runner=DecodeRunner(model, self.pool, max_num_seqs, num_drafts, eos_token_ids=tokenizer.eos_token_ids),
             pool=self.pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=num_drafts),
