@@ -18,7 +18,6 @@ from baton.engine.decode import DecodeRunner
 from baton.engine.host_future import HostFuture, ResultBuffers
 from baton.engine.lane import ThreadLane
 from baton.engine.length_bounds import LengthBounds
-from baton.engine.local_scheduler import LocalSequence
 from baton.engine.prepare import Prepared, StepPreparer
 from baton.engine.step_pipeline import StepPipeline
 from baton.tests.engine import reference
@@ -241,8 +240,7 @@ def extra_tokens_kept(patch):
 
     def read_all(self):
         for row in read(self):
-            sequence: LocalSequence = row[0]
-            sequence.is_decoding = True
+            row[0].is_decoding = True
             yield row
 
     patch.setattr(StepPipeline, "_read", read_all)
