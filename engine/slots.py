@@ -70,6 +70,8 @@ class SlotTable:
         if hidden_D is None:
             self._hidden_ND[slot] = 0
         else:
+            if hidden_D.device.type == "cpu":
+                hidden_D = to_device(hidden_D, self._device)
             self._hidden_ND[slot] = hidden_D.to(self._hidden_ND)
 
     def configure(self, slot: int, *, table: BlockTable, limit: int, scratch_block: int, draft_cap: int) -> None:

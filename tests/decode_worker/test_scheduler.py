@@ -108,3 +108,27 @@ def test_slots_are_given_in_order_and_come_back():
     for item in items[1:]:
         plan.remove(item)
     assert allocator.num_free == 8
+
+
+def test_what_a_step_in_flight_has_stays_its_own_until_it_is_over():
+    plan, allocator = scheduler(num_blocks=4)
+    items = [sequence(name, 8, 32) for name in "abc"]
+    for item in items:
+        plan.add(item)
+        plan.want(want(item.key.request_id))
+    for item in items[:2]:
+        assert plan.next_grant() is item
+        plan.seal(item, sealed=None, start=START)
+        assert plan.next_admission() is item
+    before = plan.running()
+    plan.retire(items[0])
+    assert before == items[:2], "a step in flight keeps its own list"
+    assert plan.running() == items[1:2]
+    assert items[0].state is DecodeState.ENDED
+    assert plan.get(items[0].key) is None
+    assert plan.num_slots_in_use == 2
+    assert plan.next_grant() is None, "its blocks are not free yet"
+    plan.free(items[0])
+    assert plan.num_slots_in_use == 1
+    assert plan.next_grant() is items[2]
+    assert allocator.num_free == 0

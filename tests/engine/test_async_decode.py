@@ -74,7 +74,8 @@ def wanted(slot, num_tokens=NUM_TOKENS + 8):
 
 
 def starts_as_wanted(tokens, first_tokens):
-    return all([first, *ids] == wanted(at)[: len(ids) + 1] for at, (first, ids) in enumerate(zip(first_tokens, tokens)))
+    pairs = zip(first_tokens, tokens, strict=True)
+    return all([first, *ids] == wanted(at)[: len(ids) + 1] for at, (first, ids) in enumerate(pairs))
 
 
 @fast
@@ -147,8 +148,7 @@ def test_a_slot_is_kept_until_the_last_step_that_has_it_is_over():
     assert side.runner.release(0) is None
 
 
-@fast
-def test_a_sequence_admitted_into_a_used_slot_starts_afresh():
+def admit_into_a_used_slot():
     side = Side()
     for _ in range(3):
         side.runner.launch(side.slots)
@@ -161,6 +161,14 @@ def test_a_sequence_admitted_into_a_used_slot_starts_afresh():
     assert [first, *outputs[-1].token_ids[1]] == wanted(1)[: 1 + len(outputs[-1].token_ids[1])]
     length = side.runner._lengths._least_N[1]
     assert length == side.runner._lengths._most_N[1] == len(PROMPTS[1]) + 1 + len(outputs[-1].token_ids[1])
+
+
+@fast
+def test_a_sequence_admitted_into_a_used_slot_starts_afresh(monkeypatch):
+    admit_into_a_used_slot()
+    races.bound_of_the_next(monkeypatch)
+    with pytest.raises(AssertionError):
+        admit_into_a_used_slot()
 
 
 @fast
