@@ -11,7 +11,7 @@ from baton.core.errors import (
     InvalidText,
     ProtocolError,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import MAX_CHOICES, SamplingParams
 from baton.proto import inference_pb2, wire
 
 Sampling = SamplingParams | inference_pb2.Sampling
@@ -81,8 +81,9 @@ class ChunkCheck:
     """
 
     def __init__(self, num_choices: int = 1) -> None:
-        self._num_tokens = [0] * max(num_choices, 1)
-        self._unfinished = set(range(max(num_choices, 1)))
+        num_choices = min(max(num_choices, 1), MAX_CHOICES)  # the server refuses others
+        self._num_tokens = [0] * num_choices
+        self._unfinished = set(range(num_choices))
 
     def take(self, chunk: inference_pb2.GenerateChunk) -> inference_pb2.GenerateChunk:
         """The chunk, if it is its answer's next.

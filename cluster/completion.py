@@ -11,7 +11,7 @@ from baton.client.messages import generate_request
 from baton.cluster.admin import error_from_rpc, open_channel
 from baton.core.errors import BatonError, RequestDeadlineExceeded, StartupError, TransferFailed
 from baton.core.logprobs import TokenLogprobs
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import MAX_CHOICES, SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 
 OnText = Callable[[str], None]
@@ -145,7 +145,7 @@ def complete_remotely(address: str, asked: Asked, on_text: OnText) -> Completion
         Interrupted: failed after it.
     """
     request = generate_request(asked.prompt, None, asked.sampling(), "")
-    answers = [_Answer() for _ in range(max(request.sampling.n, 1))]
+    answers = [_Answer() for _ in range(min(max(request.sampling.n, 1), MAX_CHOICES))]
     first = answers[0]
     with open_channel(address) as channel:
         stream = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=asked.timeout_s)

@@ -10,7 +10,7 @@ from baton.core.clock import MonotonicClock
 from baton.core.config import ServeConfig
 from baton.core.errors import RequestCancelled, RequestDeadlineExceeded
 from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import MAX_CHOICES, SamplingParams
 from baton.core.tokenizer import StopMatcher, Tokenizer
 from baton.engine.local import GenerationResult, LocalEngine
 from baton.proto import wire
@@ -55,7 +55,8 @@ class LocalCompleter:
             Interrupted: its deadline passed.
         """
         request = self._request(asked)
-        answers = [_AnswerText(self._tokenizer, request.sampling) for _ in range(request.sampling.n)]
+        num_answers = min(max(request.sampling.n, 1), MAX_CHOICES)  # others are refused below
+        answers = [_AnswerText(self._tokenizer, request.sampling) for _ in range(num_answers)]
         first = answers[0]
         results: dict[int, GenerationResult] = {}
         try:

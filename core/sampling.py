@@ -38,7 +38,7 @@ class GrammarSpec:
     """
 
     kind: str
-    text: str
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

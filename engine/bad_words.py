@@ -15,6 +15,7 @@ import torch
 from baton.core.sampling import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
 from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.token_masks import mask
+from baton.kernels.copies import to_device
 
 _ANY, _NEVER, _NOTHING = -1, -2, -3  # in a prefix: any token, no token; in an output: before its first token
 _PREFIX_LEN = MAX_BAD_WORD_LEN - 1
@@ -77,9 +78,9 @@ class BadWordsTable:
         prefixes += [[_NEVER] * _PREFIX_LEN] * (MAX_BAD_WORDS - len(words))
         last = [word[-1] for word in words] + [0] * (MAX_BAD_WORDS - len(words))
         tail = [*[_NOTHING] * _PREFIX_LEN, *sequence.output_token_ids][-_PREFIX_LEN:]
-        self._prefix_NWT[slot] = torch.tensor(prefixes).to(device)
-        self._last_NW[slot] = torch.tensor(last).to(device)
-        self._tail_NT[slot] = torch.tensor(tail).to(device)
+        self._prefix_NWT[slot] = to_device(torch.tensor(prefixes), device)
+        self._last_NW[slot] = to_device(torch.tensor(last), device)
+        self._tail_NT[slot] = to_device(torch.tensor(tail), device)
 
     def rows(self, slots_P: torch.Tensor, params: Sequence[SamplingParams]) -> BadWords:
         """Those of some slots."""

@@ -10,6 +10,7 @@ import torch
 
 from baton.core.sampling import MAX_LOGIT_BIASES, SamplingParams
 from baton.engine.history import Lookahead, SampledSequence
+from baton.kernels.copies import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,8 @@ class BiasTable:
         """Begin a slot anew."""
         padding = [(0, 0.0)] * (MAX_LOGIT_BIASES - len(sequence.params.logit_bias))
         ids, values = zip(*sequence.params.logit_bias, *padding, strict=True)
-        self._ids_NW[slot] = torch.tensor(ids).to(self._ids_NW.device)
-        self._values_NW[slot] = torch.tensor(values, dtype=torch.float64).to(self._values_NW.device)
+        self._ids_NW[slot] = to_device(torch.tensor(ids), self._ids_NW.device)
+        self._values_NW[slot] = to_device(torch.tensor(values, dtype=torch.float64), self._values_NW.device)
 
     def rows(self, slots_P: torch.Tensor, params: Sequence[SamplingParams]) -> LogitBias:
         """Those of some slots."""

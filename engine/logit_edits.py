@@ -5,8 +5,7 @@ what the tables have counted, and the tokens ahead of that (drafts before the ro
 slot, made when the first sequence asks for it; which sequences take part in a step is decided on the host, everything
 else stays on the device.
 
-Legend: B sequences, Q rows, R sequences with any edit, P of those with one kind of it, G with a grammar, V vocabulary,
-H = ceil(V / 32) words of a bit mask.
+Legend: B sequences, Q rows, R sequences with any edit, P of those with one kind of it, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +19,8 @@ from baton.engine.bad_words import BadWordsTable
 from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.logit_bias import BiasTable
 from baton.engine.penalties import PenaltyTable
-from baton.engine.token_masks import AllowedTable, MinTokensTable, mask_by_bits
+from baton.engine.token_masks import AllowedTable, MinTokensTable
+from baton.kernels.copies import to_device
 
 
 class Edit(Protocol):
@@ -71,23 +71,6 @@ class LogitEdits:
             ahead_P = None if ahead_R is None else ahead_R.pick(place_P)
             rows_RQV = rows_RQV.index_copy(0, place_P, edit.apply(rows_RQV[place_P], ahead_P))
         return logits_BQV.index_copy(0, self.index_R, rows_RQV)
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarMask:
-    """What grammars allow, as bit masks that came from the host.
-
-    Attributes:
-        index_G: int64, places in the batch.
-        allowed_GQH: int32, bit v % 32 of word v // 32 set where token v may come.
-    """
-
-    index_G: torch.Tensor
-    allowed_GQH: torch.Tensor
-
-    def apply(self, logits_BQV: torch.Tensor) -> torch.Tensor:
-        """The batch's logits, masked in a copy."""
-        return logits_BQV.index_copy(0, self.index_G, mask_by_bits(logits_BQV[self.index_G], self.allowed_GQH))
 
 
 class LogitEditTables:
@@ -141,11 +124,8 @@ class LogitEditTables:
         numbers = list(chosen)
         for kind_places in places:
             numbers += [*kind_places, *(slots[chosen[at]] for at in kind_places)]
-        index_R, *packed = (
-            torch.tensor(numbers, dtype=torch.int64)
-            .to(self._device)
-            .split([len(chosen), *(len(kind_places) for kind_places in places for _ in range(2))])
-        )
+        sizes = [len(chosen), *(len(kind_places) for kind_places in places for _ in range(2))]
+        index_R, *packed = to_device(torch.tensor(numbers, dtype=torch.int64), self._device).split(sizes)
         parts = []
         for kind, (table, kind_places) in enumerate(zip(self._tables, places, strict=True)):
             if kind_places:

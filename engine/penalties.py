@@ -13,6 +13,7 @@ import torch
 
 from baton.core.sampling import SamplingParams
 from baton.engine.history import Lookahead, SampledSequence
+from baton.kernels.copies import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +79,15 @@ class PenaltyTable:
         """Begin a slot anew."""
         params = sequence.params
         values = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        self._values_N3[slot] = torch.tensor(values, dtype=torch.float64)
         counts_V, in_prompt_V = self._counts_NV[slot].zero_(), self._in_prompt_NV[slot].fill_(False)
+        self._values_N3[slot] = to_device(torch.tensor(values, dtype=torch.float64), counts_V.device)
         if sequence.output_token_ids:
-            output_T = torch.tensor(sequence.output_token_ids).to(counts_V.device)
+            output_T = to_device(torch.tensor(sequence.output_token_ids), counts_V.device)
             counts_V.index_add_(0, output_T, torch.ones_like(output_T, dtype=torch.int32))
         if params.repetition_penalty != 1.0:
             assert sequence.prompt_token_ids, "a repetition penalty needs the prompt"
-            in_prompt_V[torch.tensor(sequence.prompt_token_ids).to(counts_V.device)] = True
+            prompt_T = to_device(torch.tensor(sequence.prompt_token_ids), counts_V.device)
+            in_prompt_V.index_fill_(0, prompt_T, True)
 
     def rows(self, slots_P: torch.Tensor, params: Sequence[SamplingParams]) -> Penalties:
         """Those of some slots."""

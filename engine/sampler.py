@@ -16,9 +16,10 @@ import torch
 
 from baton.core.sampling import SamplingParams
 from baton.engine.history import Lookahead
-from baton.engine.logit_edits import GrammarMask, LogitEdits
+from baton.engine.logit_edits import LogitEdits
 from baton.engine.logprobs import LogprobRows
 from baton.engine.philox import Purpose, gumbel
+from baton.kernels.copies import to_device
 
 MIN_TEMPERATURE = 1e-30  # below it float32 would divide by zero; any temperature this small is greedy in effect
 
@@ -37,7 +38,6 @@ class SamplingRows:
         truncated_U: int64, places in S of those with top-k or top-p.
         min_p_S: float64, 0 keeps all.
         edits: what sequences, greedy or not, do to their logits first.
-        grammar: what grammars allow at each row; set for a step whose drafts they have seen.
         logprobs: who reports log-probabilities.
     """
 
@@ -50,7 +50,6 @@ class SamplingRows:
     truncated_U: torch.Tensor | None
     min_p_S: torch.Tensor | None = None
     edits: LogitEdits | None = None
-    grammar: GrammarMask | None = None
     logprobs: LogprobRows | None = None
 
     @property
@@ -83,21 +82,15 @@ def sampling_rows(
     reporting = [row for row, item in enumerate(params) if item.logprobs is not None]
     if not sampled and not reporting and edits is None:
         return None
-    floats_3S = torch.tensor(
-        [
-            [max(item.temperature, MIN_TEMPERATURE) for _, item in sampled],
-            [item.top_p for _, item in sampled],
-            [item.min_p for _, item in sampled],
-        ],
-        dtype=torch.float64,
-    ).to(device)
+    temperatures = [max(item.temperature, MIN_TEMPERATURE) for _, item in sampled]
+    floats = [temperatures, [item.top_p for _, item in sampled], [item.min_p for _, item in sampled]]
+    floats_3S = to_device(torch.tensor(floats, dtype=torch.float64), device)
     cut = [place for place, (_, item) in enumerate(sampled) if truncates(item)]
     numbers = [[row, item.top_k, item.seed, choices[row] if choices else 0] for row, item in sampled]
     packed = [number for column in zip(*numbers, strict=True) for number in column] + cut + reporting
-    num_sampled = len(sampled)
-    index_S, top_k_S, seed_S, choice_S, cut_U, index_L = (
-        torch.tensor(packed, dtype=torch.int64).to(device).split([num_sampled] * 4 + [len(cut), len(reporting)])
-    )
+    sizes = [len(sampled)] * 4 + [len(cut), len(reporting)]
+    ints = to_device(torch.tensor(packed, dtype=torch.int64), device).split(sizes)
+    index_S, top_k_S, seed_S, choice_S, cut_U, index_L = ints
     num_top = max((params[row].logprobs or 0 for row in reporting), default=0)
     return SamplingRows(
         index_S=index_S,
@@ -140,9 +133,7 @@ def looks_ahead(sampling: SamplingRows | None) -> bool:
 def edit_logits(
     logits_BQV: torch.Tensor, sampling: SamplingRows, ahead: Lookahead | torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Logits after grammar, masks, bias and penalties, of greedy and sampled sequences alike; see `choose`."""
-    if sampling.grammar is not None:
-        logits_BQV = sampling.grammar.apply(logits_BQV)
+    """Logits after masks, bias and penalties, of greedy and sampled sequences alike; see `choose`."""
     if sampling.edits is None:
         return logits_BQV
     if isinstance(ahead, torch.Tensor):

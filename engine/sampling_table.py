@@ -16,6 +16,7 @@ from baton.engine.logit_edits import LogitEditTables, edits_logits
 from baton.engine.logprobs import LogprobRows
 from baton.engine.sampler import MIN_TEMPERATURE, SamplingRows, sampling_rows, truncates
 from baton.engine.verify import Verified
+from baton.kernels.copies import to_device
 
 
 class SamplingTable:
@@ -43,8 +44,8 @@ class SamplingTable:
         """A sequence begins in a slot, which nobody uses."""
         params = sequence.params
         floats = (max(params.temperature, MIN_TEMPERATURE), params.top_p, params.min_p)
-        self._floats_N3[slot] = torch.tensor(floats, dtype=torch.float64).to(self._device)
-        self._ints_N3[slot] = torch.tensor((params.top_k, params.seed, sequence.choice)).to(self._device)
+        self._floats_N3[slot] = to_device(torch.tensor(floats, dtype=torch.float64), self._device)
+        self._ints_N3[slot] = to_device(torch.tensor((params.top_k, params.seed, sequence.choice)), self._device)
         self._edits.place(slot, sequence)
 
     def release(self, slot: int) -> None:
@@ -63,10 +64,9 @@ class SamplingTable:
             return None
         cut = [place for place, row in enumerate(sampled) if truncates(params[row])]
         numbers = [*sampled, *(slots[row] for row in sampled), *cut, *reporting]
-        index_S, slots_S, cut_U, index_L = (
-            torch.tensor(numbers, dtype=torch.int64)
-            .to(self._device)
-            .split([len(sampled), len(sampled), len(cut), len(reporting)])
+        sizes = [len(sampled), len(sampled), len(cut), len(reporting)]
+        index_S, slots_S, cut_U, index_L = to_device(torch.tensor(numbers, dtype=torch.int64), self._device).split(
+            sizes
         )
         temperature_S, top_p_S, min_p_S = self._floats_N3[slots_S].unbind(1)
         top_k_S, seed_S, choice_S = self._ints_N3[slots_S].unbind(1)

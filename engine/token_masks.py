@@ -1,8 +1,8 @@
-"""Tokens that a request forbids: all but the allowed, those that would end it too early, those of a grammar.
+"""Tokens that a request forbids: all but the allowed, and those that would end it too early.
 
 A mask that would leave no token at all is ignored at that position; otherwise nothing could be chosen there.
 
-Legend: N slots, P sequences with the mask, Q rows, W listed tokens of the widest, V vocabulary, H = ceil(V / 32) words.
+Legend: N slots, P sequences with the mask, Q rows, W listed tokens of the widest, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import torch
 
 from baton.core.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_STOP_TOKEN_IDS, SamplingParams
 from baton.engine.history import Lookahead, SampledSequence
+from baton.kernels.copies import to_device
 
 
 def mask(logits_PQV: torch.Tensor, banned_PQV: torch.Tensor) -> torch.Tensor:
@@ -19,13 +20,6 @@ def mask(logits_PQV: torch.Tensor, banned_PQV: torch.Tensor) -> torch.Tensor:
     masked_PQV = logits_PQV.masked_fill(banned_PQV, -torch.inf)
     nothing_left_PQ1 = masked_PQV.amax(dim=-1, keepdim=True) == -torch.inf
     return torch.where(nothing_left_PQ1, logits_PQV, masked_PQV)
-
-
-def mask_by_bits(logits_PQV: torch.Tensor, allowed_PQH: torch.Tensor) -> torch.Tensor:
-    """Keep the tokens whose bit is set: bit v % 32 of int32 word v // 32."""
-    token_V = torch.arange(logits_PQV.shape[-1], device=logits_PQV.device)
-    is_allowed_PQV = (allowed_PQH[..., token_V // 32] >> (token_V % 32)) & 1
-    return mask(logits_PQV, is_allowed_PQV == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +52,7 @@ class AllowedTable:
         """Begin a slot anew."""
         ids = _distinct(sequence.params)
         padding = [ids[0]] * (self._ids_NW.shape[1] - len(ids))
-        self._ids_NW[slot] = torch.tensor([*ids, *padding]).to(self._ids_NW.device)
+        self._ids_NW[slot] = to_device(torch.tensor([*ids, *padding]), self._ids_NW.device)
 
     def rows(self, slots_P: torch.Tensor, params: Sequence[SamplingParams]) -> Allowed:
         """Those of some slots."""
@@ -114,7 +108,7 @@ class MinTokensTable:
         """Begin a slot anew."""
         ids = self._ids_of(sequence.params)
         padding = [ids[0]] * (self._ids_NW.shape[1] - len(ids))
-        self._ids_NW[slot] = torch.tensor([*ids, *padding]).to(self._ids_NW.device)
+        self._ids_NW[slot] = to_device(torch.tensor([*ids, *padding]), self._ids_NW.device)
         self._num_missing_N[slot] = sequence.params.min_tokens - len(sequence.output_token_ids)
 
     def rows(self, slots_P: torch.Tensor, params: Sequence[SamplingParams]) -> EndsTooEarly:

@@ -281,11 +281,10 @@ class PrefillWorker:
             reports = zip(forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
             for chunk, (first_token, logprobs, prompt_logprobs) in zip(plan, reports, strict=True):
                 chunk.sequence.num_computed += chunk.length
-                run = self._runs[chunk.sequence.key]
                 if prompt_logprobs:
-                    self._publish_prompt_logprobs(run, prompt_logprobs)
+                    self._publish_prompt_logprobs(self._runs[chunk.sequence.key], prompt_logprobs)
                 if first_token is not None:
-                    self._publish_first_token(run, first_token, logprobs, first_token_s)
+                    self._publish_first_token(self._runs[chunk.sequence.key], first_token, logprobs, first_token_s)
             starts = self._runner.draft(forward, step.submit)
         for chunk in plan:
             self._scheduler.name_blocks(chunk)

@@ -27,15 +27,15 @@ from baton.core.errors import (
 )
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import GrammarSpec, SamplingParams
+from baton.core.sampling import SamplingParams
 from baton.proto import inference_pb2, kv_pb2, worker_pb2
 
 ERROR_KEY: Final = "baton-error"
 MAX_ERROR_BYTES: Final = 4096  # gRPC refuses metadata beyond 8 KiB
 MAX_TIMEOUT_MS: Final = (1 << 32) - 1
 DEFAULT_MAX_TOKENS: Final = 128
-_SAMPLING_FIELDS: Final = tuple(field.name for field in dataclasses.fields(SamplingParams))
-_NOT_SCALAR: Final = frozenset(("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids", "grammar"))
+_SAMPLING_FIELDS: Final = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "grammar")
+_NOT_SCALAR: Final = frozenset(("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"))
 _SCALAR_FIELDS: Final = tuple(name for name in _SAMPLING_FIELDS if name not in _NOT_SCALAR)
 
 
@@ -59,14 +59,16 @@ def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.Sampling:
     """Every field set.
 
     Raises:
-        InvalidSampling: a number does not fit its field, so it is out of range too.
+        InvalidSampling: a number does not fit its field, so it is out of range too; or there is a grammar.
         InvalidText: a stop string is not Unicode text.
     """
+    if sampling.grammar is not None:  # never dropped silently
+        raise InvalidSampling("grammar: comes in a later version", field="grammar")
     try:
         values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
         return inference_pb2.Sampling(**{name: _field_to_proto(name, value) for name, value in values.items()})
     except UnicodeEncodeError as error:
-        message = f"a stop string or the grammar is not valid UTF-8 at character {error.start}"
+        message = f"a stop string is not valid UTF-8 at character {error.start}"
         raise InvalidText(message, at=error.start) from error
     except (ValueError, OverflowError) as error:
         raise _misfit(sampling) from error
@@ -77,8 +79,6 @@ def sampling_from_proto(message: inference_pb2.Sampling) -> SamplingParams:
     values: dict[str, Any] = {name: getattr(message, name) for name in _SCALAR_FIELDS if message.HasField(name)}
     if message.HasField("allowed_token_ids"):
         values["allowed_token_ids"] = tuple(message.allowed_token_ids.ids)
-    if message.HasField("grammar"):
-        values["grammar"] = GrammarSpec(message.grammar.kind, message.grammar.text)
     return SamplingParams(
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
@@ -239,18 +239,15 @@ def _field_to_proto(name: str, value: Any) -> Any:
             return [inference_pb2.TokenIds(ids=word) for word in value]
         case "allowed_token_ids" if value is not None:
             return inference_pb2.TokenIds(ids=value)
-        case "grammar" if value is not None:
-            return inference_pb2.Grammar(kind=value.kind, text=value.text)
     return value
 
 
 def _misfit(sampling: SamplingParams) -> InvalidSampling:
-    for field in dataclasses.fields(sampling):
+    for name in _SAMPLING_FIELDS:
         try:
-            value = _field_to_proto(field.name, getattr(sampling, field.name))
-            inference_pb2.Sampling(**{field.name: value})
+            inference_pb2.Sampling(**{name: _field_to_proto(name, getattr(sampling, name))})
         except (ValueError, OverflowError) as error:
-            return InvalidSampling(f"{field.name}: {error}"[:200], field=field.name)
+            return InvalidSampling(f"{name}: {error}"[:200], field=name)
     return InvalidSampling("a sampling value is out of range")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.errors import BatonError
+from baton.core.logprobs import TokenLogprobs
 from baton.core.request import GenerationRequest
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
@@ -23,6 +24,7 @@ from baton.kvtransfer.landing import LandingService
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import DecodePeer, PushService
 from baton.prefill_worker.worker import PrefillWorker
+from baton.proto import wire
 from baton.worker.loading import request_limits
 
 
@@ -54,6 +56,8 @@ class Outcome:
     """What one request produced."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
     num_cached_tokens: int = 0
     decode_stats: Any = None
@@ -195,7 +199,11 @@ class Topology:
         outcome = Outcome()
         try:
             for event in prefill_sink.events(timeout_s):
-                if event.HasField("first_token"):
+                if event.HasField("prompt_logprobs"):
+                    outcome.prompt_logprobs += map(wire.logprobs_from_proto, event.prompt_logprobs.tokens)
+                elif event.HasField("first_token"):
+                    if event.first_token.HasField("logprobs"):
+                        outcome.logprobs.append(wire.logprobs_from_proto(event.first_token.logprobs))
                     outcome.token_ids.append(event.first_token.token)
                     outcome.finish_reason = event.first_token.finish_reason
                     outcome.num_cached_tokens = event.first_token.num_cached_tokens
@@ -208,6 +216,7 @@ class Topology:
                 tokens = event.tokens
                 assert tokens.index == len(outcome.token_ids)
                 outcome.token_ids.extend(tokens.token_ids)
+                outcome.logprobs += map(wire.logprobs_from_proto, tokens.logprobs)
                 if tokens.finish_reason:
                     outcome.finish_reason = tokens.finish_reason
                     outcome.decode_stats = tokens.stats

@@ -14,7 +14,6 @@ from baton.engine.history import SampledSequence
 from baton.engine.logprobs import logprobs_of, top_ids, unpack
 from baton.engine.sampler import choose, draw_noise, edit_logits, process_logits
 from baton.engine.sampling_table import SamplingTable, rows_of
-from baton.engine.token_masks import mask_by_bits
 from baton.engine.verify import Verified
 from baton.tests.engine import reference_sampler as reference
 from baton.tests.engine.toy import ToyModel
@@ -154,12 +153,6 @@ def test_by_hand():
     assert edits_of([0.0] * 3, drafts=[1, 1], min_tokens=2, stop_token_ids=(2,)) == [[no, 0, no]] * 2 + [[0, 0, 0]]
     assert edits_of([1.0, 2.0, 3.0], allowed_token_ids=(0, 0, 2)) == [[1, no, 3]]
     assert edits_of([1.0, 2.0, 3.0], allowed_token_ids=(2,), bad_words=((2,),)) == [[no, no, 3]], "one must be left"
-
-
-def test_bits_of_a_grammar():
-    bits = torch.tensor([[[0b101, -(2**31)]]], dtype=torch.int32)
-    masked = mask_by_bits(torch.zeros(1, 1, 64), bits)[0, 0]
-    assert (masked == 0).nonzero().flatten().tolist() == [0, 2, 63]
 
 
 def test_plain_batches_pay_nothing(monkeypatch):

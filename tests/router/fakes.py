@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from baton.core.clock import MonotonicClock
 from baton.core.errors import TransferFailed
 from baton.core.tokenizer import Tokenizer
-from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
+from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, wire, worker_pb2, worker_pb2_grpc
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 
@@ -61,6 +62,7 @@ class Script:
     errors_after_first: bool = False
     attempt_answers: dict[int, str] = field(default_factory=dict)
     refused_pairs: dict[tuple[str, str], str] = field(default_factory=dict)  # (prefill, decode) to the reason
+    logprobs: Callable[[int], inference_pb2.TokenLogprobs] | None = None  # of a token, for requests that ask
 
 
 @dataclass
@@ -172,6 +174,12 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
                 received_ns=received_ns,
                 num_cached_tokens=max(0, len(request.prompt_token_ids) - 2),
             )
+            if script.logprobs is not None and request.sampling.HasField("logprobs"):
+                first.logprobs.CopyFrom(script.logprobs(token))
+            if script.logprobs is not None and request.sampling.HasField("prompt_logprobs"):
+                reports = [script.logprobs(token) for token in request.prompt_token_ids[1:]]
+                event = worker_pb2.PrefillEvent(prompt_logprobs=worker_pb2.PromptLogprobs(tokens=reports))
+                await context.write(event)
             if script.decode_before_first:
                 self.worker.bench.sent(request).set()
                 await asyncio.sleep(0.1)
@@ -223,6 +231,8 @@ class Decode(worker_pb2_grpc.DecodeServicer):
             await asyncio.sleep(script.token_delay_s)
             num_steps += 1
             tokens = decode_tokens(index, token_ids[index : index + script.step])
+            if script.logprobs is not None and request.sampling.HasField("logprobs"):
+                tokens.logprobs.extend(map(script.logprobs, tokens.token_ids))
             if index + script.step >= len(token_ids) and not script.no_finish:
                 tokens = finished(tokens, len(token_ids) - 1, num_steps)
             await context.write(worker_pb2.DecodeEvent(tokens=tokens))

@@ -363,3 +363,57 @@ async def test_without_workers_only_a_long_text_asks_for_them():
         assert await client.tokenize("hi") == TOKENIZER.encode("hi")
         with pytest.raises(NoWorker):
             await client.tokenize("x" * (BASE_BYTES + 1))
+
+
+async def test_several_answers_in_one_stream():
+    async with cluster(num_prefill=2, num_decode=2) as running:
+        running.script.answer = "hello world"
+        async with AsyncBatonClient(running.address, timeout_s=10.0) as client:
+            sampling = SamplingParams(max_tokens=64, temperature=0.0, n=3)
+            chunks = [chunk async for chunk in client.generate("hi", sampling=sampling)]
+            assert await client.generate_text("hi", sampling=sampling) == "hello world"
+        for choice in range(3):
+            own = [chunk for chunk in chunks if chunk.choice == choice]
+            assert text_of(own) == "hello world"
+            assert [chunk.HasField("finish") for chunk in own] == [False] * (len(own) - 1) + [True]
+            assert own[-1].finish.stats.output_len == 11
+        assert len({chunk.request_id for chunk in chunks}) == 1
+        prefill, decode = await running.idle()
+        first = [seen.request for seen in prefill if not seen.request.attempt.request_id.endswith((".1", ".2"))]
+        assert len({seen.request.attempt.request_id for seen in prefill}) == 6
+        assert [request.choice for request in first] == [0, 0]
+        assert sorted(seen.request.choice for seen in decode) == [0, 0, 1, 1, 2, 2]
+
+
+async def test_one_failed_answer_ends_all():
+    async with cluster() as running:
+        running.script.decode_error = Overloaded("no")
+        running.script.decode_error_after = 3
+        with pytest.raises(Overloaded):
+            await chunks_of(running, sampling=SamplingParams(max_tokens=64, temperature=0.0, n=4))
+        await running.idle(2.0)
+        with pytest.raises(InvalidSampling, match="n ="):
+            await chunks_of(running, sampling=SamplingParams(n=0))
+
+
+async def test_answers_count_against_the_limit():
+    async with cluster(max_queue_len=3) as running:
+        with pytest.raises(Overloaded):
+            await chunks_of(running, sampling=SamplingParams(max_tokens=4, n=4))
+        await chunks_of(running, sampling=SamplingParams(max_tokens=4, n=3))
+
+
+async def test_log_probabilities_reach_the_client_and_must_be_complete():
+    def report(token):
+        return inference_pb2.TokenLogprobs(token_id=token, logprob=-0.5, rank=1)
+
+    async with cluster() as running:
+        running.script.logprobs = report
+        sampling = SamplingParams(max_tokens=64, temperature=0.0, logprobs=0, prompt_logprobs=0)
+        chunks = await chunks_of(running, sampling=sampling)
+        assert [item.token_id for chunk in chunks for item in chunk.logprobs] == TOKENIZER.encode("hello world")
+        assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in chunks)
+        assert [len(chunk.prompt_logprobs) for chunk in chunks if chunk.prompt_logprobs] == [1]
+        running.script.logprobs = None
+        with pytest.raises(ProtocolError):
+            await chunks_of(running, sampling=sampling)
