@@ -16,12 +16,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton.core.sampling import SamplingParams
+from baton.core.verification import VerificationConfig
 from baton.engine.batch import DecodeRows, decode_batch
+from baton.engine.drafting import Drafted, DraftSource, stack_probs
 from baton.engine.plan import decide
 from baton.engine.prefill import SequenceStart
-from baton.engine.sampler import SamplingRows, choose, draw_noise
+from baton.engine.sampler import SamplingRows
 from baton.engine.slots import DecodeState, SlotTable
-from baton.engine.verify import DraftIds, Verified, verify_coupled
+from baton.engine.verifiers import make_verifier
+from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, Verified, Verifier, VerifyInputs
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
@@ -59,21 +62,27 @@ class DecodeOutput:
 
 
 def decode_step(
-    state: DecodeState, rows: DecodeRows, plan: DecodePlan, model: Model, pool: KVPool
+    state: DecodeState, rows: DecodeRows, plan: DecodePlan, model: Model, pool: KVPool, verifier: Verifier
 ) -> tuple[DecodeState, Verified]:
     """One step of every sequence: at least one token each, at most K + 1."""
     num_drafts = plan.num_drafts
-    # One draw for every position this step may choose a token for: drafts, verification and the next draft share it.
-    num_positions = num_drafts + 2 if num_drafts else 1
-    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-    noise_SPV = draw_noise(plan.sampling, state.length_B, num_positions, model.config.vocab_size, dtype)
-    drafts = _draft(state, rows, plan, noise_SPV, model, pool)
+    source = DraftSource.of_step(verifier.draft_law, plan.sampling, state.length_B, num_drafts, model)
+    drafts, draft_probs = _draft(state, rows, plan, source, model, pool)
     batch = decode_batch(state.length_B - 1, num_drafts + 1, rows, plan.max_context_len, pool)
     token_ids_BQ = torch.cat([state.last_token_B[:, None], drafts.ids_BK], dim=1)
     trunk_TD = model.trunk(token_ids_BQ.flatten(), batch, pool, _ignore_layer)
     logits_BQV = model.logits(trunk_TD).reshape(*token_ids_BQ.shape, -1)
-    noise_SQV = None if noise_SPV is None else noise_SPV[:, : num_drafts + 1]
-    verified = verify_coupled(drafts, logits_BQV, plan.sampling, noise_SQV, rows.draft_cap_B)
+    verified = verifier.verify(
+        VerifyInputs(
+            drafts=drafts,
+            draft_probs=draft_probs,
+            target_logits_BQV=logits_BQV,
+            sampling=plan.sampling,
+            noise_SQV=source.target_noise(num_drafts + 1),
+            position_B=state.length_B,
+            draft_cap_B=rows.draft_cap_B,
+        )
+    )
     accepted_B1 = verified.accepted_len_B[:, None]
     state = replace(
         state,
@@ -86,33 +95,37 @@ def decode_step(
     mtp_TD = model.mtp(verified.token_ids_BQ.flatten(), trunk_TD, batch, pool, _ignore_layer)
     sequence_B = torch.arange(token_ids_BQ.shape[0], device=mtp_TD.device)
     hidden_BD = mtp_TD.reshape(*token_ids_BQ.shape, -1)[sequence_B, verified.accepted_len_B]
-    noise_S1V = None
-    if noise_SPV is not None and plan.sampling is not None:
-        position_S = verified.accepted_len_B[plan.sampling.index_S] + 1
-        noise_S1V = noise_SPV[torch.arange(len(position_S), device=mtp_TD.device), position_S][:, None]
-    draft_token_B = choose(model.logits(hidden_BD)[:, None], plan.sampling, noise_S1V)[:, 0]
-    return replace(state, draft_token_B=draft_token_B, hidden_BD=hidden_BD), verified
+    state = replace(state, hidden_BD=hidden_BD)
+    if source.law is not DraftLaw.SAMPLED:
+        state = replace(state, draft_token_B=source.draft_next(model, hidden_BD, verified.accepted_len_B))
+    return state, verified
 
 
 def _draft(
     state: DecodeState,
     rows: DecodeRows,
     plan: DecodePlan,
-    noise_SPV: torch.Tensor | None,
+    source: DraftSource,
     model: Model,
     pool: KVPool,
-) -> DraftIds:
-    """Extend the draft in hand to K tokens, the MTP head feeding on its own output."""
+) -> tuple[DraftIds, DraftProbs | None]:
+    """Extend the draft in hand to K tokens, the MTP head feeding on its own output.
+
+    Drafts that are drawn from a distribution are all drawn here, the first from the hidden state that the one in hand
+    was made from: so no distribution has to outlive its step, or cross from the prefill worker.
+    """
     if plan.num_drafts == 0:
-        return DraftIds(state.last_token_B.new_empty(len(state.last_token_B), 0))
-    token_ids = [state.draft_token_B]
+        return DraftIds(state.last_token_B.new_empty(len(state.last_token_B), 0)), None
     hidden_BD = state.hidden_BD
+    if source.law is DraftLaw.SAMPLED:
+        drafted = [source.draft(model, hidden_BD, 0)]
+    else:
+        drafted = [Drafted(state.draft_token_B, None)]
     for step in range(1, plan.num_drafts):
         batch = decode_batch(state.length_B - 2 + step, 1, rows, plan.max_context_len, pool)
-        hidden_BD = model.mtp(token_ids[-1], hidden_BD, batch, pool, _ignore_layer)
-        noise_S1V = None if noise_SPV is None else noise_SPV[:, step : step + 1]
-        token_ids.append(choose(model.logits(hidden_BD)[:, None], plan.sampling, noise_S1V)[:, 0])
-    return DraftIds(torch.stack(token_ids, dim=1))
+        hidden_BD = model.mtp(drafted[-1].token_B, hidden_BD, batch, pool, _ignore_layer)
+        drafted.append(source.draft(model, hidden_BD, step))
+    return DraftIds(torch.stack([item.token_B for item in drafted], dim=1)), stack_probs(drafted, model)
 
 
 def _ignore_layer(layer: int) -> None:
@@ -132,7 +145,10 @@ class _Running:
 class DecodeRunner:
     """Runs decode steps of one model over one pool, for up to `max_num_sequences` sequences.
 
-    As one rank of a group if there is a `communicator`.
+    As one rank of a group if there is a `communicator`. Drafts are verified as `verification` says (coupled if None).
+
+    Raises:
+        ConfigInvalid: the verification does not fit the number of drafts.
     """
 
     def __init__(
@@ -142,6 +158,7 @@ class DecodeRunner:
         max_num_sequences: int,
         num_draft_tokens: int,
         communicator: Communicator | None = None,
+        verification: VerificationConfig | None = None,
     ) -> None:
         assert max_num_sequences >= 1
         assert num_draft_tokens == 0 or pool.layout.num_layers > model.config.num_layers, "drafts need an MTP layer"
@@ -149,6 +166,9 @@ class DecodeRunner:
         self.hidden_size = model.config.hidden_size
         self.num_draft_tokens = num_draft_tokens
         self._communicator = communicator or Alone()
+        self._verifier = make_verifier(verification or VerificationConfig(), num_draft_tokens)
+        if self._verifier.draft_law is DraftLaw.SAMPLED:
+            model.t2d()  # made before the first step, not in it
         self._model = model
         self._pool = pool
         self._running: dict[int, _Running] = {}
@@ -214,7 +234,7 @@ class DecodeRunner:
         slots_B = torch.tensor(slots, dtype=torch.int64).to(self._pool.device)
         num_blocks = -(-max_context_len // self._pool.layout.block_size)
         state, rows = self._table.gather(slots_B, num_blocks)
-        state, verified = decode_step(state, rows, plan, self._model, self._pool)
+        state, verified = decode_step(state, rows, plan, self._model, self._pool, self._verifier)
         self._table.scatter(slots_B, state)
         # The next draft goes along only to be compared.
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]

@@ -13,6 +13,7 @@ from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExcee
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_request
+from baton.core.verification import VerificationConfig
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
@@ -67,6 +68,7 @@ class LocalEngine:
         chunk_len: int,
         max_num_sequences: int,
         clock: Clock | None = None,
+        verification: VerificationConfig | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
@@ -75,7 +77,9 @@ class LocalEngine:
             BlockAllocator(num_blocks, block_size), num_slots=max_num_sequences, chunk_len=chunk_len
         )
         self._prefill = PrefillRunner(model, self.pool)
-        self._decode = DecodeRunner(model, self.pool, max_num_sequences, num_draft_tokens)
+        self._decode = DecodeRunner(
+            model, self.pool, max_num_sequences, num_draft_tokens, verification=verification
+        )
         self._in_step = False
         self._unread: dict[AttemptKey, list[TokenEvent]] = {}
         self.limits = RequestLimits(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.batch import PrefillChunk, PrefillInputs, prefill_inputs
+from baton.engine.drafting import over_vocabulary
 from baton.engine.plan import decide
 from baton.engine.sampler import SamplingRows, sample, sampling_rows
 from baton.kvcache.pool import KVPool
@@ -106,7 +107,7 @@ class PrefillRunner:
             hidden_TD = self._model.mtp(token_ids_T, forward.hidden_TD, inputs.batch, self._pool, on_layer)
             hidden_FD = hidden_TD[inputs.last_row_F]
             if hidden_FD.shape[0]:
-                logits_FV = self._model.logits(hidden_FD)
+                logits_FV = over_vocabulary(self._model.draft_logits(hidden_FD), self._model)
                 draft_F = sample(logits_FV, forward.sampling, self._last_position_F(inputs) + 2)
                 drafts = decide(self._communicator, draft_F).tolist()
         starts: list[SequenceStart | None] = []
