@@ -32,16 +32,24 @@ class DecodeNode:
 
     Raises:
         StartupError: see `load_worker`.
+        ConfigInvalid: the verification is one for benchmarks.
     """
 
     def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None]) -> None:
         self.config = config
+        config.verification.require_servable()
         self.epoch = secrets.randbits(64) or 1
         clock = MonotonicClock()
         loaded, self._landing = self._load()
         self._layout = loaded.layout
         self.worker = DecodeWorker(
-            runner=DecodeRunner(loaded.model, loaded.pool, config.max_num_seqs, config.num_draft_tokens),
+            runner=DecodeRunner(
+                loaded.model,
+                loaded.pool,
+                config.max_num_seqs,
+                config.num_draft_tokens,
+                verification=config.verification,
+            ),
             pool=loaded.pool,
             tokenizer=loaded.tokenizer,
             limits=request_limits(
