@@ -6,6 +6,7 @@ is that of the real thing: the target's choice is made at every row.
 Legend: B sequences, K draft tokens.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -63,8 +64,8 @@ class ForceVerifier:
 
 def conditional_rates(acceptance_rates: tuple[float, ...]) -> tuple[float, ...]:
     """Chance of each draft once all before it stand; 0 after one that never does."""
-    before = (1.0, *acceptance_rates[:-1])
-    return tuple(rate / last if last > 0 else 0.0 for rate, last in zip(acceptance_rates, before, strict=True))
+    pairs = itertools.pairwise((1.0, *acceptance_rates))
+    return tuple(rate / last if last > 0 else 0.0 for last, rate in pairs)
 
 
 def _accept_made_up(inputs: VerifyInputs, wanted_len_B: torch.Tensor) -> Verified:
