@@ -31,7 +31,11 @@ class ServeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    model: str = Field("tiny", min_length=1, description="a Hugging Face model directory, or `tiny`, the bundled model (`tiny-pruned`: it with a pruned draft head)")
+    model: str = Field(
+        "tiny",
+        min_length=1,
+        description="a Hugging Face model directory, or `tiny`, the bundled model (`tiny-pruned`: it with a pruned draft head)",
+    )
     prefill: int = Field(1, ge=1, le=1024, description="prefill workers")
     decode: int = Field(1, ge=1, le=1024, description="decode workers")
     tp_prefill: int = Field(1, ge=1, le=8, description="GPUs per prefill worker")

@@ -77,9 +77,7 @@ class LocalEngine:
             BlockAllocator(num_blocks, block_size), num_slots=max_num_sequences, chunk_len=chunk_len
         )
         self._prefill = PrefillRunner(model, self.pool)
-        self._decode = DecodeRunner(
-            model, self.pool, max_num_sequences, num_draft_tokens, verification=verification
-        )
+        self._decode = DecodeRunner(model, self.pool, max_num_sequences, num_draft_tokens, verification=verification)
         self._in_step = False
         self._unread: dict[AttemptKey, list[TokenEvent]] = {}
         self.limits = RequestLimits(

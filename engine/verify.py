@@ -177,6 +177,4 @@ def emit(drafts: DraftIds, accepted_len_B: torch.Tensor, last_BQ: torch.Tensor) 
     spare_B1 = last_BQ.new_zeros(num_sequences, 1)
     ids_BQ = torch.cat([drafts.ids_BK, spare_B1], dim=1)
     ids_BQ = torch.where(row_Q < accepted_len_B[:, None], ids_BQ, last_BQ)
-    return Verified(
-        token_ids_BQ=ids_BQ.masked_fill(row_Q > accepted_len_B[:, None], 0), accepted_len_B=accepted_len_B
-    )
+    return Verified(token_ids_BQ=ids_BQ.masked_fill(row_Q > accepted_len_B[:, None], 0), accepted_len_B=accepted_len_B)

@@ -62,7 +62,9 @@ def load_model(
             d2t_C = normalise_d2t(headers[D2T].read_index(), config.vocab_size, config.d2t_form)
     plan = ShardPlan(config, communicator or Alone(), numerics)
     source = WeightSource(stored, dtype, device, len(spec.required), on_progress, plan.cut)
-    model = Model(source, config, numerics, with_mtp=with_mtp, inner=plan.inner, d2t_C=None if d2t_C is None else d2t_C.to(device))
+    model = Model(
+        source, config, numerics, with_mtp=with_mtp, inner=plan.inner, d2t_C=None if d2t_C is None else d2t_C.to(device)
+    )
     assert source.num_done == len(spec.required)
     return model
 

@@ -18,9 +18,7 @@ NUM_DRAFTS = 3
 
 @pytest.fixture(scope="module")
 def pruned():
-    return load_model(
-        PRUNED, dtype=torch.float64, device=torch.device("cpu"), numerics=Numerics.DEFAULT, with_mtp=True
-    )
+    return load_model(PRUNED, dtype=torch.float64, device=torch.device("cpu"), numerics=Numerics.DEFAULT, with_mtp=True)
 
 
 def run(model, tokenizer, *, sampled, verification=None, num_drafts=NUM_DRAFTS):
@@ -77,4 +75,4 @@ def test_rates_that_are_asked_for_are_met_with_the_model(load_tiny, tokenizer):
     _, acceptance = run(load_tiny(), tokenizer, sampled=False, verification=VerificationConfig.synthetic(0.8, 0.7, 0.6))
     assert acceptance == pytest.approx(0.7, abs=0.08)
     _, acceptance = run(load_tiny(), tokenizer, sampled=True, verification=VerificationConfig.force(2))
-    assert acceptance == pytest.approx(2 / 3, abs=0.03)
+    assert acceptance == pytest.approx(2 / 3, abs=0.07)  # a last step may be cut short

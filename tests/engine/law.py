@@ -84,9 +84,7 @@ def _reject(world, paths, rows, uniforms, residual_uniforms, num_usable, claim, 
         t2d = [head.index(token) if token in head else -1 for token in range(world.vocab_size)]
         probs = DraftProbs(probs_NKC[rows], torch.tensor(t2d) if is_pruned else None)
     return rejection.reject(
-        rejection.Proposals(
-            DraftIds(drafts_NK[rows]), probs, torch.full((len(rows),), num_usable), world.vocab_size
-        ),
+        rejection.Proposals(DraftIds(drafts_NK[rows]), probs, torch.full((len(rows),), num_usable), world.vocab_size),
         target_NQV[rows],
         torch.tensor(uniforms, dtype=torch.float64).reshape(len(rows), num_drafts),
         torch.tensor(residual_uniforms, dtype=torch.float64),

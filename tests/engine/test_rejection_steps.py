@@ -191,7 +191,9 @@ def wide_chi_square(num_draws, *, is_point, block, num_rows=400):
         else:
             u_SK = uniform(seeds_S, zeros_S, zeros_S, Purpose.DRAFT, 2)
             cumulative_KV = q_KV.cumsum(-1)
-            ids_SK = torch.stack([torch.searchsorted(cumulative_KV[at], u_SK[:, at].contiguous(), right=True) for at in (0, 1)], 1)
+            ids_SK = torch.stack(
+                [torch.searchsorted(cumulative_KV[at], u_SK[:, at].contiguous(), right=True) for at in (0, 1)], 1
+            )
             probs = DraftProbs(q_KV.expand(num_rows, -1, -1), None)
         verified = rejection.reject(
             rejection.Proposals(DraftIds(ids_SK.clamp(max=WIDE - 1)), probs, zeros_S + 2, WIDE),

@@ -26,9 +26,7 @@ def model(tmp_path):
 
 
 def load(path):
-    return load_model(
-        path, dtype=torch.float32, device=torch.device("cpu"), numerics=Numerics.DEFAULT, with_mtp=True
-    )
+    return load_model(path, dtype=torch.float32, device=torch.device("cpu"), numerics=Numerics.DEFAULT, with_mtp=True)
 
 
 def run(model, out, *flags):
