@@ -34,7 +34,7 @@ class ServeConfig(BaseModel):
     model: str = Field(
         "tiny",
         min_length=1,
-        description="a Hugging Face model directory, or `tiny`, the bundled model (`tiny-pruned`: it with a pruned draft head)",
+        description="a Hugging Face model directory, or a bundled model: `tiny`, `tiny-pruned`",
     )
     prefill: int = Field(1, ge=1, le=1024, description="prefill workers")
     decode: int = Field(1, ge=1, le=1024, description="decode workers")

@@ -60,7 +60,7 @@ class DraftSource:
             position_S = position_B[sampling.index_S]
             uniform_SK = uniform(sampling.seed_S, sampling.choice_S, position_S, Purpose.DRAFT, num_drafts)
             return cls(law=law, sampling=sampling, uniform_SK=uniform_SK)
-        # One draw for every position this step may choose a token for: drafts, verification and the next draft share it.
+        # One draw for every position this step may choose a token for: drafts, verification, the next draft share it.
         num_positions = num_drafts + 2 if num_drafts else 1
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         noise_SPV = draw_noise(sampling, position_B, num_positions, model.config.vocab_size, dtype)

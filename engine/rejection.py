@@ -103,7 +103,7 @@ class Proposals:
     vocab_size: int
 
     def chance_of_drafts(self) -> torch.Tensor:
-        """q of each draft, float64 [S, K]; 0 where there is none, or none that the draft head could have made."""
+        """Q of each draft, float64 [S, K]; 0 where there is none, or none that the draft head could have made."""
         ids_SK = self.drafts.ids_BK.clamp(min=0)
         is_unusable_SK = torch.arange(ids_SK.shape[1], device=ids_SK.device) >= self.num_usable_S[:, None]
         if self.probs is None:
@@ -113,7 +113,7 @@ class Proposals:
         return q_SK.masked_fill(is_unusable_SK | (columns_SK < 0), 0.0)
 
     def row(self, place_S: torch.Tensor) -> torch.Tensor:
-        """q [S, V] of the draft that follows `place_S` others; zeros where there is none."""
+        """Q [S, V] of the draft that follows `place_S` others; zeros where there is none."""
         num_drafts = self.drafts.ids_BK.shape[1]
         if num_drafts == 0:
             return torch.zeros(len(place_S), self.vocab_size, device=place_S.device)

@@ -34,7 +34,7 @@ class SyntheticVerifier:
         return DraftLaw.COUPLED
 
     def verify(self, inputs: VerifyInputs) -> Verified:
-        """Draft i stands if draws 0 ... i do; a draw depends on the place in the batch, as greedy requests lack seeds."""
+        """Draft i stands if draws 0 ... i do; keyed by place in the batch, as greedy requests have no seeds."""
         num_sequences, num_drafts = inputs.drafts.ids_BK.shape
         assert num_drafts <= len(self.acceptance_rates)
         place_B = torch.arange(num_sequences, device=inputs.position_B.device)

@@ -2,7 +2,7 @@
 
 Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023), accept a draft x
 with probability min(1, p(x) / q(x)), p the target's distribution and q the draft's, and draw from the residual at the
-first rejection (`engine.rejection`). With a draft that is a point mass (q(x) = 1) that is: accept with probability p(x).
+first rejection (`engine.rejection`). With a draft that is a point mass (q(x) = 1): accept with probability p(x).
 
 *Coupled* verification fixes the target's own draw at each position beforehand, by its Gumbel noise. A draft stands if
 it equals that draw, and the draw is emitted either way: the tokens are those of speculation off, not only alike in
@@ -28,7 +28,7 @@ from baton.engine.sampler import SamplingRows, choose
 
 @dataclass(frozen=True, slots=True)
 class DraftIds:
-    """Tokens proposed by the MTP head, int64 [B, K], by their ids in the target's vocabulary; never emitted as they are.
+    """Tokens proposed by the MTP head, int64 [B, K], ids of the target's vocabulary; never emitted as they are.
 
     -1 is no draft: nothing after it is considered. Where a draft is missing must not depend on what it would have been.
     """

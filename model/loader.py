@@ -54,7 +54,7 @@ def load_model(
     if random_seed is not None:
         stored = random_tensors(spec.required, dtype, device, random_seed)
         if D2T in spec.tables:
-            d2t_C = spaced_d2t(*spec.tables[D2T], config.vocab_size)
+            d2t_C = spaced_d2t(spec.tables[D2T][0], config.vocab_size)
     else:
         headers = stored = read_headers(path)
         check_tensors(spec, headers)

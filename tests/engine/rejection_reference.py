@@ -30,7 +30,7 @@ class World:
             for token in support:
                 weights[token] = 0.0 if chance.random() < self._zeros else chance.expovariate(1.0) ** self._sharp
             if not any(weights):
-                weights[list(support)[0]] = 1.0
+                weights[next(iter(support))] = 1.0
             total = sum(weights)
             self._memory[kind, prefix] = [weight / total for weight in weights]
         return self._memory[kind, prefix]

@@ -124,7 +124,7 @@ class Batch:
             accepted = min(next((at for at, stand in enumerate(stands) if not stand), 3), len(drafts))
         else:
             accepted = next((at for at, draft in enumerate(drafts) if draft != target[at]), len(drafts))
-        return drafts[:accepted] + [target[accepted]]
+        return [*drafts[:accepted], target[accepted]]
 
     def _rejected(self, row, drafts, logits):
         params, position = self.params[row], int(self.position_B[row])
@@ -146,7 +146,7 @@ class Batch:
             uniforms(params.seed, position, Purpose.ACCEPT, self.num_drafts)[: len(drafts)], chances, block
         )
         u = uniforms(params.seed, position, Purpose.RESIDUAL, 1)[0]
-        return drafts[:accepted] + [rejection.inverse(residuals[accepted], u)]
+        return [*drafts[:accepted], rejection.inverse(residuals[accepted], u)]
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])

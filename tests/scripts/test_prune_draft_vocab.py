@@ -1,7 +1,7 @@
 """The script that prunes draft vocabularies: what it keeps, what it writes, what it refuses."""
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,11 @@ from baton.tests.model.checkpoints import VOCAB_SIZE, write_checkpoint
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "assets" / "tiny-pruned"
-_spec = importlib.util.spec_from_file_location("prune_draft_vocab", ROOT / "scripts" / "prune_draft_vocab.py")
-prune = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(prune)
+sys.path.insert(0, str(ROOT / "scripts"))
+try:
+    import prune_draft_vocab as prune  # type: ignore[import-not-found]
+finally:
+    sys.path.remove(str(ROOT / "scripts"))
 
 
 @pytest.fixture
