@@ -46,10 +46,13 @@ class AsyncBatonClient:
         model: str = "",
         tenant: str = "",
     ) -> AsyncIterator[inference_pb2.GenerateChunk]:
-        """Chunks of one answer; the last has `finish`. Closing the iterator cancels the request."""
+        """Chunks of one answer, or of `n` side by side, each of its `choice`; the last of each has `finish`.
+
+        Closing the iterator cancels the request.
+        """
         request = generate_request(prompt, token_ids, sampling, model, tenant)
         stream: Any = self._inference.Generate(request, timeout=self._timeout_s)
-        check = ChunkCheck()
+        check = ChunkCheck(request.sampling.n)
         try:
             async for chunk in stream:
                 yield check.take(chunk)
@@ -68,9 +71,9 @@ class AsyncBatonClient:
         model: str = "",
         tenant: str = "",
     ) -> str:
-        """The whole text of one answer."""
+        """The whole text of one answer (of `n`, the first)."""
         chunks = self.generate(prompt, token_ids=token_ids, sampling=sampling, model=model, tenant=tenant)
-        return "".join([chunk.text async for chunk in chunks])
+        return "".join([chunk.text async for chunk in chunks if chunk.choice == 0])
 
     async def tokenize(self, text: str, model: str = "") -> list[int]:
         """Token ids of a text."""

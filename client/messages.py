@@ -11,7 +11,7 @@ from baton.core.errors import (
     InvalidText,
     ProtocolError,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import MAX_CHOICES, SamplingParams
 from baton.proto import inference_pb2, wire
 
 Sampling = SamplingParams | inference_pb2.Sampling
@@ -74,29 +74,38 @@ def checked_timeout_s(timeout_s: float) -> float:
 
 
 class ChunkCheck:
-    """Checks that a stream has no gap, no repetition, and an end."""
+    """Checks that no answer of a stream has a gap or a repetition, and that each has an end.
 
-    def __init__(self) -> None:
-        self._num_tokens = 0
-        self._finished = False
+    Args:
+        num_choices: answers that were asked for.
+    """
+
+    def __init__(self, num_choices: int = 1) -> None:
+        num_choices = min(max(num_choices, 1), MAX_CHOICES)  # the server refuses others
+        self._num_tokens = [0] * num_choices
+        self._unfinished = set(range(num_choices))
 
     def take(self, chunk: inference_pb2.GenerateChunk) -> inference_pb2.GenerateChunk:
-        """The chunk, if it is the next.
+        """The chunk, if it is its answer's next.
 
         Raises:
-            ProtocolError: a token was lost or repeated on the way.
+            ProtocolError: a token was lost or repeated on the way, or the answer is none of those asked for.
         """
-        if chunk.index != self._num_tokens:
-            raise ProtocolError(f"expected token {self._num_tokens}, got {chunk.index}", index=chunk.index)
-        self._num_tokens += len(chunk.token_ids)
-        self._finished = chunk.HasField("finish")
+        choice = chunk.choice
+        if choice >= len(self._num_tokens):
+            raise ProtocolError(f"answer {choice} of {len(self._num_tokens)}", choice=choice)
+        if chunk.index != self._num_tokens[choice]:
+            raise ProtocolError(f"expected token {self._num_tokens[choice]}, got {chunk.index}", index=chunk.index)
+        self._num_tokens[choice] += len(chunk.token_ids)
+        if chunk.HasField("finish"):
+            self._unfinished.discard(choice)
         return chunk
 
     def end(self) -> None:
         """The stream ended without an error.
 
         Raises:
-            ProtocolError: its last chunk was not the last.
+            ProtocolError: an answer's last chunk was not its last.
         """
-        if not self._finished:
-            raise ProtocolError("the stream ended without a finish", num_tokens=self._num_tokens)
+        if self._unfinished:
+            raise ProtocolError("the stream ended without a finish", num_tokens=sum(self._num_tokens))

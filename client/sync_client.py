@@ -45,7 +45,10 @@ class BatonClient:
         model: str = "",
         tenant: str = "",
     ) -> Iterator[inference_pb2.GenerateChunk]:
-        """Chunks of one answer; the last has `finish`. Dropping the iterator cancels the request."""
+        """Chunks of one answer, or of `n` side by side, each of its `choice`; the last of each has `finish`.
+
+        Dropping the iterator cancels the request.
+        """
         request = generate_request(prompt, token_ids, sampling, model, tenant)
         return self._chunks(request)
 
@@ -58,9 +61,9 @@ class BatonClient:
         model: str = "",
         tenant: str = "",
     ) -> str:
-        """The whole text of one answer."""
+        """The whole text of one answer (of `n`, the first)."""
         chunks = self.generate(prompt, token_ids=token_ids, sampling=sampling, model=model, tenant=tenant)
-        return "".join(chunk.text for chunk in chunks)
+        return "".join(chunk.text for chunk in chunks if chunk.choice == 0)
 
     def tokenize(self, text: str, model: str = "") -> list[int]:
         """Token ids of a text."""
@@ -85,7 +88,7 @@ class BatonClient:
 
     def _chunks(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateChunk]:
         stream = self._inference.Generate(request, timeout=self._timeout_s)
-        check = ChunkCheck()
+        check = ChunkCheck(request.sampling.n)
         try:
             for chunk in stream:
                 yield check.take(chunk)

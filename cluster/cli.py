@@ -99,10 +99,21 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_p: Annotated[float | None, _option("keep the likeliest tokens up to this probability  [1]")] = None,
     top_k: Annotated[Count, _option("keep the k likeliest tokens; 0 keeps all  [0]")] = None,
-    min_p: Annotated[float | None, _option("not in this version")] = None,
+    min_p: Annotated[float | None, _option("keep tokens this likely relative to the likeliest  [0]")] = None,
     seed: Annotated[Count, _option("equal seeds give equal tokens  [random]")] = None,
     stop: Annotated[list[str] | None, _option("end before this text; may be given several times")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after the model's end token")] = False,
+    stop_token_ids: Annotated[Text, _option("end after any of these tokens: 1,2,3")] = None,
+    min_tokens: Annotated[Count, _option("no EOS, stop token or stop string before so many tokens  [0]")] = None,
+    repetition_penalty: Annotated[float | None, _option("divides logits of tokens that occurred  [1]")] = None,
+    presence_penalty: Annotated[float | None, _option("subtracted for tokens generated before  [0]")] = None,
+    frequency_penalty: Annotated[float | None, _option("subtracted as often as generated before  [0]")] = None,
+    logit_bias: Annotated[list[str] | None, _option("ID=NUMBER added to a token's logit; several times")] = None,
+    bad_words: Annotated[list[str] | None, _option("never this sequence of tokens: 1,2,3; several times")] = None,
+    allowed_token_ids: Annotated[Text, _option("only these tokens: 1,2,3  [all]")] = None,
+    logprobs: Annotated[Count, _option("report log-probabilities, and of so many likeliest tokens  [none]")] = None,
+    prompt_logprobs: Annotated[Count, _option("the same of the prompt's tokens  [none]")] = None,
+    n: Annotated[Count, _option("answers to make  [1]")] = None,
     timeout: Annotated[float, typer.Option(help="seconds until the request is given up")] = 600.0,
     model: Annotated[Text, _option("with --local: model directory, or tiny  [tiny]")] = None,
     mtp: Annotated[Text, _option("with --local: draft tokens per step  [2]")] = None,
@@ -116,16 +127,29 @@ def generate(
     """Continue one prompt; the text streams to stdout."""
     local_options = {"model": model, "mtp": mtp, "numerics": numerics, "dtype": dtype, "device": device}
     local_options |= {"weights": weights, "verification": verification}
+    more = {
+        "min_p": min_p,
+        "min_tokens": min_tokens,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "n": n,
+    }
 
     def body(output: Output) -> ExitCode:
         from baton.client.messages import checked_timeout_s
-        from baton.cluster import features
         from baton.cluster.completion import Asked
-        from baton.cluster.generate import check_place, generate, read_prompt
+        from baton.cluster.generate import check_place, generate, given_biases, given_ids, read_prompt
 
         check_place(local, address, local_options)
-        if min_p is not None:
-            features.refuse_min_p()
+        lists: dict[str, Any] = {
+            "logit_bias": given_biases(logit_bias),
+            "bad_words": [given_ids("bad-words", word) for word in bad_words or ()],
+            "stop_token_ids": given_ids("stop-token-ids", stop_token_ids),
+            "allowed_token_ids": given_ids("allowed-token-ids", allowed_token_ids),
+        }
         asked = Asked(
             prompt=read_prompt(prompt),
             max_tokens=max_tokens,
@@ -136,6 +160,7 @@ def generate(
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
             timeout_s=checked_timeout_s(timeout),
+            more={name: value for name, value in (more | lists).items() if value not in (None, [])},
         )
         return generate(output, asked, local=local, address=address, local_options=local_options)
 

@@ -1,8 +1,8 @@
 """One completion, from a deployment or from this process, as the same record; `baton generate` prints it."""
 
 import secrets
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -10,7 +10,8 @@ import grpc
 from baton.client.messages import generate_request
 from baton.cluster.admin import error_from_rpc, open_channel
 from baton.core.errors import BatonError, RequestDeadlineExceeded, StartupError, TransferFailed
-from baton.core.sampling import SamplingParams
+from baton.core.logprobs import TokenLogprobs
+from baton.core.sampling import MAX_CHOICES, SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 
 OnText = Callable[[str], None]
@@ -30,6 +31,7 @@ class Asked:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     timeout_s: float = 600.0
+    more: Mapping[str, Any] = field(default_factory=dict)  # other fields of SamplingParams, by name
 
     def chosen_seed(self) -> int:
         """The seed given, else 0 for greedy requests (which never draw), else a random one."""
@@ -54,6 +56,7 @@ class Asked:
             stop=self.stop,
             ignore_eos=self.ignore_eos,
         )
+        params = SamplingParams.from_data(params.as_data() | dict(self.more))
         message = wire.sampling_to_proto(params)
         for name in ("max_tokens", "top_k", "top_p"):
             if getattr(self, name) is None:
@@ -63,7 +66,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What came back."""
+    """What came back: one answer, and `others` if several were asked for."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -82,10 +85,20 @@ class Completion:
     num_handoff_retries: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    others: tuple["Completion", ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self) | {"token_ids": list(self.token_ids)}
+        """JSON-able; with several answers `choices` lists all of them."""
+        data = asdict(self) | {"token_ids": list(self.token_ids)}
+        del data["others"]
+        for name in ("logprobs", "prompt_logprobs"):
+            if data[name] is None:
+                del data[name]
+        if self.others:
+            data["choices"] = [replace(self, others=()).as_data(), *(other.as_data() for other in self.others)]
+        return data
 
 
 class Interrupted(Exception):
@@ -104,42 +117,64 @@ class Interrupted(Exception):
         self.token_ids = token_ids
 
 
+@dataclass(slots=True)
+class _Answer:
+    """One answer as it comes."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: inference_pb2.Finish | None = None
+
+    def take(self, chunk: inference_pb2.GenerateChunk) -> None:
+        assert chunk.index == len(self.token_ids), "a token was lost or doubled on the way"
+        self.token_ids.extend(chunk.token_ids)
+        self.text.append(chunk.text)
+        self.logprobs.extend(map(wire.logprobs_from_proto, chunk.logprobs))
+        self.prompt_logprobs.extend(map(wire.logprobs_from_proto, chunk.prompt_logprobs))
+        if chunk.HasField("finish"):
+            self.finish = chunk.finish
+
+
 def complete_remotely(address: str, asked: Asked, on_text: OnText) -> Completion:
-    """Ask a deployment; `on_text` gets the text as it comes.
+    """Ask a deployment; `on_text` gets the (first) answer's text as it comes.
 
     Raises:
         BatonError: refused, or failed before the first token.
         Interrupted: failed after it.
     """
     request = generate_request(asked.prompt, None, asked.sampling(), "")
-    text: list[str] = []
-    token_ids: list[int] = []
+    answers = [_Answer() for _ in range(min(max(request.sampling.n, 1), MAX_CHOICES))]
+    first = answers[0]
     with open_channel(address) as channel:
         stream = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=asked.timeout_s)
         try:
             for chunk in stream:
-                assert chunk.index == len(token_ids), "a token was lost or doubled on the way"
-                token_ids.extend(chunk.token_ids)
-                text.append(chunk.text)
-                on_text(chunk.text)
-                if chunk.HasField("finish"):
-                    return _completion(chunk.finish, "".join(text), token_ids)
+                answers[chunk.choice].take(chunk)
+                if chunk.choice == 0:
+                    on_text(chunk.text)
+                if all(answer.finish is not None for answer in answers):
+                    completion, *others = [_completion(answer, request.sampling) for answer in answers]
+                    return replace(completion, others=tuple(others))
         except grpc.RpcError as failure:
             error = error_from_rpc(failure, address)
             if isinstance(error, StartupError) and error.fields.get("timed_out"):
                 message = f"no complete answer within {asked.timeout_s:g} s"
                 error = RequestDeadlineExceeded(message, timeout_s=asked.timeout_s)
-            if token_ids:
-                raise Interrupted(error, "".join(text), token_ids) from failure
+            if first.token_ids:
+                raise Interrupted(error, "".join(first.text), first.token_ids) from failure
             raise error from failure
-    raise Interrupted(TransferFailed("the stream ended without a finish"), "".join(text), token_ids)
+    raise Interrupted(TransferFailed("the stream ended without a finish"), "".join(first.text), first.token_ids)
 
 
-def _completion(finish: inference_pb2.Finish, text: str, token_ids: list[int]) -> Completion:
+def _completion(answer: _Answer, asked: inference_pb2.Sampling) -> Completion:
+    finish = answer.finish
+    assert finish is not None
     stats = finish.stats
     return Completion(
-        text=text,
-        token_ids=tuple(token_ids),
+        text="".join(answer.text),
+        token_ids=tuple(answer.token_ids),
         finish_reason=finish.reason,
         prompt_len=stats.prompt_len,
         seed=stats.seed,
@@ -155,4 +190,6 @@ def _completion(finish: inference_pb2.Finish, text: str, token_ids: list[int]) -
         num_handoff_retries=stats.num_handoff_retries,
         prefill_worker=stats.prefill_worker,
         decode_worker=stats.decode_worker,
+        logprobs=tuple(answer.logprobs) if asked.HasField("logprobs") else None,
+        prompt_logprobs=tuple(answer.prompt_logprobs) if answer.prompt_logprobs else None,
     )

@@ -10,7 +10,6 @@ COMMANDS = {
     "top": "`baton top` comes in a later version; `baton status` shows the same counts once.",
     "plan": "`baton plan` comes in a later version; choose --prefill and --decode by hand.",
 }
-MIN_P = "--min-p comes in a later version; --top-p cuts unlikely tokens today."
 _TP = "--{} above 1 comes in a later version; one device per worker is built."
 
 
@@ -48,12 +47,3 @@ def refuse_command(name: str) -> None:
         FeatureNotBuilt: always.
     """
     raise FeatureNotBuilt(COMMANDS[name], command=name)
-
-
-def refuse_min_p() -> None:
-    """Refuse `generate --min-p`.
-
-    Raises:
-        FeatureNotBuilt: always.
-    """
-    raise FeatureNotBuilt(MIN_P, keys=["min_p"])

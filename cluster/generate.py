@@ -1,13 +1,14 @@
 """`baton generate`: one completion, streamed to stdout."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from baton.cluster.completion import Asked, Completion, Interrupted, OnText, complete_remotely
 from baton.cluster.features import refuse_missing_features
 from baton.cluster.outcome import ExitCode, Output, exit_code_of
 from baton.cluster.resolve import find_model, read_config
-from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidText
+from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidSampling, InvalidText
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -62,8 +63,44 @@ def generate(
     except Interrupted as interrupted:
         return _report_interrupted(output, interrupted)
     output.write("\n")
+    for at, other in enumerate(completion.others, start=1):
+        output.write(f"--- answer {at}\n{other.text}\n")
+    if completion.logprobs is not None and not output.as_json:
+        output.note(_logprob_lines(completion))
     output.emit(completion.as_data())
     return ExitCode.OK
+
+
+def given_ids(option: str, value: str | None) -> list[int]:
+    """Token ids, written like `1,2,3`; none if there is no value.
+
+    Raises:
+        InvalidSampling: they are written otherwise.
+    """
+    try:
+        return [int(part) for part in value.split(",")] if value is not None else []
+    except ValueError as error:
+        raise InvalidSampling(f"--{option}: token ids are written like 1,2,3", field=option) from error
+
+
+def given_biases(values: Sequence[str] | None) -> list[tuple[int, float]]:
+    """(token id, bias) of each value, which is written like `15=-2.5`.
+
+    Raises:
+        InvalidSampling: it is not.
+    """
+    try:
+        return [(int(token), float(bias)) for token, _, bias in (value.partition("=") for value in values or ())]
+    except ValueError as error:
+        raise InvalidSampling("--logit-bias: a bias is written like 15=-2.5", field="logit_bias") from error
+
+
+def _logprob_lines(completion: Completion) -> str:
+    lines = []
+    for report in completion.logprobs or ():
+        top = " ".join(f"{token_id}:{logprob:.3f}" for token_id, logprob in report.top)
+        lines.append(f"token {report.token_id}: logprob {report.logprob:.3f}, rank {report.rank}  {top}".rstrip())
+    return "\n".join(lines)
 
 
 def _complete_locally(asked: Asked, options: dict[str, Any], on_text: OnText) -> Completion:

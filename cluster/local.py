@@ -1,5 +1,8 @@
 """Completions in this process: the one-process reference behind `baton generate --local`. It never imports ray."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from baton.cluster.completion import Asked, Completion, Interrupted, OnText
 from baton.cluster.features import refuse_missing_features
 from baton.cluster.resolve import find_model, resolve_worker
@@ -7,7 +10,8 @@ from baton.core.clock import MonotonicClock
 from baton.core.config import ServeConfig
 from baton.core.errors import RequestCancelled, RequestDeadlineExceeded
 from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.tokenizer import StopMatcher
+from baton.core.sampling import MAX_CHOICES, SamplingParams
+from baton.core.tokenizer import StopMatcher, Tokenizer
 from baton.engine.local import GenerationResult, LocalEngine
 from baton.proto import wire
 from baton.worker.loading import load_worker
@@ -44,48 +48,29 @@ class LocalCompleter:
         )
 
     def complete(self, asked: Asked, on_text: OnText) -> Completion:
-        """Run one request; `on_text` gets the text as it comes.
+        """Run one request; `on_text` gets the (first) answer's text as it comes.
 
         Raises:
             InvalidRequest: it can never be served.
             Interrupted: its deadline passed.
         """
         request = self._request(asked)
-        text: list[str] = []
-        token_ids: list[int] = []
-        stream, matcher = self._tokenizer.stream(), StopMatcher(request.sampling.stop)
-
-        def show(piece: str) -> None:
-            text.append(piece)
-            on_text(piece)
-
-        result: GenerationResult | None = None
+        num_answers = min(max(request.sampling.n, 1), MAX_CHOICES)  # others are refused below
+        answers = [_AnswerText(self._tokenizer, request.sampling) for _ in range(num_answers)]
+        first = answers[0]
+        results: dict[int, GenerationResult] = {}
         try:
             for event in self._engine.run(request):
-                token_ids.extend(event.token_ids)
-                for token_id in event.token_ids:
-                    show(matcher.push(stream.push(token_id)))
-                result = event.result
+                text = answers[event.choice].push(event.token_ids)
+                if event.result is not None:
+                    results[event.choice] = event.result
+                    text += answers[event.choice].finish()
+                if event.choice == 0:
+                    on_text(text)
         except (RequestDeadlineExceeded, RequestCancelled) as error:
-            raise Interrupted(error, "".join(text), token_ids) from error
-        assert result is not None
-        assert result.finish_reason is not None
-        show(matcher.push(stream.flush()))
-        show(matcher.flush())
-        counts = result.counts
-        return Completion(
-            text="".join(text),
-            token_ids=result.token_ids,
-            finish_reason=result.finish_reason.value,
-            prompt_len=request.prompt_len,
-            seed=request.sampling.seed,
-            ttft_ms=1e3 * (result.ttft_s or 0.0),
-            tpot_ms=1e3 * (result.tpot_s or 0.0),
-            num_verify_steps=counts.num_verify_steps,
-            num_draft_tokens=counts.num_draft_tokens,
-            num_accepted_tokens=counts.num_accepted_tokens,
-            num_decode_tokens=len(result.token_ids) - 1,
-        )
+            raise Interrupted(error, first.text, first.token_ids) from error
+        completion, *others = [_completion(request, results[at], answer.text) for at, answer in enumerate(answers)]
+        return replace(completion, others=tuple(others))
 
     def _request(self, asked: Asked) -> GenerationRequest:
         prompt = tuple(self._tokenizer.encode(asked.prompt))
@@ -99,3 +84,51 @@ class LocalCompleter:
             deadline_s=self._clock.now_s() + asked.timeout_s,
             num_draft_tokens=self._num_draft_tokens,
         )
+
+
+class _AnswerText:
+    """One answer's tokens, and the text of them that is certain."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self._stream, self._matcher = tokenizer.stream(), StopMatcher(sampling.stop)
+        self._min_tokens = sampling.min_tokens
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that became certain with these tokens."""
+        return "".join(self._push(token_id) for token_id in token_ids)
+
+    def finish(self) -> str:
+        """What was still withheld at the end."""
+        return self._add(self._matcher.push(self._stream.flush()) + self._matcher.flush())
+
+    def _push(self, token_id: int) -> str:
+        self.token_ids.append(token_id)
+        text = self._stream.push(token_id)
+        is_early = len(self.token_ids) <= self._min_tokens  # no stop string is looked for yet
+        return self._add(text if is_early else self._matcher.push(text))
+
+    def _add(self, text: str) -> str:
+        self.text += text
+        return text
+
+
+def _completion(request: GenerationRequest, result: GenerationResult, text: str) -> Completion:
+    assert result.finish_reason is not None
+    counts = result.counts
+    return Completion(
+        text=text,
+        token_ids=result.token_ids,
+        finish_reason=result.finish_reason.value,
+        prompt_len=request.prompt_len,
+        seed=request.sampling.seed,
+        ttft_ms=1e3 * (result.ttft_s or 0.0),
+        tpot_ms=1e3 * (result.tpot_s or 0.0),
+        num_verify_steps=counts.num_verify_steps,
+        num_draft_tokens=counts.num_draft_tokens,
+        num_accepted_tokens=counts.num_accepted_tokens,
+        num_decode_tokens=len(result.token_ids) - 1,
+        logprobs=result.logprobs,
+        prompt_logprobs=result.prompt_logprobs,
+    )

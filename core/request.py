@@ -4,6 +4,7 @@ A *request* is what a client sends; an *attempt* is one try at it (the router co
 either worker holds for it.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 
@@ -40,6 +41,7 @@ class GenerationRequest:
         deadline_s: reading of the holder's own monotonic clock after which the request ends.
         num_draft_tokens: k for this request; at most the deployment's.
         tenant: whose request it is; KV is shared only within a tenant.
+        choice: which of the request's `n` answers this is; every draw depends on it.
     """
 
     key: AttemptKey
@@ -48,6 +50,7 @@ class GenerationRequest:
     deadline_s: float
     num_draft_tokens: int = 0
     tenant: str = ""
+    choice: int = 0
 
     @property
     def prompt_len(self) -> int:
@@ -58,6 +61,17 @@ class GenerationRequest:
     def capacity_len(self) -> int:
         """Positions its KV may ever occupy: prompt, output, and drafts past the last token."""
         return self.prompt_len + self.sampling.max_tokens + self.num_draft_tokens
+
+
+def choices_of(request: GenerationRequest) -> tuple[GenerationRequest, ...]:
+    """The request once for each of its `n` answers, by choice; only the first reports prompt logprobs."""
+    if request.sampling.n == 1:
+        return (request,)
+    quiet = dataclasses.replace(request.sampling, prompt_logprobs=None)
+    return tuple(
+        dataclasses.replace(request, sampling=quiet if choice else request.sampling, choice=choice)
+        for choice in range(request.sampling.n)
+    )
 
 
 @dataclass(slots=True)

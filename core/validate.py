@@ -7,7 +7,7 @@ request that fits an idle deployment passes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
+from baton.core.errors import EmptyPrompt, InvalidRequest, InvalidSampling, PromptTooLong
 from baton.core.request import GenerationRequest
 from baton.core.sampling import SamplingParams
 
@@ -37,7 +37,7 @@ def validate_request(prompt_token_ids: Sequence[int], sampling: SamplingParams, 
     Raises:
         EmptyPrompt: there is no token.
         PromptTooLong: prompt, or prompt and `max_tokens`, exceed the model's length or a worker's whole pool.
-        InvalidSampling: a sampling value is out of range.
+        InvalidSampling: a sampling value is out of range, or not built.
         InvalidRequest: a token id is none of the model's.
     """
     prompt_len = len(prompt_token_ids)
@@ -46,6 +46,8 @@ def validate_request(prompt_token_ids: Sequence[int], sampling: SamplingParams, 
     _require_len(prompt_len, limits.max_model_len - 1, "the prompt", "leaves no room for an answer within the model's")
     _require_len(prompt_len, limits.prefill_capacity_len, "the prompt", "exceeds a prefill worker's whole pool of")
     sampling.validate(limits.vocab_size)
+    if sampling.grammar is not None:  # never ignored silently
+        raise InvalidSampling("grammar: comes in a later version", field="grammar")
     total_len = prompt_len + sampling.max_tokens
     _require_len(total_len, limits.max_model_len, "prompt and max_tokens", "exceed the model's")
     decode_len = total_len + limits.num_draft_tokens
@@ -61,12 +63,14 @@ def validate_attempt(request: GenerationRequest, limits: RequestLimits) -> None:
     """Check what a router sent to a worker: the worker trusts no peer to have checked it.
 
     Raises:
-        InvalidRequest: as `validate_request`, or more drafts than the deployment makes.
+        InvalidRequest: as `validate_request`, or more drafts than the deployment makes, or a choice beyond `n`.
     """
     validate_request(request.prompt_token_ids, request.sampling, limits)
     if not 0 <= request.num_draft_tokens <= limits.num_draft_tokens:
         message = f"{request.num_draft_tokens} draft tokens; this deployment makes at most {limits.num_draft_tokens}"
         raise InvalidRequest(message, field="num_draft_tokens", value=request.num_draft_tokens)
+    if not 0 <= request.choice < request.sampling.n:
+        raise InvalidRequest(f"choice {request.choice} of {request.sampling.n}", field="choice", value=request.choice)
 
 
 def _require_len(length: int, limit: int, what: str, why: str) -> None:

@@ -49,6 +49,7 @@ class DecodeNode:
                 config.max_num_seqs,
                 config.num_draft_tokens,
                 verification=config.verification,
+                eos_token_ids=loaded.tokenizer.eos_token_ids,
             ),
             pool=loaded.pool,
             tokenizer=loaded.tokenizer,

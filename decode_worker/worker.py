@@ -7,10 +7,11 @@ layer is there and its digest matches.
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded, TransferFailed
+from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_attempt
@@ -24,6 +25,7 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed
 from baton.proto import kv_pb2, worker_pb2
+from baton.proto.wire import logprobs_to_proto
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
 from baton.worker.transfer_counts import landing_counts
@@ -214,6 +216,8 @@ class DecodeWorker:
                 sampling=sequence.request.sampling,
                 table=table,
                 draft_cap=sequence.request.num_draft_tokens,
+                prompt_token_ids=sequence.request.prompt_token_ids,
+                choice=sequence.request.choice,
             )
 
     def _sequence_start(self, sequence: DecodeSequence, sealed: Sealed) -> SequenceStart:
@@ -231,16 +235,27 @@ class DecodeWorker:
 
     def _forward(self, running: list[DecodeSequence]) -> None:
         output = self._runner.step([sequence.slot for sequence in running])
-        rows = zip(running, output.token_ids, output.accepted_lens, output.proposed_lens, strict=True)
-        for sequence, token_ids, accepted_len, proposed_len in rows:
+        reports = output.logprobs or (None,) * len(running)
+        rows = zip(running, output.token_ids, output.accepted_lens, output.proposed_lens, reports, strict=True)
+        for sequence, token_ids, accepted_len, proposed_len, logprobs in rows:
             kept, reason = sequence.checker.accept(token_ids)
             num_accepted = min(accepted_len, len(kept))
             for counts in (sequence.counts, self._counts):
                 counts.add_step(num_proposed=proposed_len, num_accepted=num_accepted, num_emitted=len(kept))
-            self._publish(sequence, kept, reason)
+            self._publish(sequence, kept, (logprobs or ())[: len(kept)], reason)
 
-    def _publish(self, sequence: DecodeSequence, token_ids: list[int], reason: FinishReason | None) -> None:
-        tokens = worker_pb2.DecodeTokens(index=sequence.num_output, token_ids=token_ids)
+    def _publish(
+        self,
+        sequence: DecodeSequence,
+        token_ids: list[int],
+        logprobs: Sequence[TokenLogprobs],
+        reason: FinishReason | None,
+    ) -> None:
+        tokens = worker_pb2.DecodeTokens(
+            index=sequence.num_output,
+            token_ids=token_ids,
+            logprobs=[logprobs_to_proto(report) for report in logprobs],
+        )
         sequence.num_output += len(token_ids)
         if reason is not None:
             tokens.finish_reason = reason.value

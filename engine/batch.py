@@ -29,6 +29,8 @@ class PrefillChunk:
         table: the sequence's blocks.
         sampling: how the first token is chosen.
         draft_cap: drafts this sequence may use; the MTP head runs even for 0, its KV is part of the layout.
+        choice: which of its request's answers this is.
+        output_len: of the prompt's last tokens, those that were generated before (a sequence that is computed again).
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -37,6 +39,8 @@ class PrefillChunk:
     table: BlockTable
     sampling: SamplingParams
     draft_cap: int
+    choice: int = 0
+    output_len: int = 0
 
     @property
     def end(self) -> int:

@@ -15,13 +15,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from baton.core.logprobs import TokenLogprobs
 from baton.core.sampling import SamplingParams
 from baton.core.verification import VerificationConfig
 from baton.engine.batch import DecodeRows, decode_batch
 from baton.engine.drafting import Drafted, DraftSource, stack_probs
+from baton.engine.history import Lookahead, SampledSequence
+from baton.engine.logprobs import step_logprobs, unpack_step
 from baton.engine.plan import decide
 from baton.engine.prefill import SequenceStart
-from baton.engine.sampler import SamplingRows
+from baton.engine.sampler import SamplingRows, looks_ahead
 from baton.engine.slots import DecodeState, SlotTable
 from baton.engine.verifiers import make_verifier
 from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, Verified, Verifier, VerifyInputs
@@ -38,7 +41,7 @@ class DecodePlan:
     Attributes:
         num_drafts: K; 0 is a plain step that leaves the MTP head alone.
         max_context_len: bound of every row's position + 1.
-        sampling: the sampled sequences, None if all are greedy.
+        sampling: what sequences ask beyond the likeliest token, None if all are greedy and plain.
     """
 
     num_drafts: int
@@ -54,11 +57,13 @@ class DecodeOutput:
         token_ids: emitted tokens of each sequence, accepted_len + 1 of them.
         accepted_lens: drafts accepted.
         proposed_lens: drafts that could have been.
+        logprobs: of each sequence's emitted tokens, None where it reports none; None if no sequence does.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     accepted_lens: tuple[int, ...]
     proposed_lens: tuple[int, ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] | None = None
 
 
 def decode_step(
@@ -83,6 +88,9 @@ def decode_step(
             draft_cap_B=rows.draft_cap_B,
         )
     )
+    if plan.sampling is not None and plan.sampling.logprobs is not None:
+        logprobs_LQX = step_logprobs(logits_BQV, verified.token_ids_BQ, plan.sampling.logprobs)
+        verified = replace(verified, logprobs_LQX=logprobs_LQX)
     accepted_B1 = verified.accepted_len_B[:, None]
     state = replace(
         state,
@@ -97,7 +105,8 @@ def decode_step(
     hidden_BD = mtp_TD.reshape(*token_ids_BQ.shape, -1)[sequence_B, verified.accepted_len_B]
     state = replace(state, hidden_BD=hidden_BD)
     if source.law is not DraftLaw.SAMPLED:
-        state = replace(state, draft_token_B=source.draft_next(model, hidden_BD, verified.accepted_len_B))
+        ahead = Lookahead(verified.token_ids_BQ, accepted_B1 + 1) if looks_ahead(plan.sampling) else None
+        state = replace(state, draft_token_B=source.draft_next(model, hidden_BD, verified.accepted_len_B, ahead))
     return state, verified
 
 
@@ -124,7 +133,10 @@ def _draft(
     for step in range(1, plan.num_drafts):
         batch = decode_batch(state.length_B - 2 + step, 1, rows, plan.max_context_len, pool)
         hidden_BD = model.mtp(drafted[-1].token_B, hidden_BD, batch, pool, _ignore_layer)
-        drafted.append(source.draft(model, hidden_BD, step))
+        ahead = None
+        if looks_ahead(plan.sampling):
+            ahead = Lookahead.after(torch.stack([item.token_B for item in drafted], dim=1))
+        drafted.append(source.draft(model, hidden_BD, step, ahead))
     return DraftIds(torch.stack([item.token_B for item in drafted], dim=1)), stack_probs(drafted, model)
 
 
@@ -145,7 +157,8 @@ class _Running:
 class DecodeRunner:
     """Runs decode steps of one model over one pool, for up to `max_num_sequences` sequences.
 
-    As one rank of a group if there is a `communicator`. Drafts are verified as `verification` says (coupled if None).
+    As one rank of a group if there is a `communicator`. `eos_token_ids` are what `min_tokens` holds back beside a
+    request's own stop tokens. Drafts are verified as `verification` says (coupled if None).
 
     Raises:
         ConfigInvalid: the verification does not fit the number of drafts.
@@ -158,6 +171,8 @@ class DecodeRunner:
         max_num_sequences: int,
         num_draft_tokens: int,
         communicator: Communicator | None = None,
+        *,
+        eos_token_ids: Sequence[int] = (),
         verification: VerificationConfig | None = None,
     ) -> None:
         assert max_num_sequences >= 1
@@ -176,6 +191,8 @@ class DecodeRunner:
             num_slots=max_num_sequences,
             max_blocks=-(-model.config.max_model_len // pool.layout.block_size),
             hidden_size=model.config.hidden_size,
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=eos_token_ids,
             dtype=model.dtype,
             device=pool.device,
         )
@@ -189,8 +206,24 @@ class DecodeRunner:
         sampling: SamplingParams,
         table: BlockTable,
         draft_cap: int,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        output_len: int = 0,
+        choice: int = 0,
     ) -> None:
-        """Put a prefilled sequence into a free slot; it takes part in steps from now on."""
+        """Put a prefilled sequence into a free slot; it takes part in steps from now on.
+
+        Args:
+            slot: nobody's.
+            start: what prefill made.
+            prompt_len: positions prefilled.
+            sampling: the request's.
+            table: its blocks.
+            draft_cap: drafts it may use.
+            prompt_token_ids: what was prefilled; only a repetition penalty or `output_len` needs it.
+            output_len: of those the last that were generated before (a sequence that is computed again).
+            choice: which of its request's answers this is.
+        """
         assert 0 <= slot < self.max_num_sequences
         assert slot not in self._running
         assert start.prompt_len == prompt_len
@@ -206,14 +239,21 @@ class DecodeRunner:
             length=prompt_len + 1,
         )
         scratch_block = self._pool.num_blocks
-        self._table.configure(
-            slot, table=table, limit=limit, scratch_block=scratch_block, draft_cap=draft_cap, sampling=sampling
+        self._table.configure(slot, table=table, limit=limit, scratch_block=scratch_block, draft_cap=draft_cap)
+        num_prompt = len(prompt_token_ids) - output_len
+        sequence = SampledSequence(
+            params=sampling,
+            choice=choice,
+            prompt_token_ids=prompt_token_ids[:num_prompt],
+            output_token_ids=(*prompt_token_ids[num_prompt:], start.first_token),
         )
+        self._table.sampling.place(slot, sequence)
         self._running[slot] = _Running(sampling, prompt_len + 1, limit, draft_cap)
 
     def release(self, slot: int) -> None:
         """Forget a sequence; its blocks are the caller's to free."""
         del self._running[slot]
+        self._table.sampling.release(slot)
 
     @torch.inference_mode()
     def step(self, slots: Sequence[int]) -> DecodeOutput:
@@ -229,20 +269,27 @@ class DecodeRunner:
         plan = DecodePlan(
             num_drafts=num_drafts,
             max_context_len=max_context_len,
-            sampling=self._table.sampling_rows(slots, [item.sampling for item in running]),
+            sampling=self._table.sampling.rows(slots, [item.sampling for item in running]),
         )
         slots_B = torch.tensor(slots, dtype=torch.int64).to(self._pool.device)
         num_blocks = -(-max_context_len // self._pool.layout.block_size)
         state, rows = self._table.gather(slots_B, num_blocks)
         state, verified = decode_step(state, rows, plan, self._model, self._pool, self._verifier)
         self._table.scatter(slots_B, state)
+        self._table.sampling.advance(slots_B, verified)
         # The next draft goes along only to be compared.
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
         packed = decide(self._communicator, torch.cat(columns, dim=1)).tolist()
         for item, (accepted_len, *_) in zip(running, packed, strict=True):
             item.length += accepted_len + 1
+        logprobs = None
+        if verified.logprobs_LQX is not None:
+            num_tops = [item.sampling.logprobs for item in running]
+            num_emitted = [accepted_len + 1 for accepted_len, *_ in packed]
+            logprobs = unpack_step(verified.logprobs_LQX.tolist(), num_tops, num_emitted)
         return DecodeOutput(
             token_ids=tuple(tuple(token_ids[: accepted_len + 1]) for accepted_len, *token_ids in packed),
             accepted_lens=tuple(accepted_len for accepted_len, *_ in packed),
             proposed_lens=tuple(item.draft_cap for item in running),
+            logprobs=logprobs,
         )

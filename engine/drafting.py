@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.engine.history import Lookahead
 from baton.engine.philox import Purpose, uniform
 from baton.engine.rejection import pick
-from baton.engine.sampler import SamplingRows, choose, draw_noise, process_logits
+from baton.engine.sampler import SamplingRows, choose, draw_noise, edit_logits, looks_ahead, process_logits
 from baton.engine.verify import DraftLaw, DraftProbs
 from baton.model.draft_head import HeadIds
 from baton.model.model import Model
@@ -54,7 +55,7 @@ class DraftSource:
         cls, law: DraftLaw, sampling: SamplingRows | None, position_B: torch.Tensor, num_drafts: int, model: Model
     ) -> "DraftSource":
         """The draws of the step whose first token will stand at `position_B`."""
-        if sampling is None or law is DraftLaw.LIKELIEST:
+        if sampling is None or sampling.num_sampled == 0 or law is DraftLaw.LIKELIEST:
             return cls(law=law, sampling=sampling)
         if law is DraftLaw.SAMPLED:
             position_S = position_B[sampling.index_S]
@@ -70,30 +71,43 @@ class DraftSource:
         """The noise of the positions that are verified, [S, Q, V]."""
         return None if self.noise_SPV is None else self.noise_SPV[:, :num_rows]
 
-    def draft(self, model: Model, hidden_BD: torch.Tensor, place: int) -> Drafted:
-        """The draft that follows `place` others of this step, from the MTP output that foresees it."""
-        noise_S1V = None if self.noise_SPV is None else self.noise_SPV[:, place : place + 1]
-        return self._choose(model, hidden_BD, noise_S1V, None if self.uniform_SK is None else self.uniform_SK[:, place])
+    def draft(self, model: Model, hidden_BD: torch.Tensor, place: int, ahead: Lookahead | None = None) -> Drafted:
+        """The draft that follows `place` others of this step, from the MTP output that foresees it.
 
-    def draft_next(self, model: Model, hidden_BD: torch.Tensor, accepted_len_B: torch.Tensor) -> torch.Tensor:
+        `ahead` are the tokens between those the sampling table has counted and this one, where `looks_ahead` says so.
+        """
+        noise_S1V = None if self.noise_SPV is None else self.noise_SPV[:, place : place + 1]
+        uniform_S = None if self.uniform_SK is None else self.uniform_SK[:, place]
+        return self._choose(model, hidden_BD, noise_S1V, uniform_S, ahead)
+
+    def draft_next(
+        self, model: Model, hidden_BD: torch.Tensor, accepted_len_B: torch.Tensor, ahead: Lookahead | None = None
+    ) -> torch.Tensor:
         """The first draft of the step after, int64 [B]; never sampled, as only its own step could keep what from."""
         assert self.law is not DraftLaw.SAMPLED
         noise_S1V = None
         if self.noise_SPV is not None and self.sampling is not None:
             place_S = accepted_len_B[self.sampling.index_S] + 1
             noise_S1V = self.noise_SPV[torch.arange(len(place_S), device=place_S.device), place_S][:, None]
-        return self._choose(model, hidden_BD, noise_S1V, None).token_B
+        return self._choose(model, hidden_BD, noise_S1V, None, ahead).token_B
 
     def _choose(
-        self, model: Model, hidden_BD: torch.Tensor, noise_S1V: torch.Tensor | None, uniform_S: torch.Tensor | None
+        self,
+        model: Model,
+        hidden_BD: torch.Tensor,
+        noise_S1V: torch.Tensor | None,
+        uniform_S: torch.Tensor | None,
+        ahead: Lookahead | None,
     ) -> Drafted:
         logits_BC = model.draft_logits(hidden_BD)
-        if self.sampling is None or (noise_S1V is None and uniform_S is None):
-            return Drafted(model.draft_to_target(HeadIds(logits_BC.argmax(dim=-1))), None)
+        sampling = self.sampling
         if noise_S1V is not None:
-            return Drafted(choose(over_vocabulary(logits_BC, model)[:, None], self.sampling, noise_S1V)[:, 0], None)
-        assert uniform_S is not None
-        return _sampled(logits_BC, self.sampling, uniform_S, model)
+            return Drafted(choose(over_vocabulary(logits_BC, model)[:, None], sampling, noise_S1V, ahead)[:, 0], None)
+        if sampling is None or not (looks_ahead(sampling) or uniform_S is not None):
+            return Drafted(model.draft_to_target(HeadIds(logits_BC.argmax(dim=-1))), None)
+        logits_BV = edit_logits(over_vocabulary(logits_BC, model)[:, None], sampling, ahead)[:, 0]
+        likeliest = Drafted(logits_BV.argmax(dim=-1), None)
+        return likeliest if uniform_S is None else _sampled(logits_BV, likeliest, sampling, uniform_S, model)
 
 
 def over_vocabulary(logits_NC: torch.Tensor, model: Model) -> torch.Tensor:
@@ -110,13 +124,13 @@ def stack_probs(drafted: list[Drafted], model: Model) -> DraftProbs | None:
     return DraftProbs(torch.stack(probs, dim=1), model.t2d()) if probs else None
 
 
-def _sampled(logits_BC: torch.Tensor, sampling: SamplingRows, uniform_S: torch.Tensor, model: Model) -> Drafted:
+def _sampled(
+    logits_BV: torch.Tensor, likeliest: Drafted, sampling: SamplingRows, uniform_S: torch.Tensor, model: Model
+) -> Drafted:
     """Draws from the head's distribution under each request's own parameters; the head's tokens are all there is."""
-    likeliest_B = model.draft_to_target(HeadIds(logits_BC.argmax(dim=-1)))
-    logits_SV = over_vocabulary(logits_BC[sampling.index_S], model)
-    processed_SV = process_logits(logits_SV[:, None], sampling)[:, 0]
+    processed_SV = process_logits(logits_BV[sampling.index_S][:, None], sampling)[:, 0]
     processed_SC = processed_SV if model.d2t_C is None else processed_SV[:, model.d2t_C]
     # Where parameters leave no token of the head, there is nothing to draw: zeros, which no verifier accepts from.
     probs_SC = processed_SC.softmax(dim=-1).nan_to_num(nan=0.0)
     token_S = model.draft_to_target(HeadIds(pick(probs_SC, uniform_S)))
-    return Drafted(likeliest_B.index_copy(0, sampling.index_S, token_S), probs_SC)
+    return Drafted(likeliest.token_B.index_copy(0, sampling.index_S, token_S), probs_SC)

@@ -16,6 +16,7 @@ class FinishChecker:
 
     def __init__(self, sampling: SamplingParams, eos_token_ids: Iterable[int], tokenizer: Tokenizer) -> None:
         self._max_tokens = sampling.max_tokens
+        self._min_tokens = sampling.min_tokens
         self._stop_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             self._stop_ids.update(eos_token_ids)
@@ -46,5 +47,8 @@ class FinishChecker:
     def _completes_stop_string(self, token_id: int) -> bool:
         if self._matcher is None or self._stream is None:
             return False
-        self._matcher.push(self._stream.push(token_id))
+        text = self._stream.push(token_id)
+        if self._num_tokens <= self._min_tokens:  # stop strings are looked for after these
+            return False
+        self._matcher.push(text)
         return self._matcher.matched is not None

@@ -5,7 +5,6 @@ ranks hold the same slots and block tables, because they were told the same, and
 what a worker does beside computing.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -83,8 +82,14 @@ class LeadDecode:
         sampling: SamplingParams,
         table: BlockTable,
         draft_cap: int,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        output_len: int = 0,
+        choice: int = 0,
     ) -> None:
         """As `DecodeRunner.admit`, at every rank."""
+        if not output_len and sampling.repetition_penalty == 1.0:
+            prompt_token_ids = ()  # nothing depends on it
         hidden_D = start.hidden_D
         data = b"" if hidden_D is None else hidden_D.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         self._channel.tell(
@@ -95,11 +100,24 @@ class LeadDecode:
             draft_token=start.draft_token,
             hidden_dtype="" if hidden_D is None else str(hidden_D.dtype).removeprefix("torch."),
             prompt_len=prompt_len,
-            sampling=dataclasses.asdict(sampling),
+            sampling=sampling.as_data(),
             table=table_fields(table),
             draft_cap=draft_cap,
+            prompt_token_ids=list(prompt_token_ids),
+            output_len=output_len,
+            choice=choice,
         )
-        self._runner.admit(slot, start, prompt_len, sampling, table, draft_cap)
+        self._runner.admit(
+            slot,
+            start,
+            prompt_len,
+            sampling,
+            table,
+            draft_cap,
+            prompt_token_ids=prompt_token_ids,
+            output_len=output_len,
+            choice=choice,
+        )
 
     def release(self, slot: int) -> None:
         """As `DecodeRunner.release`, at every rank."""
@@ -147,9 +165,12 @@ class FollowDecode:
                     fields["slot"],
                     start,
                     fields["prompt_len"],
-                    _sampling(fields["sampling"]),
+                    SamplingParams.from_data(fields["sampling"]),
                     table_of(fields["table"]),
                     fields["draft_cap"],
+                    prompt_token_ids=fields["prompt_token_ids"],
+                    output_len=fields["output_len"],
+                    choice=fields["choice"],
                 )
             case "release":
                 self._runner.release(fields["slot"])
@@ -176,8 +197,10 @@ def _chunk_fields(chunk: PrefillChunk) -> dict[str, Any]:
         "start": chunk.start,
         "length": chunk.length,
         "table": table_fields(chunk.table),
-        "sampling": dataclasses.asdict(chunk.sampling),
+        "sampling": chunk.sampling.as_data(),
         "draft_cap": chunk.draft_cap,
+        "choice": chunk.choice,
+        "output_len": chunk.output_len,
     }
 
 
@@ -191,17 +214,14 @@ def _chunks(plan: Plan) -> list[PrefillChunk]:
             start=fields["start"],
             length=fields["length"],
             table=table_of(fields["table"]),
-            sampling=_sampling(fields["sampling"]),
+            sampling=SamplingParams.from_data(fields["sampling"]),
             draft_cap=fields["draft_cap"],
+            choice=fields["choice"],
+            output_len=fields["output_len"],
         )
         chunks.append(chunk)
         start = end
     return chunks
-
-
-def _sampling(fields: Mapping[str, Any]) -> SamplingParams:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    return SamplingParams(**values)
 
 
 def _hidden(dtype: str, data: bytes) -> torch.Tensor | None:

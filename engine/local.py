@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from baton.core.clock import Clock, MonotonicClock
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded
-from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
+from baton.core.logprobs import TokenLogprobs
+from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts, choices_of
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_request
 from baton.core.verification import VerificationConfig
@@ -25,7 +26,7 @@ from baton.model.model import Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """What became of a request.
+    """What became of a request, or of one of its `n` answers.
 
     Attributes:
         key: the request's.
@@ -35,6 +36,9 @@ class GenerationResult:
         counts: drafts proposed, accepted, and tokens emitted (the first token, which prefill makes, included).
         ttft_s: from submission to the first token; None if there is none.
         tpot_s: mean time of a token after the first; None with fewer than two.
+        choice: which of the request's answers this is.
+        logprobs: of each token; None if none were asked for.
+        prompt_logprobs: of each prompt token but the first, with choice 0; None if none were asked for.
     """
 
     key: AttemptKey
@@ -44,14 +48,18 @@ class GenerationResult:
     counts: SpeculationCounts
     ttft_s: float | None
     tpot_s: float | None
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """Tokens of one request as one step made them; the last event carries the result."""
+    """Tokens of one answer as one step made them; its last event carries the result."""
 
     token_ids: tuple[int, ...]
     result: GenerationResult | None
+    choice: int = 0
 
 
 class LocalEngine:
@@ -76,10 +84,19 @@ class LocalEngine:
         self._scheduler = LocalScheduler(
             BlockAllocator(num_blocks, block_size), num_slots=max_num_sequences, chunk_len=chunk_len
         )
-        self._prefill = PrefillRunner(model, self.pool)
-        self._decode = DecodeRunner(model, self.pool, max_num_sequences, num_draft_tokens, verification=verification)
+        eos_token_ids = tokenizer.eos_token_ids
+        self._prefill = PrefillRunner(model, self.pool, eos_token_ids=eos_token_ids)
+        self._decode = DecodeRunner(
+            model,
+            self.pool,
+            max_num_sequences,
+            num_draft_tokens,
+            eos_token_ids=eos_token_ids,
+            verification=verification,
+        )
         self._in_step = False
         self._unread: dict[AttemptKey, list[TokenEvent]] = {}
+        self._num_open: dict[AttemptKey, int] = {}  # answers that have not ended
         self.limits = RequestLimits(
             max_model_len=model.config.max_model_len,
             vocab_size=model.config.vocab_size,
@@ -89,7 +106,7 @@ class LocalEngine:
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Run the requests together; results in their order.
+        """Run the requests together; results in their order, the answers of one by choice.
 
         Raises:
             InvalidRequest: one of them can never be served; none is run.
@@ -99,15 +116,18 @@ class LocalEngine:
         try:
             for request in requests:
                 self.submit(request)
-            while not all(self._ended(request.key) for request in requests):
+            while any(self._num_open[request.key] for request in requests):
                 self.step()
-            results = [self._unread[request.key][-1].result for request in requests]
-            return [result for result in results if result is not None]
+            results: list[GenerationResult] = []
+            for request in requests:
+                ended = [event.result for event in self._unread[request.key] if event.result is not None]
+                results += sorted(ended, key=lambda result: result.choice)
+            return results
         finally:
             self._forget(requests)
 
     def run(self, request: GenerationRequest) -> Iterator[TokenEvent]:
-        """Run one request and yield its tokens as they are made. Several runs may be interleaved.
+        """Run one request and yield its tokens, of all its answers, as they are made. Several runs may be interleaved.
 
         Raises:
             InvalidRequest: it can never be served.
@@ -115,16 +135,15 @@ class LocalEngine:
         """
         self.submit(request)
         try:
-            while True:
-                while not self._unread[request.key]:
+            unread = self._unread[request.key]
+            while unread or self._num_open[request.key]:
+                if not unread:
                     self.step()
-                event = self._unread[request.key].pop(0)
-                if event.result is None or event.result.error is None:
-                    yield event
-                else:
+                    continue
+                event = unread.pop(0)
+                if event.result is not None and event.result.error is not None:
                     raise event.result.error
-                if event.result is not None:
-                    return
+                yield event
         finally:
             self._forget([request])
 
@@ -137,13 +156,15 @@ class LocalEngine:
         self._validate(request)
         assert request.key not in self._unread, "one run a key"
         self._unread[request.key] = []
-        sequence = LocalSequence(
-            request=request,
-            draft_cap=min(request.num_draft_tokens, self.limits.num_draft_tokens),
-            finish=FinishChecker(request.sampling, self._tokenizer.eos_token_ids, self._tokenizer),
-            submitted_s=self._clock.now_s(),
-        )
-        self._scheduler.submit(sequence)
+        self._num_open[request.key] = request.sampling.n
+        for one in choices_of(request):
+            sequence = LocalSequence(
+                request=one,
+                draft_cap=min(request.num_draft_tokens, self.limits.num_draft_tokens),
+                finish=FinishChecker(request.sampling, self._tokenizer.eos_token_ids, self._tokenizer),
+                submitted_s=self._clock.now_s(),
+            )
+            self._scheduler.submit(sequence)
 
     def step(self) -> None:
         """Expire, start, prefill a chunk, decode once."""
@@ -172,10 +193,12 @@ class LocalEngine:
         if not planned:
             return
         forward = self._prefill.forward([chunk for _, chunk in planned], _ignore_layer)
-        for (sequence, chunk), token in zip(planned, forward.first_tokens, strict=True):
+        rows = zip(planned, forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
+        for (sequence, chunk), token, logprobs, prompt_logprobs in rows:
             sequence.num_prefilled = chunk.end
+            sequence.prompt_logprobs += prompt_logprobs or ()
             if token is not None:
-                kept = self._take(sequence, (token,))
+                kept = self._take(sequence, (token,), () if logprobs is None else (logprobs,))
                 sequence.counts.num_emitted_tokens += len(kept)
                 self._publish(sequence, kept)
         # Blocks of a sequence that ended above are free already, but nobody gets them before the next step.
@@ -184,24 +207,35 @@ class LocalEngine:
             if start is not None and sequence.finish_reason is None:
                 assert sequence.slot is not None
                 self._decode.admit(
-                    sequence.slot, start, start.prompt_len, chunk.sampling, chunk.table, sequence.draft_cap
+                    sequence.slot,
+                    start,
+                    start.prompt_len,
+                    chunk.sampling,
+                    chunk.table,
+                    sequence.draft_cap,
+                    prompt_token_ids=chunk.prompt_token_ids,
+                    choice=chunk.choice,
                 )
                 sequence.is_decoding = True
 
     def _decode_step(self) -> None:
         sequences = self._scheduler.decoding()
         output = self._decode.step([sequence.slot for sequence in sequences if sequence.slot is not None])
-        steps = zip(sequences, output.token_ids, output.accepted_lens, output.proposed_lens, strict=True)
-        for sequence, token_ids, accepted_len, proposed_len in steps:
-            kept = self._take(sequence, token_ids)
+        reports = output.logprobs or (None,) * len(sequences)
+        steps = zip(sequences, output.token_ids, output.accepted_lens, output.proposed_lens, reports, strict=True)
+        for sequence, token_ids, accepted_len, proposed_len, logprobs in steps:
+            kept = self._take(sequence, token_ids, logprobs or ())
             sequence.counts.add_step(
                 num_proposed=proposed_len, num_accepted=min(accepted_len, len(kept)), num_emitted=len(kept)
             )
             self._publish(sequence, kept)
 
-    def _take(self, sequence: LocalSequence, token_ids: Sequence[int]) -> tuple[int, ...]:
+    def _take(
+        self, sequence: LocalSequence, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> tuple[int, ...]:
         kept, sequence.finish_reason = sequence.finish.accept(token_ids)
         sequence.token_ids.extend(kept)
+        sequence.logprobs.extend(logprobs[: len(kept)])
         sequence.last_token_s = self._clock.now_s()
         if sequence.first_token_s is None:
             sequence.first_token_s = sequence.last_token_s
@@ -209,7 +243,8 @@ class LocalEngine:
 
     def _publish(self, sequence: LocalSequence, token_ids: tuple[int, ...]) -> None:
         if sequence.finish_reason is None:
-            self._unread[sequence.key].append(TokenEvent(token_ids=token_ids, result=None))
+            event = TokenEvent(token_ids=token_ids, result=None, choice=sequence.request.choice)
+            self._unread[sequence.key].append(event)
         else:
             self._end(sequence, token_ids, None)
 
@@ -218,11 +253,9 @@ class LocalEngine:
             assert sequence.slot is not None
             self._decode.release(sequence.slot)
         self._scheduler.remove(sequence)
-        self._unread[sequence.key].append(TokenEvent(token_ids=token_ids, result=_result(sequence, error)))
-
-    def _ended(self, key: AttemptKey) -> bool:
-        events = self._unread[key]
-        return bool(events) and events[-1].result is not None
+        result = _result(sequence, error)
+        self._unread[sequence.key].append(TokenEvent(token_ids=token_ids, result=result, choice=result.choice))
+        self._num_open[sequence.key] -= 1
 
     def _forget(self, requests: Sequence[GenerationRequest]) -> None:
         """Cancel what has not ended (its reader is gone) and drop what was not read."""
@@ -232,10 +265,12 @@ class LocalEngine:
                 self._end(sequence, (), RequestCancelled("nobody reads it any more"))
         for key in keys:
             self._unread.pop(key, None)
+            self._num_open.pop(key, None)
         self._scheduler.check_empty()
 
 
 def _result(sequence: LocalSequence, error: BatonError | None) -> GenerationResult:
+    asked = sequence.request.sampling
     ttft_s = tpot_s = None
     num_tokens = len(sequence.token_ids)
     if sequence.first_token_s is not None and sequence.last_token_s is not None:
@@ -250,6 +285,9 @@ def _result(sequence: LocalSequence, error: BatonError | None) -> GenerationResu
         counts=sequence.counts,
         ttft_s=ttft_s,
         tpot_s=tpot_s,
+        choice=sequence.request.choice,
+        logprobs=None if asked.logprobs is None else tuple(sequence.logprobs),
+        prompt_logprobs=None if asked.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
     )
 
 

@@ -7,6 +7,7 @@ computed in order of arrival, at most `chunk_len` tokens a step. This module tou
 from collections import deque
 from dataclasses import dataclass, field
 
+from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.engine.finish import FinishChecker
 from baton.engine.prefill import PrefillChunk
@@ -15,9 +16,9 @@ from baton.kvcache.allocator import BlockAllocator, BlockTable
 
 @dataclass(slots=True, kw_only=True)
 class LocalSequence:
-    """One request on its way through the engine; times are readings of the engine's clock."""
+    """One answer to a request on its way through the engine; times are readings of the engine's clock."""
 
-    request: GenerationRequest
+    request: GenerationRequest  # its own choice of `n`
     draft_cap: int
     finish: FinishChecker
     submitted_s: float
@@ -25,6 +26,8 @@ class LocalSequence:
     slot: int | None = None
     num_prefilled: int = 0
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     is_decoding: bool = False
     finish_reason: FinishReason | None = None
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
@@ -92,6 +95,7 @@ class LocalScheduler:
                 table=sequence.table,
                 sampling=sequence.request.sampling,
                 draft_cap=sequence.draft_cap,
+                choice=sequence.request.choice,
             )
             chunks.append((sequence, chunk))
             budget_len -= length

@@ -3,23 +3,29 @@
 The step is split in two so that first tokens are on their way before the drafts are made: `forward`, then `draft`.
 What to run is the caller's decision; sequences are only known here by the chunks they give.
 
-Legend: T tokens, F chunks that finish their prompt, D hidden size, V vocabulary.
+Legend: T tokens, F chunks that finish their prompt, D hidden size, V vocabulary, N rows whose logprobs are asked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from baton.core.logprobs import TokenLogprobs
 from baton.engine.batch import PrefillChunk, PrefillInputs, prefill_inputs
 from baton.engine.drafting import over_vocabulary
+from baton.engine.history import Lookahead, SampledSequence
+from baton.engine.logprobs import logprobs_of, step_logprobs, unpack, unpack_step
 from baton.engine.plan import decide
-from baton.engine.sampler import SamplingRows, sample, sampling_rows
+from baton.engine.sampler import SamplingRows, looks_ahead, sample
+from baton.engine.sampling_table import rows_of
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
 
 __all__ = ["PrefillChunk", "PrefillForward", "PrefillRunner", "SequenceStart"]
+
+LOGITS_ROWS = 64  # of a prompt at once, where its logprobs are asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,8 @@ class PrefillForward:
         first_token_F: int64, first tokens on the device.
         first_tokens: the same on the host, one entry a chunk; None where the prompt goes on.
         sampling: parameters of the F finished prompts.
+        first_logprobs: of the first tokens, one entry a chunk; None where nothing is reported.
+        prompt_logprobs: of the prompt tokens that follow the chunk's tokens, one entry a chunk; None likewise.
     """
 
     chunks: tuple[PrefillChunk, ...]
@@ -41,6 +49,8 @@ class PrefillForward:
     first_token_F: torch.Tensor
     first_tokens: tuple[int | None, ...]
     sampling: SamplingRows | None
+    first_logprobs: tuple[TokenLogprobs | None, ...]
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +71,20 @@ class SequenceStart:
 
 
 class PrefillRunner:
-    """Runs prefill steps of one model over one pool; as one rank of a group if there is a `communicator`."""
+    """Runs prefill steps of one model over one pool; as one rank of a group if there is a `communicator`.
 
-    def __init__(self, model: Model, pool: KVPool, communicator: Communicator | None = None) -> None:
+    `eos_token_ids` are what `min_tokens` holds back beside a request's own stop tokens.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        communicator: Communicator | None = None,
+        *,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
         self._communicator = communicator or Alone()
         self._model = model
         self._pool = pool
@@ -80,12 +101,18 @@ class PrefillRunner:
         inputs = prefill_inputs(chunks, self._pool)
         hidden_TD = self._model.trunk(inputs.token_ids_T, inputs.batch, self._pool, on_layer)
         finished = [chunk for chunk in chunks if chunk.is_last]
-        sampling = sampling_rows([chunk.sampling for chunk in finished], hidden_TD.device)
+        sequences = [_sequence(chunk) for chunk in finished]
+        sampling = rows_of(sequences, self._model.config.vocab_size, hidden_TD.device, self._eos_token_ids)
         first_token_F = inputs.last_row_F  # of length 0 where no prompt ends
+        logprobs: Iterator[tuple[TokenLogprobs, ...] | None] = iter([None] * len(finished))
         if finished:
             logits_FV = self._model.logits(hidden_TD[inputs.last_row_F])
             first_token_F = sample(logits_FV, sampling, self._last_position_F(inputs) + 1)
             first_token_F = decide(self._communicator, first_token_F)
+            if sampling is not None and sampling.logprobs is not None:
+                packed_L1X = step_logprobs(logits_FV[:, None], first_token_F[:, None], sampling.logprobs)
+                num_tops = [chunk.sampling.logprobs for chunk in finished]
+                logprobs = iter(unpack_step(packed_L1X.tolist(), num_tops, [1] * len(finished)))
         tokens = iter(first_token_F.tolist())
         return PrefillForward(
             chunks=tuple(chunks),
@@ -94,7 +121,29 @@ class PrefillRunner:
             first_token_F=first_token_F,
             first_tokens=tuple(next(tokens) if chunk.is_last else None for chunk in chunks),
             sampling=sampling,
+            first_logprobs=tuple((next(logprobs) or (None,))[0] if chunk.is_last else None for chunk in chunks),
+            prompt_logprobs=self._prompt_logprobs(chunks, inputs, hidden_TD),
         )
+
+    def _prompt_logprobs(
+        self, chunks: Sequence[PrefillChunk], inputs: PrefillInputs, hidden_TD: torch.Tensor
+    ) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
+        reports: list[tuple[TokenLogprobs, ...] | None] = []
+        row = 0
+        for chunk in chunks:
+            num_top, end = chunk.sampling.prompt_logprobs, row + chunk.length - chunk.is_last
+            if num_top is None:
+                reports.append(None)
+            else:
+                report: list[TokenLogprobs] = []
+                for first in range(row, end, LOGITS_ROWS):
+                    rows = slice(first, min(first + LOGITS_ROWS, end))
+                    logits_NV = self._model.logits(hidden_TD[rows])
+                    packed_NX = logprobs_of(logits_NV, inputs.next_token_ids_T[rows], num_top)
+                    report += [unpack(packed, num_top) for packed in packed_NX.tolist()]
+                reports.append(tuple(report))
+            row += chunk.length
+        return tuple(reports)
 
     @torch.inference_mode()
     def draft(self, forward: PrefillForward, on_layer: Callable[[int], None]) -> tuple[SequenceStart | None, ...]:
@@ -108,7 +157,8 @@ class PrefillRunner:
             hidden_FD = hidden_TD[inputs.last_row_F]
             if hidden_FD.shape[0]:
                 logits_FV = over_vocabulary(self._model.draft_logits(hidden_FD), self._model)
-                draft_F = sample(logits_FV, forward.sampling, self._last_position_F(inputs) + 2)
+                ahead = Lookahead.after(forward.first_token_F[:, None]) if looks_ahead(forward.sampling) else None
+                draft_F = sample(logits_FV, forward.sampling, self._last_position_F(inputs) + 2, ahead)
                 drafts = decide(self._communicator, draft_F).tolist()
         starts: list[SequenceStart | None] = []
         num_finished = 0
@@ -129,3 +179,13 @@ class PrefillRunner:
     @staticmethod
     def _last_position_F(inputs: PrefillInputs) -> torch.Tensor:
         return inputs.batch.positions_T[inputs.last_row_F]
+
+
+def _sequence(chunk: PrefillChunk) -> SampledSequence:
+    num_prompt = len(chunk.prompt_token_ids) - chunk.output_len
+    return SampledSequence(
+        params=chunk.sampling,
+        choice=chunk.choice,
+        prompt_token_ids=chunk.prompt_token_ids[:num_prompt],
+        output_token_ids=chunk.prompt_token_ids[num_prompt:],
+    )

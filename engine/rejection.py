@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.philox import Purpose, uniform
-from baton.engine.sampler import SamplingRows, choose, process_logits
+from baton.engine.sampler import SamplingRows, edit_logits, process_logits
 from baton.engine.verify import (
     DraftIds,
     DraftLaw,
@@ -52,9 +52,12 @@ class RejectionVerifier:
 
     def verify(self, inputs: VerifyInputs) -> Verified:
         """See the module."""
-        greedy = _verify_greedy_rows(inputs)
-        sampling = inputs.sampling
-        if sampling is None:
+        sampling, logits_BQV = inputs.sampling, inputs.target_logits_BQV
+        if sampling is not None:
+            logits_BQV = edit_logits(logits_BQV, sampling, inputs.drafts.valid_ids())
+        # The verdict on every sequence as if it were greedy; that on sampled ones is for nobody.
+        greedy = accept(inputs.drafts, TargetIds(logits_BQV.argmax(dim=-1)), inputs.draft_cap_B)
+        if sampling is None or sampling.num_sampled == 0:
             return greedy
         index_S = sampling.index_S
         drafts = DraftIds(inputs.drafts.ids_BK[index_S])
@@ -62,13 +65,13 @@ class RejectionVerifier:
             drafts,
             inputs.draft_probs if self.is_probabilistic else None,
             usable_drafts(drafts, inputs.draft_cap_B[index_S]),
-            inputs.target_logits_BQV.shape[-1],
+            logits_BQV.shape[-1],
         )
         position_S = inputs.position_B[index_S]
         num_drafts = drafts.ids_BK.shape[1]
         sampled = reject(
             proposals,
-            target_probs(inputs.target_logits_BQV, sampling),
+            target_probs(logits_BQV, sampling),
             uniform(sampling.seed_S, sampling.choice_S, position_S, Purpose.ACCEPT, num_drafts),
             uniform(sampling.seed_S, sampling.choice_S, position_S, Purpose.RESIDUAL, 1)[:, 0],
             block=self.block and self.is_probabilistic,
@@ -80,7 +83,7 @@ class RejectionVerifier:
 
 
 def target_probs(logits_BQV: torch.Tensor, sampling: SamplingRows) -> torch.Tensor:
-    """The distributions the sampled sequences draw from, [S, Q, V], float64 or float32."""
+    """The distributions the sampled sequences draw from, [S, Q, V], float64 or float32; of edited logits."""
     logits_SQV = logits_BQV[sampling.index_S]
     wide_SQV = logits_SQV if logits_SQV.dtype.itemsize >= 4 else logits_SQV.float()
     return process_logits(wide_SQV, sampling).softmax(dim=-1)
@@ -237,10 +240,3 @@ def pick(weights_SV: torch.Tensor, uniform_S: torch.Tensor) -> torch.Tensor:
     cumulative_SV = weights_SV.cumsum(dim=-1, dtype=torch.float64)
     threshold_S1 = uniform_S[:, None].double() * cumulative_SV[:, -1:]
     return ((cumulative_SV > threshold_S1) & (weights_SV > 0)).to(torch.int8).argmax(dim=-1)
-
-
-def _verify_greedy_rows(inputs: VerifyInputs) -> Verified:
-    """The verdict on every sequence as if it were greedy; that on sampled ones is for nobody."""
-    logits_BQV = inputs.target_logits_BQV
-    no_noise = None if inputs.sampling is None else logits_BQV.new_zeros(())
-    return accept(inputs.drafts, TargetIds(choose(logits_BQV, inputs.sampling, no_noise)), inputs.draft_cap_B)

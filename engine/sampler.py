@@ -1,10 +1,12 @@
-"""Logits to token ids: temperature, top-k, top-p, and the Gumbel draw that makes a choice repeatable.
+"""Logits to token ids: edits, temperature, min-p, top-k, top-p, and the Gumbel draw that makes a choice repeatable.
 
 A token is argmax(processed logits + noise), where the noise is a function of the request's seed and the token's
 position (engine.philox). Every operation is along one row, so a row's token never depends on its neighbours. Greedy
-rows take the argmax of their raw logits; no noise is drawn for them. Values are trusted (core.sampling checks them).
+rows take the argmax of their edited logits; no noise is drawn for them. What edits are is engine.logit_edits' business.
+Values are trusted (core.sampling checks them).
 
-Legend: B sequences, Q consecutive positions of each, V vocabulary, S sequences that sample, U of those truncate.
+Legend: B sequences, Q consecutive positions of each, K = Q - 1 drafts, V vocabulary, S sequences that sample, U of
+those truncate.
 """
 
 from collections.abc import Sequence
@@ -13,6 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from baton.core.sampling import SamplingParams
+from baton.engine.history import Lookahead
+from baton.engine.logit_edits import GrammarMask, LogitEdits
+from baton.engine.logprobs import LogprobRows
 from baton.engine.philox import Purpose, gumbel
 
 MIN_TEMPERATURE = 1e-30  # below it float32 would divide by zero; any temperature this small is greedy in effect
@@ -20,16 +25,20 @@ MIN_TEMPERATURE = 1e-30  # below it float32 would divide by zero; any temperatur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
-    """The sampled sequences of a batch. Greedy ones are absent, so nothing done here can touch them.
+    """What a batch asks beyond the likeliest token. What no sequence asks is None, and costs nothing.
 
     Attributes:
-        index_S: int64, place of each in the batch.
+        index_S: int64, place of each sampled sequence in the batch; greedy ones are absent, so no draw can touch them.
         temperature_S: float64, positive.
         top_k_S: int64, 0 keeps all.
         top_p_S: float64.
         seed_S: int64.
         choice_S: int64.
-        truncated_U: int64, places in S of those with top-k or top-p; None where there are none.
+        truncated_U: int64, places in S of those with top-k or top-p.
+        min_p_S: float64, 0 keeps all.
+        edits: what sequences, greedy or not, do to their logits first.
+        grammar: what grammars allow at each row; set for a step whose drafts they have seen.
+        logprobs: who reports log-probabilities.
     """
 
     index_S: torch.Tensor
@@ -39,6 +48,15 @@ class SamplingRows:
     seed_S: torch.Tensor
     choice_S: torch.Tensor
     truncated_U: torch.Tensor | None
+    min_p_S: torch.Tensor | None = None
+    edits: LogitEdits | None = None
+    grammar: GrammarMask | None = None
+    logprobs: LogprobRows | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """S."""
+        return self.index_S.shape[0]
 
 
 def truncates(params: SamplingParams) -> bool:
@@ -46,28 +64,52 @@ def truncates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0
 
 
-def sampling_rows(params: Sequence[SamplingParams], device: torch.device) -> SamplingRows | None:
-    """Rows for a batch whose parameters are on the host; None if all of it is greedy."""
+def sampling_rows(
+    params: Sequence[SamplingParams],
+    device: torch.device,
+    *,
+    choices: Sequence[int] | None = None,
+    edits: LogitEdits | None = None,
+) -> SamplingRows | None:
+    """Rows for a batch whose parameters are on the host; None if all of it is greedy and plain.
+
+    Args:
+        params: of each sequence; what they say about edits is not looked at.
+        device: of the tensors.
+        choices: which of its request's answers each sequence is; 0 if left out.
+        edits: those of the batch.
+    """
     sampled = [(row, item) for row, item in enumerate(params) if not item.greedy]
-    if not sampled:
+    reporting = [row for row, item in enumerate(params) if item.logprobs is not None]
+    if not sampled and not reporting and edits is None:
         return None
-    floats_2S = torch.tensor(
-        [[max(item.temperature, MIN_TEMPERATURE) for _, item in sampled], [item.top_p for _, item in sampled]],
+    floats_3S = torch.tensor(
+        [
+            [max(item.temperature, MIN_TEMPERATURE) for _, item in sampled],
+            [item.top_p for _, item in sampled],
+            [item.min_p for _, item in sampled],
+        ],
         dtype=torch.float64,
     ).to(device)
-    ints_4S = torch.tensor(
-        [[row, item.top_k, item.seed, 0] for row, item in sampled],
-        dtype=torch.int64,
-    ).T.to(device)
     cut = [place for place, (_, item) in enumerate(sampled) if truncates(item)]
+    numbers = [[row, item.top_k, item.seed, choices[row] if choices else 0] for row, item in sampled]
+    packed = [number for column in zip(*numbers, strict=True) for number in column] + cut + reporting
+    num_sampled = len(sampled)
+    index_S, top_k_S, seed_S, choice_S, cut_U, index_L = (
+        torch.tensor(packed, dtype=torch.int64).to(device).split([num_sampled] * 4 + [len(cut), len(reporting)])
+    )
+    num_top = max((params[row].logprobs or 0 for row in reporting), default=0)
     return SamplingRows(
-        index_S=ints_4S[0],
-        temperature_S=floats_2S[0],
-        top_k_S=ints_4S[1],
-        top_p_S=floats_2S[1],
-        seed_S=ints_4S[2],
-        choice_S=ints_4S[3],
-        truncated_U=torch.tensor(cut, dtype=torch.int64, device=device) if cut else None,
+        index_S=index_S,
+        temperature_S=floats_3S[0],
+        top_k_S=top_k_S,
+        top_p_S=floats_3S[1],
+        seed_S=seed_S,
+        choice_S=choice_S,
+        truncated_U=cut_U if cut else None,
+        min_p_S=floats_3S[2] if any(item.min_p > 0.0 for _, item in sampled) else None,
+        edits=edits,
+        logprobs=LogprobRows(index_L, num_top) if reporting else None,
     )
 
 
@@ -75,7 +117,7 @@ def draw_noise(
     sampling: SamplingRows | None, position_B: torch.Tensor, num_positions: int, vocab_size: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """Gumbel noise [S, num_positions, V] for the positions that begin at each sequence's `position_B`."""
-    if sampling is None:
+    if sampling is None or sampling.num_sampled == 0:
         return None
     offsets = torch.arange(num_positions, device=position_B.device)
     position_SP = position_B[sampling.index_S][:, None] + offsets
@@ -90,11 +132,35 @@ def draw_noise(
     return noise_NV.view(-1, num_positions, vocab_size)
 
 
+def looks_ahead(sampling: SamplingRows | None) -> bool:
+    """Whether tokens ahead of the sampling table matter to `choose`; if not, they need not be gathered."""
+    return sampling is not None and sampling.edits is not None
+
+
+def edit_logits(
+    logits_BQV: torch.Tensor, sampling: SamplingRows, ahead: Lookahead | torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logits after grammar, masks, bias and penalties, of greedy and sampled sequences alike; see `choose`."""
+    if sampling.grammar is not None:
+        logits_BQV = sampling.grammar.apply(logits_BQV)
+    if sampling.edits is None:
+        return logits_BQV
+    if isinstance(ahead, torch.Tensor):
+        ahead = Lookahead.of_drafts(ahead)
+    return sampling.edits.apply(logits_BQV, ahead)
+
+
 def process_logits(logits_SQV: torch.Tensor, sampling: SamplingRows) -> torch.Tensor:
-    """Logits after temperature, top-k and top-p; what was cut off is -inf, and at least one token is left."""
-    # The maximum becomes 0, so that no temperature overflows it.
+    """Logits after temperature, min-p, top-k and top-p; what was cut off is -inf, and at least one token is left.
+
+    Takes the rows of sampled sequences, after `edit_logits`.
+    """
+    # The maximum becomes 0, so that no temperature overflows it, and min-p is a bound that holds for every row.
     shifted_SQV = logits_SQV - logits_SQV.amax(dim=-1, keepdim=True)
     scaled_SQV = shifted_SQV / sampling.temperature_S.to(logits_SQV.dtype)[:, None, None]
+    if sampling.min_p_S is not None:
+        bound_S = sampling.min_p_S.log().to(logits_SQV.dtype)
+        scaled_SQV = scaled_SQV.masked_fill(scaled_SQV < bound_S[:, None, None], -torch.inf)
     cut_U = sampling.truncated_U
     if cut_U is None:
         return scaled_SQV
@@ -121,17 +187,38 @@ def truncate(logits_UQV: torch.Tensor, top_k_U: torch.Tensor, top_p_U: torch.Ten
     return logits_UQV.masked_fill(drop_UQV, -torch.inf)
 
 
-def choose(logits_BQV: torch.Tensor, sampling: SamplingRows | None, noise_SQV: torch.Tensor | None) -> torch.Tensor:
-    """The token of every row, int64 [B, Q]; among equal maxima the lowest id (what torch.argmax promises)."""
-    ids_BQ = logits_BQV.argmax(dim=-1)
+def choose(
+    logits_BQV: torch.Tensor,
+    sampling: SamplingRows | None,
+    noise_SQV: torch.Tensor | None,
+    ahead: Lookahead | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The token of every row, int64 [B, Q]; among equal maxima the lowest id (what torch.argmax promises).
+
+    Args:
+        logits_BQV: raw.
+        sampling: None if all sequences are greedy and plain.
+        noise_SQV: of `draw_noise`; None without a sampled sequence.
+        ahead: tokens between those the sampling table has counted and each row: drafts int64 [B, K] of which row j
+            follows the first j, or any others; None where the one row follows what was counted.
+    """
     if sampling is None:
+        return logits_BQV.argmax(dim=-1)
+    logits_BQV = edit_logits(logits_BQV, sampling, ahead)
+    ids_BQ = logits_BQV.argmax(dim=-1)
+    if sampling.num_sampled == 0:
         return ids_BQ
     assert noise_SQV is not None
     scores_SQV = process_logits(logits_BQV[sampling.index_S], sampling) + noise_SQV
     return ids_BQ.index_copy(0, sampling.index_S, scores_SQV.argmax(dim=-1))
 
 
-def sample(logits_BV: torch.Tensor, sampling: SamplingRows | None, position_B: torch.Tensor) -> torch.Tensor:
+def sample(
+    logits_BV: torch.Tensor,
+    sampling: SamplingRows | None,
+    position_B: torch.Tensor,
+    ahead: Lookahead | None = None,
+) -> torch.Tensor:
     """The token of one position of each sequence, int64 [B]; `position_B` is where that token will stand."""
     noise_SQV = draw_noise(sampling, position_B, 1, logits_BV.shape[-1], logits_BV.dtype)
-    return choose(logits_BV[:, None], sampling, noise_SQV)[:, 0]
+    return choose(logits_BV[:, None], sampling, noise_SQV, ahead)[:, 0]

@@ -3,7 +3,7 @@
 A step reads the rows of the slots it runs and writes back what moved. Nothing here is read by the host; what the host
 must know (lengths, parameters) it keeps itself. Slots are handed out by the caller.
 
-Legend: N slots, B sequences of a step, D hidden size, M entries of the widest block table, S sampled sequences.
+Legend: N slots, B sequences of a step, D hidden size, M entries of the widest block table.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.core.sampling import SamplingParams
 from baton.engine.batch import DecodeRows
-from baton.engine.sampler import MIN_TEMPERATURE, SamplingRows, truncates
+from baton.engine.sampling_table import SamplingTable
 from baton.kvcache.allocator import BlockTable
 
 
@@ -35,11 +34,22 @@ class DecodeState:
 
 
 class SlotTable:
-    """The tensors of every slot."""
+    """The tensors of every slot; `sampling` owns those that choose tokens."""
 
     def __init__(
-        self, *, num_slots: int, max_blocks: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        num_slots: int,
+        max_blocks: int,
+        hidden_size: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        self.sampling = SamplingTable(
+            num_slots=num_slots, vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids
+        )
         self._device = device
         self._last_token_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._draft_token_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -48,11 +58,6 @@ class SlotTable:
         self._limit_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._draft_cap_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._tables_NM = torch.zeros(num_slots, max_blocks, dtype=torch.int64, device=device)
-        self._temperature_N = torch.ones(num_slots, dtype=torch.float64, device=device)
-        self._top_p_N = torch.ones(num_slots, dtype=torch.float64, device=device)
-        self._top_k_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._seed_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._choice_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def place(
         self, slot: int, *, last_token: int, draft_token: int, hidden_D: torch.Tensor | None, length: int
@@ -66,9 +71,7 @@ class SlotTable:
         else:
             self._hidden_ND[slot] = hidden_D.to(self._hidden_ND)
 
-    def configure(
-        self, slot: int, *, table: BlockTable, limit: int, scratch_block: int, draft_cap: int, sampling: SamplingParams
-    ) -> None:
+    def configure(self, slot: int, *, table: BlockTable, limit: int, scratch_block: int, draft_cap: int) -> None:
         """Set what stays the same while the sequence runs."""
         max_blocks = self._tables_NM.shape[1]
         blocks = table.blocks[:max_blocks]
@@ -76,10 +79,6 @@ class SlotTable:
         self._tables_NM[slot] = torch.tensor([*blocks, *padding], dtype=torch.int64).to(self._device)
         self._limit_N[slot] = limit
         self._draft_cap_N[slot] = draft_cap
-        self._temperature_N[slot] = max(sampling.temperature, MIN_TEMPERATURE)
-        self._top_p_N[slot] = sampling.top_p
-        self._top_k_N[slot] = sampling.top_k
-        self._seed_N[slot] = sampling.seed
 
     def gather(self, slots_B: torch.Tensor, num_blocks: int) -> tuple[DecodeState, DecodeRows]:
         """Copies of the slots' rows; `num_blocks` entries of the tables are enough for this step."""
@@ -102,23 +101,3 @@ class SlotTable:
         self._draft_token_N[slots_B] = state.draft_token_B
         self._hidden_ND[slots_B] = state.hidden_BD
         self._length_N[slots_B] = state.length_B
-
-    def sampling_rows(self, slots: Sequence[int], params: Sequence[SamplingParams]) -> SamplingRows | None:
-        """The sampled sequences among `slots`; `params` are theirs, on the host, and decide only which rows to read."""
-        sampled = [row for row, item in enumerate(params) if not item.greedy]
-        if not sampled:
-            return None
-        cut = [place for place, row in enumerate(sampled) if truncates(params[row])]
-        num_sampled = len(sampled)
-        host = torch.tensor([*sampled, *(slots[row] for row in sampled), *cut], dtype=torch.int64)
-        packed = host.to(self._device)
-        slots_S = packed[num_sampled : 2 * num_sampled]
-        return SamplingRows(
-            index_S=packed[:num_sampled],
-            temperature_S=self._temperature_N[slots_S],
-            top_k_S=self._top_k_N[slots_S],
-            top_p_S=self._top_p_N[slots_S],
-            seed_S=self._seed_N[slots_S],
-            choice_S=self._choice_N[slots_S],
-            truncated_U=packed[2 * num_sampled :] if cut else None,
-        )

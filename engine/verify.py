@@ -35,6 +35,10 @@ class DraftIds:
 
     ids_BK: torch.Tensor
 
+    def valid_ids(self) -> torch.Tensor:
+        """int64 [B, K] with 0 where there is no draft: what rows that nothing reads may be computed from."""
+        return self.ids_BK.clamp(min=0)
+
 
 @dataclass(frozen=True, slots=True)
 class TargetIds:
@@ -94,10 +98,12 @@ class Verified:
     Attributes:
         token_ids_BQ: int64, the emitted tokens; 0 past `accepted_len`, a valid id that nothing shows.
         accepted_len_B: int64, drafts that stand, 0 ... K; emitted = accepted + 1.
+        logprobs_LQX: float64, packed (engine.logprobs), of the sequences that report them; None without any.
     """
 
     token_ids_BQ: torch.Tensor
     accepted_len_B: torch.Tensor
+    logprobs_LQX: torch.Tensor | None = None
 
 
 class Verifier(Protocol):
@@ -160,7 +166,7 @@ def verify_coupled(
     draft_cap_B: torch.Tensor,
 ) -> Verified:
     """A draft stands if it is the target's own draw at its position (the likeliest token for greedy sequences)."""
-    target = TargetIds(choose(target_logits_BQV, sampling, noise_SQV))
+    target = TargetIds(choose(target_logits_BQV, sampling, noise_SQV, drafts.valid_ids()))
     return accept(drafts, target, draft_cap_B)
 
 

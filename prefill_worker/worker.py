@@ -6,7 +6,7 @@ arithmetic is engine's, the hand-off kvtransfer's.
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from baton.core.errors import (
     RequestDeadlineExceeded,
     TransferFailed,
 )
+from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_attempt
@@ -35,6 +36,7 @@ from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDraine
 from baton.prefill_worker.gang import GangPush
 from baton.prefill_worker.scheduler import ChunkPlan, PrefillScheduler, PrefillSequence, PrefillState
 from baton.proto import kv_pb2, worker_pb2
+from baton.proto.wire import logprobs_to_proto
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
 from baton.worker.stream import EventSink
@@ -151,7 +153,8 @@ class PrefillWorker:
         )
 
     def _block_names(self, request: GenerationRequest) -> tuple[bytes, ...]:
-        if not self._prefix_cache:
+        # Log-probabilities of the prompt need every position computed.
+        if not self._prefix_cache or request.sampling.prompt_logprobs is not None:
             return ()
         layout = self._layout
         return block_hashes(
@@ -276,10 +279,14 @@ class PrefillWorker:
         with writer.step([PushPart(c.sequence.key, c.start, c.length) for c in plan]) as step:
             forward = self._runner.forward(chunks, step.submit)
             first_token_s = self._clock.now_s()
-            for chunk, first_token in zip(plan, forward.first_tokens, strict=True):
+            reports = zip(forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
+            for chunk, (first_token, logprobs, prompt_logprobs) in zip(plan, reports, strict=True):
                 chunk.sequence.num_computed += chunk.length
+                run = self._runs[chunk.sequence.key]
+                if prompt_logprobs:
+                    self._publish_prompt_logprobs(run, prompt_logprobs)
                 if first_token is not None:
-                    self._publish_first_token(self._runs[chunk.sequence.key], first_token, first_token_s)
+                    self._publish_first_token(run, first_token, logprobs, first_token_s)
             starts = self._runner.draft(forward, step.submit)
         for chunk in plan:
             self._scheduler.name_blocks(chunk)
@@ -299,9 +306,14 @@ class PrefillWorker:
             table=table,
             sampling=request.sampling,
             draft_cap=request.num_draft_tokens,
+            choice=request.choice,
         )
 
-    def _publish_first_token(self, run: _Run, token: int, now_s: float) -> None:
+    def _publish_prompt_logprobs(self, run: _Run, reports: Sequence[TokenLogprobs]) -> None:
+        tokens = [logprobs_to_proto(report) for report in reports]
+        run.stream.emit(worker_pb2.PrefillEvent(prompt_logprobs=worker_pb2.PromptLogprobs(tokens=tokens)))
+
+    def _publish_first_token(self, run: _Run, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
         marks, request = run.sequence.marks_s, run.sequence.request
         checker = FinishChecker(request.sampling, self._tokenizer.eos_token_ids, self._tokenizer)
         _, reason = checker.accept([token])
@@ -314,6 +326,7 @@ class PrefillWorker:
             received_ns=int(1e9 * marks["submitted"]),
             sent_ns=int(1e9 * now_s),
             num_cached_tokens=run.sequence.num_cached,
+            logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
         )
         run.stream.emit(worker_pb2.PrefillEvent(first_token=first))
         if reason is not None:

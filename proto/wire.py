@@ -25,14 +25,18 @@ from baton.core.errors import (
     WorkerLost,
     from_wire,
 )
+from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.proto import inference_pb2, kv_pb2, worker_pb2
 
 ERROR_KEY: Final = "baton-error"
 MAX_ERROR_BYTES: Final = 4096  # gRPC refuses metadata beyond 8 KiB
 MAX_TIMEOUT_MS: Final = (1 << 32) - 1
 DEFAULT_MAX_TOKENS: Final = 128
+_SAMPLING_FIELDS: Final = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_NOT_SCALAR: Final = frozenset(("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids", "grammar"))
+_SCALAR_FIELDS: Final = tuple(name for name in _SAMPLING_FIELDS if name not in _NOT_SCALAR)
 
 
 def attempt_to_proto(key: AttemptKey) -> kv_pb2.Attempt:
@@ -59,34 +63,28 @@ def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.Sampling:
         InvalidText: a stop string is not Unicode text.
     """
     try:
-        return inference_pb2.Sampling(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-            stop=sampling.stop,
-            stop_token_ids=sampling.stop_token_ids,
-            ignore_eos=sampling.ignore_eos,
-        )
+        values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
+        return inference_pb2.Sampling(**{name: _field_to_proto(name, value) for name, value in values.items()})
     except UnicodeEncodeError as error:
-        raise InvalidText(f"a stop string is not valid UTF-8 at character {error.start}", at=error.start) from error
+        message = f"a stop string or the grammar is not valid UTF-8 at character {error.start}"
+        raise InvalidText(message, at=error.start) from error
     except (ValueError, OverflowError) as error:
         raise _misfit(sampling) from error
 
 
 def sampling_from_proto(message: inference_pb2.Sampling) -> SamplingParams:
     """The values given, and the defaults of `SamplingParams` for those absent; nothing is checked."""
-    default = SamplingParams()
+    values: dict[str, Any] = {name: getattr(message, name) for name in _SCALAR_FIELDS if message.HasField(name)}
+    if message.HasField("allowed_token_ids"):
+        values["allowed_token_ids"] = tuple(message.allowed_token_ids.ids)
+    if message.HasField("grammar"):
+        values["grammar"] = GrammarSpec(message.grammar.kind, message.grammar.text)
     return SamplingParams(
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else default.max_tokens,
-        temperature=message.temperature if message.HasField("temperature") else default.temperature,
-        top_k=message.top_k if message.HasField("top_k") else default.top_k,
-        top_p=message.top_p if message.HasField("top_p") else default.top_p,
-        seed=message.seed if message.HasField("seed") else default.seed,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
+        logit_bias=tuple((item.token_id, item.bias) for item in message.logit_bias),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        **values,
     )
 
 
@@ -109,6 +107,29 @@ def sampling_from_client(
     return sampling_from_proto(completed)
 
 
+def logprobs_to_proto(report: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    """One token's report as a message."""
+    return inference_pb2.TokenLogprobs(
+        token_id=report.token_id,
+        logprob=report.logprob,
+        rank=report.rank,
+        top_token_ids=[token_id for token_id, _ in report.top],
+        top_logprobs=[logprob for _, logprob in report.top],
+    )
+
+
+def logprobs_from_proto(message: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+    """The report in a message.
+
+    Raises:
+        MalformedMessage: a token without a log-probability, or the reverse.
+    """
+    if len(message.top_token_ids) != len(message.top_logprobs):
+        raise MalformedMessage("as many top tokens as log-probabilities are needed", field="top_logprobs")
+    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    return TokenLogprobs(message.token_id, message.logprob, message.rank, top)
+
+
 def prefill_request(request: GenerationRequest, decode: worker_pb2.Peer, now_s: float) -> worker_pb2.PrefillRequest:
     """What the router sends to a prefill worker; `now_s` is the clock that `request.deadline_s` is read from."""
     return worker_pb2.PrefillRequest(
@@ -119,6 +140,7 @@ def prefill_request(request: GenerationRequest, decode: worker_pb2.Peer, now_s: 
         num_draft_tokens=request.num_draft_tokens,
         timeout_ms=_timeout_ms(request, now_s),
         tenant=request.tenant,
+        choice=request.choice,
     )
 
 
@@ -130,6 +152,7 @@ def attend_request(request: GenerationRequest, now_s: float) -> worker_pb2.Atten
         sampling=sampling_to_proto(request.sampling),
         num_draft_tokens=request.num_draft_tokens,
         timeout_ms=_timeout_ms(request, now_s),
+        choice=request.choice,
     )
 
 
@@ -203,13 +226,29 @@ def _request(message: worker_pb2.PrefillRequest | worker_pb2.AttendRequest, now_
         sampling=sampling_from_proto(message.sampling),
         deadline_s=now_s + message.timeout_ms / 1e3,
         num_draft_tokens=message.num_draft_tokens,
+        choice=message.choice,
     )
+
+
+def _field_to_proto(name: str, value: Any) -> Any:
+    """What the message's constructor takes; None leaves a field absent."""
+    match name:
+        case "logit_bias":
+            return [inference_pb2.LogitBias(token_id=token, bias=bias) for token, bias in value]
+        case "bad_words":
+            return [inference_pb2.TokenIds(ids=word) for word in value]
+        case "allowed_token_ids" if value is not None:
+            return inference_pb2.TokenIds(ids=value)
+        case "grammar" if value is not None:
+            return inference_pb2.Grammar(kind=value.kind, text=value.text)
+    return value
 
 
 def _misfit(sampling: SamplingParams) -> InvalidSampling:
     for field in dataclasses.fields(sampling):
         try:
-            inference_pb2.Sampling(**{field.name: getattr(sampling, field.name)})
+            value = _field_to_proto(field.name, getattr(sampling, field.name))
+            inference_pb2.Sampling(**{field.name: value})
         except (ValueError, OverflowError) as error:
             return InvalidSampling(f"{field.name}: {error}"[:200], field=field.name)
     return InvalidSampling("a sampling value is out of range")

@@ -1,4 +1,4 @@
-"""How many requests the router holds at once. Those beyond are refused at once, never queued here."""
+"""How many answers the router holds at once. Requests beyond are refused at once, never queued here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ RETRY_AFTER_S = 1.0
 
 
 class Admission:
-    """Counts requests in flight against a limit."""
+    """Counts answers in flight against a limit."""
 
     def __init__(self, limit: int) -> None:
         assert limit >= 1
@@ -17,17 +17,17 @@ class Admission:
         self.num_in_flight = 0
 
     @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Hold one of the places.
+    def slot(self, num_answers: int = 1) -> Iterator[None]:
+        """Hold a place for each of a request's answers.
 
         Raises:
-            Overloaded: all are taken; try again after `retry_after_s`.
+            Overloaded: there are not so many; try again after `retry_after_s`.
         """
-        if self.num_in_flight >= self.limit:
+        if self.num_in_flight + num_answers > self.limit:
             message = f"{self.num_in_flight} requests are in flight, the limit; try again in {RETRY_AFTER_S:g} s"
             raise Overloaded(message, limit=self.limit, retry_after_s=RETRY_AFTER_S)
-        self.num_in_flight += 1
+        self.num_in_flight += num_answers
         try:
             yield
         finally:
-            self.num_in_flight -= 1
+            self.num_in_flight -= num_answers

@@ -143,7 +143,9 @@ class Attempts:
             # Default numerics promise equal tokens but for near-ties, and this was one.
             raise TransferFailed(f"a recompute gave other tokens: {error.message}", diverged=True) from error
         if new or emitted.finish_reason:
-            return Emitted(first, new, emitted.finish_reason)
+            logprobs = emitted.logprobs[len(emitted.token_ids) - len(new) :]
+            prompt_logprobs = () if first else emitted.prompt_logprobs
+            return Emitted(first, new, emitted.finish_reason, logprobs, prompt_logprobs)
         return None
 
     def _may_retry(self, pair: Pair, error: TransferFailed) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final
 
 import grpc
@@ -13,12 +13,13 @@ from baton.core.clock import Clock
 from baton.core.errors import BatonError, EmptyPrompt, InvalidRequest, ModelNotFound, PromptTooLong
 from baton.core.metrics import RouterMetrics
 from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import MAX_CHOICES, SamplingParams
 from baton.core.validate import RequestLimits, validate_request
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.router.admission import Admission
 from baton.router.attempts import Attempts
 from baton.router.channels import Channels
+from baton.router.choices import Choices
 from baton.router.members import DECODE, PREFILL, Members
 from baton.router.policy import Pair, Policy, require
 from baton.router.refusals import Refusals
@@ -33,6 +34,7 @@ THREAD_TEXT_LEN: Final = 4096  # longer texts (> 1 ms) are tokenized in a thread
 # runs of a few very long tokens; what is longer is refused unread.
 BASE_BYTES: Final = 64 << 10
 BYTES_PER_POSITION: Final = 16
+MAX_PROMPT_LOGPROBS: Final = 2048  # in a chunk, which stays below 1 MiB
 LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -69,11 +71,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._spawn = spawn
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        """Stream one answer. Writes to the context: a cancel is then raised here, wherever this waits."""
+        """Stream one answer, or `n` side by side.
+
+        Writes to the context: a cancel is then raised here, wherever this waits.
+        """
         received_s = self._clock.now_s()
         stats = StreamStats(self._clock, self._metrics, received_s)
         try:
-            with self._admission.slot(), self._metrics.num_requests_running.track_inprogress():
+            num_choices = min(max(request.sampling.n, 1), MAX_CHOICES)
+            with self._admission.slot(num_choices), self._metrics.num_requests_running.track_inprogress():
                 admitted = await self._admit(request, received_s, context.time_remaining())
                 await self._stream(admitted, request.request_id or admitted.key.request_id, stats, context)
         except BatonError as error:
@@ -145,7 +151,37 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
     async def _stream(self, request: GenerationRequest, shown_id: str, stats: StreamStats, context: Context) -> None:
-        attempts = Attempts(
+        choices = Choices(request, self._attempts)
+        sampling = request.sampling
+        texts = [IncrementalText(self._model.tokenizer, sampling.stop, sampling.min_tokens) for _ in choices.attempts]
+        try:
+            async for event in choices.events():
+                emitted, text = event.emitted, texts[event.choice]
+                for reports in _batched(emitted.prompt_logprobs, MAX_PROMPT_LOGPROBS):
+                    await context.write(inference_pb2.GenerateChunk(request_id=shown_id, prompt_logprobs=reports))
+                chunk = inference_pb2.GenerateChunk(
+                    request_id=shown_id,
+                    index=emitted.index,
+                    token_ids=emitted.token_ids,
+                    text=text.push(emitted.token_ids),
+                    choice=event.choice,
+                    logprobs=emitted.logprobs,
+                )
+                if emitted.token_ids:
+                    stats.mark(event.choice, len(emitted.token_ids))
+                if emitted.finish_reason:
+                    chunk.text += text.finish()
+                    attempts = choices.attempts[event.choice]
+                    same_host = self._is_near(attempts.first_pair)
+                    summary = stats.summary(event.choice, attempts, same_host=same_host)
+                    stats.count(summary, emitted.finish_reason, num_choices=sampling.n)
+                    chunk.finish.CopyFrom(inference_pb2.Finish(reason=emitted.finish_reason, stats=summary))
+                await context.write(chunk)
+        finally:
+            choices.close()
+
+    def _attempts(self, request: GenerationRequest) -> Attempts:
+        return Attempts(
             request,
             policy=self._policy,
             members=self._members,
@@ -155,25 +191,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             spawn=self._spawn,
             on_retry=self._metrics.handoff_retries.inc,
         )
-        text = IncrementalText(self._model.tokenizer, request.sampling.stop)
-        try:
-            async for emitted in attempts.events():
-                chunk = inference_pb2.GenerateChunk(
-                    request_id=shown_id,
-                    index=emitted.index,
-                    token_ids=emitted.token_ids,
-                    text=text.push(emitted.token_ids),
-                )
-                if emitted.token_ids:
-                    stats.mark(len(emitted.token_ids))
-                if emitted.finish_reason:
-                    chunk.text += text.finish()
-                    summary = stats.summary(attempts, same_host=self._is_near(attempts.first_pair))
-                    stats.count(summary, emitted.finish_reason)
-                    chunk.finish.CopyFrom(inference_pb2.Finish(reason=emitted.finish_reason, stats=summary))
-                await context.write(chunk)
-        finally:
-            attempts.close()
 
     def _is_near(self, pair: Pair | None) -> bool:
         """Whether the prefill worker's clock is ours."""
@@ -246,3 +263,10 @@ def _unique_id(given: str) -> str:
     """The workers' name for a request: clients may use an id twice, the hand-off never does."""
     unique = secrets.token_hex(8)
     return f"{given}-{unique}" if given else unique
+
+
+def _batched(
+    reports: Sequence[inference_pb2.TokenLogprobs], size: int
+) -> Iterator[Sequence[inference_pb2.TokenLogprobs]]:
+    for first in range(0, len(reports), size):
+        yield reports[first : first + size]

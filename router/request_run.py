@@ -6,7 +6,7 @@ given a moment.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +20,7 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.request import FinishReason, GenerationRequest
-from baton.proto import wire, worker_pb2, worker_pb2_grpc
+from baton.proto import inference_pb2, wire, worker_pb2, worker_pb2_grpc
 from baton.router.channels import Channels
 from baton.router.leg import Leg
 from baton.router.members import Members
@@ -35,11 +35,13 @@ _FINISH_REASONS: Final = frozenset((FinishReason.STOP.value, FinishReason.LENGTH
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """Tokens that are certain, in order; the last holds the reason."""
+    """Tokens that are certain, in order, with reports on each if asked for; the last holds the reason."""
 
     index: int
     token_ids: list[int]
     finish_reason: str = ""
+    logprobs: Sequence[inference_pb2.TokenLogprobs] = ()
+    prompt_logprobs: Sequence[inference_pb2.TokenLogprobs] = ()  # with the first token
 
 
 class RequestRun:
@@ -68,6 +70,7 @@ class RequestRun:
         )
         self._decode_epoch = pair.decode.life.epoch
         self._order = TokenOrder(request.sampling.max_tokens)
+        self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
         self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
         self._queue: asyncio.Queue[Emitted | BatonError] = asyncio.Queue()
         self._decode_finished = False
@@ -133,6 +136,8 @@ class RequestRun:
             async for event in call:
                 if event.HasField("first_token"):
                     self._on_first_token(event.first_token)
+                elif event.HasField("prompt_logprobs"):
+                    self._on_prompt_logprobs(event.prompt_logprobs)
                 elif event.HasField("done"):
                     self._on_prefill_done(event.done)
         finally:
@@ -155,13 +160,21 @@ class RequestRun:
         if not self._ended and not self._decode_finished:
             raise ProtocolError(f"{self._decode} ended its stream without a finish")
 
+    def _on_prompt_logprobs(self, reports: worker_pb2.PromptLogprobs) -> None:
+        self._prompt_logprobs.extend(reports.tokens)
+        if len(self._prompt_logprobs) >= self.request.prompt_len:
+            raise ProtocolError(f"{self._prefill} reported on more tokens than the prompt has")
+
     def _on_first_token(self, first: worker_pb2.FirstToken) -> None:
         if self._ended:
             return
         if self.first is not None:
             raise ProtocolError(f"{self._prefill} sent a second first token")
+        is_asked = self.request.sampling.prompt_logprobs is not None
+        if len(self._prompt_logprobs) != (self.request.prompt_len - 1) * is_asked:
+            raise ProtocolError(f"{self._prefill} reported on {len(self._prompt_logprobs)} tokens of the prompt")
         self.first = first
-        self._emit(0, [first.token], first.finish_reason)
+        self._emit(0, [first.token], first.finish_reason, [first.logprobs] if first.HasField("logprobs") else [])
         if self._suspended is not None:
             self._fail(self._suspended)
         early, self._early = self._early, []
@@ -191,15 +204,21 @@ class RequestRun:
         if tokens.finish_reason:
             self._check_counts(tokens)
             self.decode_stats = tokens.stats
-        self._emit(tokens.index, list(tokens.token_ids), tokens.finish_reason)
+        self._emit(tokens.index, list(tokens.token_ids), tokens.finish_reason, list(tokens.logprobs))
 
-    def _emit(self, index: int, token_ids: list[int], finish_reason: str) -> None:
+    def _emit(
+        self, index: int, token_ids: list[int], finish_reason: str, logprobs: list[inference_pb2.TokenLogprobs]
+    ) -> None:
         if finish_reason and finish_reason not in _FINISH_REASONS:
             raise ProtocolError(f"a worker ended the request with {finish_reason!r}, which is no reason")
+        if len(logprobs) != (0 if self.request.sampling.logprobs is None else len(token_ids)):
+            raise ProtocolError(f"a worker sent {len(logprobs)} log-probabilities with {len(token_ids)} tokens")
         first = len(self._order)
         new = self._order.take(index, token_ids)
         if new or finish_reason:
-            self._queue.put_nowait(Emitted(first, new, finish_reason))
+            logprobs = logprobs[len(token_ids) - len(new) :]
+            prompt_logprobs = () if first else self._prompt_logprobs
+            self._queue.put_nowait(Emitted(first, new, finish_reason, logprobs, prompt_logprobs))
         if finish_reason:
             self._end()
             if self.first is not None and self.first.finish_reason:

@@ -1,54 +1,67 @@
 """What one stream's last chunk says of its time and tokens, measured where the client's tokens leave: here."""
 
+from dataclasses import dataclass
+
 from baton.core.clock import Clock
 from baton.core.metrics import RouterMetrics
 from baton.proto import inference_pb2
 from baton.router.attempts import Attempts
 
 
+@dataclass(slots=True)
+class _Marks:
+    """One answer's chunks."""
+
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_tokens: int = 0
+
+
 class StreamStats:
-    """Marks the chunks of one stream as they are handed to gRPC."""
+    """Marks the chunks of one stream, of one answer or several, as they are handed to gRPC."""
 
     def __init__(self, clock: Clock, metrics: RouterMetrics, received_s: float) -> None:
         self._clock = clock
         self._metrics = metrics
         self._received_s = received_s
-        self._first_s = 0.0
-        self._last_s = 0.0
-        self._num_tokens = 0
+        self._marks: dict[int, _Marks] = {}
+        self._num_finished = 0
         self.counted = False
 
-    def mark(self, num_tokens: int) -> None:
+    def mark(self, choice: int, num_tokens: int) -> None:
         """A chunk with this many tokens leaves now."""
         now_s = self._clock.now_s()
-        if self._num_tokens == 0:
-            self._first_s = now_s
+        marks = self._marks.setdefault(choice, _Marks())
+        if marks.num_tokens == 0:
+            marks.first_s = now_s
             self._metrics.ttft_s.observe(now_s - self._received_s)
         else:
-            self._metrics.itl_s.observe(now_s - self._last_s)
-        self._last_s = now_s
-        self._num_tokens += num_tokens
+            self._metrics.itl_s.observe(now_s - marks.last_s)
+        marks.last_s = now_s
+        marks.num_tokens += num_tokens
         self._metrics.generation_tokens.inc(num_tokens)
 
-    def summary(self, attempts: Attempts, *, same_host: bool) -> inference_pb2.RequestStats:
-        """The stats of a finished request.
+    def summary(self, choice: int, attempts: Attempts, *, same_host: bool) -> inference_pb2.RequestStats:
+        """The stats of a finished answer.
 
         Args:
-            attempts: finished.
+            choice: which one.
+            attempts: its own, finished.
             same_host: the prefill worker's clock is ours, so its stamps can be compared.
         """
         assert attempts.first is not None
         first, run = attempts.first, attempts.run
         done, decode = run.prefill_done, run.decode_stats
-        num_later = self._num_tokens - 1
+        marks = self._marks[choice]
+        num_later = marks.num_tokens - 1
         stats = inference_pb2.RequestStats(
             prompt_len=run.request.prompt_len,
-            output_len=self._num_tokens,
+            output_len=marks.num_tokens,
             seed=run.request.sampling.seed,
             prefill_worker=run.prefill_worker,
             decode_worker=run.decode_worker,
-            ttft_ms=1e3 * (self._first_s - self._received_s),
-            tpot_ms=1e3 * (self._last_s - self._first_s) / num_later if num_later else 0.0,
+            ttft_ms=1e3 * (marks.first_s - self._received_s),
+            tpot_ms=1e3 * (marks.last_s - marks.first_s) / num_later if num_later else 0.0,
             kv_bytes_pushed=done.kv_bytes_pushed if done is not None else 0,
             queue_ms=first.queue_ms,
             landing_ms=first.landing_ms,
@@ -58,7 +71,7 @@ class StreamStats:
         )
         if same_host:
             stats.router_ms = max(0.0, first.received_ns / 1e6 - 1e3 * self._received_s)
-            stats.publish_ms = max(0.0, 1e3 * self._first_s - first.sent_ns / 1e6)
+            stats.publish_ms = max(0.0, 1e3 * marks.first_s - first.sent_ns / 1e6)
         if decode is not None:
             stats.num_verify_steps = decode.num_verify_steps
             stats.num_draft_tokens = decode.num_draft_tokens
@@ -70,12 +83,14 @@ class StreamStats:
                 stats.kv_bytes_pushed = decode.kv_bytes_landed
         return stats
 
-    def count(self, stats: inference_pb2.RequestStats, reason: str) -> None:
-        """Add a finished request to the process's metrics."""
-        self.counted = True
+    def count(self, stats: inference_pb2.RequestStats, reason: str, *, num_choices: int = 1) -> None:
+        """Add a finished answer to the process's metrics; with the last one the request."""
+        self._num_finished += 1
         metrics = self._metrics
-        metrics.requests_finished.labels(reason).inc()
-        metrics.prompt_tokens.inc(stats.prompt_len)
+        if self._num_finished == num_choices:
+            self.counted = True
+            metrics.requests_finished.labels(reason).inc()
+            metrics.prompt_tokens.inc(stats.prompt_len)
         metrics.spec_decode_num_drafts.inc(stats.num_verify_steps)
         metrics.spec_decode_num_draft_tokens.inc(stats.num_draft_tokens)
         metrics.spec_decode_num_accepted_tokens.inc(stats.num_accepted_tokens)

@@ -6,15 +6,29 @@ from baton.core.tokenizer import StopMatcher, Tokenizer
 
 
 class IncrementalText:
-    """The text of one stream. What it returns, joined, is the answer: it ends before the stop string found."""
+    """The text of one stream. What it returns, joined, is the answer: it ends before the stop string found.
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    Args:
+        tokenizer: the model's.
+        stop: strings that end it.
+        min_tokens: stop strings are looked for after so many tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int = 0) -> None:
         self._stream = tokenizer.stream()
         self._matcher = StopMatcher(stop)
+        self._num_unchecked = min_tokens
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that became certain with these tokens."""
-        return "".join(self._matcher.push(self._stream.push(token_id)) for token_id in token_ids)
+        return "".join(self._push(token_id) for token_id in token_ids)
+
+    def _push(self, token_id: int) -> str:
+        text = self._stream.push(token_id)
+        if self._num_unchecked:
+            self._num_unchecked -= 1
+            return text
+        return self._matcher.push(text)
 
     def finish(self) -> str:
         """What was still withheld at the end."""

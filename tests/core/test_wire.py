@@ -18,8 +18,9 @@ from baton.core.errors import (
     RequestDeadlineExceeded,
     WorkerLost,
 )
+from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire, worker_pb2
 
 pytestmark = pytest.mark.fast
@@ -35,6 +36,18 @@ PEER = worker_pb2.Peer(worker_id="d", kv_address="tcp://h:1", epoch=2)
     stop=st.lists(st.text(), max_size=3).map(tuple),
     stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    min_p=st.floats(allow_nan=False),
+    min_tokens=st.integers(-(2**31), 2**31 - 1),
+    logit_bias=st.lists(st.tuples(st.integers(0, 2**32 - 1), st.floats(allow_nan=False)), max_size=3).map(tuple),
+    repetition_penalty=st.floats(allow_nan=False),
+    presence_penalty=st.floats(allow_nan=False),
+    frequency_penalty=st.floats(allow_nan=False),
+    bad_words=st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=3).map(tuple), max_size=3).map(tuple),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, 2**32 - 1), max_size=3).map(tuple),
+    logprobs=st.none() | st.integers(-(2**31), 2**31 - 1),
+    prompt_logprobs=st.none() | st.integers(-(2**31), 2**31 - 1),
+    n=st.integers(-(2**31), 2**31 - 1),
+    grammar=st.none() | st.builds(GrammarSpec, st.text(), st.text()),
 )
 def test_sampling_goes_round_as_it_is(**values):
     sampling = SamplingParams(**values)
@@ -44,7 +57,7 @@ def test_sampling_goes_round_as_it_is(**values):
 
 
 def test_nan_reaches_validation():
-    for field in ("temperature", "top_p"):
+    for field in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         message = wire.sampling_to_proto(SamplingParams(**{field: math.nan}))
         with pytest.raises(InvalidSampling) as caught:
             wire.sampling_from_client(message, room_len=5, draw_seed=lambda: 9).validate(10)
@@ -59,12 +72,20 @@ def test_numbers_too_wide_for_a_message_are_refused_not_wrapped():
         ("stop_token_ids", (-1,)),
         ("max_tokens", 10**5000),
         ("temperature", 10**400),
+        ("logit_bias", ((-1, 1.0),)),
+        ("bad_words", ((1,), (-1,))),
+        ("allowed_token_ids", (2**32,)),
+        ("logprobs", 2**31),
+        ("n", 2**31),
+        ("min_tokens", 2**31),
     ):
         with pytest.raises(InvalidSampling, match=field) as caught:
             wire.sampling_to_proto(SamplingParams(**{field: value}))
         assert caught.value.fields == {"field": field}
     with pytest.raises(InvalidText):
         wire.sampling_to_proto(SamplingParams(stop=("\ud800",)))
+    with pytest.raises(InvalidText):
+        wire.sampling_to_proto(SamplingParams(grammar=GrammarSpec("regex", "\ud800")))
 
 
 def test_what_a_client_leaves_out():
@@ -79,6 +100,15 @@ def test_what_a_client_leaves_out():
     assert (got.max_tokens, got.temperature, got.top_p, got.seed) == (0, 0.0, 0.0, 0), "zero is not absent"
 
 
+def test_logprobs_go_round():
+    report = TokenLogprobs(7, -0.1234567890123, 3, ((1, -0.1), (2, -20.5)))
+    message = inference_pb2.TokenLogprobs.FromString(wire.logprobs_to_proto(report).SerializeToString())
+    assert wire.logprobs_from_proto(message) == report
+    message.top_logprobs.append(1.0)
+    with pytest.raises(MalformedMessage):
+        wire.logprobs_from_proto(message)
+
+
 def request(timeout_s=2.5):
     return GenerationRequest(
         key=AttemptKey("r", 3),
@@ -86,6 +116,7 @@ def request(timeout_s=2.5):
         sampling=SamplingParams(max_tokens=4, seed=8, stop=("a",)),
         deadline_s=10.0 + timeout_s,
         num_draft_tokens=2,
+        choice=1,
     )
 
 

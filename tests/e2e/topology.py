@@ -14,6 +14,7 @@ from typing import Any
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.errors import BatonError
+from baton.core.logprobs import TokenLogprobs
 from baton.core.request import GenerationRequest
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
@@ -23,6 +24,7 @@ from baton.kvtransfer.landing import LandingService
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import DecodePeer, PushService
 from baton.prefill_worker.worker import PrefillWorker
+from baton.proto import wire
 from baton.worker.loading import request_limits
 
 
@@ -54,6 +56,8 @@ class Outcome:
     """What one request produced."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
     num_cached_tokens: int = 0
     decode_stats: Any = None
@@ -76,7 +80,7 @@ class PrefillSide:
             clock=clock,
         )
         self.worker = PrefillWorker(
-            runner=PrefillRunner(model, self.pool),
+            runner=PrefillRunner(model, self.pool, eos_token_ids=tokenizer.eos_token_ids),
             pool=self.pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=4),
@@ -107,7 +111,7 @@ class DecodeSide:
             clock=clock,
         )
         self.worker = DecodeWorker(
-            runner=DecodeRunner(model, self.pool, max_num_seqs, num_drafts),
+            runner=DecodeRunner(model, self.pool, max_num_seqs, num_drafts, eos_token_ids=tokenizer.eos_token_ids),
             pool=self.pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=num_drafts),
@@ -195,7 +199,11 @@ class Topology:
         outcome = Outcome()
         try:
             for event in prefill_sink.events(timeout_s):
-                if event.HasField("first_token"):
+                if event.HasField("prompt_logprobs"):
+                    outcome.prompt_logprobs += map(wire.logprobs_from_proto, event.prompt_logprobs.tokens)
+                elif event.HasField("first_token"):
+                    if event.first_token.HasField("logprobs"):
+                        outcome.logprobs.append(wire.logprobs_from_proto(event.first_token.logprobs))
                     outcome.token_ids.append(event.first_token.token)
                     outcome.finish_reason = event.first_token.finish_reason
                     outcome.num_cached_tokens = event.first_token.num_cached_tokens
@@ -208,6 +216,7 @@ class Topology:
                 tokens = event.tokens
                 assert tokens.index == len(outcome.token_ids)
                 outcome.token_ids.extend(tokens.token_ids)
+                outcome.logprobs += map(wire.logprobs_from_proto, tokens.logprobs)
                 if tokens.finish_reason:
                     outcome.finish_reason = tokens.finish_reason
                     outcome.decode_stats = tokens.stats

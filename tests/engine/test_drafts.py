@@ -56,7 +56,7 @@ def accepted_share(k=2, num_requests=24, **sampling):
 def test_drafts_that_share_the_targets_noise_are_accepted_more_often(k, monkeypatch):
     coupled, tokens = accepted_share(k, temperature=1.0)
 
-    def likeliest(logits_BQV, sampling, noise_SQV):
+    def likeliest(logits_BQV, *_):
         return sampler.choose(logits_BQV, None, None)
 
     monkeypatch.setattr("baton.engine.drafting.choose", likeliest)

@@ -1,0 +1,83 @@
+"""The answers to one request, side by side: each by attempts of its own, all in one stream of events."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from baton.core.request import GenerationRequest, choices_of
+from baton.router.attempts import Attempts
+from baton.router.request_run import Emitted
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEvent:
+    """What one answer's attempts emitted."""
+
+    choice: int
+    emitted: Emitted
+
+
+class Choices:
+    """Iterate `events`, then `close` in any case.
+
+    A request for one answer runs as it is; of several, each has its own name at the workers. The first that fails ends
+    all of them.
+
+    Args:
+        request: checked.
+        attempts_of: makes the attempts of one answer.
+    """
+
+    def __init__(self, request: GenerationRequest, attempts_of: Callable[[GenerationRequest], Attempts]) -> None:
+        self.attempts = [attempts_of(_named(one)) for one in choices_of(request)]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def events(self) -> AsyncIterator[ChoiceEvent]:
+        """Tokens of all answers as they come; each answer's in order, its last with a finish reason.
+
+        Raises:
+            BatonError: what ended one of them, and with it the request.
+        """
+        if len(self.attempts) == 1:
+            async for emitted in self.attempts[0].events():
+                yield ChoiceEvent(0, emitted)
+            return
+        # Each answer has at most `max_tokens` events, so the queue needs no other bound.
+        queue: asyncio.Queue[ChoiceEvent | BaseException | None] = asyncio.Queue()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                queue.put_nowait(task.exception())
+
+        for choice, attempts in enumerate(self.attempts):
+            task = asyncio.create_task(_read(choice, attempts, queue))
+            task.add_done_callback(ended)
+            self._tasks.append(task)
+        num_open = len(self._tasks)
+        while num_open:
+            event = await queue.get()
+            if isinstance(event, BaseException):
+                raise event
+            if event is None:
+                num_open -= 1
+            else:
+                yield event
+
+    def close(self) -> None:
+        """End what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        for attempts in self.attempts:
+            attempts.close()
+
+
+async def _read(choice: int, attempts: Attempts, queue: "asyncio.Queue[ChoiceEvent | BaseException | None]") -> None:
+    async for emitted in attempts.events():
+        queue.put_nowait(ChoiceEvent(choice, emitted))
+
+
+def _named(one: GenerationRequest) -> GenerationRequest:
+    if one.choice == 0:
+        return one
+    return dataclasses.replace(one, key=dataclasses.replace(one.key, request_id=f"{one.key.request_id}.{one.choice}"))
