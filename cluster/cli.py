@@ -40,6 +40,8 @@ def serve(
     tp_prefill: Annotated[Count, _option("GPUs per prefill worker  [1]")] = None,
     tp_decode: Annotated[Count, _option("GPUs per decode worker  [1]")] = None,
     mtp: Annotated[Text, _option("draft tokens per step, 0 to 4, or auto  [2]")] = None,
+    verification: Annotated[Text, _option("coupled|rejection: how drafts are verified  [coupled]")] = None,
+    draft_sample_method: Annotated[Text, _option("with rejection: probabilistic|greedy  [probabilistic]")] = None,
     transport: Annotated[Text, _option("auto|zmq|grpc|shm|nvlink|nixl  [auto]")] = None,
     kv_digest: Annotated[
         bool | None,
@@ -115,6 +117,7 @@ def generate(
     timeout: Annotated[float, typer.Option(help="seconds until the request is given up")] = 600.0,
     model: Annotated[Text, _option("with --local: model directory, or tiny  [tiny]")] = None,
     mtp: Annotated[Text, _option("with --local: draft tokens per step  [2]")] = None,
+    verification: Annotated[Text, _option("with --local: coupled|rejection  [coupled]")] = None,
     numerics: Annotated[Text, _option("with --local: default|invariant  [default]")] = None,
     dtype: Annotated[Text, _option("with --local: auto|float64|float32|bfloat16  [auto]")] = None,
     device: Annotated[Text, _option("with --local: auto|cpu|cuda  [auto]")] = None,
@@ -123,7 +126,7 @@ def generate(
 ) -> int:
     """Continue one prompt; the text streams to stdout."""
     local_options = {"model": model, "mtp": mtp, "numerics": numerics, "dtype": dtype, "device": device}
-    local_options["weights"] = weights
+    local_options |= {"weights": weights, "verification": verification}
     more = {
         "min_p": min_p,
         "min_tokens": min_tokens,

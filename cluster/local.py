@@ -45,6 +45,7 @@ class LocalCompleter:
             max_num_sequences=worker.max_num_seqs,
             clock=self._clock,
             scheduling=worker.scheduling,
+            verification=worker.verification,
         )
 
     def complete(self, asked: Asked, on_text: OnText) -> Completion:

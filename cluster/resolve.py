@@ -16,7 +16,7 @@ from typing import Any
 from baton.core.config import KVTransferConfig, ServeConfig, WorkerConfig
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PortInUse
 
-BUNDLED_MODEL = "tiny"
+BUNDLED_MODELS = ("tiny", "tiny-pruned")
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
 
 
@@ -52,8 +52,8 @@ def find_model(model: str, weights: str = "checkpoint") -> ModelDirectory:
         ModelMissing: the directory or a file of it does not exist.
         ModelFileDamaged: config.json or the weights' index is not JSON, or lacks the model's length.
     """
-    bundled = model == BUNDLED_MODEL
-    path = Path(str(resources.files("baton.assets") / BUNDLED_MODEL)) if bundled else Path(model)
+    bundled = model in BUNDLED_MODELS
+    path = Path(str(resources.files("baton.assets") / model)) if bundled else Path(model)
     try:
         path = path.expanduser().resolve()
         is_dir = path.is_dir()
@@ -80,7 +80,7 @@ def _require_weights(path: Path) -> None:
         shards = _read_json(index).get("weight_map")
         if not isinstance(shards, dict):
             raise ModelFileDamaged(f"{index} holds no mapping weight_map", path=str(index))
-        missing = sorted({str(name) for name in shards.values()} - {item.name for item in path.iterdir()})
+        missing = sorted({str(name) for name in shards.values() if not (path / str(name)).is_file()})
         if missing:
             raise ModelMissing(f"{path} lacks {', '.join(missing[:3])}", path=str(path), missing=missing)
     elif not any(path.glob("*.safetensors")):
@@ -178,6 +178,7 @@ def resolve_worker(
         prefix_cache=config.prefix_cache,
         weights=config.weights,
         scheduling=config.scheduling,
+        verification=config.verification_config(),
         transfer=transfer_config(config),
     )
 

@@ -14,6 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from baton.core.clock import MAX_TIMEOUT_S
 from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
+from baton.core.verification import (
+    MADE_UP_MODES,
+    DraftSampleMethod,
+    VerificationConfig,
+    VerificationMode,
+    refuse_made_up,
+)
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
 TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
@@ -25,12 +32,22 @@ class ServeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    model: str = Field("tiny", min_length=1, description="a Hugging Face model directory, or `tiny`, the bundled model")
+    model: str = Field(
+        "tiny",
+        min_length=1,
+        description="a Hugging Face model directory, or a bundled model: `tiny`, `tiny-pruned`",
+    )
     prefill: int = Field(1, ge=1, le=1024, description="prefill workers")
     decode: int = Field(1, ge=1, le=1024, description="decode workers")
     tp_prefill: int = Field(1, ge=1, le=8, description="GPUs per prefill worker")
     tp_decode: int = Field(1, ge=1, le=8, description="GPUs per decode worker")
     mtp: int | Literal["auto"] = Field(2, description="draft tokens per step, 0 to 4; auto adapts")
+    verification: Literal["coupled", "rejection"] = Field(
+        "coupled", description="coupled: tokens as without drafts; rejection: their law as without"
+    )
+    draft_sample_method: Literal["probabilistic", "greedy"] = Field(
+        "probabilistic", description="with rejection: drafts drawn from the MTP head's distribution, or its likeliest"
+    )
     transport: TransportName = Field("auto", description="KV data path; auto takes the best that each pair proves")
     kv_digest: bool = Field(True, description="digest KV end to end; off, sockets check crc32c instead")
     kv_curve_key_file: str = Field("", description="ZMQ key pair of the deployment: encrypts KV, admits nobody else")
@@ -72,8 +89,11 @@ class ServeConfig(BaseModel):
         """Check values from flags or a file.
 
         Raises:
-            ConfigInvalid: an unknown key, or a value out of range; all of them are named.
+            ConfigInvalid: an unknown key, or a value out of range; all of them are named. A mode of verification that
+                makes acceptance up is refused before anything else.
         """
+        if values.get("verification") in MADE_UP_MODES:
+            raise refuse_made_up(str(values["verification"]))
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
@@ -83,6 +103,12 @@ class ServeConfig(BaseModel):
         if isinstance(config.mtp, int) and not 0 <= config.mtp <= 4:
             raise ConfigInvalid(f"mtp: {config.mtp} is not in 0 ... 4", keys=["mtp"])
         return config
+
+    def verification_config(self) -> VerificationConfig:
+        """How a decode worker verifies drafts."""
+        return VerificationConfig(
+            mode=VerificationMode(self.verification), draft_sample_method=DraftSampleMethod(self.draft_sample_method)
+        )
 
     @classmethod
     def read_file(cls, path: Path) -> dict[str, Any]:
@@ -170,4 +196,5 @@ class WorkerConfig:
     prefix_cache: bool = True
     weights: str = "checkpoint"
     scheduling: SchedulingName = "async"
+    verification: VerificationConfig = field(default_factory=VerificationConfig)
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

@@ -32,10 +32,12 @@ class DecodeNode:
 
     Raises:
         StartupError: see `load_worker`.
+        ConfigInvalid: the verification is one for benchmarks.
     """
 
     def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None]) -> None:
         self.config = config
+        config.verification.require_servable()
         self.epoch = secrets.randbits(64) or 1
         clock = MonotonicClock()
         loaded, self._landing = self._load()
@@ -46,6 +48,7 @@ class DecodeNode:
                 loaded.pool,
                 config.max_num_seqs,
                 config.num_draft_tokens,
+                verification=config.verification,
                 eos_token_ids=loaded.tokenizer.eos_token_ids,
             ),
             pool=loaded.pool,

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from baton.core.sampling import SamplingParams
+from baton.core.verification import VerificationConfig
 from baton.engine.batch import DecodeRows, decode_batch
+from baton.engine.drafting import Drafted, DraftSource, stack_probs
 from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.host_future import ResultBuffers
 from baton.engine.lane import lane_for
@@ -27,10 +29,11 @@ from baton.engine.logprobs import num_packed, step_logprobs
 from baton.engine.plan import decide
 from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
-from baton.engine.sampler import SamplingRows, choose, draw_noise, looks_ahead
+from baton.engine.sampler import SamplingRows, looks_ahead
 from baton.engine.slots import DecodeState, SlotTable
 from baton.engine.step_ticket import DecodeOutput, StepTicket
-from baton.engine.verify import DraftIds, Verified, verify_coupled
+from baton.engine.verifiers import make_verifier
+from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, Verified, Verifier, VerifyInputs
 from baton.kernels.copies import to_device
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
@@ -61,6 +64,7 @@ def decode_step(
     plan: DecodePlan,
     model: Model,
     pool: KVPool,
+    verifier: Verifier,
     preparer: StepPreparer | None = None,
 ) -> tuple[DecodeState, Verified]:
     """One step of every sequence: at least one token each, at most K + 1.
@@ -70,11 +74,8 @@ def decode_step(
     num_drafts = plan.num_drafts
     first_B, num_rows = state.length_B - 1, num_drafts + 1
     ticket = None if preparer is None else preparer.launch(first_B, num_rows, rows, plan.max_context_len)
-    # One draw for every position this step may choose a token for: drafts, verification and the next draft share it.
-    num_positions = num_drafts + 2 if num_drafts else 1
-    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-    noise_SPV = draw_noise(plan.sampling, state.length_B, num_positions, model.config.vocab_size, dtype)
-    drafts = _draft(state, rows, plan, noise_SPV, model, pool)
+    source = DraftSource.of_step(verifier.draft_law, plan.sampling, state.length_B, num_drafts, model)
+    drafts, draft_probs = _draft(state, rows, plan, source, model, pool)
     if preparer is None or ticket is None:
         batch = decode_batch(first_B, num_rows, rows, plan.max_context_len, pool)
     else:
@@ -82,8 +83,17 @@ def decode_step(
     token_ids_BQ = torch.cat([state.last_token_B[:, None], drafts.ids_BK], dim=1)
     trunk_TD = model.trunk(token_ids_BQ.flatten(), batch, pool, _ignore_layer)
     logits_BQV = model.logits(trunk_TD).reshape(*token_ids_BQ.shape, -1)
-    noise_SQV = None if noise_SPV is None else noise_SPV[:, : num_drafts + 1]
-    verified = verify_coupled(drafts, logits_BQV, plan.sampling, noise_SQV, rows.draft_cap_B)
+    verified = verifier.verify(
+        VerifyInputs(
+            drafts=drafts,
+            draft_probs=draft_probs,
+            target_logits_BQV=logits_BQV,
+            sampling=plan.sampling,
+            noise_SQV=source.target_noise(num_drafts + 1),
+            position_B=state.length_B,
+            draft_cap_B=rows.draft_cap_B,
+        )
+    )
     if plan.sampling is not None and plan.sampling.logprobs is not None:
         logprobs_LQX = step_logprobs(logits_BQV, verified.token_ids_BQ, plan.sampling.logprobs)
         verified = replace(verified, logprobs_LQX=logprobs_LQX)
@@ -99,35 +109,41 @@ def decode_step(
     mtp_TD = model.mtp(verified.token_ids_BQ.flatten(), trunk_TD, batch, pool, _ignore_layer)
     sequence_B = torch.arange(token_ids_BQ.shape[0], device=mtp_TD.device)
     hidden_BD = mtp_TD.reshape(*token_ids_BQ.shape, -1)[sequence_B, verified.accepted_len_B]
-    noise_S1V = None
-    if noise_SPV is not None and plan.sampling is not None:
-        position_S = verified.accepted_len_B[plan.sampling.index_S] + 1
-        noise_S1V = noise_SPV[torch.arange(len(position_S), device=mtp_TD.device), position_S][:, None]
-    ahead = Lookahead(verified.token_ids_BQ, accepted_B1 + 1) if looks_ahead(plan.sampling) else None
-    draft_token_B = choose(model.logits(hidden_BD)[:, None], plan.sampling, noise_S1V, ahead)[:, 0]
-    return replace(state, draft_token_B=draft_token_B, hidden_BD=hidden_BD), verified
+    state = replace(state, hidden_BD=hidden_BD)
+    if source.law is not DraftLaw.SAMPLED:
+        ahead = Lookahead(verified.token_ids_BQ, accepted_B1 + 1) if looks_ahead(plan.sampling) else None
+        state = replace(state, draft_token_B=source.draft_next(model, hidden_BD, verified.accepted_len_B, ahead))
+    return state, verified
 
 
 def _draft(
     state: DecodeState,
     rows: DecodeRows,
     plan: DecodePlan,
-    noise_SPV: torch.Tensor | None,
+    source: DraftSource,
     model: Model,
     pool: KVPool,
-) -> DraftIds:
-    """Extend the draft in hand to K tokens, the MTP head feeding on its own output."""
+) -> tuple[DraftIds, DraftProbs | None]:
+    """Extend the draft in hand to K tokens, the MTP head feeding on its own output.
+
+    Drafts that are drawn from a distribution are all drawn here, the first from the hidden state that the one in hand
+    was made from: so no distribution has to outlive its step, or cross from the prefill worker.
+    """
     if plan.num_drafts == 0:
-        return DraftIds(state.last_token_B.new_empty(len(state.last_token_B), 0))
-    token_ids = [state.draft_token_B]
+        return DraftIds(state.last_token_B.new_empty(len(state.last_token_B), 0)), None
     hidden_BD = state.hidden_BD
+    if source.law is DraftLaw.SAMPLED:
+        drafted = [source.draft(model, hidden_BD, 0)]
+    else:
+        drafted = [Drafted(state.draft_token_B, None)]
     for step in range(1, plan.num_drafts):
         batch = decode_batch(state.length_B - 2 + step, 1, rows, plan.max_context_len, pool)
-        hidden_BD = model.mtp(token_ids[-1], hidden_BD, batch, pool, _ignore_layer)
-        noise_S1V = None if noise_SPV is None else noise_SPV[:, step : step + 1]
-        ahead = Lookahead.after(torch.stack(token_ids, dim=1)) if looks_ahead(plan.sampling) else None
-        token_ids.append(choose(model.logits(hidden_BD)[:, None], plan.sampling, noise_S1V, ahead)[:, 0])
-    return DraftIds(torch.stack(token_ids, dim=1))
+        hidden_BD = model.mtp(drafted[-1].token_B, hidden_BD, batch, pool, _ignore_layer)
+        ahead = None
+        if looks_ahead(plan.sampling):
+            ahead = Lookahead.after(torch.stack([item.token_B for item in drafted], dim=1))
+        drafted.append(source.draft(model, hidden_BD, step, ahead))
+    return DraftIds(torch.stack([item.token_B for item in drafted], dim=1)), stack_probs(drafted, model)
 
 
 def _ignore_layer(layer: int) -> None:
@@ -135,7 +151,7 @@ def _ignore_layer(layer: int) -> None:
 
 
 StepFunction = Callable[
-    [DecodeState, DecodeRows, DecodePlan, Model, KVPool, StepPreparer | None], tuple[DecodeState, Verified]
+    [DecodeState, DecodeRows, DecodePlan, Model, KVPool, Verifier, StepPreparer | None], tuple[DecodeState, Verified]
 ]
 
 
@@ -167,8 +183,12 @@ class DecodeRunner:
         num_draft_tokens: drafts a step may make.
         communicator: if this is one rank of a group.
         eos_token_ids: what `min_tokens` holds back beside a request's own stop tokens.
+        verification: of drafts; coupled if None.
         step: what a step computes.
         prepare_ahead: make what attention needs to verify on a thread (and a stream) of its own, while drafting.
+
+    Raises:
+        ConfigInvalid: the verification does not fit the number of drafts.
     """
 
     def __init__(
@@ -180,6 +200,7 @@ class DecodeRunner:
         communicator: Communicator | None = None,
         *,
         eos_token_ids: Sequence[int] = (),
+        verification: VerificationConfig | None = None,
         step: StepFunction | None = None,
         prepare_ahead: bool = False,
     ) -> None:
@@ -189,6 +210,9 @@ class DecodeRunner:
         self.hidden_size = model.config.hidden_size
         self.num_draft_tokens = num_draft_tokens
         self._communicator = communicator or Alone()
+        self._verifier = make_verifier(verification or VerificationConfig(), num_draft_tokens)
+        if self._verifier.draft_law is DraftLaw.SAMPLED:
+            model.t2d()  # made before the first step, not in it
         self._model = model
         self._pool = pool
         self._step = step or decode_step
@@ -352,7 +376,7 @@ class DecodeRunner:
         )
         num_blocks = -(-max_context_len // self._pool.layout.block_size)
         state, rows = self._table.gather(batch.slots_B, num_blocks)
-        state, verified = self._step(state, rows, plan, self._model, self._pool, self._preparer)
+        state, verified = self._step(state, rows, plan, self._model, self._pool, self._verifier, self._preparer)
         self._table.scatter(batch.slots_B, state)
         self._table.sampling.advance(batch.slots_B, verified)
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]

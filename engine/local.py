@@ -15,6 +15,7 @@ from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts, choices_of
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_request
+from baton.core.verification import VerificationConfig
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
@@ -82,6 +83,7 @@ class LocalEngine:
         max_num_sequences: int,
         clock: Clock | None = None,
         scheduling: SchedulingName = "async",
+        verification: VerificationConfig | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
@@ -91,7 +93,14 @@ class LocalEngine:
         )
         eos_token_ids = tokenizer.eos_token_ids
         self._prefill = PrefillRunner(model, self.pool, eos_token_ids=eos_token_ids)
-        self._decode = DecodeRunner(model, self.pool, max_num_sequences, num_draft_tokens, eos_token_ids=eos_token_ids)
+        self._decode = DecodeRunner(
+            model,
+            self.pool,
+            max_num_sequences,
+            num_draft_tokens,
+            eos_token_ids=eos_token_ids,
+            verification=verification,
+        )
         self._steps = StepPipeline[LocalSequence](self._decode, scheduling)
         self._in_step = False
         self._unread: dict[AttemptKey, list[TokenEvent]] = {}

@@ -23,7 +23,11 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class Purpose(IntEnum):
     """What a draw is used for; two purposes never share a number."""
 
-    SAMPLE = 0
+    SAMPLE = 0  # the noise of a token's choice, by the token's position
+    ACCEPT = 1  # whether drafts stand; this and what follows is keyed by the first position of a step
+    RESIDUAL = 2  # the token after the drafts that stand
+    DRAFT = 3  # the drafts
+    SYNTHETIC = 4  # acceptance made up for a benchmark
 
 
 def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:

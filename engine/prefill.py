@@ -13,6 +13,7 @@ import torch
 
 from baton.core.logprobs import TokenLogprobs
 from baton.engine.batch import PrefillChunk, PrefillInputs, prefill_inputs
+from baton.engine.drafting import over_vocabulary
 from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.logprobs import logprobs_of, step_logprobs, unpack, unpack_step
 from baton.engine.plan import decide
@@ -155,7 +156,7 @@ class PrefillRunner:
             hidden_TD = self._model.mtp(token_ids_T, forward.hidden_TD, inputs.batch, self._pool, on_layer)
             hidden_FD = hidden_TD[inputs.last_row_F]
             if hidden_FD.shape[0]:
-                logits_FV = self._model.logits(hidden_FD)
+                logits_FV = over_vocabulary(self._model.draft_logits(hidden_FD), self._model)
                 ahead = Lookahead.after(forward.first_token_F[:, None]) if looks_ahead(forward.sampling) else None
                 draft_F = sample(logits_FV, forward.sampling, self._last_position_F(inputs) + 2, ahead)
                 drafts = decide(self._communicator, draft_F).tolist()

@@ -34,6 +34,8 @@ class ModelConfig:
         renormalise_experts: whether chosen probabilities are made to sum to 1 (norm_topk_prob).
         sparse_layers: trunk layers with experts.
         num_mtp_layers: MTP layers the checkpoint says it has.
+        draft_vocab_size: columns of the draft head; None if the MTP head proposes from the whole vocabulary.
+        d2t_form: how the draft head's table is written, if config.json says (model.draft_head).
         model_hash: identity of config and weights; equal for copies of one directory.
     """
 
@@ -55,6 +57,8 @@ class ModelConfig:
     renormalise_experts: bool
     sparse_layers: frozenset[int]
     num_mtp_layers: int
+    draft_vocab_size: int | None
+    d2t_form: str | None
     model_hash: str
 
     @classmethod
@@ -164,8 +168,16 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         "moe_intermediate_size": _size(values, "moe_intermediate_size") if is_moe else 0,
         "renormalise_experts": bool(values.get("norm_topk_prob", False)),
         "sparse_layers": frozenset(sparse),
+        "draft_vocab_size": _draft_vocab_size(values),
+        "d2t_form": None if values.get("d2t_form") is None else str(values["d2t_form"]),
         "num_mtp_layers": int(values.get("mtp_num_hidden_layers") or values.get("num_nextn_predict_layers") or 0),
     }
+
+
+def _draft_vocab_size(values: dict[str, Any]) -> int | None:
+    if values.get("draft_vocab_size") is None:
+        return None
+    return _size(values, "draft_vocab_size", limit=int(values["vocab_size"]))
 
 
 def _num_experts(values: dict[str, Any]) -> int:

@@ -8,6 +8,7 @@ import torch
 from baton.core.errors import ModelTensorMissing, ModelUnsupported
 from baton.core.numerics import Numerics
 from baton.model.config import ModelConfig
+from baton.model.draft_head import D2T, normalise_d2t, spaced_d2t
 from baton.model.layers import WeightSource
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator, ShardPlan
@@ -37,7 +38,7 @@ def load_model(
     Raises:
         ModelMissing: the directory, or a file it must hold, is not there.
         ModelFileDamaged: a file is truncated or not what its name says.
-        ModelUnsupported: config.json asks for something that is not implemented.
+        ModelUnsupported: config.json asks for something that is not implemented, or a draft head's table is unsound.
         ModelTensorMissing: tensors are not there, among them those of an MTP head that was asked for.
         ModelTensorUnexpected: the checkpoint holds tensors the architecture has no place for.
         ModelTensorMisshapen: a tensor's shape or dtype is not the one config.json implies.
@@ -49,14 +50,21 @@ def load_model(
         _require_mtp(config, path)
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
+    d2t_C: torch.Tensor | None = None
     if random_seed is not None:
         stored = random_tensors(spec.required, dtype, device, random_seed)
+        if D2T in spec.tables:
+            d2t_C = spaced_d2t(spec.tables[D2T][0], config.vocab_size)
     else:
         headers = stored = read_headers(path)
         check_tensors(spec, headers)
+        if D2T in spec.tables:
+            d2t_C = normalise_d2t(headers[D2T].read_index(), config.vocab_size, config.d2t_form)
     plan = ShardPlan(config, communicator or Alone(), numerics)
     source = WeightSource(stored, dtype, device, len(spec.required), on_progress, plan.cut)
-    model = Model(source, config, numerics, with_mtp=with_mtp, inner=plan.inner)
+    model = Model(
+        source, config, numerics, with_mtp=with_mtp, inner=plan.inner, d2t_C=None if d2t_C is None else d2t_C.to(device)
+    )
     assert source.num_done == len(spec.required)
     return model
 

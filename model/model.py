@@ -3,7 +3,7 @@
 With weights that were cut and operations that add over a group (`model.parallel`), it is one rank's part of the model:
 its trunk, MTP head and logits are the whole model's, its pool holds the rank's KV heads.
 
-Legend: T tokens, N rows, D hidden size, V vocabulary.
+Legend: T tokens, N rows, D hidden size, V vocabulary, C columns of the draft head.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,14 @@ from baton.kvcache.pool import DTYPE_NAMES, KVPool
 from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
+from baton.model.draft_head import DRAFT_HEAD, HeadIds, invert_d2t
 from baton.model.inputs import AttentionBatch, DecodeBatch
 from baton.model.layers import WeightSource
 from baton.model.mtp import MTPHead
 
 
 class Model:
-    """Trunk, lm_head and, if loaded with it, the MTP head."""
+    """Trunk, lm_head and, if loaded with it, the MTP head; with `d2t_C`, one that proposes only those tokens."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Model:
         *,
         with_mtp: bool,
         inner: InnerSum = ALONE,
+        d2t_C: torch.Tensor | None = None,
     ) -> None:
         self.config = config
         self.dtype = source.dtype
@@ -45,6 +47,9 @@ class Model:
         self._decoder = Decoder(source, config, self._ops)
         self._mtp = MTPHead(source, config, self._ops) if with_mtp else None
         self._lm_head_VD = self._decoder.embedding_VD if config.tie_word_embeddings else source.take("lm_head.weight")
+        self.d2t_C = d2t_C
+        self._draft_head_CD = self._lm_head_VD if d2t_C is None else source.take(DRAFT_HEAD)
+        self._t2d_V: torch.Tensor | None = None
         self._inverse_F = rope_inverse_frequencies(config.head_dim, config.rope_theta, self.dtype, self.device)
 
     def trunk(
@@ -68,8 +73,21 @@ class Model:
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, V], computed in the model's dtype; returned as float32 where that is narrower."""
-        logits_NV = self._ops.linear(hidden_ND, self._lm_head_VD)
-        return logits_NV if logits_NV.dtype.itemsize >= 4 else logits_NV.float()
+        return self._head(hidden_ND, self._lm_head_VD)
+
+    def draft_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """[N, C] over the columns of the draft head, which are the vocabulary unless it is pruned; as `logits`."""
+        return self._head(hidden_ND, self._draft_head_CD)
+
+    def draft_to_target(self, ids: HeadIds) -> torch.Tensor:
+        """The tokens of columns of the draft head, int64 of the same shape."""
+        return ids.columns if self.d2t_C is None else self.d2t_C[ids.columns]
+
+    def t2d(self) -> torch.Tensor | None:
+        """The column of each token, int64 [V], -1 for none; None if they are the same. Built when first asked for."""
+        if self._t2d_V is None and self.d2t_C is not None:
+            self._t2d_V = invert_d2t(self.d2t_C, self.config.vocab_size)
+        return self._t2d_V
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Layout of a pool for this model; the MTP layer is the last."""
@@ -95,7 +113,13 @@ class Model:
             shapes.add((config.num_experts, hidden))
         if self.with_mtp:
             shapes.add((hidden, 2 * hidden))
+        if self.d2t_C is not None:
+            shapes.add((len(self.d2t_C), hidden))
         return tuple(sorted(shapes))
+
+    def _head(self, hidden_ND: torch.Tensor, head_XD: torch.Tensor) -> torch.Tensor:
+        logits_NX = self._ops.linear(hidden_ND, head_XD)
+        return logits_NX if logits_NX.dtype.itemsize >= 4 else logits_NX.float()
 
     def _inputs(self, batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]) -> AttentionInputs:
         positions = batch.positions_BQ.flatten() if isinstance(batch, DecodeBatch) else batch.positions_T

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.model.draft_head import DRAFT_HEAD
 from baton.model.weights import Cut
 
 RANDOM_SEED = 0
@@ -49,7 +50,7 @@ class RandomTensor:
         if len(self.shape) == 1:
             return (_HEAD_NORM_MEAN if self.name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0), _NORM_SPREAD
         unit = self.shape[-1] ** -0.5  # keeps the size of what goes through
-        if self.name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if self.name in ("model.embed_tokens.weight", "lm_head.weight", DRAFT_HEAD):
             return 0.0, _LOGIT_SPREAD * unit
         return 0.0, unit * next((gain for name, gain in _GAINS.items() if self.name.endswith(name)), 1.0)
 

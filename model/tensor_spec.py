@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelTensorUnexpected
 from baton.model.config import ModelConfig
+from baton.model.draft_head import D2T, DRAFT_HEAD, T2D
 from baton.model.weights import StoredTensor
 
 Shape = tuple[int, ...]
@@ -13,9 +14,10 @@ _NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Tensors to load, and tensors that may be there and are not needed."""
+    """Tensors to load, tables of ids to load, and tensors that may be there and are not needed."""
 
     required: dict[str, Shape]
+    tables: dict[str, Shape]
     optional: dict[str, Shape]
 
 
@@ -32,7 +34,11 @@ def tensor_spec(config: ModelConfig, *, with_mtp: bool) -> TensorSpec:
             required[f"mtp.{name}.weight"] = (config.hidden_size,)
         required["mtp.fc.weight"] = (config.hidden_size, 2 * config.hidden_size)
         required |= _layer_spec(config, "mtp.layers.0", config.num_layers)
-    return TensorSpec(required, optional)
+    tables: dict[str, Shape] = {}
+    if with_mtp and config.draft_vocab_size is not None:
+        required[DRAFT_HEAD] = (config.draft_vocab_size, config.hidden_size)
+        tables[D2T] = (config.draft_vocab_size,)
+    return TensorSpec(required, tables, optional)
 
 
 def _layer_spec(config: ModelConfig, prefix: str, layer: int) -> dict[str, Shape]:
@@ -72,13 +78,13 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
         ModelTensorUnexpected: tensors the architecture has no place for (those of an unused MTP head excepted).
         ModelTensorMisshapen: a shape differs, or a dtype is not a plain float of 16 to 64 bits.
     """
-    missing = sorted(set(spec.required) - set(stored))
+    missing = sorted({*spec.required, *spec.tables} - set(stored))
     if missing:
         message = f"the checkpoint lacks {_named(missing)}"
         if all(name.startswith("mtp.") for name in missing):
             message += "; its MTP head cannot be used, but --mtp 0 would serve the model without it"
         raise ModelTensorMissing(message, tensors=missing)
-    known = spec.required | spec.optional
+    known = spec.required | spec.tables | spec.optional
     unexpected = sorted(name for name in stored if name not in known and not _is_ignored(name, spec))
     if unexpected:
         message = f"the checkpoint holds {_named(unexpected)}, for which the architecture has no place"
@@ -88,7 +94,11 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
         if tensor is not None and tensor.shape != shape:
             message = f"{name} has shape {list(tensor.shape)} where config.json implies {list(shape)}"
             raise ModelTensorMisshapen(message, tensor=name, shape=list(tensor.shape), wanted_shape=list(shape))
-        if tensor is not None and tensor.dtype is None:
+        if tensor is not None and name in spec.tables:
+            if tensor.index_dtype is None:
+                message = f"{name} is stored as {tensor.dtype_name}; ids must be I64 or I32"
+                raise ModelTensorMisshapen(message, tensor=name, dtype=tensor.dtype_name)
+        elif tensor is not None and tensor.dtype is None:
             message = f"{name} is stored as {tensor.dtype_name}; weights must be F64, F32, BF16 or F16"
             raise ModelTensorMisshapen(message, tensor=name, dtype=tensor.dtype_name)
 
@@ -96,6 +106,8 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
 def _is_ignored(name: str, spec: TensorSpec) -> bool:
     if name.endswith(".rotary_emb.inv_freq"):  # old checkpoints store this constant
         return True
+    if name == T2D:  # follows from d2t
+        return DRAFT_HEAD in spec.required or "mtp.fc.weight" not in spec.required
     return name.startswith("mtp.") and "mtp.fc.weight" not in spec.required
 
 

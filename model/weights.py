@@ -18,6 +18,7 @@ _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _SAMPLE_BYTES = 64
+_INDEX_DTYPES = {"I64": torch.int64, "I32": torch.int32}
 _STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -45,6 +46,16 @@ class StoredTensor:
         """The torch dtype, or None if weights of this kind are not supported."""
         return _STORED_DTYPES.get(self.dtype_name)
 
+    @property
+    def index_dtype(self) -> torch.dtype | None:
+        """The torch dtype of a table of ids, or None if it is no such table."""
+        return _INDEX_DTYPES.get(self.dtype_name)
+
+    def read_index(self) -> torch.Tensor:
+        """A table of ids, int64, on the CPU."""
+        assert self.index_dtype is not None
+        return self._read(self.index_dtype, self.start, self.end, self.shape).to(torch.int64)
+
     def read(self, cut: Cut | None = None) -> torch.Tensor:
         """The tensor, or a part of it, on the CPU, as stored. Of a cut along the first dimension no more is read."""
         assert self.dtype is not None
@@ -53,15 +64,18 @@ class StoredTensor:
             row_bytes = (end - start) // shape[0]
             start += cut.first * row_bytes
             end, shape = start + cut.count * row_bytes, (cut.count, *shape[1:])
+        tensor = self._read(self.dtype, start, end, shape)
+        return tensor if cut is None or cut.dim == 0 else tensor.narrow(cut.dim, cut.first, cut.count).contiguous()
+
+    def _read(self, dtype: torch.dtype, start: int, end: int, shape: tuple[int, ...]) -> torch.Tensor:
         data = bytearray(end - start)
         with self.file.open("rb") as stream:
             stream.seek(start)
             if stream.readinto(data) != len(data):
                 raise ModelFileDamaged(f"{self.file} shrank while it was read", path=str(self.file))
         if not data:
-            return torch.empty(shape, dtype=self.dtype)
-        tensor = torch.frombuffer(data, dtype=self.dtype).view(shape)
-        return tensor if cut is None or cut.dim == 0 else tensor.narrow(cut.dim, cut.first, cut.count).contiguous()
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
 def read_headers(path: Path) -> dict[str, StoredTensor]:
@@ -128,7 +142,8 @@ def _stored(file: Path, begin: int, entry: Mapping[str, Any]) -> StoredTensor:
     num_elements = 1
     for length in shape:
         num_elements *= length
-    if tensor.dtype is not None and num_elements * tensor.dtype.itemsize != end - start:
+    dtype = tensor.dtype or tensor.index_dtype
+    if dtype is not None and num_elements * dtype.itemsize != end - start:
         raise ValueError(f"{end - start} bytes for shape {shape}")
     return tensor
 

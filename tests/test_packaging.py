@@ -65,7 +65,7 @@ def test_the_wheel_holds_the_rooms_and_their_data_only(wheel):
     assert {Path(name).parts[1] for name in code if len(Path(name).parts) > 2} == ROOMS
     beside = {Path(name).name for name in code if len(Path(name).parts) == 2}
     assert beside == {"__init__.py", "cluster.yaml", "cluster.local.yaml", "py.typed"}
-    assert {Path(name).suffix for name in code if not name.startswith("baton/assets/tiny/")} == {
+    assert {Path(name).suffix for name in code if not name.startswith("baton/assets/tiny")} == {
         ".py",
         ".pyi",
         ".proto",
@@ -73,8 +73,9 @@ def test_the_wheel_holds_the_rooms_and_their_data_only(wheel):
         ".typed",
     }
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
-    shipped = {path.name for path in (ROOT / "assets" / "tiny").iterdir() if path.is_file()}
-    assert {Path(name).name for name in code if name.startswith("baton/assets/tiny/")} == shipped
+    for model in ("tiny", "tiny-pruned"):
+        shipped = {path.name for path in (ROOT / "assets" / model).iterdir() if path.is_file()}
+        assert {Path(name).name for name in code if name.startswith(f"baton/assets/{model}/")} == shipped
 
 
 def test_an_installed_wheel_takes_no_foreign_name(wheel, tmp_path):

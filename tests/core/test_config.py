@@ -6,6 +6,7 @@ from baton.core.clock import MonotonicClock, VirtualClock
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid
 from baton.core.request import SpeculationCounts
+from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 
 pytestmark = pytest.mark.fast
 
@@ -26,6 +27,8 @@ def test_defaults_hold():
         ({"block_size": 17}, ["block_size"]),
         ({"grpc_port": 65536}, ["grpc_port"]),
         ({"transport": "pigeon"}, ["transport"]),
+        ({"verification": "hope"}, ["verification"]),
+        ({"draft_sample_method": "tarot"}, ["draft_sample_method"]),
         ({"numerics": "exact"}, ["numerics"]),
         ({"request_timeout_s": math.nan}, ["request_timeout_s"]),
         ({"request_timeout_s": math.inf}, ["request_timeout_s"]),
@@ -52,6 +55,21 @@ def test_bad_keys_and_values_are_all_named(values, keys):
     assert sorted(set(caught.value.fields["keys"])) == keys
     for key in keys:
         assert key in caught.value.message
+
+
+@pytest.mark.parametrize("mode", ["synthetic", "force"])
+def test_made_up_acceptance_is_refused_by_name(mode):
+    with pytest.raises(ConfigInvalid, match="never served") as caught:
+        ServeConfig.from_mapping({"verification": mode})
+    assert caught.value.fields["keys"] == ["verification"]
+
+
+def test_verification_of_a_deployment():
+    assert ServeConfig.from_mapping({}).verification_config() == VerificationConfig()
+    config = ServeConfig.from_mapping({"verification": "rejection", "draft_sample_method": "greedy"})
+    wanted = VerificationConfig(mode=VerificationMode.REJECTION, draft_sample_method=DraftSampleMethod.GREEDY)
+    assert config.verification_config() == wanted
+    config.verification_config().require_servable()
 
 
 def test_files(tmp_path):

@@ -318,7 +318,7 @@ def is_caught(make_patch, plant, *, prepare_ahead=False, num_rounds=25):
         with make_patch() as patch, contextlib.ExitStack():
             try:
                 hunt(patch, seed=seed, plant=plant, longest_s=4e-3, prepare_ahead=prepare_ahead)
-            except Exception as error:  # noqa: BLE001  (whatever it is, it was noticed)
+            except Exception as error:  # noqa: BLE001  whatever it breaks, it was noticed  # noqa: BLE001  (whatever it is, it was noticed)
                 print(f"{plant.__name__}: round {seed}: {type(error).__name__}: {str(error)[:200]}")
                 return True
     return False

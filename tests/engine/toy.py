@@ -43,8 +43,9 @@ class Rows:
 class ToyModel:
     """Has the interface of baton.model.model.Model."""
 
-    def __init__(self, *, with_mtp=True, config=None, surprise=1.5, sharpness=3.0):
+    def __init__(self, *, with_mtp=True, config=None, surprise=1.5, sharpness=3.0, d2t=None):
         self.config = config or ToyConfig()
+        self.d2t_C = None if d2t is None else torch.tensor(d2t)  # tokens of a pruned draft head
         self.with_mtp = with_mtp
         self.surprise = surprise  # how much the mix, which the MTP head cannot know, decides
         self.sharpness = sharpness
@@ -90,6 +91,19 @@ class ToyModel:
         habit_NV = ((token_N1 + 1) * (vocab_V + 3) * 8191 % 257) / 257
         surprise_NV = ((mix_N1 + 1) * (vocab_V + 1) * 40_503 % 251) / 251
         return self.sharpness * (habit_NV + self.surprise * surprise_NV * (surprise_NV > 0.9))
+
+    def draft_logits(self, hidden_ND):
+        logits_NV = self.logits(hidden_ND)
+        return logits_NV if self.d2t_C is None else logits_NV[:, self.d2t_C]
+
+    def draft_to_target(self, ids):
+        return ids.columns if self.d2t_C is None else self.d2t_C[ids.columns]
+
+    def t2d(self):
+        if self.d2t_C is None:
+            return None
+        columns = {int(token): column for column, token in enumerate(self.d2t_C)}
+        return torch.tensor([columns.get(token, -1) for token in range(self.config.vocab_size)])
 
 
 def _rows(batch, pool):

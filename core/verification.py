@@ -1,0 +1,113 @@
+"""How draft tokens are verified: what an operator or a benchmark chooses, checked once.
+
+Says nothing of how a mode works (`engine.verify`, `engine.rejection`, `engine.synthetic`).
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from baton.core.errors import ConfigInvalid
+
+
+class VerificationMode(StrEnum):
+    """What decides whether a draft stands."""
+
+    COUPLED = "coupled"  # the target's own draw, fixed beforehand by its noise: the tokens of speculation off
+    REJECTION = "rejection"  # rejection sampling: the law of speculation off, other tokens
+    GREEDY = "greedy"  # the likeliest token; for batches that are greedy as a whole
+    SYNTHETIC = "synthetic"  # chance, at given rates: for benchmarks
+    FORCE = "force"  # a given number: for benchmarks
+
+
+class DraftSampleMethod(StrEnum):
+    """Where `rejection` gets the drafts of sampled requests from."""
+
+    PROBABILISTIC = "probabilistic"  # a draw from the MTP head's own distribution, which verification then needs
+    GREEDY = "greedy"  # the head's likeliest token, a point mass
+
+
+MADE_UP_MODES = (VerificationMode.SYNTHETIC, VerificationMode.FORCE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationConfig:
+    """A mode and what it needs.
+
+    Attributes:
+        mode: the mode.
+        draft_sample_method: of `rejection`.
+        block: of `rejection` with probabilistic drafts: drafts are judged as a block, which accepts at least as many.
+        acceptance_rates: of `synthetic`: the chance that draft i and all before it stand, for each i.
+        forced_len: of `force`: how many drafts stand.
+
+    Raises:
+        ConfigInvalid: rates that are no chances or rise, or a negative length.
+    """
+
+    mode: VerificationMode = VerificationMode.COUPLED
+    draft_sample_method: DraftSampleMethod = DraftSampleMethod.PROBABILISTIC
+    block: bool = True
+    acceptance_rates: tuple[float, ...] = ()
+    forced_len: int = 0
+
+    def __post_init__(self) -> None:
+        last = 1.0
+        for rate in self.acceptance_rates:
+            if not (math.isfinite(rate) and 0.0 <= rate <= last):
+                message = f"acceptance_rates: {self.acceptance_rates} must lie in 0 ... 1 and never rise"
+                raise ConfigInvalid(message, keys=["acceptance_rates"])
+            last = rate
+        if self.forced_len < 0:
+            raise ConfigInvalid(f"forced_len: {self.forced_len} is negative", keys=["forced_len"])
+
+    @classmethod
+    def synthetic(cls, *acceptance_rates: float) -> "VerificationConfig":
+        """Draft i stands, with all before it, at the i-th rate."""
+        return cls(mode=VerificationMode.SYNTHETIC, acceptance_rates=acceptance_rates)
+
+    @classmethod
+    def synthetic_mean(cls, mean_accepted_len: float, num_drafts: int) -> "VerificationConfig":
+        """Accepted lengths of this mean that vary as little as they can: the whole numbers on either side of it.
+
+        Raises:
+            ConfigInvalid: the mean is not in 0 ... num_drafts.
+        """
+        if not 0.0 <= mean_accepted_len <= num_drafts:
+            message = f"mean_accepted_len: {mean_accepted_len} is not in 0 ... {num_drafts}"
+            raise ConfigInvalid(message, keys=["mean_accepted_len"])
+        return cls.synthetic(*(min(1.0, max(0.0, mean_accepted_len - place)) for place in range(num_drafts)))
+
+    @classmethod
+    def force(cls, forced_len: int) -> "VerificationConfig":
+        """Exactly `forced_len` drafts stand, as far as a sequence may have so many."""
+        return cls(mode=VerificationMode.FORCE, forced_len=forced_len)
+
+    def require_servable(self) -> None:
+        """Check that what is emitted is the model's.
+
+        Raises:
+            ConfigInvalid: the mode makes acceptance up.
+        """
+        if self.mode in MADE_UP_MODES:
+            raise refuse_made_up(self.mode.value)
+
+    def require_fits(self, num_draft_tokens: int) -> None:
+        """Check the mode's values against the most drafts a step may have.
+
+        Raises:
+            ConfigInvalid: rates for fewer drafts, or more forced than there are.
+        """
+        num_rates = len(self.acceptance_rates)
+        if self.mode is VerificationMode.SYNTHETIC and num_rates < num_draft_tokens:
+            message = f"acceptance_rates: {num_rates} given for {num_draft_tokens} draft tokens"
+            raise ConfigInvalid(message, keys=["acceptance_rates"])
+        if self.mode is VerificationMode.FORCE and self.forced_len > num_draft_tokens:
+            message = f"forced_len: {self.forced_len} of {num_draft_tokens} draft tokens"
+            raise ConfigInvalid(message, keys=["forced_len"])
+
+
+def refuse_made_up(mode: str) -> ConfigInvalid:
+    """The error for a mode that only benchmarks may use."""
+    message = f"verification: {mode} emits drafts whatever the model says of them; it is for benchmarks, never served"
+    return ConfigInvalid(message, keys=["verification"])

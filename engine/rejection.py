@@ -1,0 +1,242 @@
+"""Rejection sampling of drafts: what is emitted has the target's law exactly, whatever the drafts are.
+
+Token by token: Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023);
+as a block: Sun et al., "Block Verification Accelerates Speculative Decoding" (2024), which never accepts fewer. With
+drafts that are point masses both are the same, so blocks are for probabilistic drafts only.
+
+A row of q that is all zero means that there is no draft: its chance is 0 and what is left is all of p. That makes one
+rule of the last row (the bonus token), of rows past a cap, and of a draft head without a single token that is allowed.
+
+The numbers of a step are keyed by its *first* position and numbered by draft. Keyed by each draft's own position they
+would come again in the next step, after a block's verdict had already depended on them, and bias it.
+
+`accept_chances`, `block_chances`, `residual_weights` and `pick` are all that decides; the tests enumerate laws with
+them. Legend: S sampled sequences, K draft tokens, Q = K + 1 rows, V vocabulary, B sequences of the batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from baton.engine.philox import Purpose, uniform
+from baton.engine.sampler import SamplingRows, edit_logits, process_logits
+from baton.engine.verify import (
+    DraftIds,
+    DraftLaw,
+    DraftProbs,
+    TargetIds,
+    Verified,
+    VerifyInputs,
+    accept,
+    emit,
+    usable_drafts,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RejectionVerifier:
+    """Greedy sequences are verified greedily, sampled ones by rejection.
+
+    Attributes:
+        is_probabilistic: drafts were drawn from distributions that are given; otherwise they are point masses.
+        block: judge probabilistic drafts as a block.
+    """
+
+    is_probabilistic: bool = True
+    block: bool = True
+
+    @property
+    def draft_law(self) -> DraftLaw:
+        """Sampled with their distributions, or the likeliest."""
+        return DraftLaw.SAMPLED if self.is_probabilistic else DraftLaw.LIKELIEST
+
+    def verify(self, inputs: VerifyInputs) -> Verified:
+        """See the module."""
+        sampling, logits_BQV = inputs.sampling, inputs.target_logits_BQV
+        if sampling is not None:
+            logits_BQV = edit_logits(logits_BQV, sampling, inputs.drafts.valid_ids())
+        # The verdict on every sequence as if it were greedy; that on sampled ones is for nobody.
+        greedy = accept(inputs.drafts, TargetIds(logits_BQV.argmax(dim=-1)), inputs.draft_cap_B)
+        if sampling is None or sampling.num_sampled == 0:
+            return greedy
+        index_S = sampling.index_S
+        drafts = DraftIds(inputs.drafts.ids_BK[index_S])
+        proposals = Proposals(
+            drafts,
+            inputs.draft_probs if self.is_probabilistic else None,
+            usable_drafts(drafts, inputs.draft_cap_B[index_S]),
+            logits_BQV.shape[-1],
+        )
+        position_S = inputs.position_B[index_S]
+        num_drafts = drafts.ids_BK.shape[1]
+        sampled = reject(
+            proposals,
+            target_probs(logits_BQV, sampling),
+            uniform(sampling.seed_S, sampling.choice_S, position_S, Purpose.ACCEPT, num_drafts),
+            uniform(sampling.seed_S, sampling.choice_S, position_S, Purpose.RESIDUAL, 1)[:, 0],
+            block=self.block and self.is_probabilistic,
+        )
+        return Verified(
+            token_ids_BQ=greedy.token_ids_BQ.index_copy(0, index_S, sampled.token_ids_BQ),
+            accepted_len_B=greedy.accepted_len_B.index_copy(0, index_S, sampled.accepted_len_B),
+        )
+
+
+def target_probs(logits_BQV: torch.Tensor, sampling: SamplingRows) -> torch.Tensor:
+    """The distributions the sampled sequences draw from, [S, Q, V], float64 or float32; of edited logits."""
+    logits_SQV = logits_BQV[sampling.index_S]
+    wide_SQV = logits_SQV if logits_SQV.dtype.itemsize >= 4 else logits_SQV.float()
+    return process_logits(wide_SQV, sampling).softmax(dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """The drafts of sampled sequences and the distributions they came from.
+
+    Attributes:
+        drafts: [S, K].
+        probs: None if the drafts are point masses.
+        num_usable_S: int64, drafts that may be accepted; nothing past them is read.
+        vocab_size: V.
+    """
+
+    drafts: DraftIds
+    probs: DraftProbs | None
+    num_usable_S: torch.Tensor
+    vocab_size: int
+
+    def chance_of_drafts(self) -> torch.Tensor:
+        """Q of each draft, float64 [S, K]; 0 where there is none, or none that the draft head could have made."""
+        ids_SK = self.drafts.ids_BK.clamp(min=0)
+        is_unusable_SK = torch.arange(ids_SK.shape[1], device=ids_SK.device) >= self.num_usable_S[:, None]
+        if self.probs is None:
+            return torch.ones(ids_SK.shape, dtype=torch.float64, device=ids_SK.device).masked_fill(is_unusable_SK, 0.0)
+        columns_SK = ids_SK if self.probs.t2d_V is None else self.probs.t2d_V[ids_SK]
+        q_SK = self.probs.probs_SKC.gather(2, columns_SK.clamp(min=0)[:, :, None])[:, :, 0].double()
+        return q_SK.masked_fill(is_unusable_SK | (columns_SK < 0), 0.0)
+
+    def row(self, place_S: torch.Tensor) -> torch.Tensor:
+        """Q [S, V] of the draft that follows `place_S` others; zeros where there is none."""
+        num_drafts = self.drafts.ids_BK.shape[1]
+        if num_drafts == 0:
+            return torch.zeros(len(place_S), self.vocab_size, device=place_S.device)
+        is_there_S1 = (place_S < self.num_usable_S)[:, None]
+        column_S1 = place_S.clamp(max=num_drafts - 1)[:, None]
+        if self.probs is None:
+            ids_S1 = self.drafts.ids_BK.gather(1, column_S1).clamp(min=0)
+            empty_SV = torch.zeros(len(place_S), self.vocab_size, device=place_S.device)
+            return empty_SV.scatter(1, ids_S1, is_there_S1.to(empty_SV.dtype))
+        sequence_S = torch.arange(len(place_S), device=place_S.device)
+        q_SC = self.probs.probs_SKC[sequence_S, column_S1[:, 0]]
+        t2d_V = self.probs.t2d_V
+        if t2d_V is not None:
+            q_SC = q_SC[:, t2d_V.clamp(min=0)].masked_fill(t2d_V < 0, 0.0)
+        return q_SC.masked_fill(~is_there_S1, 0.0)
+
+
+def reject(
+    proposals: Proposals,
+    target_SQV: torch.Tensor,
+    accept_uniform_SK: torch.Tensor,
+    residual_uniform_S: torch.Tensor,
+    *,
+    block: bool,
+) -> Verified:
+    """Verify the drafts of sampled sequences; tensors of the result are [S, Q] and [S].
+
+    Args:
+        proposals: the drafts.
+        target_SQV: the target's distributions.
+        accept_uniform_SK: float64 in (0, 1).
+        residual_uniform_S: float64 in (0, 1).
+        block: judge the drafts as a block.
+    """
+    ids_SK = proposals.drafts.ids_BK
+    num_drafts = ids_SK.shape[1]
+    p_SK = target_SQV[:, :num_drafts].gather(2, ids_SK.clamp(min=0)[:, :, None])[:, :, 0].double()
+    q_SK = proposals.chance_of_drafts()
+    if block:
+        reach_SQ = block_reach(p_SK, q_SK)
+        chances_SK = block_chances(reach_SQ, block_leftovers(proposals, target_SQV, reach_SQ))
+        stands_SK = accept_uniform_SK < chances_SK
+        is_usable_SK = torch.arange(num_drafts, device=ids_SK.device) < proposals.num_usable_S[:, None]
+        accepted_len_S = longest_prefix(stands_SK & is_usable_SK)
+    else:
+        reach_SQ = torch.ones_like(target_SQV[:, :, 0], dtype=torch.float64)
+        stands_SK = accept_uniform_SK < accept_chances(p_SK, q_SK)
+        accepted_len_S = stands_SK.to(torch.int64).cumprod(dim=1).sum(dim=1)
+    p_SV = target_SQV[torch.arange(len(ids_SK), device=ids_SK.device), accepted_len_S]
+    reach_S = reach_SQ.gather(1, accepted_len_S[:, None])[:, 0]
+    weights_SV = residual_weights(p_SV, proposals.row(accepted_len_S), reach_S)
+    last_S = pick(or_target(weights_SV, p_SV), residual_uniform_S)
+    return emit(proposals.drafts, accepted_len_S, last_S[:, None].expand(-1, num_drafts + 1))
+
+
+def accept_chances(p_SK: torch.Tensor, q_SK: torch.Tensor) -> torch.Tensor:
+    """The chance of each draft, if all before it stand: min(1, p / q); 0 where there was no draft (q = 0)."""
+    return torch.where(q_SK > 0, p_SK / q_SK, 0.0).clamp(max=1.0)
+
+
+def block_reach(p_SK: torch.Tensor, q_SK: torch.Tensor) -> torch.Tensor:
+    """How far the target covers each prefix, float64 [S, Q]: 1 for none, then min(the one before times p / q, 1).
+
+    Sun et al., algorithm 2 (there p_i).
+    """
+    reach_S = p_SK.new_ones(p_SK.shape[0])
+    reaches = [reach_S]
+    for place in range(p_SK.shape[1]):
+        p_S, q_S = p_SK[:, place], q_SK[:, place]
+        reach_S = torch.where(q_S > 0, reach_S * p_S / q_S, 0.0).clamp(max=1.0)
+        reaches.append(reach_S)
+    return torch.stack(reaches, dim=1)
+
+
+def block_leftovers(proposals: Proposals, target_SQV: torch.Tensor, reach_SQ: torch.Tensor) -> torch.Tensor:
+    """Sums of the residual weights after 1 ... K drafts, float64 [S, K]; anything past the usable drafts."""
+    num_drafts = target_SQV.shape[1] - 1
+    leftover_SK = reach_SQ.new_zeros(len(reach_SQ), num_drafts)
+    for place in range(1, num_drafts + 1):
+        q_SV = proposals.row(torch.full_like(proposals.num_usable_S, place))
+        weights_SV = residual_weights(target_SQV[:, place], q_SV, reach_SQ[:, place])
+        leftover_SK[:, place - 1] = weights_SV.sum(dim=-1, dtype=torch.float64)
+    return leftover_SK
+
+
+def block_chances(reach_SQ: torch.Tensor, leftover_SK: torch.Tensor) -> torch.Tensor:
+    """The chance with which each prefix of 1 ... K drafts asks to stand; the longest that does is taken.
+
+    Sun et al., equation 4: leftover / (leftover + 1 - reach), where the leftover of prefix i is the sum of its residual
+    weights. The last prefix has no draft after it, so that its leftover is its reach, and the reach its chance.
+    """
+    reach_SK = reach_SQ[:, 1:]
+    total_SK = leftover_SK + (1.0 - reach_SK)
+    # 0 / 0: a prefix with nothing missing and nothing left over; some longer one always stands.
+    return torch.where(total_SK > 0, leftover_SK / total_SK, 1.0)
+
+
+def longest_prefix(stands_SK: torch.Tensor) -> torch.Tensor:
+    """Length of the longest prefix that stands, int64 [S]; 0 if none does."""
+    length_K = torch.arange(1, stands_SK.shape[1] + 1, device=stands_SK.device)
+    lengths_SK = torch.where(stands_SK, length_K, 0)
+    return torch.nn.functional.pad(lengths_SK, (1, 0)).amax(dim=1)
+
+
+def residual_weights(p_SV: torch.Tensor, q_SV: torch.Tensor, reach_S: torch.Tensor) -> torch.Tensor:
+    """What the drafts left over of the target: max(reach p - q, 0), not normalised."""
+    return (p_SV * reach_S[:, None].to(p_SV.dtype) - q_SV).clamp(min=0.0)
+
+
+def or_target(weights_SV: torch.Tensor, p_SV: torch.Tensor) -> torch.Tensor:
+    """The weights, or the target where nothing is left over (p = q but for rounding)."""
+    is_empty_S1 = ~(weights_SV.sum(dim=-1, keepdim=True) > 0)
+    return torch.where(is_empty_S1, p_SV, weights_SV)
+
+
+def pick(weights_SV: torch.Tensor, uniform_S: torch.Tensor) -> torch.Tensor:
+    """Inverse of the distribution function, int64 [S]: the first id whose cumulative weight exceeds u times the sum.
+
+    An id of weight 0 is never picked, nor one past the last of positive weight, whatever rounding does.
+    """
+    cumulative_SV = weights_SV.cumsum(dim=-1, dtype=torch.float64)
+    threshold_S1 = uniform_S[:, None].double() * cumulative_SV[:, -1:]
+    return ((cumulative_SV > threshold_S1) & (weights_SV > 0)).to(torch.int8).argmax(dim=-1)
