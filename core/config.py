@@ -27,8 +27,8 @@ class ServeConfig(BaseModel):
     model: str = Field("tiny", min_length=1, description="a Hugging Face model directory, or `tiny`, the bundled model")
     prefill: int = Field(1, ge=1, le=1024, description="prefill workers")
     decode: int = Field(1, ge=1, le=1024, description="decode workers")
-    tp_prefill: int = Field(1, ge=1, le=8, description="GPUs per prefill worker")
-    tp_decode: int = Field(1, ge=1, le=8, description="GPUs per decode worker")
+    tp_prefill: Literal[1, 2, 4, 8] = Field(1, description="ranks per prefill worker, each a GPU or a CPU process")
+    tp_decode: Literal[1, 2, 4, 8] = Field(1, description="ranks per decode worker, each a GPU or a CPU process")
     mtp: int | Literal["auto"] = Field(2, description="draft tokens per step, 0 to 4; auto adapts")
     transport: TransportName = Field("auto", description="KV data path; auto takes the best that each pair proves")
     kv_digest: bool = Field(True, description="digest KV end to end; off, sockets check crc32c instead")
@@ -168,4 +168,5 @@ class WorkerConfig:
     num_threads: int
     prefix_cache: bool = True
     weights: str = "checkpoint"
+    tp_size: int = 1
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

@@ -17,7 +17,7 @@ import torch
 
 from baton.core.sampling import SamplingParams
 from baton.engine.batch import DecodeRows, decode_batch
-from baton.engine.plan import decide
+from baton.engine.decision import Decisions
 from baton.engine.prefill import SequenceStart
 from baton.engine.sampler import SamplingRows, choose, draw_noise
 from baton.engine.slots import DecodeState, SlotTable
@@ -148,7 +148,7 @@ class DecodeRunner:
         self.max_num_sequences = max_num_sequences
         self.hidden_size = model.config.hidden_size
         self.num_draft_tokens = num_draft_tokens
-        self._communicator = communicator or Alone()
+        self._decisions = Decisions(communicator or Alone())
         self._model = model
         self._pool = pool
         self._running: dict[int, _Running] = {}
@@ -213,12 +213,13 @@ class DecodeRunner:
         )
         slots_B = torch.tensor(slots, dtype=torch.int64).to(self._pool.device)
         num_blocks = -(-max_context_len // self._pool.layout.block_size)
-        state, rows = self._table.gather(slots_B, num_blocks)
-        state, verified = decode_step(state, rows, plan, self._model, self._pool)
+        before, rows = self._table.gather(slots_B, num_blocks)
+        state, verified = decode_step(before, rows, plan, self._model, self._pool)
         self._table.scatter(slots_B, state)
         # The next draft goes along only to be compared.
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
-        packed = decide(self._communicator, torch.cat(columns, dim=1)).tolist()
+        upon = [slots_B, before.last_token_B, before.draft_token_B, before.length_B, rows.block_tables_BM]
+        packed = self._decisions.make(torch.cat(columns, dim=1), upon).values().tolist()
         for item, (accepted_len, *_) in zip(running, packed, strict=True):
             item.length += accepted_len + 1
         return DecodeOutput(

@@ -5,20 +5,16 @@ ranks hold the same slots and block tables, because they were told the same, and
 what a worker does beside computing.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
-import torch
 
 from baton.core.sampling import SamplingParams
 from baton.engine.decode import DecodeOutput, DecodeRunner
-from baton.engine.plan import Plan, PlanChannel
+from baton.engine.plan import PlanChannel
+from baton.engine.plan_messages import Admit, Draft, Forward, Release, Step, Stop
 from baton.engine.prefill import PrefillChunk, PrefillForward, PrefillRunner, SequenceStart
+from baton.engine.step_limit import StepLimit
 from baton.kvcache.allocator import BlockTable
-
-STOP = "stop"
 
 
 class LeadPrefill:
@@ -28,36 +24,43 @@ class LeadPrefill:
         self.has_mtp = runner.has_mtp
         self._runner = runner
         self._channel = channel
+        self._forward_limit = StepLimit()
+        self._draft_limit = StepLimit()
 
     def forward(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None]) -> PrefillForward:
         """As `PrefillRunner.forward`, at every rank."""
-        prompts = [np.asarray(chunk.prompt_token_ids, dtype=np.int32).tobytes() for chunk in chunks]
-        fields = [_chunk_fields(chunk) for chunk in chunks]
-        self._channel.tell("forward", b"".join(prompts), chunks=fields)
-        with self._channel.computing():
+        num_rows, limit = _num_rows(chunks), self._forward_limit
+        limit_s = limit.limit_s(num_rows)
+        self._channel.tell(Forward(tuple(chunks), limit_s))
+        with self._channel.lead_step(limit, num_rows, limit_s), self._channel.computing():
             return self._runner.forward(chunks, on_layer)
 
     def draft(self, forward: PrefillForward, on_layer: Callable[[int], None]) -> tuple[SequenceStart | None, ...]:
         """As `PrefillRunner.draft`, at every rank."""
-        self._channel.tell("draft")
-        with self._channel.computing():
+        num_rows, limit = _num_rows(forward.chunks), self._draft_limit
+        limit_s = limit.limit_s(num_rows)
+        self._channel.tell(Draft(limit_s))
+        with self._channel.lead_step(limit, num_rows, limit_s), self._channel.computing():
             return self._runner.draft(forward, on_layer)
 
 
 class FollowPrefill:
     """Another rank's."""
 
-    def __init__(self, runner: PrefillRunner) -> None:
+    def __init__(self, runner: PrefillRunner, channel: PlanChannel) -> None:
         self._runner = runner
+        self._channel = channel
         self._forward: PrefillForward | None = None
 
-    def take(self, plan: Plan, on_layer: Callable[[int], None]) -> bool:
+    def take(self, plan: Any, on_layer: Callable[[int], None]) -> bool:
         """Do what the plan says; False if it is about something else."""
-        match plan.kind:
-            case "forward":
-                self._forward = self._runner.forward(_chunks(plan), on_layer)
-            case "draft":
+        match plan:
+            case Forward():
+                self._channel.follow_step(plan.limit_s)
+                self._forward = self._runner.forward(plan.chunks, on_layer)
+            case Draft():
                 assert self._forward is not None
+                self._channel.follow_step(plan.limit_s)
                 self._runner.draft(self._forward, on_layer)
                 self._forward = None
             case _:
@@ -71,6 +74,7 @@ class LeadDecode:
     def __init__(self, runner: DecodeRunner, channel: PlanChannel) -> None:
         self._runner = runner
         self._channel = channel
+        self._limit = StepLimit()
         self.max_num_sequences = runner.max_num_sequences
         self.hidden_size = runner.hidden_size
         self.num_draft_tokens = runner.num_draft_tokens
@@ -85,128 +89,59 @@ class LeadDecode:
         draft_cap: int,
     ) -> None:
         """As `DecodeRunner.admit`, at every rank."""
-        hidden_D = start.hidden_D
-        data = b"" if hidden_D is None else hidden_D.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        self._channel.tell(
-            "admit",
-            data,
-            slot=slot,
-            first_token=start.first_token,
-            draft_token=start.draft_token,
-            hidden_dtype="" if hidden_D is None else str(hidden_D.dtype).removeprefix("torch."),
-            prompt_len=prompt_len,
-            sampling=dataclasses.asdict(sampling),
-            table=table_fields(table),
-            draft_cap=draft_cap,
-        )
+        self._channel.tell(Admit.of(slot, start, prompt_len, sampling, table, draft_cap))
         self._runner.admit(slot, start, prompt_len, sampling, table, draft_cap)
 
     def release(self, slot: int) -> None:
         """As `DecodeRunner.release`, at every rank."""
-        self._channel.tell("release", slot=slot)
+        self._channel.tell(Release(slot))
         self._runner.release(slot)
 
     def step(self, slots: Sequence[int]) -> DecodeOutput:
         """As `DecodeRunner.step`, at every rank."""
-        self._channel.tell("step", slots=list(slots))
-        return self._runner.step(slots)
+        num_rows = len(slots) * (self.num_draft_tokens + 1)
+        limit_s = self._limit.limit_s(num_rows)
+        self._channel.tell(Step(tuple(slots), limit_s))
+        with self._channel.lead_step(self._limit, num_rows, limit_s):
+            return self._runner.step(slots)
 
     def close(self) -> None:
         """Let the other ranks go; the last call."""
-        self._channel.tell(STOP)
+        self._channel.link.expect_end()
+        self._channel.tell(Stop())
 
 
 class FollowDecode:
     """Another rank's."""
 
-    def __init__(self, runner: DecodeRunner) -> None:
+    def __init__(self, runner: DecodeRunner, channel: PlanChannel) -> None:
         self._runner = runner
+        self._channel = channel
 
-    def run(self, channel: PlanChannel) -> None:
+    def run(self) -> None:
         """Do what rank 0 says until it says stop.
 
         Raises:
             WorkerLost: rank 0 is gone, or this rank diverged.
         """
-        while (plan := channel.hear()).kind != STOP:
-            is_known = self.take(plan)
-            assert is_known, f"a decode rank does not know {plan.kind!r}"
+        while not isinstance(plan := self._channel.hear(), Stop):
+            is_known = plan is None or self.take(plan)
+            assert is_known, f"a decode rank does not know {plan!r}"
 
-    def take(self, plan: Plan) -> bool:
+    def take(self, plan: Any) -> bool:
         """Do what the plan says; False if it is about something else."""
-        fields = plan.fields
-        match plan.kind:
-            case "admit":
-                start = SequenceStart(
-                    first_token=fields["first_token"],
-                    draft_token=fields["draft_token"],
-                    hidden_D=_hidden(fields["hidden_dtype"], plan.data),
-                    prompt_len=fields["prompt_len"],
-                )
-                self._runner.admit(
-                    fields["slot"],
-                    start,
-                    fields["prompt_len"],
-                    _sampling(fields["sampling"]),
-                    table_of(fields["table"]),
-                    fields["draft_cap"],
-                )
-            case "release":
-                self._runner.release(fields["slot"])
-            case "step":
-                self._runner.step(fields["slots"])
+        match plan:
+            case Admit():
+                self._runner.admit(plan.slot, plan.start, plan.prompt_len, plan.sampling, plan.table, plan.draft_cap)
+            case Release():
+                self._runner.release(plan.slot)
+            case Step():
+                self._channel.follow_step(plan.limit_s)
+                self._runner.step(plan.slots)
             case _:
                 return False
         return True
 
 
-def table_fields(table: BlockTable) -> dict[str, Any]:
-    """A block table as JSON values."""
-    return {"blocks": list(table.blocks), "block_size": table.block_size}
-
-
-def table_of(fields: Mapping[str, Any]) -> BlockTable:
-    """A block table from JSON values."""
-    return BlockTable(tuple(fields["blocks"]), fields["block_size"])
-
-
-def _chunk_fields(chunk: PrefillChunk) -> dict[str, Any]:
-    return {
-        "prompt_len": len(chunk.prompt_token_ids),
-        "start": chunk.start,
-        "length": chunk.length,
-        "table": table_fields(chunk.table),
-        "sampling": dataclasses.asdict(chunk.sampling),
-        "draft_cap": chunk.draft_cap,
-    }
-
-
-def _chunks(plan: Plan) -> list[PrefillChunk]:
-    token_ids = np.frombuffer(plan.data, dtype=np.int32).tolist()
-    chunks, start = [], 0
-    for fields in plan.fields["chunks"]:
-        end = start + fields["prompt_len"]
-        chunk = PrefillChunk(
-            prompt_token_ids=tuple(token_ids[start:end]),
-            start=fields["start"],
-            length=fields["length"],
-            table=table_of(fields["table"]),
-            sampling=_sampling(fields["sampling"]),
-            draft_cap=fields["draft_cap"],
-        )
-        chunks.append(chunk)
-        start = end
-    return chunks
-
-
-def _sampling(fields: Mapping[str, Any]) -> SamplingParams:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    return SamplingParams(**values)
-
-
-def _hidden(dtype: str, data: bytes) -> torch.Tensor | None:
-    if not dtype:
-        return None
-    kind = getattr(torch, dtype)
-    assert isinstance(kind, torch.dtype)
-    return torch.frombuffer(bytearray(data), dtype=kind)
+def _num_rows(chunks: Sequence[PrefillChunk]) -> int:
+    return sum(chunk.length for chunk in chunks)

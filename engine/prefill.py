@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.batch import PrefillChunk, PrefillInputs, prefill_inputs
-from baton.engine.plan import decide
+from baton.engine.decision import Decisions
 from baton.engine.sampler import SamplingRows, sample, sampling_rows
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
@@ -63,7 +63,7 @@ class PrefillRunner:
     """Runs prefill steps of one model over one pool; as one rank of a group if there is a `communicator`."""
 
     def __init__(self, model: Model, pool: KVPool, communicator: Communicator | None = None) -> None:
-        self._communicator = communicator or Alone()
+        self._decisions = Decisions(communicator or Alone())
         self._model = model
         self._pool = pool
         self._has_mtp = pool.layout.num_layers > model.config.num_layers
@@ -84,8 +84,7 @@ class PrefillRunner:
         if finished:
             logits_FV = self._model.logits(hidden_TD[inputs.last_row_F])
             first_token_F = sample(logits_FV, sampling, self._last_position_F(inputs) + 1)
-            first_token_F = decide(self._communicator, first_token_F)
-        tokens = iter(first_token_F.tolist())
+        tokens = iter(self._decisions.make(first_token_F, _upon(inputs)).values().tolist()) if finished else iter(())
         return PrefillForward(
             chunks=tuple(chunks),
             inputs=inputs,
@@ -108,7 +107,7 @@ class PrefillRunner:
             if hidden_FD.shape[0]:
                 logits_FV = self._model.logits(hidden_FD)
                 draft_F = sample(logits_FV, forward.sampling, self._last_position_F(inputs) + 2)
-                drafts = decide(self._communicator, draft_F).tolist()
+                drafts = self._decisions.make(draft_F, _upon(inputs)).values().tolist()
         starts: list[SequenceStart | None] = []
         num_finished = 0
         for chunk, first_token in zip(forward.chunks, forward.first_tokens, strict=True):
@@ -128,3 +127,9 @@ class PrefillRunner:
     @staticmethod
     def _last_position_F(inputs: PrefillInputs) -> torch.Tensor:
         return inputs.batch.positions_T[inputs.last_row_F]
+
+
+def _upon(inputs: PrefillInputs) -> list[torch.Tensor]:
+    """What every rank must have been told alike."""
+    batch = inputs.batch
+    return [inputs.token_ids_T, batch.positions_T, batch.slots_T, batch.block_tables_BM]

@@ -136,10 +136,9 @@ class GangTopology:
                 "chunk_len": chunk_len,
                 **shared,
             }
-            ranks[0].pipe.send(Job(rank=0, port=0, **job))
-            port = ranks[0].expect("port") if len(ranks) > 1 else 0
+            ranks[0].pipe.send(Job(rank=0, seat=None, **job))
             for rank, process in enumerate(ranks[1:], start=1):
-                process.pipe.send(Job(rank=rank, port=port, **job))
+                process.pipe.send(Job(rank=rank, seat=ranks[0].expect("seat"), **job))
         self.prefill[0].expect("serving")
         self.peer = DecodePeer("decode", *self.decode[0].expect("serving"))
 
