@@ -3,8 +3,8 @@
 Plans go down it ahead of the work they are about: rank 0 writes and goes on, a thread at the other end takes them into
 a queue, so a rank may run behind. What ranks report comes up. Each end beats ten times a second; the thread that reads
 also watches (`gang_watch`), so that a death, a hang or a failure is known within its deadline whatever the computing
-thread waits for. Refuses to know how the ends have met (`gang_join`), and to decide what is done about a failure: `on_fail` is
-told once.
+thread waits for. Refuses to know how the ends have met (`gang_join`), and to decide what is done about a
+failure: `on_fail` is told of it once.
 """
 
 import contextlib

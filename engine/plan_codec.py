@@ -27,7 +27,8 @@ MAX_PAYLOAD_BYTES: Final = 1 << 30
 _HEADER = struct.Struct("<4sHHQII")  # magic, version, kind, count, schema, bytes of the payload
 _CRC = struct.Struct("<I")
 FRAME_HEADER_BYTES: Final = _HEADER.size + _CRC.size
-_COUNT, _INT, _FLOAT = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("<d")
+MAX_INT_BYTES: Final = 16  # of one that stands alone
+_COUNT, _FLOAT = struct.Struct("<I"), struct.Struct("<d")
 _NARROW, _WIDE = "i", "q"  # how the items of a tuple of integers are packed, by the width that all of them fit
 _WIDTHS = {array.array(code).itemsize: code for code in (_NARROW, _WIDE)}
 assert sorted(_WIDTHS) == [4, 8]
@@ -271,7 +272,18 @@ def _read_text(reader: _Reader) -> str:
 
 
 def _write_int(out: bytearray, value: Any) -> None:
-    out += _INT.pack(value)
+    num_bytes = value.bit_length() // 8 + 1
+    assert num_bytes <= MAX_INT_BYTES
+    out.append(num_bytes)
+    out += value.to_bytes(num_bytes, "little", signed=True)
+
+
+def _read_int(reader: _Reader) -> int:
+    num_bytes = reader.take(1)[0]
+    value = int.from_bytes(reader.take(num_bytes), "little", signed=True)
+    if not 0 < num_bytes <= MAX_INT_BYTES or value.bit_length() // 8 + 1 != num_bytes:
+        raise ProtocolError(f"a plan has an integer of {num_bytes} bytes")
+    return value
 
 
 def _write_float(out: bytearray, value: Any) -> None:
@@ -280,7 +292,7 @@ def _write_float(out: bytearray, value: Any) -> None:
 
 _INTS = _Coder("int*", _write_ints, _read_ints)
 _PLAIN: Final[dict[Any, _Coder]] = {
-    int: _Coder("int", _write_int, lambda reader: int(_INT.unpack(reader.take(_INT.size))[0])),
+    int: _Coder("int", _write_int, _read_int),
     float: _Coder("float", _write_float, lambda reader: float(_FLOAT.unpack(reader.take(_FLOAT.size))[0])),
     bool: _Coder("bool", lambda out, value: out.append(value), lambda reader: reader.flag()),
     str: _Coder("str", _write_text, _read_text),
