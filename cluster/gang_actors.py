@@ -6,7 +6,6 @@ and never restarts them by themselves, so no rank of one life can meet a rank of
 deployment's, and outlives the lives.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +92,7 @@ class RayRanks:
             ),
             runtime_env={"env_vars": self._place.environment},
         )
-        handle = actor.remote(dataclasses.replace(self._config), seat, self._place.load_shell)
+        handle: Any = actor.remote(self._config, seat, self._place.load_shell)
         self._actors.append(handle)
         self._asked[handle.pid.remote()] = seat.rank
 

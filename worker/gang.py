@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed, from_wire
 from baton.engine import gang_join
@@ -80,7 +81,7 @@ def end_gang(channel: PlanChannel, error: BaseException, on_fatal: Callable[[Bas
     on_fatal(error)
 
 
-def _channel(link: GangLink, store: torch.distributed.TCPStore, device: torch.device) -> PlanChannel:
+def _channel(link: GangLink, store: TCPStore, device: torch.device) -> PlanChannel:
     group: Communicator
     try:
         if device.type == "cuda":
