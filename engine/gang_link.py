@@ -58,7 +58,14 @@ class GangLink:
         self.operations: Callable[[], int] = lambda: 0
         self._codec = codec
         self._peers = {peer.rank: peer for peer in peers}
-        self._watch = GangWatch(rank, size, self._peers, time.monotonic(), START_SILENCE_S)
+        self._watch = GangWatch(
+            rank,
+            size,
+            self._peers,
+            time.monotonic(),
+            START_SILENCE_S,
+            is_starved=lambda peer: self._peers[peer].is_starved(),
+        )
         self._lock = threading.Lock()  # of what is sent, and of the watch
         self._num_told = num_told
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

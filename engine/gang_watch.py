@@ -4,13 +4,14 @@ Pure bookkeeping: it is told what happened and when, and asked for a verdict. Ra
 watches rank 0. A rank that ends because it lost another is a victim: it is named only when nobody else is to blame.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from baton.core.errors import BatonError, MalformedMessage, WorkerLost, from_wire
 
 SILENCE_S: Final = 1.8  # with a beat every 0.1 s a stopped process is named within 2 s
+STARVED_S: Final = 15.0  # of one that would run if the machine let it
 GRACE_S: Final = 0.3  # what a rank's end has caused elsewhere is often heard first
 
 
@@ -35,10 +36,20 @@ class GangWatch:
         peers: ranks it watches.
         now_s: on the clock of every other call.
         silence_s: after so long without a sign of life a rank hangs.
+        is_starved: whether a silent rank only waits for a processor, so that more patience is due.
     """
 
-    def __init__(self, rank: int, size: int, peers: Iterable[int], now_s: float, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        peers: Iterable[int],
+        now_s: float,
+        silence_s: float = SILENCE_S,
+        is_starved: Callable[[int], bool] = lambda _: False,
+    ) -> None:
         self.silence_s = silence_s
+        self._is_starved = is_starved
         self._rank = rank
         self._size = size
         self._peers = {peer: _Peer(now_s) for peer in peers}
@@ -99,8 +110,10 @@ class GangWatch:
             if peer.closed_s is not None and peer.farewell is None:
                 return self._lost(rank, "died", f"rank {rank} of {self._size} has died")
         for rank, peer in self._peers.items():
-            if peer.closed_s is None and now_s - peer.heard_s > self.silence_s:
-                silence_s = now_s - peer.heard_s
+            silence_s = now_s - peer.heard_s
+            if peer.closed_s is not None or silence_s <= self.silence_s:
+                continue
+            if silence_s > max(STARVED_S, self.silence_s) or not self._is_starved(rank):
                 return self._lost(rank, "hangs", f"rank {rank} of {self._size} hangs: silent for {silence_s:.1f} s")
         if self._deadlines and now_s > min(self._deadlines.values()):
             return self._late(num_operations)

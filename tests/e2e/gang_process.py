@@ -103,9 +103,10 @@ class PipeStarter:
 class Rank:
     """What every job begins with: the group, the model and, once it is known where, the pool."""
 
-    def __init__(self, job, send):
+    def __init__(self, job, send, pipe):
         self.job = job
         self.send = send
+        self.pipe = pipe
         self.channel = self._join()
         self.group = Alone() if self.channel is None else self.channel.communicator
         self.model = load_model(
@@ -154,8 +155,8 @@ class Rank:
             self.channel.link.on_fail = self.fatal
         worker.start()
 
-    def follow(self, run):
-        """Another rank."""
+    def follow(self, run, corrupt=None):
+        """Another rank; `corrupt` damages what it knows, when the tests say so."""
         self.channel.follow()
         done = threading.Event()
 
@@ -164,7 +165,10 @@ class Rank:
             done.set()
 
         RankThread(run_and_say, self.channel, self.end).start()
-        done.wait()
+        while not done.wait(0.01):
+            if self.pipe.poll():
+                assert self.pipe.recv() == ("corrupt",)
+                corrupt()
 
     def pool(self, memory=None):
         job = self.job
@@ -208,7 +212,8 @@ def decode_rank(rank, receive):
     pool = rank.pool(region.pool(job.rank))
     runner = DecodeRunner(rank.model, pool, 16, NUM_DRAFTS, rank.group)
     if job.rank > 0:
-        rank.follow(FollowDecode(runner, rank.channel).run)
+        tables_NM = runner._table._tables_NM
+        rank.follow(FollowDecode(runner, rank.channel).run, lambda: tables_NM.bitwise_xor_(1))
         return
     setup = LandingSetup(
         epoch=job.epoch,
@@ -255,7 +260,7 @@ def main(pipe):
     roles = {"prefill": prefill_rank, "decode": decode_rank}
     while (job := pipe.recv()) is not None:
         try:
-            rank = Rank(job, send)
+            rank = Rank(job, send, pipe)
             said = roles[job.role](rank, pipe.recv)
             if rank.channel is not None:
                 rank.channel.close()
