@@ -98,11 +98,7 @@ class GangWatch:
             num_operations: collectives that this rank has begun.
             now_s: the time.
         """
-        if now_s - self._looked_s > self.silence_s / 2:
-            # This process got no processor for a while; that says nothing about the others, who may judge it.
-            for peer in self._peers.values():
-                peer.heard_s = now_s
-        self._looked_s = now_s
+        self._look(now_s)
         for rank, peer in self._peers.items():
             if peer.farewell is not None and not peer.is_victim:
                 return self._failed(rank, peer.farewell)
@@ -110,10 +106,8 @@ class GangWatch:
             if peer.closed_s is not None and peer.farewell is None:
                 return self._lost(rank, "died", f"rank {rank} of {self._size} has died")
         for rank, peer in self._peers.items():
-            silence_s = now_s - peer.heard_s
-            if peer.closed_s is not None or silence_s <= self.silence_s:
-                continue
-            if silence_s > max(STARVED_S, self.silence_s) or not self._is_starved(rank):
+            if peer.closed_s is None and self._is_silent(rank, peer, now_s):
+                silence_s = now_s - peer.heard_s
                 return self._lost(rank, "hangs", f"rank {rank} of {self._size} hangs: silent for {silence_s:.1f} s")
         if self._deadlines and now_s > min(self._deadlines.values()):
             return self._late(num_operations)
@@ -121,6 +115,19 @@ class GangWatch:
             if peer.farewell is not None and now_s - peer.said_s > GRACE_S:
                 return self._failed(rank, peer.farewell)
         return None
+
+    def _look(self, now_s: float) -> None:
+        """If this process got no processor for a while, that says nothing about the others, who may judge it."""
+        if now_s - self._looked_s > self.silence_s / 2:
+            for peer in self._peers.values():
+                peer.heard_s = now_s
+        self._looked_s = now_s
+
+    def _is_silent(self, rank: int, peer: _Peer, now_s: float) -> bool:
+        silence_s = now_s - peer.heard_s
+        if silence_s <= self.silence_s:
+            return False
+        return silence_s > max(STARVED_S, self.silence_s) or not self._is_starved(rank)
 
     def _late(self, num_operations: int) -> WorkerLost:
         """A step did not end in time: whoever has begun the fewest collectives is who all others wait for."""
