@@ -18,8 +18,6 @@ def missing_features(config: ServeConfig) -> list[tuple[str, str]]:
     missing = []
     if config.mtp == "auto":
         missing.append(("mtp", "--mtp auto comes in a later version; a number from 0 to 4 is built."))
-    if config.scheduling == "async":
-        missing.append(("scheduling", "--scheduling async comes in a later version; sync is built."))
     if config.http_port is not None:
         missing.append(("http_port", "--http-port comes in a later version; gRPC is served on --grpc-port."))
     return missing

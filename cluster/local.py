@@ -40,6 +40,7 @@ class LocalCompleter:
             chunk_len=worker.chunk_len,
             max_num_sequences=worker.max_num_seqs,
             clock=self._clock,
+            scheduling=worker.scheduling,
         )
 
     def complete(self, asked: Asked, on_text: OnText) -> Completion:

@@ -179,6 +179,7 @@ def resolve_worker(
         prefix_cache=config.prefix_cache,
         weights=config.weights,
         tp_size=tp_size,
+        scheduling=config.scheduling,
         transfer=transfer_config(config),
     )
 

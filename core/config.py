@@ -17,6 +17,7 @@ from baton.core.numerics import Numerics
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
 TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
+SchedulingName = Literal["async", "sync"]
 
 
 class ServeConfig(BaseModel):
@@ -37,7 +38,7 @@ class ServeConfig(BaseModel):
     kv_tls_key_file: str = Field("", description="and its private key")
     kv_tls_ca_file: str = Field("", description="who signed the certificates; peers must present one")
     kv_tls_server_name: str = Field("", description="the name in the certificates, if it is not the address")
-    scheduling: Literal["async", "sync"] = Field("sync", description="overlap scheduling with the running step")
+    scheduling: SchedulingName = Field("async", description="plan a decode step while the one before it runs, or not")
     numerics: Numerics = Field(
         Numerics.DEFAULT, strict=False, description="default, or invariant: tokens never depend on batching"
     )
@@ -169,4 +170,5 @@ class WorkerConfig:
     prefix_cache: bool = True
     weights: str = "checkpoint"
     tp_size: int = 1
+    scheduling: SchedulingName = "async"
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

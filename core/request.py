@@ -4,7 +4,7 @@ A *request* is what a client sends; an *attempt* is one try at it (the router co
 either worker holds for it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.sampling import SamplingParams
@@ -62,17 +62,27 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Draft accounting of one request or one worker; always proposed = accepted + rejected."""
+    """Draft accounting of one request or one worker; always proposed = accepted + rejected.
+
+    `num_steps_by_accepted` counts the steps by the drafts that were accepted in them, 0 first.
+    """
 
     num_verify_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_emitted_tokens: int = 0
+    num_steps_by_accepted: list[int] = field(default_factory=list)
 
     @property
     def num_rejected_tokens(self) -> int:
         """Drafts proposed and not emitted."""
         return self.num_draft_tokens - self.num_accepted_tokens
+
+    @property
+    def num_accepted_at(self) -> list[int]:
+        """Steps in which the draft at each place was accepted, the first place first; all drafts accepted together."""
+        steps = self.num_steps_by_accepted
+        return [sum(steps[place:]) for place in range(1, len(steps))]
 
     def add_step(self, *, num_proposed: int, num_accepted: int, num_emitted: int) -> None:
         """Count one verify step of one sequence."""
@@ -82,3 +92,19 @@ class SpeculationCounts:
         self.num_draft_tokens += num_proposed
         self.num_accepted_tokens += num_accepted
         self.num_emitted_tokens += num_emitted
+        steps = self.num_steps_by_accepted
+        if num_proposed >= len(steps):
+            steps.extend([0] * (num_proposed + 1 - len(steps)))
+        steps[num_accepted] += 1
+
+    def add_steps(self, *, most_proposed: int, num_proposed: int, accepted_lens: list[int], num_emitted: int) -> None:
+        """Count what `add_step` counted for several sequences, of which none proposed more than `most_proposed`."""
+        self.num_verify_steps += len(accepted_lens)
+        self.num_draft_tokens += num_proposed
+        self.num_accepted_tokens += sum(accepted_lens)
+        self.num_emitted_tokens += num_emitted
+        steps = self.num_steps_by_accepted
+        if most_proposed >= len(steps):
+            steps.extend([0] * (most_proposed + 1 - len(steps)))
+        for accepted_len in accepted_lens:
+            steps[accepted_len] += 1

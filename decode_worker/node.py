@@ -88,6 +88,7 @@ class DecodeNode:
             max_queue_len=config.max_queue_len,
             clock=clock,
             on_fatal=self._on_fatal,
+            scheduling=config.scheduling,
         )
         service = DecodeService(self.worker, self.epoch, clock)
 

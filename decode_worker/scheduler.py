@@ -1,13 +1,15 @@
 """Who gets blocks, who gets a slot, and who waits, on a decode worker. Pure bookkeeping over host values.
 
 The life of a request here: ATTENDING (the router listens; nothing is held) -> LANDING (blocks granted, pushes arrive)
--> READY (sealed and verified, waits for a slot) -> RUNNING -> gone. One that ends while LANDING is gone at once, but
-its blocks are quarantined until nothing can write them. RESERVEs wait first come, first served, and hold nothing while
+-> READY (sealed and verified, waits for a slot) -> RUNNING -> ENDED, and gone. One that ends while LANDING is gone at
+once, but its blocks are quarantined until nothing can write them; one that ends while RUNNING keeps its slot and blocks
+until no step has it. RESERVEs wait first come, first served, and hold nothing while
 they wait.
 """
 
+import bisect
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -31,6 +33,7 @@ class DecodeState(Enum):
     LANDING = auto()
     READY = auto()
     RUNNING = auto()
+    ENDED = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +70,8 @@ class DecodeScheduler:
         self._ready: deque[DecodeSequence] = deque()
         self._ended: OrderedDict[AttemptKey, None] = OrderedDict()
         self._quarantined: dict[AttemptKey, BlockTable] = {}
+        self._running: list[DecodeSequence] = []  # in slot order
+        self._num_leaving = 0
 
     def add(self, sequence: DecodeSequence) -> None:
         """A stream for this attempt was opened."""
@@ -87,8 +92,8 @@ class DecodeScheduler:
 
     @property
     def num_slots_in_use(self) -> int:
-        """Slots that running sequences hold."""
-        return self.count(DecodeState.RUNNING)
+        """Slots that running sequences hold, and those that ended in a step that is not over. Any thread."""
+        return len(self._running) + self._num_leaving
 
     def want(self, reserve: ReserveWanted) -> bool:
         """Queue a prefill worker's RESERVE; False, and not queued, when its attempt has ended here."""
@@ -150,11 +155,13 @@ class DecodeScheduler:
         sequence = self._ready.popleft()
         sequence.slot = self._free_slots.popleft()
         sequence.state = DecodeState.RUNNING
+        at = bisect.bisect([item.slot for item in self._running], sequence.slot)
+        self._running = [*self._running[:at], sequence, *self._running[at:]]  # a new list: steps keep the old one
         return sequence
 
-    def running(self) -> list[DecodeSequence]:
-        """Sequences of the next step, in slot order."""
-        return sorted((s for s in self._sequences.values() if s.state is DecodeState.RUNNING), key=lambda s: s.slot)
+    def running(self) -> Sequence[DecodeSequence]:
+        """Sequences of the next step, in slot order; the list is never changed."""
+        return self._running
 
     def quarantine(self, sequence: DecodeSequence) -> None:
         """Forget a sequence that ended while it was landing; its blocks stay until `drained`."""
@@ -170,14 +177,28 @@ class DecodeScheduler:
         self._allocator.release_quarantined(self._quarantined.pop(key))
 
     def remove(self, sequence: DecodeSequence) -> None:
-        """Forget a sequence; its slot and blocks are free for others."""
+        """Forget a sequence that no step has; its slot and blocks are free for others."""
+        self.retire(sequence)
+        self.free(sequence)
+
+    def retire(self, sequence: DecodeSequence) -> None:
+        """Forget a sequence; its slot and blocks stay its own until `free`."""
         del self._sequences[sequence.key]
         self._ended[sequence.key] = None
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         if sequence in self._ready:
             self._ready.remove(sequence)
+        if sequence.state is DecodeState.RUNNING:
+            self._running = [item for item in self._running if item is not sequence]
+            self._num_leaving += 1
+        sequence.state = DecodeState.ENDED
+
+    def free(self, sequence: DecodeSequence) -> None:
+        """Give back the slot and the blocks of a retired sequence: no step has it any more."""
+        assert sequence.state is DecodeState.ENDED
         if sequence.slot >= 0:
+            self._num_leaving -= 1
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
         if sequence.table is not None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 
 from baton.core.clock import Clock
+from baton.core.config import SchedulingName
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded, TransferFailed
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.core.tokenizer import Tokenizer
@@ -20,6 +21,7 @@ from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
 from baton.engine.gang import LeadDecode
 from baton.engine.prefill import SequenceStart
+from baton.engine.step_pipeline import StepPipeline
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed
@@ -46,8 +48,10 @@ class DecodeWorker:
         max_queue_len: int,
         clock: Clock,
         on_fatal: Callable[[BaseException], None],
+        scheduling: SchedulingName = "async",
     ) -> None:
         self._runner = runner
+        self._steps = StepPipeline[DecodeSequence](runner, scheduling)
         self._pool = pool
         self._tokenizer = tokenizer
         self._landing = landing
@@ -71,6 +75,7 @@ class DecodeWorker:
     def close(self) -> None:
         """Stop; requests that are here end with `RequestCancelled`."""
         self._loop.close()
+        self._runner.drain()  # a step in flight writes the pool, whose memory is the landing's
         for sequence in self._scheduler.sequences():
             sequence.stream.end(RequestCancelled("the decode worker is shutting down"))
         self._landing.close()
@@ -120,17 +125,17 @@ class DecodeWorker:
             transfer=landing_counts(landings, self._allocator.num_quarantined),
         )
 
-    # The loop: receive -> grant -> admit -> forward -> publish. Everything below runs on the loop thread.
+    # The loop: receive -> grant -> admit -> launch -> publish. Everything below runs on the loop thread.
 
     def _step(self) -> bool:
         worked = self._receive()
         self._expire()
         self._grant()
         self._admit()
-        running = self._scheduler.running()
-        if running:
-            self._forward(running)
-        return worked or bool(running)
+        has_launched = self._launch()
+        is_stepping = has_launched or not self._steps.is_empty
+        self._read(has_launched)
+        return worked or is_stepping
 
     def _add(self, request: GenerationRequest, stream: DecodeStream) -> None:
         if self._scheduler.get(request.key) is not None:
@@ -229,23 +234,45 @@ class DecodeWorker:
             raise TransferFailed("the commit of the prefill worker cannot be: its first token ends the request")
         return start
 
-    def _forward(self, running: list[DecodeSequence]) -> None:
-        output = self._runner.step([sequence.slot for sequence in running])
-        rows = zip(running, output.token_ids, output.accepted_lens, output.proposed_lens, strict=True)
-        for sequence, token_ids, accepted_len, proposed_len in rows:
+    def _launch(self) -> bool:
+        running = self._scheduler.running()
+        return bool(running) and self._steps.launch([sequence.slot for sequence in running], running)
+
+    def _read(self, has_launched: bool) -> None:
+        most_proposed = num_proposed = num_emitted = 0
+        accepted_lens: list[int] = []
+        published: list[tuple[DecodeSequence, list[int], FinishReason | None]] = []
+        for sequence, token_ids, accepted_len, proposed_len in self._steps.collect(has_launched=has_launched):
+            if sequence.state is not DecodeState.RUNNING:
+                continue  # it ended, or was given up, after this step was launched
             kept, reason = sequence.checker.accept(token_ids)
             num_accepted = min(accepted_len, len(kept))
-            for counts in (sequence.counts, self._counts):
-                counts.add_step(num_proposed=proposed_len, num_accepted=num_accepted, num_emitted=len(kept))
+            sequence.counts.add_step(num_proposed=proposed_len, num_accepted=num_accepted, num_emitted=len(kept))
+            most_proposed = max(most_proposed, proposed_len)
+            num_proposed += proposed_len
+            num_emitted += len(kept)
+            accepted_lens.append(num_accepted)
+            published.append((sequence, kept, reason))
+        if accepted_lens:  # counted before anybody hears of it
+            self._counts.add_steps(
+                most_proposed=most_proposed,
+                num_proposed=num_proposed,
+                accepted_lens=accepted_lens,
+                num_emitted=num_emitted,
+            )
+        for sequence, kept, reason in published:
             self._publish(sequence, kept, reason)
 
     def _publish(self, sequence: DecodeSequence, token_ids: list[int], reason: FinishReason | None) -> None:
-        tokens = worker_pb2.DecodeTokens(index=sequence.num_output, token_ids=token_ids)
+        event = worker_pb2.DecodeEvent()  # filled in place, which takes half the time of the constructor
+        tokens = event.tokens
+        tokens.index = sequence.num_output
+        tokens.token_ids.extend(token_ids)
         sequence.num_output += len(token_ids)
         if reason is not None:
             tokens.finish_reason = reason.value
             tokens.stats.CopyFrom(self._stats(sequence))
-        sequence.stream.emit(worker_pb2.DecodeEvent(tokens=tokens))
+        sequence.stream.emit(event)
         if reason is not None:
             sequence.stream.end()
             self._num_finished += 1
@@ -286,12 +313,18 @@ class DecodeWorker:
                 self._gate.leave()
             case DecodeState.ATTENDING:
                 self._forget(sequence)
-            case DecodeState.READY | DecodeState.RUNNING:
+            case DecodeState.READY:
                 # Sealed: nothing of this landing is written any more, so its blocks are free at once.
-                if sequence.state is DecodeState.RUNNING:
-                    self._runner.release(sequence.slot)
                 self._landing.release(sequence.key)
                 self._forget(sequence)
+            case DecodeState.RUNNING:
+                # Nor of this one, but a step in flight may read and write its blocks.
+                self._landing.release(sequence.key)
+                self._scheduler.retire(sequence)
+                self._gate.leave()
+                self._steps.retire(sequence.slot, lambda: self._scheduler.free(sequence))
+            case DecodeState.ENDED:
+                pass
 
     def _forget(self, sequence: DecodeSequence) -> None:
         self._scheduler.remove(sequence)

@@ -8,8 +8,7 @@ until somebody reads the decision.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -17,47 +16,12 @@ from baton.core.errors import WorkerLost
 from baton.model.parallel import Communicator
 
 _WEIGHT: Final = -7046029254386353131  # 2^64 / golden ratio, odd
+DIVERGED: Final = -1  # neither a token nor a count
 _HEAD_LEN: Final = 3  # number, digest in two words
+_MAX_SHOWN: Final = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One message, at one rank.
-
-    Attributes:
-        packed_RN: int32; row 0 is rank 0's message, row 1, in a group, this rank's own.
-        shape: of the values.
-        rank: of this rank.
-        size: of the group.
-    """
-
-    packed_RN: torch.Tensor
-    shape: torch.Size
-    rank: int
-    size: int
-
-    def values(self) -> torch.Tensor:
-        """What was decided, int64 on the host; waits for it.
-
-        Raises:
-            WorkerLost: this rank has decided something else.
-        """
-        return self.read(self.packed_RN.cpu())
-
-    def read(self, packed_RN: torch.Tensor) -> torch.Tensor:
-        """The same from a copy of `packed_RN` that is on the host already."""
-        decided_N = packed_RN[0]
-        if self.size > 1 and not torch.equal(decided_N, packed_RN[1]):
-            self._diverge(decided_N.tolist(), packed_RN[1].tolist())
-        return decided_N[_HEAD_LEN:].to(torch.int64).view(self.shape)
-
-    def _diverge(self, decided: list[int], own: list[int]) -> None:
-        what = "number" if decided[0] != own[0] else "state" if decided[_HEAD_LEN:] == own[_HEAD_LEN:] else "values"
-        shown, theirs = own[_HEAD_LEN:][:32], decided[_HEAD_LEN:][:32]
-        message = f"rank {self.rank} of {self.size} diverged in the {what} of decision {decided[0]}"
-        if what == "values":
-            message += f": {shown} where rank 0 has {theirs}"
-        raise WorkerLost(message, rank=self.rank, size=self.size, how="diverged", what=what)
+Ints = TypeVar("Ints", bound=Sequence[int])
 
 
 class Decisions:
@@ -67,23 +31,50 @@ class Decisions:
         self._communicator = communicator
         self._num_made = 0
 
-    def make(self, values: torch.Tensor, state: Sequence[torch.Tensor] = ()) -> Decision:
-        """Decide on `values`.
+    def agree(self, values: torch.Tensor, state: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Decide on `values`, and return them.
+
+        On a GPU nothing waits for the host: there a rank that has decided something else gets `DIVERGED` in every
+        place, and whoever reads the values calls `check`.
 
         Args:
-            values: int64 that fit in 32 bits, the same at every rank.
+            values: int64 that fit in 31 bits, the same at every rank.
             state: integer tensors that must be the same at every rank, too.
+
+        Raises:
+            WorkerLost: on a CPU; this rank has decided something else.
         """
-        communicator = self._communicator
-        own_N = values.flatten().to(torch.int32)
-        if communicator.size == 1:
-            head_N = own_N.new_zeros(_HEAD_LEN)
-            return Decision(torch.cat([head_N, own_N])[None], values.shape, 0, 1)
+        if self._communicator.size == 1:
+            return values
         self._num_made += 1
         number_1 = torch.full((1,), self._num_made & 0x7FFFFFFF, dtype=torch.int32, device=values.device)
-        own_N = torch.cat([number_1, digest(state, values.device).view(torch.int32), own_N])
-        decided_N = communicator.broadcast(own_N)
-        return Decision(torch.stack([decided_N, own_N]), values.shape, communicator.rank, communicator.size)
+        own_N = torch.cat([number_1, digest(state, values.device).view(torch.int32), values.flatten().to(torch.int32)])
+        decided_N = self._communicator.broadcast(own_N)
+        if values.device.type != "cpu":
+            return torch.where((decided_N == own_N).all(), values, DIVERGED)
+        if not torch.equal(decided_N, own_N):
+            raise self._diverged(decided_N.tolist(), own_N.tolist())
+        return values
+
+    def check(self, values: Ints) -> Ints:
+        """The same values, or those of the first column, on the host.
+
+        Raises:
+            WorkerLost: this rank has decided something else.
+        """
+        if DIVERGED in values:
+            rank, size = self._communicator.rank, self._communicator.size
+            raise WorkerLost(f"rank {rank} of {size} diverged", rank=rank, size=size, how="diverged")
+        return values
+
+    def _diverged(self, decided: list[int], own: list[int]) -> WorkerLost:
+        rank, size = self._communicator.rank, self._communicator.size
+        values, others = own[_HEAD_LEN:], decided[_HEAD_LEN:]
+        what = "number" if decided[0] != own[0] else "state" if values == others else "values"
+        message = f"rank {rank} of {size} diverged in the {what} of decision {decided[0]}"
+        if what == "values":
+            message += f": {values[:_MAX_SHOWN]} where rank 0 has {others[:_MAX_SHOWN]}"
+        return WorkerLost(message, rank=rank, size=size, how="diverged", what=what)
 
 
 def digest(state: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The decode step: draft, verify, accept, and the MTP pass over what was accepted.
 
-`decode_step` is a pure function of tensors (beside the KV it writes); `DecodeRunner` keeps those tensors by slot and
-makes the one copy to the host. Who runs, where blocks come from and when a sequence ends is decided by the caller.
+`decode_step` is a pure function of tensors (beside the KV it writes); `DecodeRunner` keeps those tensors by slot, sets
+steps off and makes the one copy to the host. Who runs, where blocks come from and when a sequence ends is decided by
+the caller.
 
 A sequence t_0 ... t_{L-1} is decoded from: trunk KV of 0 ... L-2, MTP KV of entries 0 ... L-2, the last token t_{L-1},
 and the draft for position L with the MTP output of entry L-2 that made it. KV of rejected drafts stays in the pool;
@@ -10,22 +11,31 @@ no row's positions reach it before the next step has overwritten it.
 Legend: B sequences, K draft tokens of this step, Q = K + 1 rows, V vocabulary, D hidden size, S sampled sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from baton.core.sampling import SamplingParams
 from baton.engine.batch import DecodeRows, decode_batch
 from baton.engine.decision import Decisions
+from baton.engine.host_future import ResultBuffers
+from baton.engine.lane import lane_for
+from baton.engine.length_bounds import Ints, LengthBounds
 from baton.engine.prefill import SequenceStart
+from baton.engine.prepare import StepPreparer
 from baton.engine.sampler import SamplingRows, choose, draw_noise
 from baton.engine.slots import DecodeState, SlotTable
+from baton.engine.step_ticket import DecodeOutput, StepTicket
 from baton.engine.verify import DraftIds, Verified, verify_coupled
+from baton.kernels.copies import to_device
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
+
+__all__ = ["DecodeOutput", "DecodePlan", "DecodeRunner", "StepTicket", "decode_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,32 +53,30 @@ class DecodePlan:
     sampling: SamplingRows | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeOutput:
-    """The tokens of one step, on the host, in the order of the slots that were run.
-
-    Attributes:
-        token_ids: emitted tokens of each sequence, accepted_len + 1 of them.
-        accepted_lens: drafts accepted.
-        proposed_lens: drafts that could have been.
-    """
-
-    token_ids: tuple[tuple[int, ...], ...]
-    accepted_lens: tuple[int, ...]
-    proposed_lens: tuple[int, ...]
-
-
 def decode_step(
-    state: DecodeState, rows: DecodeRows, plan: DecodePlan, model: Model, pool: KVPool
+    state: DecodeState,
+    rows: DecodeRows,
+    plan: DecodePlan,
+    model: Model,
+    pool: KVPool,
+    preparer: StepPreparer | None = None,
 ) -> tuple[DecodeState, Verified]:
-    """One step of every sequence: at least one token each, at most K + 1."""
+    """One step of every sequence: at least one token each, at most K + 1.
+
+    With a `preparer`, what attention needs to verify is made by it while drafts are made here.
+    """
     num_drafts = plan.num_drafts
+    first_B, num_rows = state.length_B - 1, num_drafts + 1
+    ticket = None if preparer is None else preparer.launch(first_B, num_rows, rows, plan.max_context_len)
     # One draw for every position this step may choose a token for: drafts, verification and the next draft share it.
     num_positions = num_drafts + 2 if num_drafts else 1
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     noise_SPV = draw_noise(plan.sampling, state.length_B, num_positions, model.config.vocab_size, dtype)
     drafts = _draft(state, rows, plan, noise_SPV, model, pool)
-    batch = decode_batch(state.length_B - 1, num_drafts + 1, rows, plan.max_context_len, pool)
+    if preparer is None or ticket is None:
+        batch = decode_batch(first_B, num_rows, rows, plan.max_context_len, pool)
+    else:
+        batch = preparer.open(ticket.result())
     token_ids_BQ = torch.cat([state.last_token_B[:, None], drafts.ids_BK], dim=1)
     trunk_TD = model.trunk(token_ids_BQ.flatten(), batch, pool, _ignore_layer)
     logits_BQV = model.logits(trunk_TD).reshape(*token_ids_BQ.shape, -1)
@@ -119,20 +127,37 @@ def _ignore_layer(layer: int) -> None:
     """Nobody waits for a decode step's layers."""
 
 
-@dataclass(slots=True)
-class _Running:
-    """What the host knows about an occupied slot."""
+StepFunction = Callable[
+    [DecodeState, DecodeRows, DecodePlan, Model, KVPool, StepPreparer | None], tuple[DecodeState, Verified]
+]
 
-    sampling: SamplingParams
-    length: int
-    limit: int
-    draft_cap: int
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """Which sequences a step runs: kept, on the host and on the device, while the next step runs the same."""
+
+    slots: tuple[int, ...]
+    slots_B: torch.Tensor
+    host_slots_B: Ints
+    sampling: tuple[SamplingParams, ...]
+    draft_caps: tuple[int, ...]
+    most_B: Ints  # tokens each may emit
+    num_drafts: int
 
 
 class DecodeRunner:
     """Runs decode steps of one model over one pool, for up to `max_num_sequences` sequences.
 
-    As one rank of a group if there is a `communicator`.
+    Calls come from one thread; what they set off happens in their order, on the runner's lane (`engine.lane`).
+
+    Args:
+        model: its device is where steps run.
+        pool: of the same device.
+        max_num_sequences: slots.
+        num_draft_tokens: drafts a step may make.
+        communicator: if this is one rank of a group.
+        step: what a step computes.
+        prepare_ahead: make what attention needs to verify on a thread (and a stream) of its own, while drafting.
     """
 
     def __init__(
@@ -142,6 +167,9 @@ class DecodeRunner:
         max_num_sequences: int,
         num_draft_tokens: int,
         communicator: Communicator | None = None,
+        *,
+        step: StepFunction | None = None,
+        prepare_ahead: bool = False,
     ) -> None:
         assert max_num_sequences >= 1
         assert num_draft_tokens == 0 or pool.layout.num_layers > model.config.num_layers, "drafts need an MTP layer"
@@ -151,7 +179,17 @@ class DecodeRunner:
         self._decisions = Decisions(communicator or Alone())
         self._model = model
         self._pool = pool
-        self._running: dict[int, _Running] = {}
+        self._step = step or decode_step
+        self._sampling: dict[int, SamplingParams] = {}  # of occupied slots
+        self._draft_caps: dict[int, int] = {}
+        self._lengths = LengthBounds(max_num_sequences)
+        self._batch: _Batch | None = None
+        self._num_launched = 0
+        self._last_step_N = np.zeros(max_num_sequences, dtype=np.int64)
+        self._unread: dict[int, StepTicket] = {}
+        self._lane = lane_for(pool.device)
+        self._preparer = StepPreparer(pool) if prepare_ahead else None
+        self._buffers = ResultBuffers(max_num_sequences * (num_draft_tokens + 3), pool.device)
         self._table = SlotTable(
             num_slots=max_num_sequences,
             max_blocks=-(-model.config.max_model_len // pool.layout.block_size),
@@ -160,7 +198,6 @@ class DecodeRunner:
             device=pool.device,
         )
 
-    @torch.inference_mode()
     def admit(
         self,
         slot: int,
@@ -170,60 +207,138 @@ class DecodeRunner:
         table: BlockTable,
         draft_cap: int,
     ) -> None:
-        """Put a prefilled sequence into a free slot; it takes part in steps from now on."""
+        """Put a prefilled sequence into a free slot; it takes part in steps launched from now on."""
         assert 0 <= slot < self.max_num_sequences
-        assert slot not in self._running
+        assert slot not in self._sampling
+        assert self._running_step(slot) is None, "a step that is not over has the slot"
         assert start.prompt_len == prompt_len
         limit = min(table.capacity_len, self._model.config.max_model_len)
         assert prompt_len < limit
         draft_cap = min(draft_cap, self.num_draft_tokens)
         assert draft_cap == 0 or start.draft_token is not None
-        self._table.place(
-            slot,
-            last_token=start.first_token,
-            draft_token=start.draft_token or 0,
-            hidden_D=start.hidden_D,
-            length=prompt_len + 1,
-        )
-        scratch_block = self._pool.num_blocks
-        self._table.configure(
-            slot, table=table, limit=limit, scratch_block=scratch_block, draft_cap=draft_cap, sampling=sampling
-        )
-        self._running[slot] = _Running(sampling, prompt_len + 1, limit, draft_cap)
+        slots, scratch_block = self._table, self._pool.num_blocks
 
-    def release(self, slot: int) -> None:
-        """Forget a sequence; its blocks are the caller's to free."""
-        del self._running[slot]
+        def place() -> None:
+            slots.place(
+                slot,
+                last_token=start.first_token,
+                draft_token=start.draft_token or 0,
+                hidden_D=start.hidden_D,
+                length=prompt_len + 1,
+            )
+            slots.configure(
+                slot, table=table, limit=limit, scratch_block=scratch_block, draft_cap=draft_cap, sampling=sampling
+            )
 
-    @torch.inference_mode()
+        self._lane.run(place)
+        self._lengths.admit(slot, prompt_len + 1, limit=limit, end=prompt_len + sampling.max_tokens)
+        self._sampling[slot] = sampling
+        self._draft_caps[slot] = draft_cap
+        self._batch = None
+
+    def release(self, slot: int) -> StepTicket | None:
+        """Forget a sequence: no later step runs it.
+
+        Returns:
+            The last step that has it, if that is not over: until it is, the slot is taken, and its blocks are read
+            and written.
+        """
+        del self._sampling[slot], self._draft_caps[slot]
+        self._batch = None
+        return self._running_step(slot)
+
+    def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Those of `slots` that may need another step, as far as can be said before all results are read.
+
+        The others are at their `max_tokens`, or their room, even if every step in flight emits one token.
+        """
+        batch = self._batch_of(slots)
+        may_go_on_B = self._lengths.unfinished(batch.host_slots_B)
+        if may_go_on_B.all():
+            return batch.slots
+        return tuple(slot for slot, may_go_on in zip(batch.slots, may_go_on_B.tolist(), strict=True) if may_go_on)
+
     def step(self, slots: Sequence[int]) -> DecodeOutput:
-        """Decode every sequence in `slots` by one step."""
-        assert len(set(slots)) == len(slots)
+        """Decode every sequence in `slots` by one step, and wait for what it made."""
+        return self.launch(slots).result()
+
+    def launch(self, slots: Sequence[int]) -> StepTicket:
+        """Set off one step of every sequence in `slots`. Earlier steps need not be over, nor their results read.
+
+        Raises:
+            Exception: on CUDA, what setting it off raised; on a CPU the ticket does.
+        """
         if not slots:
-            return DecodeOutput(token_ids=(), accepted_lens=(), proposed_lens=())
-        running = [self._running[slot] for slot in slots]
-        # Past its room a sequence would write to the scratch block and read back nothing: never a wrong token instead.
-        assert all(item.length <= item.limit for item in running)
-        num_drafts = max(item.draft_cap for item in running)
-        max_context_len = max(min(item.length + num_drafts, item.limit) for item in running)
-        plan = DecodePlan(
-            num_drafts=num_drafts,
-            max_context_len=max_context_len,
-            sampling=self._table.sampling_rows(slots, [item.sampling for item in running]),
-        )
-        slots_B = torch.tensor(slots, dtype=torch.int64).to(self._pool.device)
-        num_blocks = -(-max_context_len // self._pool.layout.block_size)
-        before, rows = self._table.gather(slots_B, num_blocks)
-        state, verified = decode_step(before, rows, plan, self._model, self._pool)
-        self._table.scatter(slots_B, state)
+            return StepTicket((), (), None, None)
+        batch = self._batch_of(slots)
+        num_drafts = batch.num_drafts
+        max_context_len = self._lengths.max_context_len(batch.host_slots_B, num_drafts)
         # The next draft goes along only to be compared.
-        columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
-        upon = [slots_B, before.last_token_B, before.draft_token_B, before.length_B, rows.block_tables_BM]
-        packed = self._decisions.make(torch.cat(columns, dim=1), upon).values().tolist()
-        for item, (accepted_len, *_) in zip(running, packed, strict=True):
-            item.length += accepted_len + 1
-        return DecodeOutput(
-            token_ids=tuple(tuple(token_ids[: accepted_len + 1]) for accepted_len, *token_ids in packed),
-            accepted_lens=tuple(accepted_len for accepted_len, *_ in packed),
-            proposed_lens=tuple(item.draft_cap for item in running),
+        shape = (len(batch.slots), num_drafts + 3)
+        buffer = self._buffers.take()
+        target = buffer[: shape[0] * shape[1]].view(shape)
+        future = self._lane.submit(lambda: self._run(batch, max_context_len), target)
+        launched = self._lengths.launch(batch.host_slots_B, batch.most_B)
+        self._num_launched += 1
+        number = self._num_launched
+
+        def on_read(accepted_lens: tuple[int, ...]) -> None:
+            self._buffers.give_back(buffer)
+            self._decisions.check(accepted_lens)
+            self._lengths.collect(launched, np.array(accepted_lens, dtype=np.int64) + 1)
+            del self._unread[number]
+
+        ticket = StepTicket(batch.slots, batch.draft_caps, future, on_read)
+        self._last_step_N[batch.host_slots_B] = number
+        self._unread[number] = ticket
+        return ticket
+
+    def in_order(self, work: Callable[[], None]) -> None:
+        """Have `work` done between the steps launched before and those launched after this call."""
+        self._lane.run(work)
+
+    def drain(self) -> None:
+        """Wait until no step is running."""
+        self._lane.drain()
+
+    def close(self) -> None:
+        """Wait for what was launched, and end; the last call."""
+        self._lane.close()
+        if self._preparer is not None:
+            self._preparer.close()
+
+    def _run(self, batch: _Batch, max_context_len: int) -> torch.Tensor:
+        """The step, in its turn on the lane."""
+        plan = DecodePlan(
+            num_drafts=batch.num_drafts,
+            max_context_len=max_context_len,
+            sampling=self._table.sampling_rows(batch.slots, batch.sampling),
         )
+        num_blocks = -(-max_context_len // self._pool.layout.block_size)
+        before, rows = self._table.gather(batch.slots_B, num_blocks)
+        state, verified = self._step(before, rows, plan, self._model, self._pool, self._preparer)
+        self._table.scatter(batch.slots_B, state)
+        columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
+        upon = [batch.slots_B, before.last_token_B, before.draft_token_B, before.length_B, rows.block_tables_BM]
+        return self._decisions.agree(torch.cat(columns, dim=1), upon)
+
+    def _batch_of(self, slots: Sequence[int]) -> _Batch:
+        slots = tuple(slots)
+        if self._batch is None or self._batch.slots != slots:
+            assert len(set(slots)) == len(slots)
+            draft_caps = tuple(self._draft_caps[slot] for slot in slots)
+            self._batch = _Batch(
+                slots=slots,
+                slots_B=to_device(torch.tensor(slots, dtype=torch.int64), self._pool.device),
+                host_slots_B=np.array(slots, dtype=np.int64),
+                sampling=tuple(self._sampling[slot] for slot in slots),
+                draft_caps=draft_caps,
+                most_B=np.array(draft_caps, dtype=np.int64) + 1,
+                num_drafts=max(draft_caps, default=0),
+            )
+        return self._batch
+
+    def _running_step(self, slot: int) -> StepTicket | None:
+        """The last step that has the slot; None if it is over."""
+        ticket = self._unread.get(int(self._last_step_N[slot]))
+        return None if ticket is None or ticket.is_done else ticket

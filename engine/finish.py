@@ -4,7 +4,7 @@ One checker a sequence, fed every token once. Text for people is the router's bu
 stop strings, so a sequence without them is never decoded to text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from baton.core.request import FinishReason
 from baton.core.sampling import SamplingParams
@@ -24,13 +24,17 @@ class FinishChecker:
         self._num_tokens = 0
         self._reason: FinishReason | None = None
 
-    def accept(self, token_ids: Iterable[int]) -> tuple[list[int], FinishReason | None]:
+    def accept(self, token_ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """Take a step's tokens; return those that belong to the answer, and why it ended if it did.
 
         The token that ends it is kept: EOS and stop tokens, the token that completes a stop string, the last one of
         `max_tokens`. Nothing may be fed after the end.
         """
         assert self._reason is None
+        if self._matcher is None and self._num_tokens + len(token_ids) < self._max_tokens:
+            if self._stop_ids.isdisjoint(token_ids):  # by far the most steps
+                self._num_tokens += len(token_ids)
+                return list(token_ids), None
         kept: list[int] = []
         for token_id in token_ids:
             kept.append(token_id)

@@ -5,6 +5,7 @@ ranks hold the same slots and block tables, because they were told the same, and
 what a worker does beside computing.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,11 @@ from baton.engine.plan import PlanChannel
 from baton.engine.plan_messages import Admit, Draft, Forward, Release, Step, Stop
 from baton.engine.prefill import PrefillChunk, PrefillForward, PrefillRunner, SequenceStart
 from baton.engine.step_limit import StepLimit
+from baton.engine.step_ticket import StepTicket
 from baton.kvcache.allocator import BlockTable
+
+_LOOK_S = 0.02
+_MAX_AHEAD = 2
 
 
 class LeadPrefill:
@@ -68,8 +73,35 @@ class FollowPrefill:
         return True
 
 
+class LedTicket(StepTicket):
+    """A step at every rank; it has ended for the watch once it was read."""
+
+    def __init__(self, ticket: StepTicket, on_end: Callable[[], None]) -> None:
+        super().__init__(ticket.slots, (), None, None)
+        self._ticket = ticket
+        self._on_end: Callable[[], None] | None = on_end
+
+    @property
+    def is_done(self) -> bool:
+        """As `StepTicket.is_done`, at this rank."""
+        return self._ticket.is_done
+
+    @property
+    def is_read(self) -> bool:
+        """As `StepTicket.is_read`."""
+        return self._ticket.is_read
+
+    def result(self) -> DecodeOutput:
+        """As `StepTicket.result`."""
+        output = self._ticket.result()
+        if self._on_end is not None:
+            self._on_end()
+            self._on_end = None
+        return output
+
+
 class LeadDecode:
-    """Rank 0's `DecodeRunner`."""
+    """Rank 0's `DecodeRunner`. Plans go to the other ranks when they are made, ahead of what is being computed."""
 
     def __init__(self, runner: DecodeRunner, channel: PlanChannel) -> None:
         self._runner = runner
@@ -92,23 +124,38 @@ class LeadDecode:
         self._channel.tell(Admit.of(slot, start, prompt_len, sampling, table, draft_cap))
         self._runner.admit(slot, start, prompt_len, sampling, table, draft_cap)
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int) -> StepTicket | None:
         """As `DecodeRunner.release`, at every rank."""
         self._channel.tell(Release(slot))
-        self._runner.release(slot)
+        return self._runner.release(slot)
+
+    def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """As `DecodeRunner.unfinished`."""
+        return self._runner.unfinished(slots)
 
     def step(self, slots: Sequence[int]) -> DecodeOutput:
         """As `DecodeRunner.step`, at every rank."""
+        return self.launch(slots).result()
+
+    def launch(self, slots: Sequence[int]) -> StepTicket:
+        """As `DecodeRunner.launch`, at every rank."""
+        if not slots:
+            return self._runner.launch(slots)
         num_rows = len(slots) * (self.num_draft_tokens + 1)
         limit_s = self._limit.limit_s(num_rows)
         self._channel.tell(Step(tuple(slots), limit_s))
-        with self._channel.lead_step(self._limit, num_rows, limit_s):
-            return self._runner.step(slots)
+        end = self._channel.begin_step(self._limit, num_rows, limit_s)
+        return LedTicket(self._runner.launch(slots), end)
+
+    def drain(self) -> None:
+        """As `DecodeRunner.drain`, at this rank."""
+        self._runner.drain()
 
     def close(self) -> None:
         """Let the other ranks go; the last call."""
         self._channel.link.expect_end()
         self._channel.tell(Stop())
+        self._runner.close()
 
 
 class FollowDecode:
@@ -117,6 +164,8 @@ class FollowDecode:
     def __init__(self, runner: DecodeRunner, channel: PlanChannel) -> None:
         self._runner = runner
         self._channel = channel
+        self._launched: deque[StepTicket] = deque()
+        self._leaving: dict[int, StepTicket] = {}  # by slot: the last step that has it
 
     def run(self) -> None:
         """Do what rank 0 says until it says stop.
@@ -124,23 +173,36 @@ class FollowDecode:
         Raises:
             WorkerLost: rank 0 is gone, or this rank diverged.
         """
-        while not isinstance(plan := self._channel.hear(), Stop):
+        # While a step runs its end is looked at soon, for it may say that this rank diverged.
+        while not isinstance(plan := self._channel.hear(_LOOK_S if self._launched else None), Stop):
             is_known = plan is None or self.take(plan)
             assert is_known, f"a decode rank does not know {plan!r}"
+            self._look()
+        self._runner.close()
 
     def take(self, plan: Any) -> bool:
         """Do what the plan says; False if it is about something else."""
         match plan:
             case Admit():
+                leaving = self._leaving.pop(plan.slot, None)
+                if leaving is not None:
+                    leaving.result()
                 self._runner.admit(plan.slot, plan.start, plan.prompt_len, plan.sampling, plan.table, plan.draft_cap)
             case Release():
-                self._runner.release(plan.slot)
+                last = self._runner.release(plan.slot)
+                if last is not None:
+                    self._leaving[plan.slot] = last
             case Step():
                 self._channel.follow_step(plan.limit_s)
-                self._runner.step(plan.slots)
+                self._launched.append(self._runner.launch(plan.slots))
             case _:
                 return False
         return True
+
+    def _look(self) -> None:
+        """Read what is over, and what is more than `_MAX_AHEAD` steps behind."""
+        while self._launched and (len(self._launched) > _MAX_AHEAD or self._launched[0].is_done):
+            self._launched.popleft().result()
 
 
 def _num_rows(chunks: Sequence[PrefillChunk]) -> int:

@@ -15,7 +15,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 from baton.core.errors import BatonError, ProtocolError, WorkerLost
@@ -110,13 +110,16 @@ class GangLink:
             if num_bytes > MAX_UNSENT_BYTES:
                 raise WorkerLost(f"rank {rank} of {self.size} takes no plans", rank=rank, size=self.size, how="hangs")
 
-    def hear(self) -> Any:
-        """Another rank than 0: the next plan, however long that takes; None after `wake`.
+    def hear(self, timeout_s: float | None = None) -> Any:
+        """Another rank than 0: the next plan, however long that takes; None after `wake`, or after `timeout_s`.
 
         Raises:
             WorkerLost: the gang has failed.
         """
-        item = self._inbox.get()
+        try:
+            item = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
         if isinstance(item, WorkerLost):
             self._inbox.put(item)
             raise item
@@ -158,15 +161,6 @@ class GangLink:
         """Everybody is loaded: from now on silence is a hang."""
         with self._lock:
             self._watch.silence_s = silence_s
-
-    @contextlib.contextmanager
-    def step(self, limit_s: float) -> Iterator[None]:
-        """While the block runs, it must end within `limit_s`, or whoever holds it up has failed."""
-        number = self.begin(limit_s)
-        try:
-            yield
-        finally:
-            self.end(number)
 
     def begin(self, limit_s: float) -> int:
         """A step begins, which `end` must end within `limit_s`. Any thread; steps may overlap."""

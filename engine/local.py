@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.core.clock import Clock, MonotonicClock
+from baton.core.config import SchedulingName
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.core.tokenizer import Tokenizer
@@ -17,6 +18,7 @@ from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
 from baton.engine.prefill import PrefillRunner
+from baton.engine.step_pipeline import StepPipeline
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
@@ -54,7 +56,11 @@ class TokenEvent:
 
 
 class LocalEngine:
-    """Runs requests to completion on one model."""
+    """Runs requests to completion on one model.
+
+    With `scheduling="async"` a decode step is launched before the results of the one before are read; the tokens, and
+    how many drafts are accepted in each step, are those of "sync".
+    """
 
     def __init__(
         self,
@@ -67,6 +73,7 @@ class LocalEngine:
         chunk_len: int,
         max_num_sequences: int,
         clock: Clock | None = None,
+        scheduling: SchedulingName = "async",
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
@@ -76,6 +83,7 @@ class LocalEngine:
         )
         self._prefill = PrefillRunner(model, self.pool)
         self._decode = DecodeRunner(model, self.pool, max_num_sequences, num_draft_tokens)
+        self._steps = StepPipeline[LocalSequence](self._decode, scheduling)
         self._in_step = False
         self._unread: dict[AttemptKey, list[TokenEvent]] = {}
         self.limits = RequestLimits(
@@ -188,9 +196,11 @@ class LocalEngine:
 
     def _decode_step(self) -> None:
         sequences = self._scheduler.decoding()
-        output = self._decode.step([sequence.slot for sequence in sequences if sequence.slot is not None])
-        steps = zip(sequences, output.token_ids, output.accepted_lens, output.proposed_lens, strict=True)
-        for sequence, token_ids, accepted_len, proposed_len in steps:
+        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
+        has_launched = self._steps.launch(slots, sequences)
+        for sequence, token_ids, accepted_len, proposed_len in self._steps.collect(has_launched=has_launched):
+            if not sequence.is_decoding:
+                continue  # it ended in an earlier step; this one was launched before that was known
             kept = self._take(sequence, token_ids)
             sequence.counts.add_step(
                 num_proposed=proposed_len, num_accepted=min(accepted_len, len(kept)), num_emitted=len(kept)
@@ -214,8 +224,11 @@ class LocalEngine:
     def _end(self, sequence: LocalSequence, token_ids: tuple[int, ...], error: BatonError | None) -> None:
         if sequence.is_decoding:
             assert sequence.slot is not None
-            self._decode.release(sequence.slot)
-        self._scheduler.remove(sequence)
+            sequence.is_decoding = False
+            self._scheduler.retire(sequence)
+            self._steps.retire(sequence.slot, lambda: self._scheduler.free(sequence))
+        else:
+            self._scheduler.remove(sequence)
         self._unread[sequence.key].append(TokenEvent(token_ids=token_ids, result=_result(sequence, error)))
 
     def _ended(self, key: AttemptKey) -> bool:
@@ -230,6 +243,9 @@ class LocalEngine:
                 self._end(sequence, (), RequestCancelled("nobody reads it any more"))
         for key in keys:
             self._unread.pop(key, None)
+        if not self._in_step and not self._scheduler.unfinished():
+            for sequence, *_ in self._steps.drain():
+                assert not sequence.is_decoding
         self._scheduler.check_empty()
 
 

@@ -54,11 +54,12 @@ class LocalScheduler:
         self._num_slots = num_slots
         self._waiting: deque[LocalSequence] = deque()
         self._running: list[LocalSequence] = []  # in order of arrival
+        self._num_leaving = 0  # out of `_running`, while a step may still read and write their blocks
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is waiting or running."""
-        return not self._waiting and not self._running
+        """Whether no sequence is waiting or running, and none that ended holds anything."""
+        return not self._waiting and not self._running and not self._num_leaving
 
     def submit(self, sequence: LocalSequence) -> None:
         """Put a sequence last in the queue; it must fit an empty pool."""
@@ -106,8 +107,19 @@ class LocalScheduler:
         if sequence.table is None:
             self._waiting.remove(sequence)
             return
-        assert sequence.slot is not None
+        self.retire(sequence)
+        self.free(sequence)
+
+    def retire(self, sequence: LocalSequence) -> None:
+        """Take a running sequence out; its slot and blocks stay its own until `free`."""
         self._running.remove(sequence)
+        self._num_leaving += 1
+
+    def free(self, sequence: LocalSequence) -> None:
+        """Free what a retired sequence holds: no step has it any more."""
+        assert sequence.slot is not None
+        assert sequence.table is not None
+        self._num_leaving -= 1
         self._allocator.release(sequence.table)
         self._free_slots.append(sequence.slot)
         sequence.table = sequence.slot = None

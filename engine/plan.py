@@ -7,7 +7,7 @@ the deadline of a step on the collectives in it. Owns neither form (`plan_codec`
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from baton.core.errors import BatonError
@@ -44,13 +44,13 @@ class PlanChannel:
         """
         self.link.tell(message)
 
-    def hear(self) -> Any:
-        """Another rank: wait for it, as long as rank 0 lives; None after `link.wake`.
+    def hear(self, timeout_s: float | None = None) -> Any:
+        """Another rank: wait for it, as long as rank 0 lives; None after `link.wake`, or after so long.
 
         Raises:
             WorkerLost: rank 0 is gone.
         """
-        return self.link.hear()
+        return self.link.hear(timeout_s)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -63,12 +63,25 @@ class PlanChannel:
 
     @contextlib.contextmanager
     def lead_step(self, limit: StepLimit, num_rows: int, limit_s: float) -> Iterator[None]:
-        """Rank 0, around a step that it has told: it must end within `limit_s`; `limit` learns what it took."""
+        """Rank 0, around a step that it has told: see `begin_step`."""
+        end = self.begin_step(limit, num_rows, limit_s)
+        yield
+        end()
+
+    def begin_step(self, limit: StepLimit, num_rows: int, limit_s: float) -> Callable[[], None]:
+        """Rank 0 has told a step, which must end within `limit_s`: the function that says it has.
+
+        `limit` learns what it took. A step that raised need not be ended: the gang is over then.
+        """
         self.communicator.limit_s = limit_s + SLACK_S
         start_s = time.monotonic()
-        with self.link.step(limit_s):
-            yield
-        limit.note(num_rows, time.monotonic() - start_s)
+        step = self.link.begin(limit_s)
+
+        def end() -> None:
+            self.link.end(step)
+            limit.note(num_rows, time.monotonic() - start_s)
+
+        return end
 
     def follow_step(self, limit_s: float) -> None:
         """Another rank: collectives from here on give up later than rank 0 judges."""

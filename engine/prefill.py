@@ -84,7 +84,8 @@ class PrefillRunner:
         if finished:
             logits_FV = self._model.logits(hidden_TD[inputs.last_row_F])
             first_token_F = sample(logits_FV, sampling, self._last_position_F(inputs) + 1)
-        tokens = iter(self._decisions.make(first_token_F, _upon(inputs)).values().tolist()) if finished else iter(())
+            first_token_F = self._decisions.agree(first_token_F, _upon(inputs))
+        tokens = iter(self._decisions.check(first_token_F.tolist()))
         return PrefillForward(
             chunks=tuple(chunks),
             inputs=inputs,
@@ -107,7 +108,7 @@ class PrefillRunner:
             if hidden_FD.shape[0]:
                 logits_FV = self._model.logits(hidden_FD)
                 draft_F = sample(logits_FV, forward.sampling, self._last_position_F(inputs) + 2)
-                drafts = self._decisions.make(draft_F, _upon(inputs)).values().tolist()
+                drafts = self._decisions.check(self._decisions.agree(draft_F, _upon(inputs)).tolist())
         starts: list[SequenceStart | None] = []
         num_finished = 0
         for chunk, first_token in zip(forward.chunks, forward.first_tokens, strict=True):

@@ -3,7 +3,8 @@
 A step reads the rows of the slots it runs and writes back what moved. Nothing here is read by the host; what the host
 must know (lengths, parameters) it keeps itself. Slots are handed out by the caller.
 
-Legend: N slots, B sequences of a step, D hidden size, M entries of the widest block table, S sampled sequences.
+Legend: N slots, B sequences of a step, D hidden size, M entries of the widest block table, S sampled sequences,
+C numbers of a slot.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch
 from baton.core.sampling import SamplingParams
 from baton.engine.batch import DecodeRows
 from baton.engine.sampler import MIN_TEMPERATURE, SamplingRows, truncates
+from baton.kernels.copies import to_device
 from baton.kvcache.allocator import BlockTable
 
 
@@ -41,12 +43,12 @@ class SlotTable:
         self, *, num_slots: int, max_blocks: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._device = device
-        self._last_token_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._draft_token_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        # One tensor, so that a step reads it with one operation and writes it with one. What moves comes first.
+        self._numbers_NC = torch.zeros(num_slots, 5, dtype=torch.int64, device=device)
+        self._moving_N3 = self._numbers_NC[:, :3]
+        columns_CN = self._numbers_NC.unbind(dim=1)
+        self._last_token_N, self._draft_token_N, self._length_N, self._limit_N, self._draft_cap_N = columns_CN
         self._hidden_ND = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
-        self._length_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._limit_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._draft_cap_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._tables_NM = torch.zeros(num_slots, max_blocks, dtype=torch.int64, device=device)
         self._temperature_N = torch.ones(num_slots, dtype=torch.float64, device=device)
         self._top_p_N = torch.ones(num_slots, dtype=torch.float64, device=device)
@@ -73,7 +75,7 @@ class SlotTable:
         max_blocks = self._tables_NM.shape[1]
         blocks = table.blocks[:max_blocks]
         padding = [scratch_block] * (max_blocks - len(blocks))
-        self._tables_NM[slot] = torch.tensor([*blocks, *padding], dtype=torch.int64).to(self._device)
+        self._tables_NM[slot] = to_device(torch.tensor([*blocks, *padding]), self._device)
         self._limit_N[slot] = limit
         self._draft_cap_N[slot] = draft_cap
         self._temperature_N[slot] = max(sampling.temperature, MIN_TEMPERATURE)
@@ -83,25 +85,22 @@ class SlotTable:
 
     def gather(self, slots_B: torch.Tensor, num_blocks: int) -> tuple[DecodeState, DecodeRows]:
         """Copies of the slots' rows; `num_blocks` entries of the tables are enough for this step."""
+        numbers_BC = self._numbers_NC.index_select(0, slots_B)
+        last_token_B, draft_token_B, length_B, limit_B, draft_cap_B = numbers_BC.unbind(dim=1)
         state = DecodeState(
-            last_token_B=self._last_token_N[slots_B],
-            draft_token_B=self._draft_token_N[slots_B],
-            hidden_BD=self._hidden_ND[slots_B],
-            length_B=self._length_N[slots_B],
+            last_token_B=last_token_B,
+            draft_token_B=draft_token_B,
+            hidden_BD=self._hidden_ND.index_select(0, slots_B),
+            length_B=length_B,
         )
-        rows = DecodeRows(
-            block_tables_BM=self._tables_NM[:, :num_blocks][slots_B],
-            limit_B=self._limit_N[slots_B],
-            draft_cap_B=self._draft_cap_N[slots_B],
-        )
-        return state, rows
+        block_tables_BM = self._tables_NM[:, :num_blocks].index_select(0, slots_B)
+        return state, DecodeRows(block_tables_BM=block_tables_BM, limit_B=limit_B, draft_cap_B=draft_cap_B)
 
     def scatter(self, slots_B: torch.Tensor, state: DecodeState) -> None:
         """Write back what a step changed."""
-        self._last_token_N[slots_B] = state.last_token_B
-        self._draft_token_N[slots_B] = state.draft_token_B
-        self._hidden_ND[slots_B] = state.hidden_BD
-        self._length_N[slots_B] = state.length_B
+        moved_B3 = torch.stack([state.last_token_B, state.draft_token_B, state.length_B], dim=1)
+        self._moving_N3.index_copy_(0, slots_B, moved_B3)
+        self._hidden_ND.index_copy_(0, slots_B, state.hidden_BD)
 
     def sampling_rows(self, slots: Sequence[int], params: Sequence[SamplingParams]) -> SamplingRows | None:
         """The sampled sequences among `slots`; `params` are theirs, on the host, and decide only which rows to read."""
@@ -111,7 +110,7 @@ class SlotTable:
         cut = [place for place, row in enumerate(sampled) if truncates(params[row])]
         num_sampled = len(sampled)
         host = torch.tensor([*sampled, *(slots[row] for row in sampled), *cut], dtype=torch.int64)
-        packed = host.to(self._device)
+        packed = to_device(host, self._device)
         slots_S = packed[num_sampled : 2 * num_sampled]
         return SamplingRows(
             index_S=packed[:num_sampled],

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.kernels.copies import to_device
 from baton.kernels.digest import PERIOD, weight
 
 WORD_BYTES = 8
@@ -148,10 +149,7 @@ class Workspace:
         low = [weight((3 << 60) + position) for position in range(PERIOD)]
         high = [weight((2 << 60) + stretch) for stretch in range(-(-max_len // PERIOD))]
         table = [value - (1 << 64) if value >> 63 else value for value in low + high]
-        weights = torch.tensor(table, dtype=torch.int64)
-        if device.type == "cuda":
-            weights = weights.pin_memory()  # else the thread would wait for the stream
-        self.weights = weights.to(device, non_blocking=True)
+        self.weights = to_device(torch.tensor(table, dtype=torch.int64), device)
 
 
 def kv_scatter(

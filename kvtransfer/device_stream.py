@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.kernels.copies import to_device
 from baton.kernels.digest import PERIOD
 from baton.kernels.kv_scatter import Tuning, Workspace
 
@@ -52,9 +53,7 @@ class DeviceStream:
 
     def send(self, ids: torch.Tensor) -> torch.Tensor:
         """Bring ids to the device without waiting for it."""
-        if self._device.type == "cuda":
-            ids = ids.pin_memory()
-        return ids.to(self._device, non_blocking=True)
+        return to_device(ids, self._device)
 
     def workspace(self, end: int) -> Workspace:
         """For digests of positions below `end`."""

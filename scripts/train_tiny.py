@@ -66,7 +66,7 @@ TOLD = {item.name for item in fields(Plan)} - {"out", "corpus", "device"}
 def device_batches(plan: Plan, files: Sequence[np.ndarray], size: int, seed: int) -> Iterator[Tensor]:
     """Yield batches of windows on the device; documents are separated by token 0, the end."""
     for windows in tiny_corpus.Stream(files, 0, plan.length, seed).batches(size):
-        yield torch.from_numpy(windows).to(plan.device, torch.long, non_blocking=True)
+        yield torch.from_numpy(windows).to(plan.device, torch.long)
 
 
 def next_token_loss(hidden: Tensor, weight: Tensor, goals: Tensor) -> Tensor:

@@ -66,7 +66,6 @@ def test_every_command_exists_and_has_json(command):
         (["serve", "--tp-prefill", "2"], 3, "FeatureNotBuilt"),
         (["serve", "--tp-decode", "2"], 3, "FeatureNotBuilt"),
         (["serve", "--mtp", "auto"], 3, "FeatureNotBuilt"),
-        (["serve", "--scheduling", "async"], 3, "FeatureNotBuilt"),
         (["serve", "--http-port", "8000"], 3, "FeatureNotBuilt"),
         (["generate", "--prompt", "x", "--min-p", "0.1"], 3, "FeatureNotBuilt"),
         (["generate", "--local", "--prompt", "x", "--mtp", "auto"], 3, "FeatureNotBuilt"),

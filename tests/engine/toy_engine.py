@@ -21,7 +21,7 @@ def letters_tokenizer(eos_token_ids=(EOS,), size=24):
     return Tokenizer(fast, eos_token_ids)
 
 
-def toy_engine(model=None, *, num_blocks=40, block_size=4, k=2, chunk_len=16, max_num_sequences=4, clock=None):
+def toy_engine(model=None, *, num_blocks=40, block_size=4, k=2, chunk_len=16, max_num_sequences=4, **options):
     return LocalEngine(
         model or ToyModel(),
         letters_tokenizer(),
@@ -30,7 +30,7 @@ def toy_engine(model=None, *, num_blocks=40, block_size=4, k=2, chunk_len=16, ma
         num_draft_tokens=k,
         chunk_len=chunk_len,
         max_num_sequences=max_num_sequences,
-        clock=clock,
+        **options,
     )
 
 

@@ -1,0 +1,165 @@
+"""Asynchronous scheduling gives what synchronous scheduling does: the same tokens, accepted step by step alike.
+
+In float64, in the one-process engine, over drafts, ways to choose tokens, ways to end and chunk sizes. The
+decode worker's own tests run it asynchronously, as it does by default.
+"""
+
+import itertools
+
+import pytest
+
+from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
+from baton.core.sampling import SamplingParams
+from baton.engine.local import LocalEngine
+from baton.tests.e2e.prompts import requests_for, token_prompts
+from baton.tests.e2e.test_same_tokens import pairwise
+from baton.tests.engine import reference
+from baton.tests.engine.toy import ToyModel
+from baton.tests.engine.toy_engine import EOS, letters_tokenizer
+
+DRAFTS = (0, 1, 2, 4)
+CHUNKS = (3, 16, 4096)
+GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
+CUT = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
+CHOICES = {"greedy": (GREEDY,), "sampled": (SAMPLED, CUT), "mixed": (GREEDY, SAMPLED, CUT)}
+ENDS = ("length", "room", "stop token", "stop string", "eos")
+CELLS = list(itertools.product(DRAFTS, CHOICES, ENDS, CHUNKS))
+PAIRWISE = pairwise(CELLS)
+TOY = ToyModel(sharpness=2.0)
+MAX_TOKENS = 13
+
+
+def cell_id(cell):
+    k, choice, end, chunk_len = cell
+    return f"k{k}-{choice}-{end.replace(' ', '_')}-{chunk_len}"
+
+
+def sampling_for(choice, end, at, prompt_len, max_model_len):
+    ways = CHOICES[choice]
+    params = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": at, **ways[at % len(ways)]}
+    match end:
+        case "length":
+            params["max_tokens"] = 1 + at % MAX_TOKENS
+        case "room":
+            params["max_tokens"] = max_model_len - prompt_len
+        case "stop token":
+            params["stop_token_ids"] = (at % 20, (at * 7 + 3) % 20)
+        case "stop string":
+            params["stop"] = (chr(ord("a") + at % 20), "".join(chr(ord("a") + (at * 5 + i) % 20) for i in range(2)))
+        case "eos":
+            params["ignore_eos"] = False
+    return SamplingParams(**params)
+
+
+def toy_requests(cell):
+    k, choice, end, _ = cell
+    requests = []
+    for at in range(5 if end == "room" else 10):
+        prompt_len = 70 + at if end == "room" else (1, 2, 5, 9, 20)[at % 5]
+        prompt = tuple((at * 3 + i * i) % 22 for i in range(prompt_len))
+        sampling = sampling_for(choice, end, at, prompt_len, TOY.config.max_model_len)
+        key = AttemptKey(f"{cell_id(cell)}-{at}", 1)
+        request = GenerationRequest(
+            key=key,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            deadline_s=float("inf"),
+            num_draft_tokens=min(k, at % 6 if at % 2 else k),
+        )
+        requests.append(request)
+    return requests
+
+
+def run(monkeypatch, model, tokenizer, requests, *, scheduling, k, chunk_len, **sizes):
+    """(tokens, finish reason, counts) of each request, and (proposed, accepted, emitted) of each of its steps."""
+    steps, add_step = {}, SpeculationCounts.add_step
+
+    def traced_add_step(self, **numbers):
+        steps.setdefault(id(self), []).append(tuple(numbers.values()))
+        add_step(self, **numbers)
+
+    engine = LocalEngine(
+        model,
+        tokenizer,
+        num_draft_tokens=k,
+        chunk_len=chunk_len,
+        scheduling=scheduling,
+        **({"num_blocks": 70, "block_size": 4, "max_num_sequences": 4} | sizes),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(SpeculationCounts, "add_step", traced_add_step)
+        results = engine.generate(requests)
+    for result in results:
+        counts = result.counts
+        mine = steps.get(id(counts), [])
+        assert counts.num_emitted_tokens == len(result.token_ids) == 1 + sum(emitted for _, _, emitted in mine)
+        assert counts.num_draft_tokens == sum(proposed for proposed, _, _ in mine)
+        assert counts.num_accepted_tokens == sum(accepted for _, accepted, _ in mine) == sum(counts.num_accepted_at)
+        for place, count in enumerate(counts.num_accepted_at):
+            assert count == sum(accepted > place for _, accepted, _ in mine)
+    return [(result.token_ids, result.finish_reason, steps.get(id(result.counts), [])) for result in results]
+
+
+def check_toy(monkeypatch, cell):
+    k, _, end, chunk_len = cell
+    made = {
+        scheduling: run(
+            monkeypatch,
+            TOY,
+            letters_tokenizer(),
+            toy_requests(cell),
+            scheduling=scheduling,
+            k=k,
+            chunk_len=chunk_len,
+        )
+        for scheduling in ("sync", "async")
+    }
+    assert made["async"] == made["sync"]
+    for request, (token_ids, reason, _) in zip(toy_requests(cell), made["async"], strict=True):
+        if end == "room":
+            assert len(token_ids) == request.sampling.max_tokens
+        if end not in ("stop string", "room"):
+            assert list(token_ids) == reference.generate(TOY, request.prompt_token_ids, request.sampling, (EOS,))
+        assert reason in (FinishReason.STOP, FinishReason.LENGTH)
+    if end in ("stop token", "stop string"):
+        assert FinishReason.STOP in {reason for _, reason, _ in made["async"]}
+
+
+@pytest.mark.parametrize("cell", PAIRWISE, ids=cell_id)
+def test_toy_tokens_and_accepted_lengths_are_identical(cell, monkeypatch):
+    check_toy(monkeypatch, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in PAIRWISE], ids=cell_id)
+def test_toy_tokens_and_accepted_lengths_are_identical_in_every_other_cell(cell, monkeypatch):
+    check_toy(monkeypatch, cell)
+
+
+TINY_CELLS = list(itertools.product(DRAFTS, (False, True), (16, 4096)))
+TINY_DEFAULT = {(0, True, 16), (2, False, 16), (2, True, 4096), (4, True, 16)}
+
+
+@pytest.mark.parametrize(
+    ("k", "sampled", "chunk_len"),
+    [pytest.param(*cell, marks=[] if cell in TINY_DEFAULT else [pytest.mark.slow]) for cell in TINY_CELLS],
+)
+def test_the_bundled_model_in_float64(k, sampled, chunk_len, load_tiny, tokenizer, monkeypatch):
+    prompts = token_prompts(tokenizer, 8, max_len=60)
+    made = [
+        run(
+            monkeypatch,
+            load_tiny(),
+            tokenizer,
+            requests_for(prompts, sampled=sampled, num_drafts=k, max_tokens=10),
+            scheduling=scheduling,
+            k=k,
+            chunk_len=chunk_len,
+            num_blocks=64,
+            block_size=16,
+        )
+        for scheduling in ("sync", "async")
+    ]
+    assert made[0] == made[1]
+    if k:
+        assert any(accepted for _, _, steps in made[0] for _, accepted, _ in steps)

@@ -1,0 +1,326 @@
+"""A hunt for races in asynchronous decoding, and races to plant for it.
+
+`hunt` runs many short requests of every kind through few slots and blocks, so that both change hands all the time, with
+random pauses on the lane and on the host and result buffers that are overwritten once they were read. Whatever then
+differs from a loop that computes one token at a time is a race.
+"""
+
+import contextlib
+import functools
+import random
+import threading
+import time
+
+import torch
+
+from baton.engine import decode, lane
+from baton.engine.decode import DecodeRunner
+from baton.engine.host_future import HostFuture, ResultBuffers
+from baton.engine.lane import ThreadLane
+from baton.engine.length_bounds import LengthBounds
+from baton.engine.local_scheduler import LocalSequence
+from baton.engine.prepare import Prepared, StepPreparer
+from baton.engine.step_pipeline import StepPipeline
+from baton.tests.engine import reference
+from baton.tests.engine.toy import ToyModel
+from baton.tests.engine.toy_engine import EOS, request_of, toy_engine
+
+MODEL = ToyModel()
+POISON = -(1 << 40)
+
+
+@functools.cache
+def expected_tokens(prompt, params):
+    return tuple(reference.generate(MODEL, prompt, params, (EOS,)))
+
+
+def some_requests(rng, count):
+    return [
+        request_of(
+            [rng.randrange(22) for _ in range(rng.choice((1, 3, 4, 7)))],
+            k=rng.choice((0, 1, 3)),
+            max_tokens=rng.choice((2, 3, 5, 9, 14)),
+            temperature=rng.choice((0.0, 1.0)),
+            seed=rng.randrange(3),
+            stop_token_ids=rng.choice(((), (1, 2, 3))),
+        )
+        for _ in range(count)
+    ]
+
+
+class Pauses:
+    """Sleeps now and then, seeded."""
+
+    def __init__(self, seed, longest_s):
+        self._rng = random.Random(seed)
+        self._longest_s = longest_s
+
+    def __call__(self):
+        if self._longest_s and self._rng.random() < 0.5:
+            time.sleep(self._rng.random() * self._longest_s)
+
+
+def poison(patch):
+    give_back = ResultBuffers.give_back
+
+    def give_back_poisoned(self, buffer):
+        buffer.fill_(POISON)
+        give_back(self, buffer)
+
+    patch.setattr(ResultBuffers, "give_back", give_back_poisoned)
+
+
+def pause_lane(patch, pause):
+    do = lane._do
+
+    def do_with_pauses(work, target):
+        pause()
+        error = do(work, target)
+        pause()
+        return error
+
+    patch.setattr(lane, "_do", do_with_pauses)
+
+
+def hunt(patch, *, seed=0, num_requests=24, longest_s=2e-3, prepare_ahead=False, plant=None):
+    """Run and compare; returns the number of steps. `plant` is called with `patch` before the engine is made."""
+    poison(patch)
+    pause_lane(patch, Pauses(seed, longest_s))
+    host_pause = Pauses(seed + 1, longest_s / 4)
+    if plant is not None:
+        plant(patch)
+    rng = random.Random(seed)
+    requests = some_requests(rng, num_requests)
+    engine = toy_engine(MODEL, num_blocks=16, block_size=4, k=3, chunk_len=5, max_num_sequences=3)
+    if prepare_ahead:
+        engine._decode._preparer = StepPreparer(engine.pool)
+    for layer in range(engine.pool.layout.num_layers):
+        engine.pool.blocks(layer).fill_(torch.nan)
+    step = engine.step
+
+    def step_with_pause():
+        host_pause()
+        step()
+
+    patch.setattr(engine, "step", step_with_pause)
+    results = engine.generate(requests)
+    for request, result in zip(requests, results, strict=True):
+        assert result.error is None
+        assert result.token_ids == expected_tokens(request.prompt_token_ids, request.sampling)
+        counts = result.counts
+        assert counts.num_emitted_tokens == len(result.token_ids)
+        assert sum(counts.num_accepted_at) == counts.num_accepted_tokens
+    assert engine._steps.is_empty
+    return engine._decode._num_launched
+
+
+# Races to plant: each is what a plausible slip would do.
+
+
+def read_before_done(patch):
+    """A result is looked at without waiting for it."""
+    patch.setattr(HostFuture, "get", lambda self: self._tensor)
+
+
+def one_result_buffer(patch):
+    """All steps in flight write their results to the same place."""
+
+    def take(self):
+        if not self._free:
+            self._free.append(torch.zeros(self._num_values, dtype=torch.int64))
+        return self._free[0]
+
+    patch.setattr(ResultBuffers, "take", take)
+    patch.setattr(ResultBuffers, "give_back", lambda self, buffer: None)
+
+
+def buffer_back_before_read(patch):
+    """A result buffer is given back when its step is launched."""
+    take = ResultBuffers.take
+
+    def take_and_give_back(self):
+        buffer = take(self)
+        self._free.append(buffer)
+        return buffer
+
+    patch.setattr(ResultBuffers, "take", take_and_give_back)
+    patch.setattr(ResultBuffers, "give_back", lambda self, buffer: buffer.fill_(POISON))
+
+
+def shared_slots(patch):
+    """The tensor of slots is filled anew for the next step while a step in flight has yet to read it."""
+    batch_of = DecodeRunner._batch_of
+    shared = torch.zeros(8, dtype=torch.int64)
+
+    def batch_with_shared_slots(self, slots):
+        batch = batch_of(self, slots)
+        shared[: len(batch.slots)] = torch.tensor(batch.slots)
+        return type(batch)(
+            **{name: getattr(batch, name) for name in batch.__slots__ if name != "slots_B"},
+            slots_B=shared[: len(batch.slots)],
+        )
+
+    patch.setattr(DecodeRunner, "_batch_of", batch_with_shared_slots)
+
+
+def stale_batch(patch):
+    """What is kept about a batch is taken for every later batch of the same slots, whoever is in them."""
+    batch_of, kept = DecodeRunner._batch_of, {}
+
+    def batch_from_memory(self, slots):
+        return kept.setdefault((id(self), tuple(slots)), batch_of(self, slots))
+
+    patch.setattr(DecodeRunner, "_batch_of", batch_from_memory)
+
+
+def length_in_place(patch):
+    """The host writes the lengths it has just learned to the device, where the next step may be past them."""
+    launch = DecodeRunner.launch
+
+    def launch_and_write(self, slots):
+        ticket = launch(self, slots)
+        on_read = ticket._on_read
+
+        def on_read_and_write(accepted_lens):
+            on_read(accepted_lens)
+            time.sleep(4e-3)
+            least = self._lengths._least_N[list(ticket.slots)] - len(self._unread)
+            self._table._length_N[list(ticket.slots)] = torch.from_numpy(least)
+
+        ticket._on_read = on_read_and_write
+        return ticket
+
+    patch.setattr(DecodeRunner, "launch", launch_and_write)
+
+
+def bound_not_raised(patch):
+    """The upper bound of lengths is left as it is while steps are in flight."""
+    launch = LengthBounds.launch
+
+    def launch_low(self, slots_B, most_B):
+        launched = launch(self, slots_B, most_B)
+        self._most_N[slots_B] -= most_B
+        return launched
+
+    def collect(self, launched, emitted_B):
+        self._least_N[launched.slots_B] += emitted_B - 1
+        self._most_N[launched.slots_B] += emitted_B
+
+    patch.setattr(LengthBounds, "launch", launch_low)
+    patch.setattr(LengthBounds, "collect", collect)
+
+
+def bound_of_the_next(patch):
+    """A late result moves the bounds of whoever has the slot now."""
+    collect = LengthBounds.collect
+
+    def collect_of_anyone(self, launched, emitted_B):
+        collect(self, type(launched)(launched.slots_B, self._life_N[launched.slots_B], launched.most_B), emitted_B)
+
+    patch.setattr(LengthBounds, "collect", collect_of_anyone)
+
+
+def freed_early(patch):
+    """Slot and blocks are given back while a step in flight has them."""
+    patch.setattr(DecodeRunner, "_running_step", lambda self, slot: None)
+
+
+def freed_early_but_noticed(patch):
+    """The same where the runner still knows better."""
+    release = DecodeRunner.release
+
+    def release_at_once(self, slot):
+        release(self, slot)
+
+    patch.setattr(DecodeRunner, "release", release_at_once)
+
+
+def extra_tokens_kept(patch):
+    """What a step made of a sequence that had ended before is taken for its own."""
+    read = StepPipeline._read
+
+    def read_all(self):
+        for row in read(self):
+            sequence: LocalSequence = row[0]
+            sequence.is_decoding = True
+            yield row
+
+    patch.setattr(StepPipeline, "_read", read_all)
+
+
+def steps_overtake(patch):
+    """Steps run beside each other instead of one after the other."""
+
+    def give(self, work, target):
+        done = lane._Done()
+
+        def do():
+            with torch.inference_mode():
+                done.set(lane._do(work, target))
+
+        threading.Thread(target=do, daemon=True).start()
+        return done
+
+    patch.setattr(ThreadLane, "_give", give)
+
+
+def prepared_for_the_last_step(patch):
+    """A step takes what was prepared for the one before."""
+    launch, last = StepPreparer.launch, {}
+
+    def launch_and_take_the_last(self, *arguments):
+        ticket = launch(self, *arguments)
+        before, last[id(self)] = last.get(id(self), ticket), ticket
+        return before
+
+    patch.setattr(StepPreparer, "launch", launch_and_take_the_last)
+
+
+def prepared_unchecked(patch):
+    """The same, and nobody looks at the generation."""
+    prepared_for_the_last_step(patch)
+    patch.setattr(StepPreparer, "open", lambda self, prepared: prepared.batch)
+
+
+def prepared_from_shared_rows(patch):
+    """What is prepared sees lengths that the step has moved in place by then."""
+    launch = StepPreparer.launch
+
+    def launch_late(self, first_position_B, *arguments):
+        moving_B = first_position_B.clone()
+        ticket = launch(self, moving_B, *arguments)
+        value = ticket.result()
+        moving_B += 1
+        late = decode.decode_batch(moving_B, *arguments, self._pool)
+        ticket._value = Prepared(value.maker, value.generation, late)
+        return ticket
+
+    patch.setattr(StepPreparer, "launch", launch_late)
+
+
+PLANTED = (
+    read_before_done,
+    one_result_buffer,
+    buffer_back_before_read,
+    shared_slots,
+    stale_batch,
+    length_in_place,
+    bound_not_raised,
+    freed_early,
+    freed_early_but_noticed,
+    extra_tokens_kept,
+    steps_overtake,
+)
+PLANTED_IN_PREPARE = (prepared_for_the_last_step, prepared_unchecked, prepared_from_shared_rows)
+
+
+def is_caught(make_patch, plant, *, prepare_ahead=False, num_rounds=25):
+    """Whether some round of the hunt fails with the race planted."""
+    for seed in range(num_rounds):
+        with make_patch() as patch, contextlib.ExitStack():
+            try:
+                hunt(patch, seed=seed, plant=plant, longest_s=4e-3, prepare_ahead=prepare_ahead)
+            except Exception as error:  # noqa: BLE001  (whatever it is, it was noticed)
+                print(f"{plant.__name__}: round {seed}: {type(error).__name__}: {str(error)[:200]}")
+                return True
+    return False
