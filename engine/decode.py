@@ -262,8 +262,17 @@ class DecodeRunner:
         """Decode every sequence in `slots` by one step, and wait for what it made."""
         return self.launch(slots).result()
 
-    def launch(self, slots: Sequence[int]) -> StepTicket:
+    def max_context_len(self, slots: Sequence[int]) -> int:
+        """What `launch` would bound the positions of these slots by now; it depends on which results were read."""
+        batch = self._batch_of(slots)
+        return self._lengths.max_context_len(batch.host_slots_B, batch.num_drafts)
+
+    def launch(self, slots: Sequence[int], max_context_len: int | None = None) -> StepTicket:
         """Set off one step of every sequence in `slots`. Earlier steps need not be over, nor their results read.
+
+        Args:
+            slots: that take part.
+            max_context_len: another rank's, so that all ranks compute the same shapes; its own if None.
 
         Raises:
             Exception: on CUDA, what setting it off raised; on a CPU the ticket does.
@@ -272,12 +281,14 @@ class DecodeRunner:
             return StepTicket((), (), None, None)
         batch = self._batch_of(slots)
         num_drafts = batch.num_drafts
-        max_context_len = self._lengths.max_context_len(batch.host_slots_B, num_drafts)
+        if max_context_len is None:
+            max_context_len = self._lengths.max_context_len(batch.host_slots_B, num_drafts)
+        bound = max_context_len
         # The next draft goes along only to be compared.
         shape = (len(batch.slots), num_drafts + 3)
         buffer = self._buffers.take()
         target = buffer[: shape[0] * shape[1]].view(shape)
-        future = self._lane.submit(lambda: self._run(batch, max_context_len), target)
+        future = self._lane.submit(lambda: self._run(batch, bound), target)
         launched = self._lengths.launch(batch.host_slots_B, batch.most_B)
         self._num_launched += 1
         number = self._num_launched

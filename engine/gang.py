@@ -143,9 +143,10 @@ class LeadDecode:
             return self._runner.launch(slots)
         num_rows = len(slots) * (self.num_draft_tokens + 1)
         limit_s = self._limit.limit_s(num_rows)
-        self._channel.tell(Step(tuple(slots), limit_s))
+        max_context_len = self._runner.max_context_len(slots)
+        self._channel.tell(Step(tuple(slots), max_context_len, limit_s))
         end = self._channel.begin_step(self._limit, num_rows, limit_s)
-        return LedTicket(self._runner.launch(slots), end)
+        return LedTicket(self._runner.launch(slots, max_context_len), end)
 
     def drain(self) -> None:
         """As `DecodeRunner.drain`, at this rank."""
@@ -177,7 +178,7 @@ class FollowDecode:
         while not isinstance(plan := self._channel.hear(_LOOK_S if self._launched else None), Stop):
             is_known = plan is None or self.take(plan)
             assert is_known, f"a decode rank does not know {plan!r}"
-            self._look()
+            self.look()
         self._runner.close()
 
     def take(self, plan: Any) -> bool:
@@ -194,12 +195,12 @@ class FollowDecode:
                     self._leaving[plan.slot] = last
             case Step():
                 self._channel.follow_step(plan.limit_s)
-                self._launched.append(self._runner.launch(plan.slots))
+                self._launched.append(self._runner.launch(plan.slots, plan.max_context_len))
             case _:
                 return False
         return True
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Read what is over, and what is more than `_MAX_AHEAD` steps behind."""
         while self._launched and (len(self._launched) > _MAX_AHEAD or self._launched[0].is_done):
             self._launched.popleft().result()

@@ -122,14 +122,16 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`DecodeRunner.step`.
+    """`DecodeRunner.launch`.
 
     Attributes:
         slots: that take part.
+        max_context_len: as rank 0 bounds it; all ranks compute the same shapes.
         limit_s: a rank that has not ended the step by then hangs.
     """
 
     slots: tuple[int, ...]
+    max_context_len: int
     limit_s: float
 
 

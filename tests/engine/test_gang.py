@@ -94,6 +94,7 @@ def as_gang(group, model, k, mode):
         while not isinstance(plan := channel.hear(), Stop):
             decode.drain()  # both roles share this group: one step at a time
             assert follow.take(plan, lambda layer: None) or decode_ranks.take(plan)
+            decode_ranks.look()
         return None
     finally:
         channel.close()

@@ -64,12 +64,12 @@ def test_all_hear_everything_in_order_and_rank_0_does_not_wait(links):
     start_s = time.monotonic()
     for number in range(20):
         lead.tell(big)
-        lead.tell(Step((number,), 2.0))
+        lead.tell(Step((number,), 99, 2.0))
     assert time.monotonic() - start_s < 2.0  # 20 MiB that nobody has taken yet
     for link in others:
         for number in range(20):
             assert hear(link) == big
-            assert hear(link) == Step((number,), 2.0)
+            assert hear(link) == Step((number,), 99, 2.0)
 
 
 def test_reports_come_with_their_rank_and_wake(links):

@@ -218,7 +218,7 @@ def _adopt():
 
 def test_a_step_is_small():
     assert len(CODEC.encode(Beat(1000), 1)) < 40
-    assert len(CODEC.encode(Step(tuple(range(64)), 2.0), 1)) < 350
+    assert len(CODEC.encode(Step(tuple(range(64)), 99, 2.0), 1)) < 350
     chunk = PrefillChunk(
         prompt_token_ids=tuple(range(1000)),
         start=0,
