@@ -37,8 +37,8 @@ def serve(
     model: Annotated[Text, _option("model directory, or tiny, the bundled model  [tiny]")] = None,
     prefill: Annotated[Count, _option("prefill workers  [1]")] = None,
     decode: Annotated[Count, _option("decode workers  [1]")] = None,
-    tp_prefill: Annotated[Count, _option("GPUs per prefill worker  [1]")] = None,
-    tp_decode: Annotated[Count, _option("GPUs per decode worker  [1]")] = None,
+    tp_prefill: Annotated[Count, _option("ranks per prefill worker, 1, 2, 4 or 8  [1]")] = None,
+    tp_decode: Annotated[Count, _option("ranks per decode worker, 1, 2, 4 or 8  [1]")] = None,
     mtp: Annotated[Text, _option("draft tokens per step, 0 to 4, or auto  [2]")] = None,
     transport: Annotated[Text, _option("auto|zmq|grpc|shm|nvlink|nixl  [auto]")] = None,
     kv_digest: Annotated[
