@@ -30,10 +30,8 @@ MODES = {
 }
 
 
-def load(path, group=None, dtype=torch.float64, numerics=Numerics.DEFAULT):
-    return load_model(
-        path, dtype=dtype, device=torch.device("cpu"), numerics=numerics, with_mtp=True, communicator=group
-    )
+def load(path, group=None, dtype=torch.float64, numerics=Numerics.DEFAULT, device=CPU):
+    return load_model(path, dtype=dtype, device=device, numerics=numerics, with_mtp=True, communicator=group)
 
 
 def runners_of(model, k, group=None):
