@@ -64,7 +64,7 @@ class GangLink:
             self._peers,
             time.monotonic(),
             START_SILENCE_S,
-            is_starved=lambda peer: self._peers[peer].is_starved(),
+            pids={rank: os.getpid(), **{peer.rank: peer.pid for peer in peers}},
         )
         self._lock = threading.Lock()  # of what is sent, and of the watch
         self._num_told = num_told

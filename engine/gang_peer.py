@@ -5,10 +5,6 @@ import os
 import signal
 import socket
 from collections import deque
-from pathlib import Path
-from typing import Final
-
-_RUNNABLE: Final = ("R", "D")  # it runs, waits for a processor, or for a disk
 
 
 class GangPeer:
@@ -41,17 +37,6 @@ class GangPeer:
         if self.pidfd >= 0 and self.pid != os.getpid():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-
-    def is_starved(self) -> bool:
-        """Whether the process would run if it got a processor; one that is stopped, or sleeps, would not."""
-        for path in Path(f"/proc/{self.pid}/task").glob("*/stat"):
-            try:
-                state = path.read_text().rpartition(")")[2].split()[0]
-            except (OSError, IndexError):  # the thread has ended meanwhile
-                continue
-            if state in _RUNNABLE:
-                return True
-        return False
 
     def flush(self) -> None:
         """Send what the connection takes."""

@@ -4,11 +4,12 @@ Pure bookkeeping: it is told what happened and when, and asked for a verdict. Ra
 watches rank 0. A rank that ends because it lost another is a victim: it is named only when nobody else is to blame.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from baton.core.errors import BatonError, MalformedMessage, WorkerLost, from_wire
+from baton.engine.process_state import CpuWatch, is_runnable
 
 SILENCE_S: Final = 1.8  # with a beat every 0.1 s a stopped process is named within 2 s
 STARVED_S: Final = 15.0  # of one that would run if the machine let it
@@ -36,7 +37,7 @@ class GangWatch:
         peers: ranks it watches.
         now_s: on the clock of every other call.
         silence_s: after so long without a sign of life a rank hangs.
-        is_starved: whether a silent rank only waits for a processor, so that more patience is due.
+        pids: of the ranks' processes, its own too: one that only waits for a processor is given more time.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class GangWatch:
         peers: Iterable[int],
         now_s: float,
         silence_s: float = SILENCE_S,
-        is_starved: Callable[[int], bool] = lambda _: False,
+        pids: Mapping[int, int] | None = None,
     ) -> None:
         self.silence_s = silence_s
-        self._is_starved = is_starved
+        self._pids = pids or {}
+        self._sampled: tuple[int, dict[int, CpuWatch]] = (0, {})  # since when a step is open, nearly
         self._rank = rank
         self._size = size
         self._peers = {peer: _Peer(now_s) for peer in peers}
@@ -109,8 +111,9 @@ class GangWatch:
             if peer.closed_s is None and self._is_silent(rank, peer, now_s):
                 silence_s = now_s - peer.heard_s
                 return self._lost(rank, "hangs", f"rank {rank} of {self._size} hangs: silent for {silence_s:.1f} s")
-        if self._deadlines and now_s > min(self._deadlines.values()):
-            return self._late(num_operations)
+        late = self._late(num_operations, now_s) if self._deadlines else None
+        if late is not None:
+            return late
         for rank, peer in self._peers.items():
             if peer.farewell is not None and now_s - peer.said_s > GRACE_S:
                 return self._failed(rank, peer.farewell)
@@ -127,13 +130,21 @@ class GangWatch:
         silence_s = now_s - peer.heard_s
         if silence_s <= self.silence_s:
             return False
-        return silence_s > max(STARVED_S, self.silence_s) or not self._is_starved(rank)
+        return silence_s > max(STARVED_S, self.silence_s) or not is_runnable(self._pids.get(rank, 0))
 
-    def _late(self, num_operations: int) -> WorkerLost:
-        """A step did not end in time: whoever has begun the fewest collectives is who all others wait for."""
+    def _late(self, num_operations: int, now_s: float) -> WorkerLost | None:
+        """If a step did not end in time: whoever has begun the fewest collectives is who all others wait for."""
+        step = min(self._deadlines)
+        if self._sampled[0] != step:
+            self._sampled = (step, {rank: CpuWatch(pid) for rank, pid in self._pids.items()})
+        over_s = now_s - min(self._deadlines.values())
+        if over_s <= 0:
+            return None
         counts = {rank: peer.num_operations for rank, peer in self._peers.items()} | {self._rank: num_operations}
         fewest = min(counts.values())
         late = [rank for rank, count in sorted(counts.items()) if count == fewest]
+        if over_s < STARVED_S and any(rank in late and cpu.is_starved() for rank, cpu in self._sampled[1].items()):
+            return None
         if len(late) == len(counts):
             message = f"all {self._size} ranks hang in collective {fewest}"
             return WorkerLost(message, size=self._size, how="hangs")

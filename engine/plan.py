@@ -12,12 +12,13 @@ from typing import Any
 
 from baton.core.errors import BatonError
 from baton.engine.gang_link import GangLink
+from baton.engine.gang_watch import STARVED_S
 from baton.engine.plan_codec import PlanCodec
 from baton.engine.plan_messages import COMPUTE_KINDS, CONTROL_KINDS, Ready
 from baton.engine.step_limit import StepLimit
 from baton.model.parallel import Communicator
 
-SLACK_S = 1.0  # a collective gives up after the watch, which knows whom to name
+SLACK_S = STARVED_S + 1.0  # a collective gives up after the watch, which knows whom to name
 
 
 def plan_codec(more: Mapping[int, type] | None = None) -> PlanCodec:
@@ -85,7 +86,7 @@ class PlanChannel:
 
     def follow_step(self, limit_s: float) -> None:
         """Another rank: collectives from here on give up later than rank 0 judges."""
-        self.communicator.limit_s = limit_s + 2 * SLACK_S
+        self.communicator.limit_s = limit_s + SLACK_S
 
     def start(self, timeout_s: float) -> None:
         """Rank 0: wait until all others follow; from then on the silence of any rank is a hang.

@@ -111,8 +111,7 @@ def test_a_link_that_stops_beating_is_named_on_both_sides():
     lead, other = linked(2)
     for link in (lead, other):
         link.judge_silence(0.5)
-        for peer in link._peers.values():
-            peer.is_starved = lambda: False  # this process runs, and both ends are in it
+        link._watch._pids = {}  # both ends are in this process, which runs
     with other._lock:  # its thread waits for this lock
         until(lambda: lead.failure, 3.0)
     assert lead.failure.fields == {"rank": 1, "size": 2, "how": "hangs"}

@@ -1,9 +1,15 @@
 """Who is to blame, by what is heard and when; and how long a step may take."""
 
+import os
+import subprocess
+import sys
+import time
+
 import pytest
 
 from baton.core.errors import ModelTensorMissing, WorkerLost
 from baton.engine.gang_watch import GRACE_S, SILENCE_S, STARVED_S, GangWatch
+from baton.engine.process_state import CpuWatch, is_runnable
 from baton.engine.step_limit import FIRST_S, MIN_LIMIT_S, StepLimit
 
 pytestmark = pytest.mark.fast
@@ -13,12 +19,12 @@ SIZE = 4
 class Gang:
     """Rank 0's watch under a clock of its own; ranks beat unless they are told otherwise."""
 
-    def __init__(self, rank=0, peers=(1, 2, 3), starved=()):
+    def __init__(self, rank=0, peers=(1, 2, 3), pids=None):
         self.now_s = 100.0
         self.silent = set()
         self.peers = peers
         self.operations = 0
-        self.watch = GangWatch(rank, SIZE, peers, self.now_s, is_starved=lambda peer: peer in starved)
+        self.watch = GangWatch(rank, SIZE, peers, self.now_s, pids=pids)
 
     def run(self, seconds):
         """The first verdict within so many seconds, and when it came."""
@@ -49,7 +55,7 @@ def test_a_silent_rank_hangs():
 
 
 def test_one_that_only_waits_for_a_processor_gets_more_time_but_not_for_ever():
-    gang = Gang(starved={2})
+    gang = Gang(pids={2: os.getpid()})  # which runs
     gang.silent = {2}
     _, after_s = gang.run(60.0)
     assert after_s == pytest.approx(STARVED_S, abs=0.2)
@@ -133,3 +139,23 @@ def test_a_step_may_take_four_times_what_is_predicted_and_never_less_than_two_se
     for _ in range(300):
         limit.note(100, 0.1)
     assert limit.limit_s(100) == MIN_LIMIT_S
+
+
+def test_a_process_that_sleeps_or_is_stopped_is_not_starved_nor_is_one_that_spins():
+    assert is_runnable(os.getpid())
+    assert not is_runnable(0)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as sleeping:
+        watch = CpuWatch(sleeping.pid)
+        end_s = time.monotonic() + 10.0
+        while is_runnable(sleeping.pid):
+            assert time.monotonic() < end_s
+        assert not watch.is_starved()
+        sleeping.kill()
+    own = CpuWatch(os.getpid())
+    end_s = time.monotonic() + 0.3
+    while time.monotonic() < end_s:
+        pass
+    own._used_s -= 0.3  # as if it had got a processor to itself
+    assert not own.is_starved()
+    own._used_s += 10.0
+    assert own.is_starved()
