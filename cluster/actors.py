@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from baton.cluster.gang_actors import GangPlace, RayRanks
 from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, from_wire
 
@@ -37,17 +38,18 @@ class Shell(Protocol):
         ...
 
 
-ShellLoader = Callable[[], Callable[[WorkerConfig], Shell]]
+# Called with the worker's config and, if it has several ranks, with the starter of the others.
+ShellLoader = Callable[[], Callable[..., Shell]]
 
 
-def prefill_shell() -> Callable[[WorkerConfig], Shell]:
+def prefill_shell() -> Callable[..., Shell]:
     """The prefill role's shell; imports the worker's code."""
     from baton.prefill_worker.actor import PrefillActorShell
 
     return PrefillActorShell
 
 
-def decode_shell() -> Callable[[WorkerConfig], Shell]:
+def decode_shell() -> Callable[..., Shell]:
     """The decode role's shell; imports the worker's code."""
     from baton.decode_worker.actor import DecodeActorShell
 
@@ -55,18 +57,18 @@ def decode_shell() -> Callable[[WorkerConfig], Shell]:
 
 
 class WorkerActor:
-    """Serves when its constructor returns; a restarted one needs no call from the driver."""
+    """Serves when its constructor returns; a restarted one needs no call from the driver.
 
-    def __init__(self, config: WorkerConfig, load_shell: ShellLoader) -> None:
-        if config.host == NODE_ADDRESS:
-            config = dataclasses.replace(config, host=_node_address())
-        if config.device == "cuda":
-            _see_all_gpus()
+    Of a worker with several ranks it is rank 0, and starts the others as `gang` says.
+    """
+
+    def __init__(self, config: WorkerConfig, load_shell: ShellLoader, gang: GangPlace | None = None) -> None:
+        config = prepare_process(config)
         try:
-            self._shell = load_shell()(config)
+            shell = load_shell()
+            self._shell = shell(config) if gang is None else shell(config, RayRanks(config, gang))
         except BatonError as error:
-            # Ray passes on the text of an error raised in a constructor, not the error.
-            raise RuntimeError(f"{_MARK} {error.to_wire()}") from error
+            raise marked(error) from error
 
     def ready(self) -> dict[str, object]:
         """Identity of this life: worker_id, address, kv_address, epoch, pid."""
@@ -87,6 +89,20 @@ class PrefillActor(WorkerActor):
 
 class DecodeActor(WorkerActor):
     """Named so that `ps` and Ray's own tools show the role."""
+
+
+def prepare_process(config: WorkerConfig) -> WorkerConfig:
+    """What holds for every actor, before its code is imported: addresses and devices of its node."""
+    if config.host == NODE_ADDRESS:
+        config = dataclasses.replace(config, host=_node_address())
+    if config.device == "cuda":
+        _see_all_gpus()
+    return config
+
+
+def marked(error: BatonError) -> RuntimeError:
+    """Ray passes on the text of an error raised in a constructor, not the error; `error_from_ray` reads this one."""
+    return RuntimeError(f"{_MARK} {error.to_wire()}")
 
 
 def _see_all_gpus() -> None:

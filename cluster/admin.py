@@ -87,7 +87,7 @@ def as_data(message: Message) -> dict[str, Any]:
         elif field.name in ("epoch", "kv_epoch"):
             data[field.name] = f"{value:016x}"  # 64 bits do not survive most JSON readers
         else:
-            data[field.name] = list(value) if isinstance(value, (list, tuple)) else value
+            data[field.name] = value if isinstance(value, (str, int, float)) else list(value)
     return data
 
 

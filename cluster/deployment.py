@@ -30,7 +30,14 @@ from baton.cluster.actors import (
     prefill_shell,
 )
 from baton.cluster.admin import as_data, fetch_status
-from baton.cluster.features import refuse_missing_features
+from baton.cluster.features import refuse_device, refuse_missing_features
+from baton.cluster.gang_actors import (
+    GangPlace,
+    PlacementGroups,
+    RankShell,
+    decode_rank_shell,
+    prefill_rank_shell,
+)
 from baton.cluster.progress import OnProgress, no_progress
 from baton.cluster.ray_session import RaySession
 from baton.cluster.resolve import (
@@ -39,6 +46,7 @@ from baton.cluster.resolve import (
     require_port_free,
     resolve_device,
     resolve_worker,
+    tp_size,
     worker_ids,
 )
 from baton.cluster.router_process import RouterProcess, router_command
@@ -50,6 +58,7 @@ from baton.kvtransfer.malloc import COPY_ENVIRONMENT
 MAX_RESTARTS = 3
 SHUTDOWN_CALL_S = 2.0
 END_GRACE_S = 2.0
+BUNDLE_CPUS = 0.01  # of a rank's bundle where there are no GPUs
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -59,6 +68,9 @@ class Parts:
 
     shells: Mapping[str, ShellLoader] = field(
         default_factory=lambda: {"prefill": prefill_shell, "decode": decode_shell}
+    )
+    rank_shells: Mapping[str, Callable[[], RankShell]] = field(
+        default_factory=lambda: {"prefill": prefill_rank_shell, "decode": decode_rank_shell}
     )
     router_command: Callable[[ServeConfig, ModelDirectory], list[str]] = router_command
 
@@ -81,6 +93,7 @@ class Deployment:
         self._parts = parts or Parts()
         self._id = secrets.token_hex(4)
         self._actors: dict[str, Any] = {}
+        self._groups: PlacementGroups | None = None
         self._ray: RaySession | None = None
         self._router: RouterProcess | None = None
         self._watch: WorkerWatch | None = None
@@ -162,13 +175,14 @@ class Deployment:
         refuse_missing_features(config)
         model = find_model(config.model, config.weights)
         resolve_worker(config, model, worker_id="check")
+        device = resolve_device(config.device)
+        refuse_device(config, device)
         require_port_free(config.host, config.grpc_port)
         deadline_s = time.monotonic() + config.start_timeout_s
         num_total = config.prefill + config.decode + 2
         self._dir = Path(tempfile.mkdtemp(prefix="baton-", dir="/tmp"))  # short: sockets below it have long names
         self._router = RouterProcess(self._parts.router_command(config, model), self._dir)
         self._on_progress(0, num_total, "starting Ray and the router")
-        device = resolve_device(config.device)
         self._ray = RaySession(
             config.ray_address,
             namespace=f"baton-{self._id}",
@@ -195,13 +209,8 @@ class Deployment:
     def _start_actors(self, session: RaySession, model: ModelDirectory, device: str) -> None:
         config = self.config
         ids = worker_ids(config)
-        per_gpu = 1
-        if device == "cuda":
-            num_gpus = int(session.resources.get("GPU", 0))
-            if num_gpus == 0 or (num_gpus < len(ids) and not session.is_private):
-                message = f"{len(ids)} workers need as many GPUs; the Ray cluster has {num_gpus}"
-                raise WorkerStartFailed(message, num_gpus=num_gpus)
-            per_gpu = -(-len(ids) // num_gpus)  # on one host workers may share a GPU, and then its memory
+        per_gpu = self._workers_per_gpu(session, ids) if device == "cuda" else 1
+        self._groups = PlacementGroups(session.ray, f"baton-{self._id}")
         for worker_id, role in ids.items():
             worker = resolve_worker(
                 config,
@@ -211,10 +220,39 @@ class Deployment:
                 router_address=self.address,
                 device=device,
                 workers_per_gpu=per_gpu,
+                tp_size=tp_size(config, role),
             )
             actor = session.ray.remote(PrefillActor if role == "prefill" else DecodeActor)
             options = self._actor_options(session, worker_id, role, 1 / per_gpu if device == "cuda" else 0)
-            self._actors[worker_id] = actor.options(**options).remote(worker, self._parts.shells[role])
+            gang = self._place_gang(worker_id, role, worker.tp_size, options) if worker.tp_size > 1 else None
+            arguments = (worker, self._parts.shells[role]) if gang is None else (worker, self._parts.shells[role], gang)
+            self._actors[worker_id] = actor.options(**options).remote(*arguments)
+
+    def _workers_per_gpu(self, session: RaySession, ids: Mapping[str, str]) -> int:
+        """On one host workers may share a GPU, and then its memory; ranks of one worker may not."""
+        num_gpus = int(session.resources.get("GPU", 0))
+        num_ranks = sum(tp_size(self.config, role) for role in ids.values())
+        has_gangs = num_ranks > len(ids)
+        if num_gpus == 0 or (num_gpus < num_ranks and (has_gangs or not session.is_private)):
+            what = f"{len(ids)} workers of {num_ranks} ranks" if has_gangs else f"{len(ids)} workers"
+            raise WorkerStartFailed(f"{what} need as many GPUs; the Ray cluster has {num_gpus}", num_gpus=num_gpus)
+        return -(-len(ids) // num_gpus) if not has_gangs else 1
+
+    def _place_gang(self, worker_id: str, role: str, size: int, options: dict[str, Any]) -> GangPlace:
+        """Reserve room for all ranks on one node, and put rank 0's `options` there."""
+        assert self._groups is not None
+        num_gpus = options["num_gpus"]
+        # A bundle must hold something; on a CPU it only ties the ranks to a node.
+        bundle = {"GPU": num_gpus} if num_gpus else {"CPU": BUNDLE_CPUS}
+        first = bundle | options["resources"]
+        timeout_s = self.config.start_timeout_s
+        options["scheduling_strategy"] = self._groups.place(worker_id, [first] + [bundle] * (size - 1), timeout_s)
+        return GangPlace(
+            load_shell=self._parts.rank_shells[role],
+            num_gpus=num_gpus,
+            environment=options["runtime_env"]["env_vars"],
+            name=options["name"],
+        )
 
     def _actor_options(self, session: RaySession, worker_id: str, role: str, num_gpus: float) -> dict[str, Any]:
         threads = str(self.config.worker_threads)
@@ -291,6 +329,9 @@ class Deployment:
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         self._actors.clear()
+        if self._groups is not None:
+            self._groups.remove()
+            self._groups = None
 
 
 def _ready_or_raise(session: RaySession, reference: Any, worker_id: str) -> dict[str, Any]:

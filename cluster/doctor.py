@@ -23,8 +23,10 @@ from baton.cluster.doctor_paths import format_paths, paths, paths_data
 from baton.cluster.outcome import ExitCode, Output
 from baton.cluster.ray_session import TESTED_RAY
 from baton.cluster.resolve import require_port_free
+from baton.cluster.status import ranks_cell
 from baton.cluster.table import format_table
 from baton.core.errors import NumericsUnsupported, PortInUse
+from baton.proto import admin_pb2
 
 TESTED = {
     "torch": ("2.13.0", "2.11.0"),
@@ -57,10 +59,12 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     Raises:
         BatonError: no deployment answers at `address`.
     """
-    found = paths(fetch_status(address)) if address is not None else []
+    status = None if address is None else fetch_status(address)
+    found = [] if status is None else paths(status)
     findings = list(check_all(grpc_port))
     if selftest:
         findings.append(check_numerics())
+    findings += [] if status is None else check_ranks(status)
     findings += [check_path(path) for path in found]
     levels = {finding.level for finding in findings}
     code = ExitCode.PRECONDITION if "fail" in levels else ExitCode.PARTIAL if "warn" in levels else ExitCode.OK
@@ -187,6 +191,15 @@ def check_lanes(shm: Path) -> Finding:
     usable = [lane for lane, why in absent.items() if not why] + ["raw", "inline"]
     reasons = [f"{lane}: {why}" for lane, why in absent.items() if why]
     return Finding("KV lanes", "ok", ", ".join(usable) + (f" ({'; '.join(reasons)})" if reasons else ""))
+
+
+def check_ranks(status: admin_pb2.StatusReply) -> list[Finding]:
+    """The live workers of a deployment that are gangs of ranks."""
+    return [
+        Finding(f"ranks of {worker.state.worker_id}", "ok", ranks_cell(list(worker.state.rank_pids)))
+        for worker in status.workers
+        if worker.alive and len(worker.state.rank_pids) > 1
+    ]
 
 
 def check_path(path: KvPath) -> Finding:

@@ -10,16 +10,11 @@ COMMANDS = {
     "top": "`baton top` comes in a later version; `baton status` shows the same counts once.",
     "plan": "`baton plan` comes in a later version; choose --prefill and --decode by hand.",
 }
-_TP = "--{} above 1 comes in a later version; one device per worker is built."
 
 
 def missing_features(config: ServeConfig) -> list[tuple[str, str]]:
     """(key, sentence) for every option of `config` that is not built."""
     missing = []
-    if config.tp_prefill > 1:
-        missing.append(("tp_prefill", _TP.format("tp-prefill")))
-    if config.tp_decode > 1:
-        missing.append(("tp_decode", _TP.format("tp-decode")))
     if config.mtp == "auto":
         missing.append(("mtp", "--mtp auto comes in a later version; a number from 0 to 4 is built."))
     if config.http_port is not None:
@@ -36,6 +31,17 @@ def refuse_missing_features(config: ServeConfig) -> None:
     missing = missing_features(config)
     if missing:
         raise FeatureNotBuilt(" ".join(sentence for _, sentence in missing), keys=[key for key, _ in missing])
+
+
+def refuse_device(config: ServeConfig, device: str) -> None:
+    """Refuse what is not built on a kind of device.
+
+    Raises:
+        FeatureNotBuilt: `--tp-decode` above 1 on GPUs: a landing writes into one GPU's memory.
+    """
+    if config.tp_decode > 1 and device != "cpu":
+        message = "--tp-decode above 1 comes in a later version on GPUs; a decode worker of one GPU is built."
+        raise FeatureNotBuilt(message, keys=["tp_decode"])
 
 
 def refuse_command(name: str) -> None:

@@ -145,6 +145,7 @@ def resolve_worker(
     router_address: str = "",
     device: str | None = None,
     workers_per_gpu: int = 1,
+    tp_size: int = 1,
 ) -> WorkerConfig:
     """The plain values one worker starts with.
 
@@ -177,6 +178,7 @@ def resolve_worker(
         num_threads=config.worker_threads,
         prefix_cache=config.prefix_cache,
         weights=config.weights,
+        tp_size=tp_size,
         scheduling=config.scheduling,
         verification=config.verification_config(),
         transfer=transfer_config(config),
@@ -187,6 +189,11 @@ def worker_ids(config: ServeConfig) -> dict[str, str]:
     """Worker id to role, prefill workers first."""
     ids = {f"prefill-{index}": "prefill" for index in range(config.prefill)}
     return ids | {f"decode-{index}": "decode" for index in range(config.decode)}
+
+
+def tp_size(config: ServeConfig, role: str) -> int:
+    """Ranks of each worker of a role."""
+    return config.tp_prefill if role == "prefill" else config.tp_decode
 
 
 def require_port_free(host: str, port: int) -> None:

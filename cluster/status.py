@@ -20,7 +20,19 @@ def status(address: str, output: Output) -> ExitCode:
 
 def format_status(data: dict[str, Any]) -> str:
     """What a person reads."""
-    header = ("worker", "role", "alive", "epoch", "lives", "heartbeat", "running", "waiting", "blocks", "quarantined")
+    header = (
+        "worker",
+        "role",
+        "alive",
+        "ranks",
+        "epoch",
+        "lives",
+        "heartbeat",
+        "running",
+        "waiting",
+        "blocks",
+        "quarantined",
+    )
     rows = []
     for worker in data["workers"]:
         state, held = worker["state"], worker["state"]["inventory"]
@@ -29,6 +41,7 @@ def format_status(data: dict[str, Any]) -> str:
                 state["worker_id"],
                 state["role"],
                 "yes" if worker["alive"] else "NO",
+                ranks_cell(state["rank_pids"]),
                 state["epoch"],
                 str(worker["num_epochs"]),
                 f"{worker['heartbeat_age_s']:.1f} s",
@@ -48,3 +61,8 @@ def format_status(data: dict[str, Any]) -> str:
     for pair in data["refused_pairs"]:
         lines.append(f"{pair['prefill_worker']} and {pair['decode_worker']} are not paired: {pair['reason']}")
     return "\n".join(lines)
+
+
+def ranks_cell(pids: list[int]) -> str:
+    """How many ranks a worker has and, of a gang, their processes in rank order."""
+    return f"{len(pids)} ({', '.join(map(str, pids))})" if len(pids) > 1 else "1"

@@ -39,8 +39,8 @@ class ServeConfig(BaseModel):
     )
     prefill: int = Field(1, ge=1, le=1024, description="prefill workers")
     decode: int = Field(1, ge=1, le=1024, description="decode workers")
-    tp_prefill: int = Field(1, ge=1, le=8, description="GPUs per prefill worker")
-    tp_decode: int = Field(1, ge=1, le=8, description="GPUs per decode worker")
+    tp_prefill: Literal[1, 2, 4, 8] = Field(1, description="ranks per prefill worker, each a GPU or a CPU process")
+    tp_decode: Literal[1, 2, 4, 8] = Field(1, description="ranks per decode worker, each a GPU or a CPU process")
     mtp: int | Literal["auto"] = Field(2, description="draft tokens per step, 0 to 4; auto adapts")
     verification: Literal["coupled", "rejection"] = Field(
         "coupled", description="coupled: tokens as without drafts; rejection: their law as without"
@@ -195,6 +195,7 @@ class WorkerConfig:
     num_threads: int
     prefix_cache: bool = True
     weights: str = "checkpoint"
+    tp_size: int = 1
     scheduling: SchedulingName = "async"
     verification: VerificationConfig = field(default_factory=VerificationConfig)
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

@@ -4,7 +4,9 @@ import logging
 import os
 
 from baton.core.config import WorkerConfig
-from baton.decode_worker.node import DecodeNode
+from baton.decode_worker.node import DecodeNode, DecodeRank
+from baton.worker.rank_thread import RankThread
+from baton.worker.seat import RankStarter, Seat
 
 EXIT_LOOP_FAILED = 70
 
@@ -18,8 +20,8 @@ def _end_process(error: BaseException) -> None:
 class DecodeActorShell:
     """What `cluster` wraps with `ray.remote`. A restarted actor serves without any call from a driver."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._node = DecodeNode(config, _end_process)
+    def __init__(self, config: WorkerConfig, starter: RankStarter | None = None) -> None:
+        self._node = DecodeNode(config, _end_process, starter)
 
     def ready(self) -> dict[str, object]:
         """Identity of this life: worker_id, address, kv_address, epoch, pid."""
@@ -32,3 +34,16 @@ class DecodeActorShell:
     def shutdown(self) -> None:
         """Stop serving; the process stays until Ray ends it."""
         self._node.close()
+
+
+class DecodeRankShell:
+    """The same around another rank of the worker. It ends with its gang, and is not restarted but started anew."""
+
+    def __init__(self, config: WorkerConfig, seat: Seat) -> None:
+        rank = DecodeRank(config, seat)
+        self._thread = RankThread(rank.run, rank.channel, _end_process)
+        self._thread.start()
+
+    def pid(self) -> int:
+        """Process id."""
+        return os.getpid()

@@ -1,17 +1,23 @@
 """One whole decode worker in this process: model, landing, loop, gRPC, heartbeats. No Ray: the actor wraps it."""
 
+import json
 import os
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import grpc.aio
+import torch
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
+from baton.core.errors import BatonError
 from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
+from baton.engine.gang import FollowDecode, LeadDecode
+from baton.engine.plan import PlanChannel, plan_codec
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.landing import LandingService, landing_region
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
@@ -19,8 +25,10 @@ from baton.kvtransfer.lanes import NIXL, NVLINK, SHM
 from baton.kvtransfer.shared_region import SharedRegion
 from baton.kvtransfer.transports import bind_address, control_channel
 from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.worker.gang import LOAD_TIMEOUT_S, end_gang, follow, lead, start_error
 from baton.worker.host import WorkerHost
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
+from baton.worker.seat import RankStarter, Seat
 
 
 class DecodeNode:
@@ -28,29 +36,50 @@ class DecodeNode:
 
     Args:
         config: what to load and where to report.
-        on_fatal: told when the loop broke; an actor ends its process then, so that Ray starts a new life.
+        on_fatal: told when the loop broke, or a rank; an actor ends its process then, so that Ray starts a new life.
+        starter: of the other ranks, where there are any.
 
     Raises:
         StartupError: see `load_worker`.
         ConfigInvalid: the verification is one for benchmarks.
     """
 
-    def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        on_fatal: Callable[[BaseException], None],
+        starter: RankStarter | None = None,
+    ) -> None:
         self.config = config
         config.verification.require_servable()
         self.epoch = secrets.randbits(64) or 1
-        clock = MonotonicClock()
+        self._channel: PlanChannel | None = None
+        if config.tp_size > 1:
+            assert starter is not None
+            channel = lead(config.tp_size, self.epoch, plan_codec(), torch.device(config.device), starter)
+            self._channel = channel
+            self._on_fatal: Callable[[BaseException], None] = lambda error: end_gang(channel, error, on_fatal)
+        else:
+            self._on_fatal = on_fatal
+        try:
+            self._start()
+        except BaseException as error:
+            if self._channel is None:
+                raise
+            failure = self._channel.link.failure
+            self._channel.close(error if isinstance(error, BatonError) else None)
+            if failure is not None:
+                raise start_error(failure) from error
+            raise
+
+    def _start(self) -> None:
+        config, clock, channel = self.config, MonotonicClock(), self._channel
         loaded, self._landing = self._load()
         self._layout = loaded.layout
+        runner = _runner(config, loaded, channel)
+        self._lead = None if channel is None else LeadDecode(runner, channel)
         self.worker = DecodeWorker(
-            runner=DecodeRunner(
-                loaded.model,
-                loaded.pool,
-                config.max_num_seqs,
-                config.num_draft_tokens,
-                verification=config.verification,
-                eos_token_ids=loaded.tokenizer.eos_token_ids,
-            ),
+            runner=self._lead or runner,
             pool=loaded.pool,
             tokenizer=loaded.tokenizer,
             limits=request_limits(
@@ -60,7 +89,7 @@ class DecodeNode:
             max_num_seqs=config.max_num_seqs,
             max_queue_len=config.max_queue_len,
             clock=clock,
-            on_fatal=on_fatal,
+            on_fatal=self._on_fatal,
             scheduling=config.scheduling,
         )
         service = DecodeService(self.worker, self.epoch, clock)
@@ -68,8 +97,11 @@ class DecodeNode:
         def register(server: grpc.aio.Server) -> None:
             worker_pb2_grpc.add_DecodeServicer_to_server(service, server)
 
+        if channel is not None:
+            channel.start(LOAD_TIMEOUT_S)
+            channel.link.on_fail = self._on_fatal
         self.worker.start()
-        self.host = WorkerHost(config.host, register, self.state, config.router_address, on_fatal)
+        self.host = WorkerHost(config.host, register, self.state, config.router_address, self._on_fatal)
         self.host.start()
 
     def _load(self) -> tuple[LoadedWorker, LandingService]:
@@ -79,10 +111,13 @@ class DecodeNode:
 
         def pool_memory(geometry: PoolGeometry) -> memoryview:
             regions.append(landing_region(geometry.of_all_ranks, config.transfer))
+            if self._channel is not None:
+                self._channel.communicator.broadcast_bytes(_region_name(regions[0]))
             return regions[0].pool(geometry.rank)
 
         try:
-            loaded = load_worker(config, pool_memory=pool_memory)
+            group = None if self._channel is None else self._channel.communicator
+            loaded = load_worker(config, pool_memory=pool_memory, communicator=group)
             kind = control_channel(config.transfer)
             lanes = tuple(lane for lane in (NVLINK, SHM) if config.transfer.transport in ("auto", lane))
             if config.transfer.transport == NIXL:
@@ -120,7 +155,12 @@ class DecodeNode:
             numerics=self.config.numerics.value,
             dtype=self.config.dtype,
             inventory=self.worker.inventory(),
+            rank_pids=self.rank_pids(),
         )
+
+    def rank_pids(self) -> list[int]:
+        """Process ids, in rank order."""
+        return [os.getpid(), *([] if self._channel is None else self._channel.link.pids.values())]
 
     def about(self) -> dict[str, object]:
         """Identity for whoever started it."""
@@ -136,3 +176,59 @@ class DecodeNode:
         """Stop serving and release everything."""
         self.host.close()
         self.worker.close()
+        if self._lead is not None and self._channel is not None:
+            self._lead.close()
+            self._channel.close()
+
+
+class DecodeRank:
+    """Another rank of a decode worker: loaded when the constructor returns, then `run`.
+
+    Args:
+        config: the worker's.
+        seat: of this rank.
+
+    Raises:
+        StartupError: see `load_worker`.
+    """
+
+    def __init__(self, config: WorkerConfig, seat: Seat) -> None:
+        self.channel = follow(seat, plan_codec(), torch.device(config.device))
+        try:
+            loaded = load_worker(config, pool_memory=self._pool_memory, communicator=self.channel.communicator)
+            self._follow = FollowDecode(_runner(config, loaded, self.channel), self.channel)
+            self.channel.follow()
+        except BaseException as error:
+            self.channel.close(error if isinstance(error, BatonError) else None)
+            raise
+
+    def run(self) -> None:
+        """Follow rank 0 until it says stop.
+
+        Raises:
+            WorkerLost: rank 0 is gone, or this rank diverged.
+        """
+        self._follow.run()
+        self.channel.close()
+
+    def _pool_memory(self, geometry: PoolGeometry) -> memoryview:
+        path, nonce = json.loads(self.channel.communicator.broadcast_bytes(b""))
+        return SharedRegion.attach(Path(path), nonce).pool(geometry.rank)
+
+
+def _runner(config: WorkerConfig, loaded: LoadedWorker, channel: PlanChannel | None) -> DecodeRunner:
+    group = None if channel is None else channel.communicator
+    return DecodeRunner(
+        loaded.model,
+        loaded.pool,
+        config.max_num_seqs,
+        config.num_draft_tokens,
+        group,
+        verification=config.verification,
+        eos_token_ids=loaded.tokenizer.eos_token_ids,
+    )
+
+
+def _region_name(region: SharedRegion) -> bytes:
+    """What another rank maps the region by."""
+    return json.dumps([str(region.path), region.nonce]).encode()

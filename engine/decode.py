@@ -20,13 +20,13 @@ import torch
 from baton.core.sampling import SamplingParams
 from baton.core.verification import VerificationConfig
 from baton.engine.batch import DecodeRows, decode_batch
+from baton.engine.decision import Decisions
 from baton.engine.drafting import Drafted, DraftSource, stack_probs
 from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.host_future import ResultBuffers
 from baton.engine.lane import lane_for
 from baton.engine.length_bounds import Ints, LengthBounds
 from baton.engine.logprobs import num_packed, step_logprobs
-from baton.engine.plan import decide
 from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
 from baton.engine.sampler import SamplingRows, looks_ahead
@@ -209,7 +209,7 @@ class DecodeRunner:
         self.max_num_sequences = max_num_sequences
         self.hidden_size = model.config.hidden_size
         self.num_draft_tokens = num_draft_tokens
-        self._communicator = communicator or Alone()
+        self._decisions = Decisions(communicator or Alone())
         self._verifier = make_verifier(verification or VerificationConfig(), num_draft_tokens)
         if self._verifier.draft_law is DraftLaw.SAMPLED:
             model.t2d()  # made before the first step, not in it
@@ -323,8 +323,17 @@ class DecodeRunner:
         """Decode every sequence in `slots` by one step, and wait for what it made."""
         return self.launch(slots).result()
 
-    def launch(self, slots: Sequence[int]) -> StepTicket:
+    def max_context_len(self, slots: Sequence[int]) -> int:
+        """What `launch` would bound the positions of these slots by now; it depends on which results were read."""
+        batch = self._batch_of(slots)
+        return self._lengths.max_context_len(batch.host_slots_B, batch.num_drafts)
+
+    def launch(self, slots: Sequence[int], max_context_len: int | None = None) -> StepTicket:
         """Set off one step of every sequence in `slots`. Earlier steps need not be over, nor their results read.
+
+        Args:
+            slots: that take part.
+            max_context_len: another rank's, so that all ranks compute the same shapes; its own if None.
 
         Raises:
             Exception: on CUDA, what setting it off raised; on a CPU the ticket does.
@@ -333,18 +342,21 @@ class DecodeRunner:
             return StepTicket((), (), None, None)
         batch = self._batch_of(slots)
         num_drafts = batch.num_drafts
-        max_context_len = self._lengths.max_context_len(batch.host_slots_B, num_drafts)
+        if max_context_len is None:
+            max_context_len = self._lengths.max_context_len(batch.host_slots_B, num_drafts)
+        bound = max_context_len
         # The next draft goes along only to be compared.
         num_columns = num_drafts + 3
         num_values = len(batch.slots) * num_columns + batch.num_reporting * (num_drafts + 1) * num_packed(batch.num_top)
         buffer = self._buffers.take(num_values)
-        future = self._lane.submit(lambda: self._run(batch, max_context_len), buffer[:num_values])
+        future = self._lane.submit(lambda: self._run(batch, bound), buffer[:num_values])
         launched = self._lengths.launch(batch.host_slots_B, batch.most_B)
         self._num_launched += 1
         number = self._num_launched
 
         def on_read(accepted_lens: tuple[int, ...]) -> None:
             self._buffers.give_back(buffer)
+            self._decisions.check(accepted_lens)
             self._lengths.collect(launched, np.array(accepted_lens, dtype=np.int64) + 1)
             del self._unread[number]
 
@@ -375,12 +387,13 @@ class DecodeRunner:
             sampling=self._table.sampling.rows(batch.slots, batch.sampling),
         )
         num_blocks = -(-max_context_len // self._pool.layout.block_size)
-        state, rows = self._table.gather(batch.slots_B, num_blocks)
-        state, verified = self._step(state, rows, plan, self._model, self._pool, self._verifier, self._preparer)
+        before, rows = self._table.gather(batch.slots_B, num_blocks)
+        state, verified = self._step(before, rows, plan, self._model, self._pool, self._verifier, self._preparer)
         self._table.scatter(batch.slots_B, state)
         self._table.sampling.advance(batch.slots_B, verified)
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
-        decided = decide(self._communicator, torch.cat(columns, dim=1)).flatten()
+        upon = [batch.slots_B, before.last_token_B, before.draft_token_B, before.length_B, rows.block_tables_BM]
+        decided = self._decisions.agree(torch.cat(columns, dim=1), upon).flatten()
         if verified.logprobs_LQX is None:
             return decided
         return torch.cat([decided, verified.logprobs_LQX.contiguous().view(torch.int64).flatten()])

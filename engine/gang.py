@@ -5,19 +5,21 @@ ranks hold the same slots and block tables, because they were told the same, and
 what a worker does beside computing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
 from baton.core.sampling import SamplingParams
-from baton.engine.decode import DecodeOutput, DecodeRunner, StepTicket
-from baton.engine.plan import Plan, PlanChannel
+from baton.engine.decode import DecodeOutput, DecodeRunner
+from baton.engine.plan import PlanChannel
+from baton.engine.plan_messages import Admit, Draft, Forward, Release, Step, Stop
 from baton.engine.prefill import PrefillChunk, PrefillForward, PrefillRunner, SequenceStart
+from baton.engine.step_limit import StepLimit
+from baton.engine.step_ticket import StepTicket
 from baton.kvcache.allocator import BlockTable
 
-STOP = "stop"
+_LOOK_S = 0.02
+_MAX_AHEAD = 2
 
 
 class LeadPrefill:
@@ -27,36 +29,43 @@ class LeadPrefill:
         self.has_mtp = runner.has_mtp
         self._runner = runner
         self._channel = channel
+        self._forward_limit = StepLimit()
+        self._draft_limit = StepLimit()
 
     def forward(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None]) -> PrefillForward:
         """As `PrefillRunner.forward`, at every rank."""
-        prompts = [np.asarray(chunk.prompt_token_ids, dtype=np.int32).tobytes() for chunk in chunks]
-        fields = [_chunk_fields(chunk) for chunk in chunks]
-        self._channel.tell("forward", b"".join(prompts), chunks=fields)
-        with self._channel.computing():
+        num_rows, limit = _num_rows(chunks), self._forward_limit
+        limit_s = limit.limit_s(num_rows)
+        self._channel.tell(Forward(tuple(chunks), limit_s))
+        with self._channel.lead_step(limit, num_rows, limit_s), self._channel.computing():
             return self._runner.forward(chunks, on_layer)
 
     def draft(self, forward: PrefillForward, on_layer: Callable[[int], None]) -> tuple[SequenceStart | None, ...]:
         """As `PrefillRunner.draft`, at every rank."""
-        self._channel.tell("draft")
-        with self._channel.computing():
+        num_rows, limit = _num_rows(forward.chunks), self._draft_limit
+        limit_s = limit.limit_s(num_rows)
+        self._channel.tell(Draft(limit_s))
+        with self._channel.lead_step(limit, num_rows, limit_s), self._channel.computing():
             return self._runner.draft(forward, on_layer)
 
 
 class FollowPrefill:
     """Another rank's."""
 
-    def __init__(self, runner: PrefillRunner) -> None:
+    def __init__(self, runner: PrefillRunner, channel: PlanChannel) -> None:
         self._runner = runner
+        self._channel = channel
         self._forward: PrefillForward | None = None
 
-    def take(self, plan: Plan, on_layer: Callable[[int], None]) -> bool:
+    def take(self, plan: Any, on_layer: Callable[[int], None]) -> bool:
         """Do what the plan says; False if it is about something else."""
-        match plan.kind:
-            case "forward":
-                self._forward = self._runner.forward(_chunks(plan), on_layer)
-            case "draft":
+        match plan:
+            case Forward():
+                self._channel.follow_step(plan.limit_s)
+                self._forward = self._runner.forward(plan.chunks, on_layer)
+            case Draft():
                 assert self._forward is not None
+                self._channel.follow_step(plan.limit_s)
                 self._runner.draft(self._forward, on_layer)
                 self._forward = None
             case _:
@@ -64,12 +73,40 @@ class FollowPrefill:
         return True
 
 
+class LedTicket(StepTicket):
+    """A step at every rank; it has ended for the watch once it was read."""
+
+    def __init__(self, ticket: StepTicket, on_end: Callable[[], None]) -> None:
+        super().__init__(ticket.slots, (), None, None)
+        self._ticket = ticket
+        self._on_end: Callable[[], None] | None = on_end
+
+    @property
+    def is_done(self) -> bool:
+        """As `StepTicket.is_done`, at this rank."""
+        return self._ticket.is_done
+
+    @property
+    def is_read(self) -> bool:
+        """As `StepTicket.is_read`."""
+        return self._ticket.is_read
+
+    def result(self) -> DecodeOutput:
+        """As `StepTicket.result`."""
+        output = self._ticket.result()
+        if self._on_end is not None:
+            self._on_end()
+            self._on_end = None
+        return output
+
+
 class LeadDecode:
-    """Rank 0's `DecodeRunner`."""
+    """Rank 0's `DecodeRunner`. Plans go to the other ranks when they are made, ahead of what is being computed."""
 
     def __init__(self, runner: DecodeRunner, channel: PlanChannel) -> None:
         self._runner = runner
         self._channel = channel
+        self._limit = StepLimit()
         self.max_num_sequences = runner.max_num_sequences
         self.hidden_size = runner.hidden_size
         self.num_draft_tokens = runner.num_draft_tokens
@@ -90,22 +127,8 @@ class LeadDecode:
         """As `DecodeRunner.admit`, at every rank."""
         if not output_len and sampling.repetition_penalty == 1.0:
             prompt_token_ids = ()  # nothing depends on it
-        hidden_D = start.hidden_D
-        data = b"" if hidden_D is None else hidden_D.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        fields = {
-            "slot": slot,
-            "first_token": start.first_token,
-            "draft_token": start.draft_token,
-            "hidden_dtype": "" if hidden_D is None else str(hidden_D.dtype).removeprefix("torch."),
-            "prompt_len": prompt_len,
-            "sampling": sampling.as_data(),
-            "table": table_fields(table),
-            "draft_cap": draft_cap,
-            "prompt_token_ids": list(prompt_token_ids),
-            "output_len": output_len,
-            "choice": choice,
-        }
-        self._tell("admit", data, **fields)
+        others = (tuple(prompt_token_ids), output_len, choice)
+        self._channel.tell(Admit.of(slot, start, prompt_len, sampling, table, draft_cap, *others))
         self._runner.admit(
             slot,
             start,
@@ -120,7 +143,7 @@ class LeadDecode:
 
     def release(self, slot: int) -> StepTicket | None:
         """As `DecodeRunner.release`, at every rank."""
-        self._tell("release", slot=slot)
+        self._channel.tell(Release(slot))
         return self._runner.release(slot)
 
     def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
@@ -133,8 +156,14 @@ class LeadDecode:
 
     def launch(self, slots: Sequence[int]) -> StepTicket:
         """As `DecodeRunner.launch`, at every rank."""
-        self._tell("step", slots=list(slots))
-        return self._runner.launch(slots)
+        if not slots:
+            return self._runner.launch(slots)
+        num_rows = len(slots) * (self.num_draft_tokens + 1)
+        limit_s = self._limit.limit_s(num_rows)
+        max_context_len = self._runner.max_context_len(slots)
+        self._channel.tell(Step(tuple(slots), max_context_len, limit_s))
+        end = self._channel.begin_step(self._limit, num_rows, limit_s)
+        return LedTicket(self._runner.launch(slots, max_context_len), end)
 
     def drain(self) -> None:
         """As `DecodeRunner.drain`, at this rank."""
@@ -142,107 +171,67 @@ class LeadDecode:
 
     def close(self) -> None:
         """Let the other ranks go; the last call."""
-        self._tell(STOP)
+        self._channel.link.expect_end()
+        self._channel.tell(Stop())
         self._runner.close()
-
-    def _tell(self, kind: str, data: bytes = b"", **fields: Any) -> None:
-        """Tell it where the ranks are between two steps: steps add over ranks, and one thing is said at a time."""
-        self._runner.in_order(lambda: self._channel.tell(kind, data, **fields))
 
 
 class FollowDecode:
     """Another rank's."""
 
-    def __init__(self, runner: DecodeRunner) -> None:
+    def __init__(self, runner: DecodeRunner, channel: PlanChannel) -> None:
         self._runner = runner
+        self._channel = channel
+        self._launched: deque[StepTicket] = deque()
+        self._leaving: dict[int, StepTicket] = {}  # by slot: the last step that has it
 
-    def run(self, channel: PlanChannel) -> None:
+    def run(self) -> None:
         """Do what rank 0 says until it says stop.
 
         Raises:
             WorkerLost: rank 0 is gone, or this rank diverged.
         """
-        while (plan := channel.hear()).kind != STOP:
-            is_known = self.take(plan)
-            assert is_known, f"a decode rank does not know {plan.kind!r}"
+        # While a step runs its end is looked at soon, for it may say that this rank diverged.
+        while not isinstance(plan := self._channel.hear(_LOOK_S if self._launched else None), Stop):
+            is_known = plan is None or self.take(plan)
+            assert is_known, f"a decode rank does not know {plan!r}"
+            self.look()
+        self._runner.close()
 
-    def take(self, plan: Plan) -> bool:
+    def take(self, plan: Any) -> bool:
         """Do what the plan says; False if it is about something else."""
-        fields = plan.fields
-        match plan.kind:
-            case "admit":
-                start = SequenceStart(
-                    first_token=fields["first_token"],
-                    draft_token=fields["draft_token"],
-                    hidden_D=_hidden(fields["hidden_dtype"], plan.data),
-                    prompt_len=fields["prompt_len"],
-                )
+        match plan:
+            case Admit():
+                leaving = self._leaving.pop(plan.slot, None)
+                if leaving is not None:
+                    leaving.result()
                 self._runner.admit(
-                    fields["slot"],
-                    start,
-                    fields["prompt_len"],
-                    SamplingParams.from_data(fields["sampling"]),
-                    table_of(fields["table"]),
-                    fields["draft_cap"],
-                    prompt_token_ids=fields["prompt_token_ids"],
-                    output_len=fields["output_len"],
-                    choice=fields["choice"],
+                    plan.slot,
+                    plan.start,
+                    plan.prompt_len,
+                    plan.sampling,
+                    plan.table,
+                    plan.draft_cap,
+                    prompt_token_ids=plan.prompt_token_ids,
+                    output_len=plan.output_len,
+                    choice=plan.choice,
                 )
-            case "release":
-                self._runner.release(fields["slot"])
-            case "step":
-                self._runner.step(fields["slots"])
+            case Release():
+                last = self._runner.release(plan.slot)
+                if last is not None:
+                    self._leaving[plan.slot] = last
+            case Step():
+                self._channel.follow_step(plan.limit_s)
+                self._launched.append(self._runner.launch(plan.slots, plan.max_context_len))
             case _:
                 return False
         return True
 
-
-def table_fields(table: BlockTable) -> dict[str, Any]:
-    """A block table as JSON values."""
-    return {"blocks": list(table.blocks), "block_size": table.block_size}
-
-
-def table_of(fields: Mapping[str, Any]) -> BlockTable:
-    """A block table from JSON values."""
-    return BlockTable(tuple(fields["blocks"]), fields["block_size"])
+    def look(self) -> None:
+        """Read what is over, and what is more than `_MAX_AHEAD` steps behind."""
+        while self._launched and (len(self._launched) > _MAX_AHEAD or self._launched[0].is_done):
+            self._launched.popleft().result()
 
 
-def _chunk_fields(chunk: PrefillChunk) -> dict[str, Any]:
-    return {
-        "prompt_len": len(chunk.prompt_token_ids),
-        "start": chunk.start,
-        "length": chunk.length,
-        "table": table_fields(chunk.table),
-        "sampling": chunk.sampling.as_data(),
-        "draft_cap": chunk.draft_cap,
-        "choice": chunk.choice,
-        "output_len": chunk.output_len,
-    }
-
-
-def _chunks(plan: Plan) -> list[PrefillChunk]:
-    token_ids = np.frombuffer(plan.data, dtype=np.int32).tolist()
-    chunks, start = [], 0
-    for fields in plan.fields["chunks"]:
-        end = start + fields["prompt_len"]
-        chunk = PrefillChunk(
-            prompt_token_ids=tuple(token_ids[start:end]),
-            start=fields["start"],
-            length=fields["length"],
-            table=table_of(fields["table"]),
-            sampling=SamplingParams.from_data(fields["sampling"]),
-            draft_cap=fields["draft_cap"],
-            choice=fields["choice"],
-            output_len=fields["output_len"],
-        )
-        chunks.append(chunk)
-        start = end
-    return chunks
-
-
-def _hidden(dtype: str, data: bytes) -> torch.Tensor | None:
-    if not dtype:
-        return None
-    kind = getattr(torch, dtype)
-    assert isinstance(kind, torch.dtype)
-    return torch.frombuffer(bytearray(data), dtype=kind)
+def _num_rows(chunks: Sequence[PrefillChunk]) -> int:
+    return sum(chunk.length for chunk in chunks)

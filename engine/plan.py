@@ -1,69 +1,57 @@
 """The plan of a tensor-parallel gang: rank 0 says what is done next, the other ranks do the same in the same order.
 
-A plan message is a line of JSON and, for bulk, bytes behind it. It is told before the work it is about, because that
-work adds over ranks. What ranks compute must be what rank 0 computes: `decide` compares, so that a rank that diverges
-ends the gang instead of decoding from KV that does not belong together. Owns order and form of messages; who sends
-which is the business of the runners (`engine.gang`) and of the workers.
+A plan is told before the work it is about, because that work adds over ranks; it goes over a socket of the host
+(`gang_link`), so rank 0 never waits until it is taken. `PlanChannel` is one rank's way to tell or hear plans, and puts
+the deadline of a step on the collectives in it. Owns neither form (`plan_codec`) nor meaning (`gang`) of a message.
 """
 
 import contextlib
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-
-from baton.core.errors import ProtocolError, WorkerLost
+from baton.core.errors import BatonError
+from baton.engine.gang_link import GangLink
+from baton.engine.gang_watch import STARVED_S
+from baton.engine.plan_codec import PlanCodec
+from baton.engine.plan_messages import COMPUTE_KINDS, CONTROL_KINDS, Ready
+from baton.engine.step_limit import StepLimit
 from baton.model.parallel import Communicator
 
-VERSION = 1
+SLACK_S = STARVED_S + 1.0  # a collective gives up after the watch, which knows whom to name
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One message.
-
-    Attributes:
-        kind: what to do.
-        fields: JSON values.
-        data: bytes.
-    """
-
-    kind: str
-    fields: Mapping[str, Any]
-    data: bytes
+def plan_codec(more: Mapping[int, type] | None = None) -> PlanCodec:
+    """The codec of a gang; `more` kinds of messages belong to the role."""
+    return PlanCodec({**CONTROL_KINDS, **COMPUTE_KINDS, **(more or {})})
 
 
 class PlanChannel:
-    """One rank's end: rank 0 tells, the others hear. One thread of each rank uses it, the one that computes."""
+    """One rank's end: rank 0 tells, the others hear."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, link: GangLink, communicator: Communicator) -> None:
+        assert (link.rank, link.size) == (communicator.rank, communicator.size)
+        self.link = link
         self.communicator = communicator
         self.is_computing = False
-        self._count = 0
+        link.operations = lambda: communicator.num_operations
+        communicator.blame = link.blame
 
-    def tell(self, kind: str, data: bytes = b"", **fields: Any) -> None:
-        """Rank 0: the next thing to do."""
-        assert self.communicator.rank == 0
-        self._count += 1
-        head = json.dumps([VERSION, self._count, kind, fields]).encode()
-        self.communicator.broadcast_bytes(head + b"\n" + data)
-
-    def hear(self) -> Plan:
-        """Another rank: wait for it, as long as rank 0 lives.
+    def tell(self, message: object) -> None:
+        """Rank 0: the next thing to do.
 
         Raises:
-            ProtocolError: it is of another version, or a message is missing.
+            WorkerLost: the gang has failed.
+        """
+        self.link.tell(message)
+
+    def hear(self, timeout_s: float | None = None) -> Any:
+        """Another rank: wait for it, as long as rank 0 lives; None after `link.wake`, or after so long.
+
+        Raises:
             WorkerLost: rank 0 is gone.
         """
-        assert self.communicator.rank > 0
-        self._count += 1
-        head, _, data = self.communicator.broadcast_bytes(b"", is_patient=True).partition(b"\n")
-        version, count, kind, fields = json.loads(head)
-        if (version, count) != (VERSION, self._count):
-            raise ProtocolError(f"plan {count} of version {version} where {self._count} of {VERSION} is next")
-        return Plan(kind, fields, data)
+        return self.link.hear(timeout_s)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -74,18 +62,46 @@ class PlanChannel:
         finally:
             self.is_computing = False
 
+    @contextlib.contextmanager
+    def lead_step(self, limit: StepLimit, num_rows: int, limit_s: float) -> Iterator[None]:
+        """Rank 0, around a step that it has told: see `begin_step`."""
+        end = self.begin_step(limit, num_rows, limit_s)
+        yield
+        end()
 
-def decide(communicator: Communicator, tokens: torch.Tensor) -> torch.Tensor:
-    """Rank 0's tokens (or counts), at every rank.
+    def begin_step(self, limit: StepLimit, num_rows: int, limit_s: float) -> Callable[[], None]:
+        """Rank 0 has told a step, which must end within `limit_s`: the function that says it has.
 
-    Raises:
-        WorkerLost: this rank computed others; it must not go on.
-    """
-    if communicator.size == 1:
-        return tokens
-    decided = communicator.broadcast(tokens)
-    if not torch.equal(decided, tokens):
-        rank = communicator.rank
-        message = f"rank {rank} of {communicator.size} diverged: {tokens.tolist()} where rank 0 has {decided.tolist()}"
-        raise WorkerLost(message, rank=rank, size=communicator.size)
-    return decided
+        `limit` learns what it took. A step that raised need not be ended: the gang is over then.
+        """
+        self.communicator.limit_s = limit_s + SLACK_S
+        start_s = time.monotonic()
+        step = self.link.begin(limit_s)
+
+        def end() -> None:
+            self.link.end(step)
+            limit.note(num_rows, time.monotonic() - start_s)
+
+        return end
+
+    def follow_step(self, limit_s: float) -> None:
+        """Another rank: collectives from here on give up later than rank 0 judges."""
+        self.communicator.limit_s = limit_s + SLACK_S
+
+    def start(self, timeout_s: float) -> None:
+        """Rank 0: wait until all others follow; from then on the silence of any rank is a hang.
+
+        Raises:
+            WorkerLost: one of them failed.
+        """
+        self.link.wait_ready(timeout_s)
+        self.link.judge_silence()
+        self.link.tell(Ready())
+
+    def follow(self) -> None:
+        """Another rank: it is loaded, and hears plans from here on."""
+        self.link.tell(Ready())
+
+    def close(self, error: BatonError | None = None) -> None:
+        """Leave the gang."""
+        self.link.leave(error)

@@ -13,10 +13,10 @@ import torch
 
 from baton.core.logprobs import TokenLogprobs
 from baton.engine.batch import PrefillChunk, PrefillInputs, prefill_inputs
+from baton.engine.decision import Decisions
 from baton.engine.drafting import over_vocabulary
 from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.logprobs import logprobs_of, step_logprobs, unpack, unpack_step
-from baton.engine.plan import decide
 from baton.engine.sampler import SamplingRows, looks_ahead, sample
 from baton.engine.sampling_table import rows_of
 from baton.kvcache.pool import KVPool
@@ -85,7 +85,7 @@ class PrefillRunner:
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
-        self._communicator = communicator or Alone()
+        self._decisions = Decisions(communicator or Alone())
         self._model = model
         self._pool = pool
         self._has_mtp = pool.layout.num_layers > model.config.num_layers
@@ -108,12 +108,12 @@ class PrefillRunner:
         if finished:
             logits_FV = self._model.logits(hidden_TD[inputs.last_row_F])
             first_token_F = sample(logits_FV, sampling, self._last_position_F(inputs) + 1)
-            first_token_F = decide(self._communicator, first_token_F)
+            first_token_F = self._decisions.agree(first_token_F, _upon(inputs))
             if sampling is not None and sampling.logprobs is not None:
                 packed_L1X = step_logprobs(logits_FV[:, None], first_token_F[:, None], sampling.logprobs)
                 num_tops = [chunk.sampling.logprobs for chunk in finished]
                 logprobs = iter(unpack_step(packed_L1X, 1, num_tops, [1] * len(finished)))
-        tokens = iter(first_token_F.tolist())
+        tokens = iter(self._decisions.check(first_token_F.tolist()))
         return PrefillForward(
             chunks=tuple(chunks),
             inputs=inputs,
@@ -159,7 +159,7 @@ class PrefillRunner:
                 logits_FV = over_vocabulary(self._model.draft_logits(hidden_FD), self._model)
                 ahead = Lookahead.after(forward.first_token_F[:, None]) if looks_ahead(forward.sampling) else None
                 draft_F = sample(logits_FV, forward.sampling, self._last_position_F(inputs) + 2, ahead)
-                drafts = decide(self._communicator, draft_F).tolist()
+                drafts = self._decisions.check(self._decisions.agree(draft_F, _upon(inputs)).tolist())
         starts: list[SequenceStart | None] = []
         num_finished = 0
         for chunk, first_token in zip(forward.chunks, forward.first_tokens, strict=True):
@@ -189,3 +189,9 @@ def _sequence(chunk: PrefillChunk) -> SampledSequence:
         prompt_token_ids=chunk.prompt_token_ids[:num_prompt],
         output_token_ids=chunk.prompt_token_ids[num_prompt:],
     )
+
+
+def _upon(inputs: PrefillInputs) -> list[torch.Tensor]:
+    """What every rank must have been told alike."""
+    batch = inputs.batch
+    return [inputs.token_ids_T, batch.positions_T, batch.slots_T, batch.block_tables_BM]

@@ -1,8 +1,9 @@
 """A tensor-parallel group over gloo: how ranks on one host, on CPUs, reach each other (`model.parallel.Communicator`).
 
 Sums are made by everybody from everybody's parts, in rank order, so that each rank gets the same bits. Every wait has a
-deadline; a rank that does not answer ends the group for all. It owns no global state: several groups, and several ranks
-of one, may live in one process. It refuses CUDA tensors.
+deadline, `limit_s`; a rank that does not answer ends the group for all, and `blame` says whose fault that is, if
+somebody watches (`gang_link`). It owns no global state: several groups, and several ranks of one, may live in one
+process. It refuses CUDA tensors (`nccl_group`).
 """
 
 import datetime
@@ -11,15 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, Store, TCPStore
 
 from baton.core.errors import WorkerLost
 from baton.kernels.inner_sum import tree_sum
 from baton.kernels.tiles import wide_dtype
+from baton.model.parallel import Communicator
 
 HOST = "127.0.0.1"  # all ranks of a worker are on one host
 DEFAULT_TIMEOUT_S = 60.0
-_FOR_EVER = datetime.timedelta(days=3650)  # a rank that dies is noticed by its closed connection
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class GlooGroup:
         rank: of this end.
         size: of the group.
         store: where the ranks find each other; every rank's leads to rank 0's.
-        timeout_s: of each operation.
+        timeout_s: of each operation, until `limit_s` is set.
     """
 
     def __init__(self, rank: int, size: int, store: Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -39,9 +40,10 @@ class GlooGroup:
         self.rank = rank
         self.size = size
         self.num_operations = 0
+        self.limit_s = timeout_s
+        self.blame: Callable[[], WorkerLost | None] = nobody
         self._store = store
         gloo: Any = distributed.ProcessGroupGloo  # its stub knows little of it
-        self._timeout = datetime.timedelta(seconds=timeout_s)
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=HOST)]
         options._timeout = self._timeout
@@ -54,21 +56,17 @@ class GlooGroup:
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Rank 0's `values`, at every rank; the others give a tensor of that shape and dtype."""
-        return self._broadcast(values, self._timeout)
-
-    def _broadcast(self, values: torch.Tensor, timeout: datetime.timedelta) -> torch.Tensor:
         assert values.device.type == "cpu"
         values = values.clone(memory_format=torch.contiguous_format)
         options = distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        options.timeout = timeout
+        options.timeout = self._timeout
         self._guarded(lambda: self._group.broadcast([values], options).wait())
         return values
 
-    def broadcast_bytes(self, data: bytes, *, is_patient: bool = False) -> bytes:
-        """Rank 0's bytes, at every rank; one that `is_patient` waits for them as long as rank 0 lives."""
-        timeout = _FOR_EVER if is_patient else self._timeout
-        length = int(self._broadcast(torch.tensor([len(data)]), timeout))
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Rank 0's bytes, at every rank."""
+        length = int(self.broadcast(torch.tensor([len(data)])))
         if length == 0:
             return b""
         if self.rank != 0:
@@ -93,16 +91,35 @@ class GlooGroup:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         if x.numel():
-            self._guarded(lambda: self._group.allgather([parts], [x]).wait())
+            options = AllgatherOptions()
+            options.timeout = self._timeout
+            self._guarded(lambda: self._group.allgather([parts], [x], options).wait())
         return parts
+
+    @property
+    def _timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self.limit_s)
 
     def _guarded(self, operation: Callable[[], T]) -> T:
         self.num_operations += 1
         try:
             return operation()
         except RuntimeError as error:  # all that torch.distributed raises
-            message = f"rank {self.rank} of {self.size} lost touch with its tensor-parallel group: {error}"
-            raise WorkerLost(message, rank=self.rank, size=self.size) from error
+            raise lost_touch(self, error) from error
+
+
+def nobody() -> WorkerLost | None:
+    """Nobody watches: it is not known who is at fault."""
+    return None
+
+
+def lost_touch(group: Communicator, error: Exception) -> WorkerLost:
+    """What a collective that failed means: the rank at fault, or that this one has lost the others."""
+    blamed = group.blame()
+    if blamed is not None:
+        return blamed
+    message = f"rank {group.rank} of {group.size} lost touch with its tensor-parallel group: {error}"
+    return WorkerLost(message, rank=group.rank, size=group.size, lost_touch=True)
 
 
 def open_store(rank: int, size: int, port: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> TCPStore:

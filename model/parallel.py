@@ -8,11 +8,12 @@ rank, each with a part of its intermediate dimension, so that a step of few toke
 How ranks reach each other is the engine's; here is the seam.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from baton.core.errors import ModelUnsupported
+from baton.core.errors import ModelUnsupported, WorkerLost
 from baton.core.numerics import Numerics
 from baton.kernels.inner_sum import InnerSum, num_slices
 from baton.model.config import ModelConfig
@@ -20,10 +21,21 @@ from baton.model.weights import Cut
 
 
 class Communicator(Protocol):
-    """One rank's end of a group of ranks. Every rank makes the same calls in the same order, one at a time."""
+    """One rank's end of a group of ranks. Every rank makes the same calls in the same order, one at a time.
+
+    Attributes:
+        rank: of this end.
+        size: of the group.
+        num_operations: begun so far.
+        limit_s: deadline of each operation that begins from now on.
+        blame: asked when an operation fails: the error of the rank at fault, None if that is not known.
+    """
 
     rank: int
     size: int
+    num_operations: int
+    limit_s: float
+    blame: Callable[[], WorkerLost | None]
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, added as a balanced tree in rank order: the same bits at each rank."""
@@ -37,8 +49,8 @@ class Communicator(Protocol):
         """Every rank's bytes, in rank order, at every rank."""
         ...
 
-    def broadcast_bytes(self, data: bytes, *, is_patient: bool = False) -> bytes:
-        """Rank 0's bytes, at every rank; one that `is_patient` waits for them as long as rank 0 lives."""
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Rank 0's bytes, at every rank."""
         ...
 
     def close(self) -> None:
@@ -52,6 +64,11 @@ class Alone:
     rank = 0
     size = 1
 
+    def __init__(self) -> None:
+        self.num_operations = 0
+        self.limit_s = 0.0
+        self.blame: Callable[[], WorkerLost | None] = lambda: None
+
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """`x`."""
         return x
@@ -64,9 +81,8 @@ class Alone:
         """`data` alone."""
         return [data]
 
-    def broadcast_bytes(self, data: bytes, *, is_patient: bool = False) -> bytes:
+    def broadcast_bytes(self, data: bytes) -> bytes:
         """`data`."""
-        del is_patient
         return data
 
     def close(self) -> None:

@@ -2,24 +2,24 @@
 
 To the worker's loop, which exists at rank 0 alone, `GangPush` is a `PushService`: it reserves for all ranks, hands the
 grant on, and says that a transfer has ended when it has ended at every rank, because all of them read the same blocks.
-What happens at other ranks comes back whenever the loop polls. The other ranks run `PrefillFollower`.
+What happens at other ranks comes back by itself, and wakes the loop. The other ranks run `PrefillFollower`.
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.core.request import AttemptKey
-from baton.engine.gang import STOP, FollowPrefill, table_fields, table_of
-from baton.engine.plan import Plan, PlanChannel
+from baton.engine.gang import FollowPrefill
+from baton.engine.plan import PlanChannel
+from baton.engine.plan_messages import Stop
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.async_writer import AsyncWriter, PushPart
 from baton.kvtransfer.lane_choice import LaneChoice
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushEvent, PushFailed, PushService
-from baton.kvtransfer.push_actions import GrantInfo
 from baton.kvtransfer.push_totals import PathCounts
+from baton.prefill_worker.gang_messages import Abort, Adopt, Begin, Commit, End, PushCached, Submit
 from baton.proto import kv_pb2
 
 
@@ -46,20 +46,20 @@ class GangWriter:
     @contextlib.contextmanager
     def step(self, parts: Sequence[PushPart]) -> Iterator["GangWriter"]:
         """As `AsyncWriter.step`, at every rank."""
-        self._channel.tell("begin", parts=[_part_fields(part) for part in parts])
+        self._channel.tell(Begin(tuple(parts)))
         self._own.begin(parts)
         try:
             yield self
         except BaseException:
             self._own.cancel()
             raise  # the loop ends, and the other ranks with their group
-        self._channel.tell("end")
+        self._channel.tell(End())
         self._own.wait_all()
 
     def submit(self, layer: int) -> None:
         """As `AsyncWriter.submit`, at every rank."""
         if not self._channel.is_computing:  # else each rank's own forward submits
-            self._channel.tell("submit", layer=layer)
+            self._channel.tell(Submit(layer))
         self._own.submit(layer)
 
 
@@ -80,6 +80,7 @@ class GangPush:
     @wakeup.setter
     def wakeup(self, wakeup: Callable[[], None]) -> None:
         self._own.wakeup = wakeup
+        self._channel.link.on_report = wakeup
 
     def start(self) -> None:
         """Begin to serve, at every rank."""
@@ -88,7 +89,8 @@ class GangPush:
     def close(self) -> None:
         """Stop, at every rank; the last call."""
         self._own.close()
-        self._channel.tell(STOP)
+        self._channel.link.expect_end()
+        self._channel.tell(Stop())
 
     def inventory(self) -> dict[str, int]:
         """Rank 0's counts. Any thread."""
@@ -117,19 +119,19 @@ class GangPush:
 
     def push_cached(self, attempt: AttemptKey, first: int, count: int) -> None:
         """As `PushService.push_cached`, at every rank."""
-        self._channel.tell("push_cached", attempt=asdict(attempt), first=first, count=count)
+        self._channel.tell(PushCached(attempt, first, count))
         self._own.push_cached(attempt, first, count)
 
     def commit(self, attempt: AttemptKey, state: kv_pb2.SequenceState, prefill_end_s: float) -> None:
         """As `PushService.commit`, at every rank; the state goes with rank 0's."""
-        self._channel.tell("commit", attempt=asdict(attempt), prefill_end_s=prefill_end_s)
+        self._channel.tell(Commit(attempt, prefill_end_s))
         self._own.commit(attempt, state, prefill_end_s)
 
     def abort(self, attempt: AttemptKey, reason: str) -> None:
         """As `PushService.abort`, at every rank."""
         transfer = self._transfers.get(attempt)
         if transfer is not None and transfer.reading - {0}:
-            self._channel.tell("abort", attempt=asdict(attempt), reason=reason)
+            self._channel.tell(Abort(attempt, reason))
         self._own.abort(attempt, reason)
 
     def poll(self) -> list[PushEvent]:
@@ -142,11 +144,8 @@ class GangPush:
         happened: list[PushEvent] = []
         for event in self._own.poll():
             happened += self._take(0, event)
-        if any(transfer.reading - {0} for transfer in self._transfers.values()):
-            self._channel.tell("poll")
-            for rank, theirs in enumerate(self._channel.communicator.gather_bytes(b"")[1:], start=1):
-                for event in _events(theirs):
-                    happened += self._take(rank, event)
+        for rank, event in self._channel.link.reports():
+            happened += self._take(rank, event)
         return happened
 
     def _take(self, rank: int, event: PushEvent) -> list[PushEvent]:
@@ -154,14 +153,8 @@ class GangPush:
         transfer = self._transfers[event.attempt]
         match event:
             case Granted():
-                self._channel.tell(
-                    "adopt",
-                    attempt=asdict(event.attempt),
-                    peer=asdict(transfer.peer),
-                    table=table_fields(transfer.table),
-                    prompt_len=transfer.prompt_len,
-                    grant=asdict(event.grant),
-                )
+                adopt = Adopt(event.attempt, transfer.peer, transfer.table, transfer.prompt_len, event.grant)
+                self._channel.tell(adopt)
                 transfer.reading = set(range(self._channel.communicator.size))
                 return [event]
             case Denied():
@@ -206,67 +199,33 @@ class PrefillFollower:
             WorkerLost: rank 0 is gone, or this rank diverged.
             TransferFailed: this rank cannot push any more.
         """
+        self._push.wakeup = self._channel.link.wake
         self._push.start()
         try:
-            while (plan := self._channel.hear()).kind != STOP:
-                if not self._runner.take(plan, self._push.writer.submit):
+            while not isinstance(plan := self._channel.hear(), Stop):
+                if plan is not None and not self._runner.take(plan, self._push.writer.submit):
                     self._take(plan)
+                for event in self._push.poll():
+                    self._channel.tell(event)
         finally:
             self._push.close()
 
-    def _take(self, plan: Plan) -> None:
-        fields, push = plan.fields, self._push
-        match plan.kind:
-            case "begin":
-                push.writer.begin(
-                    [PushPart(_key(part["attempt"]), part["first"], part["count"]) for part in fields["parts"]]
-                )
-            case "submit":
-                push.writer.submit(fields["layer"])
-            case "end":
+    def _take(self, plan: Any) -> None:
+        push = self._push
+        match plan:
+            case Begin():
+                push.writer.begin(plan.parts)
+            case Submit():
+                push.writer.submit(plan.layer)
+            case End():
                 push.writer.wait_all()
-            case "adopt":
-                table, peer = table_of(fields["table"]), DecodePeer(**fields["peer"])
-                push.adopt(_key(fields["attempt"]), peer, table, fields["prompt_len"], _grant(fields["grant"]))
-            case "push_cached":
-                push.push_cached(_key(fields["attempt"]), fields["first"], fields["count"])
-            case "commit":
-                push.commit(_key(fields["attempt"]), None, fields["prefill_end_s"])
-            case "abort":
-                push.abort(_key(fields["attempt"]), fields["reason"])
-            case "poll":
-                self._channel.communicator.gather_bytes(_report(push.poll()))
-            case kind:
-                raise AssertionError(f"a prefill rank does not know {kind!r}")
-
-
-_KINDS: dict[str, type[Acked] | type[PushFailed] | type[PushDrained]] = {
-    kind.__name__: kind for kind in (Acked, PushFailed, PushDrained)
-}
-
-
-def _report(events: Sequence[PushEvent]) -> bytes:
-    """Events as bytes; those that another rank than 0 can have."""
-    if not events:
-        return b""
-    return json.dumps([{"kind": type(event).__name__, **asdict(event)} for event in events]).encode()
-
-
-def _events(data: bytes) -> list[PushEvent]:
-    found: list[PushEvent] = []
-    for fields in json.loads(data) if data else []:
-        kind = _KINDS[fields.pop("kind")]
-        found.append(kind(_key(fields.pop("attempt")), **fields))
-    return found
-
-
-def _part_fields(part: PushPart) -> dict[str, Any]:
-    return {"attempt": asdict(part.attempt), "first": part.first, "count": part.count}
-
-
-def _key(fields: dict[str, Any]) -> AttemptKey:
-    return AttemptKey(**fields)
-
-
-def _grant(fields: dict[str, Any]) -> GrantInfo:
-    return GrantInfo(**{**fields, "blocks": tuple(fields["blocks"])})
+            case Adopt():
+                push.adopt(plan.attempt, plan.peer, plan.table, plan.prompt_len, plan.grant)
+            case PushCached():
+                push.push_cached(plan.attempt, plan.first, plan.count)
+            case Commit():
+                push.commit(plan.attempt, None, plan.prefill_end_s)
+            case Abort():
+                push.abort(plan.attempt, plan.reason)
+            case _:
+                raise AssertionError(f"a prefill rank does not know {plan!r}")

@@ -6,21 +6,30 @@ from collections.abc import Callable
 
 import grpc
 import grpc.aio
+import torch
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
+from baton.core.errors import BatonError
+from baton.engine.gang import FollowPrefill, LeadPrefill
+from baton.engine.plan import PlanChannel
 from baton.engine.prefill import PrefillRunner
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.evidence import host_id
 from baton.kvtransfer.lanes import NIXL
+from baton.kvtransfer.life_file import sweep_lives
 from baton.kvtransfer.push import PushService
 from baton.kvtransfer.push_lane import LaneOpener
 from baton.kvtransfer.transports import connecting_transport
+from baton.prefill_worker.gang import GangPush, PrefillFollower
+from baton.prefill_worker.gang_messages import prefill_codec
 from baton.prefill_worker.service import PrefillService
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.worker.gang import LOAD_TIMEOUT_S, end_gang, follow, lead, start_error
 from baton.worker.host import WorkerHost
-from baton.worker.loading import load_worker, request_limits
+from baton.worker.loading import LoadedWorker, load_worker, request_limits
+from baton.worker.seat import RankStarter, Seat
 
 
 class PrefillNode:
@@ -28,49 +37,72 @@ class PrefillNode:
 
     Args:
         config: what to load and where to report.
-        on_fatal: told when the loop broke; an actor ends its process then, so that Ray starts a new life.
+        on_fatal: told when the loop broke, or a rank; an actor ends its process then, so that Ray starts a new life.
+        starter: of the other ranks, where there are any.
 
     Raises:
         StartupError: see `load_worker`.
     """
 
-    def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        on_fatal: Callable[[BaseException], None],
+        starter: RankStarter | None = None,
+    ) -> None:
         self.config = config
         self.epoch = secrets.randbits(64) or 1
-        clock = MonotonicClock()
-        loaded = load_worker(config)
+        self._channel: PlanChannel | None = None
+        if config.tp_size > 1:
+            assert starter is not None
+            channel = lead(config.tp_size, self.epoch, prefill_codec(), torch.device(config.device), starter)
+            self._channel = channel
+            self._on_fatal: Callable[[BaseException], None] = lambda error: end_gang(channel, error, on_fatal)
+        else:
+            self._on_fatal = on_fatal
+        try:
+            self._start()
+        except BaseException as error:
+            if self._channel is None:
+                raise
+            failure = self._channel.link.failure
+            self._channel.close(error if isinstance(error, BatonError) else None)
+            if failure is not None:
+                raise start_error(failure) from error
+            raise
+
+    def _start(self) -> None:
+        config, clock, channel = self.config, MonotonicClock(), self._channel
+        group = None if channel is None else channel.communicator
+        loaded = load_worker(config, communicator=group)
         self._layout = loaded.layout
-        push = PushService(
-            pool=loaded.pool,
-            layout=loaded.layout,
-            epoch=self.epoch,
-            transport=connecting_transport(config.transfer),
-            config=config.transfer,
-            clock=clock,
-            openers=_openers(loaded.pool, config.transfer.transport, self.epoch),
-        )
+        runner = PrefillRunner(loaded.model, loaded.pool, group, eos_token_ids=loaded.tokenizer.eos_token_ids)
+        push = _push(config, loaded, self.epoch)
         self.worker = PrefillWorker(
-            runner=PrefillRunner(loaded.model, loaded.pool, eos_token_ids=loaded.tokenizer.eos_token_ids),
+            runner=runner if channel is None else LeadPrefill(runner, channel),
             pool=loaded.pool,
             tokenizer=loaded.tokenizer,
             limits=request_limits(
                 loaded.model, max_model_len=config.max_model_len, num_draft_tokens=config.num_draft_tokens
             ),
-            push=push,
+            push=push if channel is None else GangPush(push, channel),
             chunk_len=config.chunk_len,
             max_num_seqs=config.max_num_seqs,
             max_queue_len=config.max_queue_len,
             prefix_cache=config.prefix_cache,
             clock=clock,
-            on_fatal=on_fatal,
+            on_fatal=self._on_fatal,
         )
         service = PrefillService(self.worker, clock)
 
         def register(server: grpc.aio.Server) -> None:
             worker_pb2_grpc.add_PrefillServicer_to_server(service, server)
 
+        if channel is not None:
+            channel.start(LOAD_TIMEOUT_S)
+            channel.link.on_fail = self._on_fatal
         self.worker.start()
-        self.host = WorkerHost(config.host, register, self.state, config.router_address, on_fatal)
+        self.host = WorkerHost(config.host, register, self.state, config.router_address, self._on_fatal)
         self.host.start()
 
     def state(self) -> worker_pb2.WorkerState:
@@ -88,7 +120,12 @@ class PrefillNode:
             numerics=self.config.numerics.value,
             dtype=self.config.dtype,
             inventory=self.worker.inventory(),
+            rank_pids=self.rank_pids(),
         )
+
+    def rank_pids(self) -> list[int]:
+        """Process ids, in rank order."""
+        return [os.getpid(), *([] if self._channel is None else self._channel.link.pids.values())]
 
     def about(self) -> dict[str, object]:
         """Identity for whoever started it."""
@@ -104,6 +141,56 @@ class PrefillNode:
         """Stop serving and release everything."""
         self.host.close()
         self.worker.close()
+        if self._channel is not None:
+            self._channel.close()
+
+
+class PrefillRank:
+    """Another rank of a prefill worker: loaded when the constructor returns, then `run`.
+
+    Args:
+        config: the worker's.
+        seat: of this rank.
+
+    Raises:
+        StartupError: see `load_worker`.
+    """
+
+    def __init__(self, config: WorkerConfig, seat: Seat) -> None:
+        channel = self.channel = follow(seat, prefill_codec(), torch.device(config.device))
+        try:
+            loaded = load_worker(config, communicator=channel.communicator)
+            eos_token_ids = loaded.tokenizer.eos_token_ids
+            runner = PrefillRunner(loaded.model, loaded.pool, channel.communicator, eos_token_ids=eos_token_ids)
+            push = _push(config, loaded, seat.epoch)
+            self._follower = PrefillFollower(FollowPrefill(runner, channel), push, channel)
+            channel.follow()
+        except BaseException as error:
+            channel.close(error if isinstance(error, BatonError) else None)
+            raise
+
+    def run(self) -> None:
+        """Follow rank 0 until it says stop.
+
+        Raises:
+            WorkerLost: rank 0 is gone, or this rank diverged.
+            TransferFailed: this rank cannot push any more.
+        """
+        self._follower.run()
+        self.channel.close()
+
+
+def _push(config: WorkerConfig, loaded: LoadedWorker, epoch: int) -> PushService:
+    sweep_lives()  # of workers that were killed
+    return PushService(
+        pool=loaded.pool,
+        layout=loaded.layout,
+        epoch=epoch,
+        transport=connecting_transport(config.transfer),
+        config=config.transfer,
+        clock=MonotonicClock(),
+        openers=_openers(loaded.pool, config.transfer.transport, epoch),
+    )
 
 
 def _openers(pool: KVPool, transport: str, epoch: int) -> list[LaneOpener]:

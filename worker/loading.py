@@ -17,6 +17,7 @@ from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import TORCH_DTYPES, KVPool, num_blocks_for_memory
 from baton.model.loader import load_model
 from baton.model.model import Model
+from baton.model.parallel import Alone, Communicator
 from baton.model.random_weights import RANDOM_SEED
 
 
@@ -34,16 +35,19 @@ def load_worker(
     config: WorkerConfig,
     on_progress: Callable[[int, int], None] | None = None,
     pool_memory: Callable[[PoolGeometry], memoryview] | None = None,
+    communicator: Communicator | None = None,
 ) -> LoadedWorker:
-    """Load the model and size the pool from the memory there is.
+    """Load the model and size the pool from the memory there is; as one rank of a group if there is a communicator.
 
     Args:
         config: what to load.
         on_progress: told (tensors loaded, all tensors).
         pool_memory: gives a pool on a CPU its memory, to share it; its own if None.
+        communicator: of the worker's ranks; all of them load at the same time, and have pools of the same length.
 
     Raises:
-        StartupError: the model directory is unusable, or the numerics mode does not hold on this machine.
+        StartupError: the model directory is unusable or cannot be cut into so many ranks, or the numerics mode does
+            not hold on this machine.
         ConfigInvalid: the pool would not hold one sequence of the model's length, or there is no memory for it.
     """
     torch.set_num_threads(config.num_threads)
@@ -52,6 +56,7 @@ def load_worker(
         device = torch.device("cuda", torch.cuda.current_device())
     path = Path(config.model_path)
     is_random = config.weights == "random"
+    group = communicator or Alone()
     model = load_model(
         path,
         dtype=TORCH_DTYPES[config.dtype],
@@ -60,6 +65,7 @@ def load_worker(
         with_mtp=config.num_draft_tokens > 0,
         on_progress=on_progress,
         random_seed=RANDOM_SEED if is_random else None,
+        communicator=group,
     )
     if is_random and not (path / "tokenizer.json").exists():
         tokenizer = Tokenizer.byte_level(path, model.config.vocab_size)
@@ -68,7 +74,7 @@ def load_worker(
     if config.numerics is Numerics.INVARIANT:
         check_invariance(model.linear_shapes(), model.dtype, device)
     layout = model.kv_layout(config.block_size)
-    num_blocks = num_blocks_for_memory(layout, _kv_memory_bytes(config, device))
+    num_blocks = _num_blocks(config, layout, device, group)
     if num_blocks < 1:
         raise ConfigInvalid(
             f"the memory for KV holds no block of {layout.bytes_per_block} bytes; raise kv_memory_mib",
@@ -76,8 +82,9 @@ def load_worker(
         )
     try:
         is_shared = pool_memory is not None and device.type == "cpu"
-        memory = pool_memory(PoolGeometry(layout, num_blocks)) if pool_memory is not None and is_shared else None
-        pool = KVPool(layout, num_blocks, device, memory=memory)
+        geometry = PoolGeometry(layout, num_blocks, group.rank, group.size)
+        memory = pool_memory(geometry) if pool_memory is not None and is_shared else None
+        pool = KVPool(layout, num_blocks, device, rank=group.rank, size=group.size, memory=memory)
     except RuntimeError as error:  # what torch's allocators raise
         key = "gpu_memory_share" if device.type == "cuda" else "kv_memory_mib"
         mib = num_blocks * layout.bytes_per_block >> 20
@@ -97,8 +104,11 @@ def request_limits(model: Model, *, max_model_len: int, num_draft_tokens: int) -
     )
 
 
-def _kv_memory_bytes(config: WorkerConfig, device: torch.device) -> int:
+def _num_blocks(config: WorkerConfig, layout: KVLayout, device: torch.device, group: Communicator) -> int:
+    """Blocks that every rank has memory for. On a CPU the ranks share the worker's; each GPU has its own."""
     if device.type != "cuda":
-        return config.kv_memory_mib << 20
+        return num_blocks_for_memory(layout, config.kv_memory_mib << 20)
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    return int(free_bytes * config.gpu_memory_share)
+    own_bytes = PoolGeometry(layout, 1, group.rank, group.size).num_bytes // 2  # of one block beside the scratch block
+    num_blocks = int(free_bytes * config.gpu_memory_share) // own_bytes - 1
+    return min(int(data) for data in group.gather_bytes(str(num_blocks).encode()))

@@ -5,6 +5,7 @@ the other, so that torch is imported once.
 """
 
 import json
+import os
 import threading
 import traceback
 from dataclasses import dataclass
@@ -19,9 +20,8 @@ from baton.core.tokenizer import Tokenizer
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
 from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
-from baton.engine.plan import PlanChannel
+from baton.engine.plan import plan_codec
 from baton.engine.prefill import PrefillRunner
-from baton.engine.tp_group import GlooGroup, open_store
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import LandingService, landing_region
@@ -32,11 +32,16 @@ from baton.kvtransfer.shared_region import SharedRegion
 from baton.model.loader import load_model
 from baton.model.parallel import Alone
 from baton.prefill_worker.gang import GangPush, PrefillFollower
+from baton.prefill_worker.gang_messages import prefill_codec
 from baton.prefill_worker.worker import PrefillWorker
+from baton.worker.gang import end_gang, follow, lead
 from baton.worker.loading import request_limits
+from baton.worker.rank_thread import RankThread
+from baton.worker.seat import Seat
 
+CPU = torch.device("cpu")
 NUM_DRAFTS = 4
-GROUP_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +51,7 @@ class Job:
     role: str
     rank: int
     size: int
-    port: int  # of the group's store; 0 at rank 0, which finds one
+    seat: Seat | None  # of a rank that is not 0
     epoch: int  # of the worker: shared by its ranks
     path: Path
     dtype: torch.dtype
@@ -82,18 +87,32 @@ class WatchedPush(PushService):
         super().close()
 
 
+class PipeStarter:
+    """Rank 0's: the parent hands each seat to another process."""
+
+    def __init__(self, send):
+        self._send = send
+
+    def start(self, seat):
+        self._send(("seat", None, seat))
+
+    def check(self):
+        pass
+
+
 class Rank:
     """What every job begins with: the group, the model and, once it is known where, the pool."""
 
-    def __init__(self, job, send):
+    def __init__(self, job, send, pipe):
         self.job = job
         self.send = send
-        self.group = self._join()
-        self.channel = PlanChannel(self.group)
+        self.pipe = pipe
+        self.channel = self._join()
+        self.group = Alone() if self.channel is None else self.channel.communicator
         self.model = load_model(
             job.path,
             dtype=job.dtype,
-            device=torch.device("cpu"),
+            device=CPU,
             numerics=job.numerics,
             with_mtp=True,
             communicator=self.group,
@@ -106,21 +125,54 @@ class Rank:
             "max_num_seqs": 16,
             "max_queue_len": 1024,
             "clock": MonotonicClock(),
-            "on_fatal": lambda error: send(("fatal", None, repr(error))),
+            "on_fatal": self.fatal,
         }
+
+    def fatal(self, error):
+        """As a worker's actor does, but that the process says so first."""
+        if self.channel is None:
+            self.end(error)
+        else:
+            end_gang(self.channel, error, self.end)
+
+    def end(self, error):
+        self.send(("fatal", None, repr(error)))
+        os._exit(70)
 
     def _join(self):
         job = self.job
         if job.size == 1:
-            return Alone()
-        store = open_store(job.rank, job.size, job.port, GROUP_TIMEOUT_S)
+            return None
+        codec = prefill_codec() if job.role == "prefill" else plan_codec()
         if job.rank == 0:
-            self.send(("port", None, store.port))
-        return GlooGroup(job.rank, job.size, store, GROUP_TIMEOUT_S)
+            return lead(job.size, job.epoch, codec, CPU, PipeStarter(self.send))
+        return follow(job.seat, codec, CPU)
+
+    def serve(self, worker):
+        """Rank 0."""
+        if self.channel is not None:
+            self.channel.start(READY_TIMEOUT_S)
+            self.channel.link.on_fail = self.fatal
+        worker.start()
+
+    def follow(self, run, corrupt=None):
+        """Another rank; `corrupt` damages what it knows, when the tests say so."""
+        self.channel.follow()
+        done = threading.Event()
+
+        def run_and_say():
+            run()
+            done.set()
+
+        RankThread(run_and_say, self.channel, self.end).start()
+        while not done.wait(0.01):
+            if self.pipe.poll():
+                assert self.pipe.recv() == ("corrupt",)
+                corrupt()
 
     def pool(self, memory=None):
         job = self.job
-        return KVPool(self.layout, job.num_blocks, torch.device("cpu"), rank=job.rank, size=job.size, memory=memory)
+        return KVPool(self.layout, job.num_blocks, CPU, rank=job.rank, size=job.size, memory=memory)
 
 
 def prefill_rank(rank, receive):
@@ -136,12 +188,12 @@ def prefill_rank(rank, receive):
     )
     runner = PrefillRunner(rank.model, pool, rank.group)
     if job.rank > 0:
-        PrefillFollower(FollowPrefill(runner), push, rank.channel).run()
+        rank.follow(PrefillFollower(FollowPrefill(runner, rank.channel), push, rank.channel).run)
         return own.used
     if job.size > 1:
         runner, push = LeadPrefill(runner, rank.channel), GangPush(push, rank.channel)
     worker = PrefillWorker(runner=runner, pool=pool, push=push, chunk_len=job.chunk_len, **rank.common)
-    worker.start()
+    rank.serve(worker)
     rank.send(("serving", None, None))
     serve(rank, worker, receive)
     worker.close()
@@ -160,7 +212,8 @@ def decode_rank(rank, receive):
     pool = rank.pool(region.pool(job.rank))
     runner = DecodeRunner(rank.model, pool, 16, NUM_DRAFTS, rank.group)
     if job.rank > 0:
-        FollowDecode(runner).run(rank.channel)
+        tables_NM = runner._table._tables_NM
+        rank.follow(FollowDecode(runner, rank.channel).run, lambda: tables_NM.bitwise_xor_(1))
         return
     setup = LandingSetup(
         epoch=job.epoch,
@@ -173,7 +226,7 @@ def decode_rank(rank, receive):
     landing = LandingService.in_process(region, setup)
     runner = LeadDecode(runner, rank.channel) if job.size > 1 else runner
     worker = DecodeWorker(runner=runner, pool=pool, landing=landing, **rank.common)
-    worker.start()
+    rank.serve(worker)
     rank.send(("serving", None, (landing.address, landing.epoch)))
     serve(rank, worker, receive)
     worker.close()
@@ -207,8 +260,10 @@ def main(pipe):
     roles = {"prefill": prefill_rank, "decode": decode_rank}
     while (job := pipe.recv()) is not None:
         try:
-            rank = Rank(job, send)
+            rank = Rank(job, send, pipe)
             said = roles[job.role](rank, pipe.recv)
+            if rank.channel is not None:
+                rank.channel.close()
             rank.group.close()
             send(("done", None, said))
         except BaseException:

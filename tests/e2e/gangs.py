@@ -1,5 +1,6 @@
 """Prefill and decode workers of several ranks, each rank a process, and a minimal router between them."""
 
+import contextlib
 import itertools
 import multiprocessing
 import queue
@@ -38,14 +39,17 @@ class RankProcess:
             try:
                 kind, key, value = self.pipe.recv()
             except (EOFError, OSError):
-                self.answers.put(("fatal", "the process has ended"))
+                kind, key, value = "fatal", None, "the process has ended"
+                self.answers.put((kind, value))
+                for stream in tuple(self.streams.values()):
+                    stream.put((kind, value))
                 return
             if kind in ("event", "end"):
                 self.streams[key].put((kind, value))
             else:
                 self.answers.put((kind, value))
             if kind == "fatal":
-                for stream in self.streams.values():
+                for stream in tuple(self.streams.values()):
                     stream.put((kind, value))
 
     def expect(self, kind, timeout_s=START_TIMEOUT_S):
@@ -59,7 +63,8 @@ class RankProcess:
 
     def end(self):
         if self.process.is_alive():
-            self.pipe.send(None)
+            with contextlib.suppress(OSError):
+                self.pipe.send(None)
         self.process.join(END_TIMEOUT_S)
         if self.process.is_alive():
             self.process.kill()
@@ -70,8 +75,10 @@ class RankProcess:
 class RankProcesses:
     """As many as the largest topology has ranks; started when they are first needed."""
 
-    def __init__(self):
-        self._context = multiprocessing.get_context("spawn")
+    def __init__(self, method="spawn"):
+        self._context = multiprocessing.get_context(method)
+        if method == "forkserver":  # what every process imports is imported once
+            self._context.set_forkserver_preload(["baton.tests.e2e.gang_process"])
         self._idle = []
         self._all = []
 
@@ -122,6 +129,7 @@ class GangTopology:
         transfer = KVTransferConfig(transport="shm" if lane == "shm" else "zmq", raw_streams=int(lane == "raw"))
         shared = {"path": path, "dtype": dtype, "numerics": numerics, "transfer": transfer}
         self._taken = processes.take(tp_prefill + tp_decode)
+        self.epochs = {}
         self.prefill, self.decode = self._taken[:tp_prefill], self._taken[tp_prefill:]
         for role, ranks, block_size in (
             ("prefill", self.prefill, block_sizes[0]),
@@ -136,10 +144,10 @@ class GangTopology:
                 "chunk_len": chunk_len,
                 **shared,
             }
-            ranks[0].pipe.send(Job(rank=0, port=0, **job))
-            port = ranks[0].expect("port") if len(ranks) > 1 else 0
+            self.epochs[role] = job["epoch"]
+            ranks[0].pipe.send(Job(rank=0, seat=None, **job))
             for rank, process in enumerate(ranks[1:], start=1):
-                process.pipe.send(Job(rank=rank, port=port, **job))
+                process.pipe.send(Job(rank=rank, seat=ranks[0].expect("seat"), **job))
         self.prefill[0].expect("serving")
         self.peer = DecodePeer("decode", *self.decode[0].expect("serving"))
 
@@ -148,8 +156,7 @@ class GangTopology:
 
     def __exit__(self, *exc):
         if exc[0] is not None:  # what state they are in is not known
-            for process in self._taken:
-                process.process.kill()
+            self.abandon()
             return
         self.prefill[0].pipe.send(("close",))
         used = [process.expect("done", END_TIMEOUT_S) for process in self.prefill]
@@ -167,7 +174,8 @@ class GangTopology:
 
     def cancel(self, running):
         for process in (self.prefill[0], self.decode[0]):
-            process.pipe.send(("cancel", running[0].key))
+            with contextlib.suppress(OSError):
+                process.pipe.send(("cancel", running[0].key))
 
     def finish(self, running):
         """Wait for a request's end, as a router would: the first token from prefill, the others from decode."""
@@ -190,6 +198,26 @@ class GangTopology:
             outcome.error = error
             self.cancel(running)
         return outcome
+
+    def wait_tokens(self, running, count):
+        """Until decode has sent so many; they are not kept."""
+        events = _events(running[2])
+        while count > 0:
+            count -= len(next(events).tokens.token_ids)
+
+    def finish_or_lose(self, running):
+        """A worker is gone. Each of the request's streams ends, by itself or as its router would end it."""
+        self.cancel(running)
+        for stream in running[1:]:
+            while (item := stream.get(timeout=END_TIMEOUT_S))[0] == "event":
+                pass
+            assert item[0] in ("end", "fatal")
+
+    def abandon(self):
+        """Leave it in whatever state it is."""
+        for process in self._taken:
+            process.process.kill()
+            process.process.join()
 
     def generate(self, requests):
         """All requests at once."""

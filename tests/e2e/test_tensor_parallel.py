@@ -137,8 +137,8 @@ def test_a_rank_that_dies_ends_its_worker_by_name(role, processes, prompts):
         follower.process.kill()
         for request in requests_for(prompts, tag="after-", **options):  # else nobody need notice
             topology.start(request)
-        kind, why = lead.answers.get(timeout=5.0)
+        kind, why = lead.answers.get(timeout=1.0)
         assert kind == "fatal"
         assert "WorkerLost" in why
-        assert "rank 0 of 2 lost touch" in why
+        assert "rank 1 of 2 has died" in why
         raise EndOfTest  # the processes are not to be used again

@@ -5,22 +5,24 @@ import itertools
 import pytest
 import torch
 
-from baton.core.errors import ProtocolError, WorkerLost
+from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
 from baton.core.sampling import SamplingParams
+from baton.engine.decision import Decisions, digest
 from baton.engine.decode import DecodeRunner
 from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
-from baton.engine.plan import PlanChannel, decide
+from baton.engine.plan_messages import Release, Stop
 from baton.engine.prefill import PrefillChunk, PrefillRunner
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
 from baton.tests.model.harness import prompt
-from baton.tests.model.ranks import on_ranks
+from baton.tests.model.ranks import channel_of, on_ranks
 
 CHECKPOINT = {"kind": "qwen3_moe", "num_heads": 8, "num_kv_heads": 4}
 LENGTHS = (1, 17, 40)
 BLOCK_SIZE, CHUNK_LEN, NUM_TOKENS = 16, 24, 12
+CPU = torch.device("cpu")
 MODES = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 1.0},
@@ -28,10 +30,8 @@ MODES = {
 }
 
 
-def load(path, group=None, dtype=torch.float64, numerics=Numerics.DEFAULT):
-    return load_model(
-        path, dtype=dtype, device=torch.device("cpu"), numerics=numerics, with_mtp=True, communicator=group
-    )
+def load(path, group=None, dtype=torch.float64, numerics=Numerics.DEFAULT, device=CPU):
+    return load_model(path, dtype=dtype, device=device, numerics=numerics, with_mtp=True, communicator=group)
 
 
 def runners_of(model, k, group=None):
@@ -80,17 +80,22 @@ def step(decode, slots, tokens):
 
 def as_gang(group, model, k, mode):
     prefill, decode = runners_of(model, k, group)
-    channel = PlanChannel(group)
-    if group.rank == 0:
-        lead = LeadDecode(decode, channel)
-        tokens = generate(LeadPrefill(prefill, channel), lead, k, mode)
-        lead.close()
-        return tokens
-    follow = FollowPrefill(prefill)
-    decode_ranks = FollowDecode(decode)
-    while (plan := channel.hear()).kind != "stop":
-        assert follow.take(plan, lambda layer: None) or decode_ranks.take(plan)
-    return None
+    channel = channel_of(group)
+    try:
+        if group.rank == 0:
+            lead = LeadDecode(decode, channel)
+            tokens = generate(LeadPrefill(prefill, channel), lead, k, mode)
+            lead.close()
+            return tokens
+        follow = FollowPrefill(prefill, channel)
+        decode_ranks = FollowDecode(decode, channel)
+        while not isinstance(plan := channel.hear(), Stop):
+            decode.drain()  # both roles share this group: one step at a time
+            assert follow.take(plan, lambda layer: None) or decode_ranks.take(plan)
+            decode_ranks.look()
+        return None
+    finally:
+        channel.close()
 
 
 FAST = {(2, 2, "coupled")}
@@ -119,42 +124,49 @@ def test_invariant_numerics_give_the_same_tokens_in_bfloat16(tiny_checkpoint):
 
 
 @pytest.mark.fast
-def test_a_rank_that_diverges_is_named():
+@pytest.mark.parametrize("what", ["values", "state", "number"])
+def test_a_rank_that_diverges_is_named(what):
     def work(group):
-        tokens = torch.tensor([3, 4, 5 + (group.rank == 2)])
-        if group.rank == 2:
-            with pytest.raises(WorkerLost, match="rank 2 of 3 diverged") as caught:
-                decide(group, tokens)
-            assert caught.value.fields == {"rank": 2, "size": 3}
+        decisions, is_other = Decisions(group), group.rank == 2
+        if is_other and what == "number":
+            decisions._num_made = 7
+        tokens = torch.tensor([[3, 4], [5 + (is_other and what == "values"), 6]])
+        state = [torch.tensor([1, 2]), torch.tensor([[8 + (is_other and what == "state")]])]
+        if is_other:
+            with pytest.raises(WorkerLost, match=f"rank 2 of 3 diverged in the {what}") as caught:
+                decisions.agree(tokens, state)
+            assert caught.value.fields == {"rank": 2, "size": 3, "how": "diverged", "what": what}
             return None
-        return decide(group, tokens).tolist()
+        return decisions.check(decisions.agree(tokens, state).flatten().tolist())
 
-    assert on_ranks(3, work) == [[3, 4, 5], [3, 4, 5], None]
+    assert on_ranks(3, work) == [[3, 4, 5, 6], [3, 4, 5, 6], None]
 
 
 @pytest.mark.fast
-def test_a_plan_that_was_missed_is_noticed():
-    def work(group):
-        channel = PlanChannel(group)
-        if group.rank == 0:
-            channel.tell("a", b"\n\x00", values=[1], count=9)
-            channel.tell("b")
-            return None
-        plan = channel.hear()
-        channel._count -= 1
-        with pytest.raises(ProtocolError, match="plan 2 of version 1"):
-            channel.hear()
-        return plan.kind, plan.fields, plan.data
-
-    assert on_ranks(2, work)[1] == ("a", {"values": [1], "count": 9}, b"\n\x00")
+def test_the_digest_sees_every_place():
+    whole = torch.arange(12)
+    seen = {int(digest([whole, whole], CPU))}
+    for place in range(12):
+        for change in (1, -3, 1 << 31, 5 << 40):
+            other = whole.clone()
+            other[place] += change
+            seen |= {int(digest([other, whole], CPU)), int(digest([whole, other], CPU))}
+    seen.add(int(digest([whole.flip(0), whole], CPU)))
+    assert len(seen) == 12 * 4 * 2 + 2
 
 
+@pytest.mark.fast
 def test_a_rank_hears_of_rank_0s_death():
     def work(group):
+        channel = channel_of(group)
         if group.rank == 0:
+            channel.tell(Release(3))
+            channel.link._is_closed = True  # as if it had died: no farewell
             return None
-        with pytest.raises(WorkerLost, match="rank 1 of 2"):
-            PlanChannel(group).hear()
+        assert channel.hear() == Release(3)
+        with pytest.raises(WorkerLost, match="rank 0 of 2 has died"):
+            channel.hear()
+        channel.close()
         return True
 
     assert on_ranks(2, work) == [None, True]

@@ -4,6 +4,8 @@ import threading
 
 import torch
 
+from baton.engine import gang_join
+from baton.engine.plan import PlanChannel, plan_codec
 from baton.engine.tp_group import GlooGroup, open_store
 
 
@@ -33,3 +35,14 @@ def on_ranks(size, work, timeout_s=30.0):
     if errors:
         raise errors[0]
     return results
+
+
+def channel_of(group, codec=None):
+    """The plan channel beside a group, as every rank calls it."""
+    codec = codec or plan_codec()
+    if group.rank == 0:
+        listener = gang_join.Listener(codec, group.size)
+        group.broadcast_bytes(f"{listener.address} {listener.token}".encode())
+        return PlanChannel(listener.accept(10.0), group)
+    address, token = group.broadcast_bytes(b"").decode().split()
+    return PlanChannel(gang_join.join(codec, group.rank, group.size, address, token), group)

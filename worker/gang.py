@@ -1,0 +1,96 @@
+"""How the ranks of one worker become a gang: rank 0 opens the places, has the others started, and they all meet there.
+
+A gang has one life: when a rank ends, all end, and whoever started rank 0 starts the whole gang again, under a new
+epoch. Nothing is left behind by it: the link is an abstract socket, the store is rank 0's. Owns the order of meeting;
+how ranks are started is the caller's (`RankStarter`), what they do then is the roles'.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed, from_wire
+from baton.engine import gang_join
+from baton.engine.gang_link import GangLink
+from baton.engine.plan import PlanChannel
+from baton.engine.plan_codec import PlanCodec
+from baton.engine.tp_group import GlooGroup, open_store
+from baton.model.parallel import Communicator
+from baton.worker.seat import RankStarter, Seat
+
+JOIN_TIMEOUT_S: Final = 120.0
+LOAD_TIMEOUT_S: Final = 3600.0  # a large model takes its time; whoever waits for the worker has a deadline of its own
+
+log = logging.getLogger(__name__)
+
+
+def lead(size: int, epoch: int, codec: PlanCodec, device: torch.device, starter: RankStarter) -> PlanChannel:
+    """Rank 0's channel to a gang whose ranks have all come.
+
+    Raises:
+        StartupError: one of them cannot.
+    """
+    listener = gang_join.Listener(codec, size)
+    try:
+        store = open_store(0, size, 0)
+        for rank in range(1, size):
+            starter.start(
+                Seat(
+                    rank=rank,
+                    size=size,
+                    epoch=epoch,
+                    store_port=store.port,
+                    link_address=listener.address,
+                    link_token=listener.token,
+                )
+            )
+        link = listener.accept(JOIN_TIMEOUT_S, starter.check)
+    except WorkerLost as error:
+        raise WorkerStartFailed(error.message, **error.fields) from error
+    finally:
+        listener.close()
+    return _channel(link, store, device)
+
+
+def follow(seat: Seat, codec: PlanCodec, device: torch.device) -> PlanChannel:
+    """Another rank's channel.
+
+    Raises:
+        StartupError: rank 0 is not there any more.
+    """
+    try:
+        link = gang_join.join(codec, seat.rank, seat.size, seat.link_address, seat.link_token)
+    except WorkerLost as error:
+        raise WorkerStartFailed(error.message, **error.fields) from error
+    return _channel(link, open_store(seat.rank, seat.size, seat.store_port), device)
+
+
+def start_error(error: WorkerLost) -> BatonError:
+    """What a rank that failed while the gang started has to say; its own error if it told us."""
+    cause = error.fields.get("cause")
+    return WorkerStartFailed(error.message, **error.fields) if cause is None else from_wire(cause)
+
+
+def end_gang(channel: PlanChannel, error: BaseException, on_fatal: Callable[[BaseException], None]) -> None:
+    """Rank 0 cannot go on, or another rank cannot: none of them may."""
+    log.critical("the gang ends: %s", error)
+    channel.link.kill_peers()
+    on_fatal(error)
+
+
+def _channel(link: GangLink, store: TCPStore, device: torch.device) -> PlanChannel:
+    group: Communicator
+    try:
+        if device.type == "cuda":
+            from baton.engine.nccl_group import NcclGroup  # CPUs have no use for it
+
+            group = NcclGroup(link.rank, link.size, store, device)
+        else:
+            group = GlooGroup(link.rank, link.size, store)
+    except WorkerLost as error:
+        link.leave(error)
+        raise start_error(link.failure or error) from error
+    return PlanChannel(link, group)

@@ -1,0 +1,41 @@
+"""What a rank is given to find its gang. Without torch: whoever starts ranks has no need of it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What another rank needs to know to take its place.
+
+    Attributes:
+        rank: its own.
+        size: of the gang.
+        epoch: of the worker, the same for all ranks.
+        store_port: of rank 0's store, on this host.
+        link_address: of rank 0's link.
+        link_token: for it.
+    """
+
+    rank: int
+    size: int
+    epoch: int
+    store_port: int
+    link_address: str
+    link_token: str
+
+
+class RankStarter(Protocol):
+    """Starts the processes of the other ranks, on rank 0's host."""
+
+    def start(self, seat: Seat) -> None:
+        """Have a process take this seat; returns at once."""
+        ...
+
+    def check(self) -> None:
+        """Look whether they could be started.
+
+        Raises:
+            BatonError: one of them could not.
+        """
+        ...
