@@ -313,6 +313,8 @@ class DecodeRunner:
 
         The others are at their `max_tokens`, or their room, even if every step in flight emits one token.
         """
+        if not slots:
+            return ()
         batch = self._batch_of(slots)
         may_go_on_B = self._lengths.unfinished(batch.host_slots_B)
         if may_go_on_B.all():

@@ -90,6 +90,14 @@ def test_a_worker_gets_resolved_values(model):
     assert not worker.transfer.drop_pushes
 
 
+def test_scheduling_is_asynchronous_unless_asked_otherwise(model):
+    for asked, wanted in (({}, "async"), ({"scheduling": "sync"}, "sync"), ({"scheduling": "async"}, "async")):
+        config = ServeConfig.from_mapping({"model": str(model), "device": "cpu", **asked})
+        assert resolve.resolve_worker(config, resolve.find_model(str(model)), worker_id="d").scheduling == wanted
+    with pytest.raises(ConfigInvalid, match="scheduling"):
+        ServeConfig.from_mapping({"scheduling": "later"})
+
+
 def test_dtype_follows_the_device():
     assert resolve.resolve_dtype("auto", "cuda") == "bfloat16"
     assert resolve.resolve_dtype("auto", "cpu") == "float32"

@@ -343,6 +343,7 @@ def test_a_short_hunt_finds_no_race(prepare_ahead, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("prepare_ahead", [False, True])
 def test_a_long_hunt_finds_no_race(prepare_ahead, monkeypatch):
     num_steps = 0
