@@ -125,31 +125,15 @@ def generate(
     json: Json = False,
 ) -> int:
     """Continue one prompt; the text streams to stdout."""
-    local_options = {"model": model, "mtp": mtp, "numerics": numerics, "dtype": dtype, "device": device}
-    local_options |= {"weights": weights, "verification": verification}
-    more = {
-        "min_p": min_p,
-        "min_tokens": min_tokens,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
-        "n": n,
-    }
+    flags = dict(locals())
 
     def body(output: Output) -> ExitCode:
         from baton.client.messages import checked_timeout_s
         from baton.cluster.completion import Asked
-        from baton.cluster.generate import check_place, generate, given_biases, given_ids, read_prompt
+        from baton.cluster.generate import LOCAL_OPTIONS, check_place, generate, more_sampling, read_prompt
 
+        local_options = {name: flags[name] for name in LOCAL_OPTIONS}
         check_place(local, address, local_options)
-        lists: dict[str, Any] = {
-            "logit_bias": given_biases(logit_bias),
-            "bad_words": [given_ids("bad-words", word) for word in bad_words or ()],
-            "stop_token_ids": given_ids("stop-token-ids", stop_token_ids),
-            "allowed_token_ids": given_ids("allowed-token-ids", allowed_token_ids),
-        }
         asked = Asked(
             prompt=read_prompt(prompt),
             max_tokens=max_tokens,
@@ -160,7 +144,7 @@ def generate(
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
             timeout_s=checked_timeout_s(timeout),
-            more={name: value for name, value in (more | lists).items() if value not in (None, [])},
+            more=more_sampling(flags),
         )
         return generate(output, asked, local=local, address=address, local_options=local_options)
 

@@ -1,7 +1,7 @@
 """`baton generate`: one completion, streamed to stdout."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from baton.cluster.completion import Asked, Completion, Interrupted, OnText, complete_remotely
@@ -11,6 +11,25 @@ from baton.cluster.resolve import find_model, read_config
 from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidSampling, InvalidText
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+LOCAL_OPTIONS = (
+    "model",
+    "mtp",
+    "numerics",
+    "dtype",
+    "device",
+    "weights",
+    "verification",
+)  # those that go with --local alone
+_NUMBERS = (
+    "min_p",
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+    "prompt_logprobs",
+    "n",
+)
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -71,28 +90,35 @@ def generate(
     return ExitCode.OK
 
 
-def given_ids(option: str, value: str | None) -> list[int]:
-    """Token ids, written like `1,2,3`; none if there is no value.
+def more_sampling(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams that flags of these names give; what was left out is absent.
 
     Raises:
-        InvalidSampling: they are written otherwise.
+        InvalidSampling: a flag that holds several numbers is written otherwise than its help says.
     """
+    given: dict[str, Any] = {name: flags[name] for name in _NUMBERS}
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        given[name] = None if flags[name] is None else _ids(name, flags[name])
+    given["bad_words"] = [_ids("bad_words", word) for word in flags["bad_words"] or ()] or None
+    given["logit_bias"] = [_bias(value) for value in flags["logit_bias"] or ()] or None
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _ids(name: str, value: str) -> list[int]:
     try:
-        return [int(part) for part in value.split(",")] if value is not None else []
+        return [int(part) for part in value.split(",")]
     except ValueError as error:
-        raise InvalidSampling(f"--{option}: token ids are written like 1,2,3", field=option) from error
+        flag = name.replace("_", "-")
+        raise InvalidSampling(f"--{flag} {value[:80]!r}: token ids are written like 1,2,3", field=name) from error
 
 
-def given_biases(values: Sequence[str] | None) -> list[tuple[int, float]]:
-    """(token id, bias) of each value, which is written like `15=-2.5`.
-
-    Raises:
-        InvalidSampling: it is not.
-    """
+def _bias(value: str) -> tuple[int, float]:
+    token, _, bias = value.partition("=")
     try:
-        return [(int(token), float(bias)) for token, _, bias in (value.partition("=") for value in values or ())]
+        return int(token), float(bias)
     except ValueError as error:
-        raise InvalidSampling("--logit-bias: a bias is written like 15=-2.5", field="logit_bias") from error
+        message = f"--logit-bias {value[:80]!r}: a bias is written like 15=-2.5"
+        raise InvalidSampling(message, field="logit_bias") from error
 
 
 def _logprob_lines(completion: Completion) -> str:

@@ -11,7 +11,7 @@ import pytest
 from baton.cluster import admin, cli, demo
 from baton.cluster.completion import Asked, Completion, Interrupted, complete_remotely
 from baton.core.errors import BatonError, InvalidSampling, Overloaded, StartupError, WorkerLost
-from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
+from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire, worker_pb2
 
 pytestmark = pytest.mark.fast
 
@@ -104,6 +104,45 @@ def test_the_json_object_holds_what_is_documented(front, monkeypatch, capsys):
     assert set(documented.split()) <= json.loads(out).keys()
     code, out, _ = run_cli(monkeypatch, capsys, "generate", "--address", front.address, "--prompt", "x")
     assert (code, out) == (0, "abc\n")
+
+
+def test_everything_a_request_may_ask_is_a_flag(front, monkeypatch, capsys):
+    stats = inference_pb2.RequestStats(prompt_len=3, output_len=1)
+    report = inference_pb2.TokenLogprobs(token_id=7, logprob=-0.5, rank=2, top_token_ids=[9], top_logprobs=[-0.25])
+    front.chunks = [
+        inference_pb2.GenerateChunk(prompt_logprobs=[report] * 2),
+        *(
+            inference_pb2.GenerateChunk(
+                choice=choice,
+                token_ids=[7],
+                text="ab"[choice],
+                logprobs=[report],
+                finish=inference_pb2.Finish(reason="length", stats=stats),
+            )
+            for choice in (1, 0)
+        ),
+    ]
+    flags = "--min-p 0.1 --min-tokens 2 --repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -1 --n 2"
+    flags += " --logprobs 1 --prompt-logprobs 0 --logit-bias 5=1.5 --logit-bias 6=-2 --bad-words 1,2 --bad-words 3"
+    flags += " --allowed-token-ids 7,8 --stop-token-ids 9"
+    arguments = ["generate", "--address", front.address, "--prompt", "x", *flags.split()]
+    code, out, _ = run_cli(monkeypatch, capsys, *arguments, "--json")
+    assert code == 0
+    sampling = wire.sampling_from_proto(front.requests[0].sampling)
+    assert (sampling.min_p, sampling.min_tokens, sampling.n) == (0.1, 2, 2)
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    assert penalties == (1.5, 0.5, -1.0)
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (1, 0)
+    assert sampling.logit_bias == ((5, 1.5), (6, -2.0))
+    assert sampling.bad_words == ((1, 2), (3,))
+    assert (sampling.allowed_token_ids, sampling.stop_token_ids) == ((7, 8), (9,))
+    data = json.loads(out)
+    assert [choice["text"] for choice in data["choices"]] == ["a", "b"]
+    assert data["logprobs"] == [{"token_id": 7, "logprob": -0.5, "rank": 2, "top": [[9, -0.25]]}]
+    assert len(data["prompt_logprobs"]) == 2
+    code, out, err = run_cli(monkeypatch, capsys, *arguments)
+    assert (code, out) == (0, "a\n--- answer 1\nb\n")
+    assert "token 7: logprob -0.500, rank 2  9:-0.250" in err
 
 
 def test_an_error_keeps_its_type(front):

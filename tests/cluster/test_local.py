@@ -42,12 +42,40 @@ def test_equal_seeds_give_equal_tokens(completer):
     assert completer.complete(Asked(prompt="x", max_tokens=1, temperature=1.0), lambda text: None).seed > 0
 
 
+def test_several_answers_and_log_probabilities(completer):
+    more = {"n": 2, "logprobs": 1, "prompt_logprobs": 0, "presence_penalty": 1.0, "logit_bias": [[5, 1.0]]}
+    shown = []
+    completion = completer.complete(
+        Asked(prompt="import", max_tokens=6, temperature=1.0, seed=3, more=more), shown.append
+    )
+    assert "".join(shown) == completion.text
+    [other] = completion.others
+    assert other.token_ids != completion.token_ids
+    for answer in (completion, other):
+        assert [report.token_id for report in answer.logprobs] == list(answer.token_ids)
+    assert len(completion.prompt_logprobs) == completion.prompt_len - 1
+    assert len(completion.as_data()["choices"]) == 2
+
+
+def test_no_stop_string_before_min_tokens(completer):
+    whole = completer.complete(Asked(prompt="def f(x):\n", max_tokens=24), lambda text: None)
+    stop = whole.text[4:6]
+    asked = Asked(prompt="def f(x):\n", max_tokens=24, stop=(stop,), more={"min_tokens": 12})
+    completion = completer.complete(asked, lambda text: None)
+    assert len(completion.token_ids) >= 12
+    assert completion.text.startswith(whole.text[:8])
+
+
 @pytest.mark.parametrize(
     ("asked", "error"),
     [
         (Asked(prompt=""), EmptyPrompt),
         (Asked(prompt="x", temperature=-1), InvalidSampling),
         (Asked(prompt="x", max_tokens=100_000), PromptTooLong),
+        (Asked(prompt="x", more={"n": 2**31 - 1}), InvalidSampling),
+        (Asked(prompt="x", more={"n": -1}), InvalidSampling),
+        (Asked(prompt="x", more={"min_p": 1.5}), InvalidSampling),
+        (Asked(prompt="x", more={"allowed_token_ids": []}), InvalidSampling),
     ],
 )
 def test_what_cannot_be_served_is_refused(completer, asked, error):

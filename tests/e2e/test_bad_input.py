@@ -30,7 +30,7 @@ from baton.core.errors import (
     ModelNotFound,
     PromptTooLong,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.proto import inference_pb2, wire, worker_pb2
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.test_deployment import wait_idle
@@ -154,6 +154,15 @@ def test_sampling(client, nothing_else):
     bad += [{"seed": value} for value in (-1, 2**63, -(2**63))]
     bad += [{"stop": value} for value in (("",), ("x",) * 1000, ("x" * 257,))]
     bad += [{"stop_token_ids": value} for value in ((4096,), (-1,), (1,) * 1000)]
+    bad += [{"min_p": value} for value in (math.nan, -0.1, 1.1)]
+    bad += [{"repetition_penalty": value} for value in (math.nan, math.inf, 0.0, -1.0)]
+    bad += [{name: value} for name in ("presence_penalty", "frequency_penalty") for value in (math.nan, -2.1, 2.1)]
+    bad += [{"logit_bias": value} for value in (((4096, 1.0),), ((1, math.nan),), ((1, 101.0),), ((-1, 1.0),))]
+    bad += [{"bad_words": value} for value in (((),), ((4096,),), ((1,) * 33,), ((1,),) * 129)]
+    bad += [{"allowed_token_ids": value} for value in ((), (4096,), (2**32,))]
+    bad += [{"min_tokens": value} for value in (-1, 129, 2**31)]
+    bad += [{"logprobs": value} for value in (-1, 21)] + [{"prompt_logprobs": 2**31}]
+    bad += [{"n": value} for value in (0, -1, 17, 2**31 - 1)] + [{"grammar": GrammarSpec("regex", "a")}]
     for values in bad:
         refused(InvalidSampling, lambda values=values: client.generate_text("a", sampling=SamplingParams(**values)))
 
@@ -166,6 +175,11 @@ def test_edge_values_are_served(client, nothing_else):
         {"top_p": 5e-324},
         {"top_k": 2**31 - 1},
         {"seed": 2**63 - 1},
+        {"min_p": 1.0},
+        {"repetition_penalty": 0.01, "presence_penalty": -2.0, "frequency_penalty": -2.0},
+        {"logit_bias": ((1, 100.0), (2, -100.0)), "repetition_penalty": 100.0},
+        {"allowed_token_ids": (7,), "bad_words": ((7,),)},
+        {"logprobs": 20, "prompt_logprobs": 20},
     ]
     for values in edges:
         sampling = SamplingParams(**({"max_tokens": 2, "temperature": 1.0, "ignore_eos": True} | values))

@@ -15,7 +15,7 @@ KINDS = {
     "plain": {},
     "min_p": {"temperature": 1.3, "min_p": 0.2},
     "repetition": {"repetition_penalty": 3.0},
-    "added": {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+    "added": {"temperature": 0.0, "presence_penalty": 2.0, "frequency_penalty": 2.0},
     "allowed": {"allowed_token_ids": tuple(range(0, 600, 3))},
     "logprobs": {"logprobs": 4, "prompt_logprobs": 2},
     "everything": {
