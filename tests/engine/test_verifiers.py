@@ -190,13 +190,11 @@ def test_a_row_does_not_depend_on_its_neighbours(config):
         assert verified.token_ids_BQ.tolist() == together.token_ids_BQ[row : row + 1].tolist()
 
 
-@pytest.mark.parametrize("config", MODES[1:4], ids=lambda config: f"{config.draft_sample_method}-{config.block}")
+@pytest.mark.parametrize("config", MODES[1:3], ids=lambda config: f"{config.draft_sample_method}-{config.block}")
 def test_drafts_a_head_could_not_have_made_never_stand(config):
     """A head none of whose tokens the request allows has a law of zeros: the target alone decides."""
     verifier = make_verifier(config, 2)
     batch = Batch(config, num_drafts=2)
-    if not verifier.is_probabilistic:
-        pytest.skip("a point mass can be anything")
     inputs = batch.inputs(verifier.draft_law)
     inputs.draft_probs.probs_SKC.zero_()
     verified = verifier.verify(inputs)
