@@ -21,8 +21,8 @@ from baton.engine.tp_group import GlooGroup, open_store
 from baton.model.parallel import Communicator
 from baton.worker.seat import RankStarter, Seat
 
-JOIN_TIMEOUT_S: Final = 120.0
-LOAD_TIMEOUT_S: Final = 3600.0  # a large model takes its time; whoever waits for the worker has a deadline of its own
+JOIN_TIMEOUT_S: Final = 600.0  # whoever waits for the worker has a deadline of its own
+LOAD_TIMEOUT_S: Final = 3600.0  # and a large model takes its time
 
 log = logging.getLogger(__name__)
 
