@@ -101,6 +101,10 @@ def generate(
     seed: Annotated[Count, _option("equal seeds give equal tokens  [random]")] = None,
     stop: Annotated[list[str] | None, _option("end before this text; may be given several times")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after the model's end token")] = False,
+    json_schema: Annotated[Path | None, _option("file: answer with JSON that this JSON Schema allows")] = None,
+    regex: Annotated[Text, _option("answer with text that this regular expression matches")] = None,
+    grammar: Annotated[Path | None, _option("file: answer with text of this Lark-like or EBNF grammar")] = None,
+    json_object: Annotated[bool, typer.Option("--json-object", help="answer with any JSON object")] = False,
     timeout: Annotated[float, typer.Option(help="seconds until the request is given up")] = 600.0,
     model: Annotated[Text, _option("with --local: model directory, or tiny  [tiny]")] = None,
     mtp: Annotated[Text, _option("with --local: draft tokens per step  [2]")] = None,
@@ -118,7 +122,7 @@ def generate(
         from baton.client.messages import checked_timeout_s
         from baton.cluster import features
         from baton.cluster.completion import Asked
-        from baton.cluster.generate import check_place, generate, read_prompt
+        from baton.cluster.generate import check_place, generate, read_grammar, read_prompt
 
         check_place(local, address, local_options)
         if min_p is not None:
@@ -132,6 +136,7 @@ def generate(
             seed=seed,
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
+            grammar=read_grammar(json_schema=json_schema, regex=regex, grammar=grammar, json_object=json_object),
             timeout_s=checked_timeout_s(timeout),
         )
         return generate(output, asked, local=local, address=address, local_options=local_options)

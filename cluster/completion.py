@@ -10,7 +10,7 @@ import grpc
 from baton.client.messages import generate_request
 from baton.cluster.admin import error_from_rpc, open_channel
 from baton.core.errors import BatonError, RequestDeadlineExceeded, StartupError, TransferFailed
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 
 OnText = Callable[[str], None]
@@ -29,6 +29,7 @@ class Asked:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    grammar: GrammarSpec | None = None
     timeout_s: float = 600.0
 
     def chosen_seed(self) -> int:
@@ -43,6 +44,7 @@ class Asked:
         Raises:
             InvalidSampling: a number that no message can carry.
             InvalidText: a stop string is not Unicode text.
+            InvalidGrammar: the grammar is not Unicode text.
         """
         default = SamplingParams()
         params = SamplingParams(
@@ -53,6 +55,7 @@ class Asked:
             seed=self.chosen_seed(),
             stop=self.stop,
             ignore_eos=self.ignore_eos,
+            grammar=self.grammar,
         )
         message = wire.sampling_to_proto(params)
         for name in ("max_tokens", "top_k", "top_p"):

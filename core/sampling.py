@@ -8,12 +8,26 @@ import math
 from dataclasses import dataclass
 
 from baton.core.errors import InvalidSampling
+from baton.core.grammar_check import check_grammar
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LEN = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_TEMPERATURE = 100.0
 SEED_LIMIT = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What the answer must be, as the client wrote it.
+
+    Attributes:
+        kind: "json_schema", "regex", "grammar" (Lark-like, or EBNF with `::=`) or "json_object" (any JSON object).
+        text: the schema, regex or grammar; empty for "json_object".
+    """
+
+    kind: str
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +43,7 @@ class SamplingParams:
         stop: generation ends before the first of these strings appears in the text.
         stop_token_ids: generation ends with any of these tokens (emitted, like EOS).
         ignore_eos: the model's end-of-sequence token does not end generation.
+        grammar: only texts that match it are generated; None leaves the text free.
     """
 
     max_tokens: int = 128
@@ -39,6 +54,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: GrammarSpec | None = None
 
     @property
     def greedy(self) -> bool:
@@ -50,6 +66,7 @@ class SamplingParams:
 
         Raises:
             InvalidSampling: a value is NaN, negative or out of range; the field is named.
+            InvalidGrammar: the grammar is none, as far as can be seen without compiling it.
         """
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
         finite = math.isfinite(self.temperature)
@@ -68,6 +85,10 @@ class SamplingParams:
         )
         _require(0 <= self.seed < SEED_LIMIT, "seed", self.seed, "must be in [0, 2^63)")
         self._validate_stops(vocab_size)
+        if self.grammar is not None:
+            # A grammar ends with EOS; what would follow it has no grammar.
+            _require(not self.ignore_eos, "ignore_eos", True, "cannot go with a grammar, which ends at EOS")
+            check_grammar(self.grammar.kind, self.grammar.text)
 
     def _validate_stops(self, vocab_size: int) -> None:
         num_stop = len(self.stop)

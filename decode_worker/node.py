@@ -41,7 +41,13 @@ class DecodeNode:
         loaded, self._landing = self._load()
         self._layout = loaded.layout
         self.worker = DecodeWorker(
-            runner=DecodeRunner(loaded.model, loaded.pool, config.max_num_seqs, config.num_draft_tokens),
+            runner=DecodeRunner(
+                loaded.model,
+                loaded.pool,
+                config.max_num_seqs,
+                config.num_draft_tokens,
+                grammars=loaded.grammars,
+            ),
             pool=loaded.pool,
             tokenizer=loaded.tokenizer,
             limits=request_limits(

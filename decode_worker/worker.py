@@ -19,6 +19,7 @@ from baton.decode_worker.scheduler import DecodeScheduler, DecodeSequence, Decod
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
 from baton.engine.gang import LeadDecode
+from baton.engine.grammar import check_compiles
 from baton.engine.prefill import SequenceStart
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
@@ -82,9 +83,18 @@ class DecodeWorker:
             InvalidRequest: it can never be served here.
             Overloaded: too many streams are open.
         """
-        validate_attempt(request, self._limits)
+        self.check(request)
         self._gate.enter()
         self._loop.post(lambda: self._add(request, stream), always=True)
+
+    def check(self, request: GenerationRequest) -> None:
+        """What `attend` checks first; a new grammar is compiled, which may take a while. Any thread.
+
+        Raises:
+            InvalidRequest: it can never be served here.
+        """
+        validate_attempt(request, self._limits)
+        check_compiles(request.sampling.grammar, self._runner.grammars)
 
     def cancel(self, key: AttemptKey, stream: DecodeStream | None = None) -> None:
         """Give a request up, wherever it is. Unknown keys are fine: it may have ended.
@@ -232,7 +242,10 @@ class DecodeWorker:
     def _forward(self, running: list[DecodeSequence]) -> None:
         output = self._runner.step([sequence.slot for sequence in running])
         rows = zip(running, output.token_ids, output.accepted_lens, output.proposed_lens, strict=True)
-        for sequence, token_ids, accepted_len, proposed_len in rows:
+        for row, (sequence, token_ids, accepted_len, proposed_len) in enumerate(rows):
+            if row in output.errors:
+                self._fail(sequence, output.errors[row])
+                continue
             kept, reason = sequence.checker.accept(token_ids)
             num_accepted = min(accepted_len, len(kept))
             for counts in (sequence.counts, self._counts):

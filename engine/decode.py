@@ -10,13 +10,16 @@ no row's positions reach it before the next step has overwritten it.
 Legend: B sequences, K draft tokens of this step, Q = K + 1 rows, V vocabulary, D hidden size, S sampled sequences.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
 from baton.engine.batch import DecodeRows, decode_batch
+from baton.engine.grammar import GrammarCompiler, GrammarState
+from baton.engine.grammar_rows import GrammarRows
 from baton.engine.plan import decide
 from baton.engine.prefill import SequenceStart
 from baton.engine.sampler import SamplingRows, choose, draw_noise
@@ -36,11 +39,13 @@ class DecodePlan:
         num_drafts: K; 0 is a plain step that leaves the MTP head alone.
         max_context_len: bound of every row's position + 1.
         sampling: the sampled sequences, None if all are greedy.
+        grammar: the sequences that have a grammar, None if none has. It sees the drafts on the host and masks logits.
     """
 
     num_drafts: int
     max_context_len: int
     sampling: SamplingRows | None
+    grammar: GrammarRows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +56,13 @@ class DecodeOutput:
         token_ids: emitted tokens of each sequence, accepted_len + 1 of them.
         accepted_lens: drafts accepted.
         proposed_lens: drafts that could have been.
+        errors: what ended a sequence, by its place; its tokens of this step are none.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     accepted_lens: tuple[int, ...]
     proposed_lens: tuple[int, ...]
+    errors: Mapping[int, BatonError] = field(default_factory=dict[int, BatonError])
 
 
 def decode_step(
@@ -68,12 +75,18 @@ def decode_step(
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     noise_SPV = draw_noise(plan.sampling, state.length_B, num_positions, model.config.vocab_size, dtype)
     drafts = _draft(state, rows, plan, noise_SPV, model, pool)
+    if plan.grammar is not None:
+        plan.grammar.take(drafts.ids_BK)
     batch = decode_batch(state.length_B - 1, num_drafts + 1, rows, plan.max_context_len, pool)
     token_ids_BQ = torch.cat([state.last_token_B[:, None], drafts.ids_BK], dim=1)
     trunk_TD = model.trunk(token_ids_BQ.flatten(), batch, pool, _ignore_layer)
     logits_BQV = model.logits(trunk_TD).reshape(*token_ids_BQ.shape, -1)
+    draft_cap_B = rows.draft_cap_B
+    if plan.grammar is not None:
+        masks = plan.grammar.masks()
+        logits_BQV, draft_cap_B = masks.apply(logits_BQV), masks.cap(draft_cap_B)
     noise_SQV = None if noise_SPV is None else noise_SPV[:, : num_drafts + 1]
-    verified = verify_coupled(drafts, logits_BQV, plan.sampling, noise_SQV, rows.draft_cap_B)
+    verified = verify_coupled(drafts, logits_BQV, plan.sampling, noise_SQV, draft_cap_B)
     accepted_B1 = verified.accepted_len_B[:, None]
     state = replace(
         state,
@@ -127,12 +140,13 @@ class _Running:
     length: int
     limit: int
     draft_cap: int
+    grammar: GrammarState | None
 
 
 class DecodeRunner:
     """Runs decode steps of one model over one pool, for up to `max_num_sequences` sequences.
 
-    As one rank of a group if there is a `communicator`.
+    As one rank of a group if there is a `communicator`; sequences with a grammar need `grammars`.
     """
 
     def __init__(
@@ -142,6 +156,7 @@ class DecodeRunner:
         max_num_sequences: int,
         num_draft_tokens: int,
         communicator: Communicator | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         assert max_num_sequences >= 1
         assert num_draft_tokens == 0 or pool.layout.num_layers > model.config.num_layers, "drafts need an MTP layer"
@@ -149,6 +164,7 @@ class DecodeRunner:
         self.hidden_size = model.config.hidden_size
         self.num_draft_tokens = num_draft_tokens
         self._communicator = communicator or Alone()
+        self.grammars = grammars
         self._model = model
         self._pool = pool
         self._running: dict[int, _Running] = {}
@@ -189,7 +205,11 @@ class DecodeRunner:
         self._table.configure(
             slot, table=table, limit=limit, scratch_block=scratch_block, draft_cap=draft_cap, sampling=sampling
         )
-        self._running[slot] = _Running(sampling, prompt_len + 1, limit, draft_cap)
+        grammar = None
+        if sampling.grammar is not None:
+            assert self.grammars is not None
+            grammar = self.grammars.start(sampling.grammar, [start.first_token])
+        self._running[slot] = _Running(sampling, prompt_len + 1, limit, draft_cap, grammar)
 
     def release(self, slot: int) -> None:
         """Forget a sequence; its blocks are the caller's to free."""
@@ -210,6 +230,7 @@ class DecodeRunner:
             num_drafts=num_drafts,
             max_context_len=max_context_len,
             sampling=self._table.sampling_rows(slots, [item.sampling for item in running]),
+            grammar=self._grammar_rows(running),
         )
         slots_B = torch.tensor(slots, dtype=torch.int64).to(self._pool.device)
         num_blocks = -(-max_context_len // self._pool.layout.block_size)
@@ -219,10 +240,20 @@ class DecodeRunner:
         # The next draft goes along only to be compared.
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
         packed = decide(self._communicator, torch.cat(columns, dim=1)).tolist()
-        for item, (accepted_len, *_) in zip(running, packed, strict=True):
+        errors: dict[int, BatonError] = {}
+        for row, (item, (accepted_len, *token_ids)) in enumerate(zip(running, packed, strict=True)):
             item.length += accepted_len + 1
+            if item.grammar is not None:
+                item.grammar.accept(token_ids[: accepted_len + 1])
+                if item.grammar.error is not None:
+                    errors[row] = item.grammar.error
         return DecodeOutput(
             token_ids=tuple(tuple(token_ids[: accepted_len + 1]) for accepted_len, *token_ids in packed),
             accepted_lens=tuple(accepted_len for accepted_len, *_ in packed),
             proposed_lens=tuple(item.draft_cap for item in running),
+            errors=errors,
         )
+
+    def _grammar_rows(self, running: Sequence[_Running]) -> GrammarRows | None:
+        states = {row: item.grammar for row, item in enumerate(running) if item.grammar is not None}
+        return GrammarRows(states, self._pool.device) if states else None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.engine.decode import DecodeOutput, DecodeRunner
 from baton.engine.plan import Plan, PlanChannel
 from baton.engine.prefill import PrefillChunk, PrefillForward, PrefillRunner, SequenceStart
@@ -26,6 +26,7 @@ class LeadPrefill:
 
     def __init__(self, runner: PrefillRunner, channel: PlanChannel) -> None:
         self.has_mtp = runner.has_mtp
+        self.grammars = runner.grammars
         self._runner = runner
         self._channel = channel
 
@@ -74,6 +75,7 @@ class LeadDecode:
         self.max_num_sequences = runner.max_num_sequences
         self.hidden_size = runner.hidden_size
         self.num_draft_tokens = runner.num_draft_tokens
+        self.grammars = runner.grammars
 
     def admit(
         self,
@@ -201,6 +203,8 @@ def _chunks(plan: Plan) -> list[PrefillChunk]:
 
 def _sampling(fields: Mapping[str, Any]) -> SamplingParams:
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    if values["grammar"] is not None:
+        values["grammar"] = GrammarSpec(**values["grammar"])
     return SamplingParams(**values)
 
 

@@ -15,6 +15,7 @@ from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_request
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
+from baton.engine.grammar import GrammarCompiler
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
 from baton.engine.prefill import PrefillRunner
 from baton.kvcache.allocator import BlockAllocator
@@ -30,7 +31,7 @@ class GenerationResult:
         key: the request's.
         token_ids: everything generated, the token that ended it included.
         finish_reason: why it ended; None if `error` says so.
-        error: RequestDeadlineExceeded or RequestCancelled, with `token_ids` being what was made until then.
+        error: what ended it instead (deadline, cancel, a grammar beyond its limits); `token_ids` were made before.
         counts: drafts proposed, accepted, and tokens emitted (the first token, which prefill makes, included).
         ttft_s: from submission to the first token; None if there is none.
         tpot_s: mean time of a token after the first; None with fewer than two.
@@ -74,8 +75,11 @@ class LocalEngine:
         self._scheduler = LocalScheduler(
             BlockAllocator(num_blocks, block_size), num_slots=max_num_sequences, chunk_len=chunk_len
         )
-        self._prefill = PrefillRunner(model, self.pool)
-        self._decode = DecodeRunner(model, self.pool, max_num_sequences, num_draft_tokens)
+        self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
+        self._prefill = PrefillRunner(model, self.pool, grammars=self._grammars)
+        self._decode = DecodeRunner(
+            model, self.pool, max_num_sequences, num_draft_tokens, grammars=self._grammars
+        )
         self._in_step = False
         self._unread: dict[AttemptKey, list[TokenEvent]] = {}
         self.limits = RequestLimits(
@@ -110,6 +114,7 @@ class LocalEngine:
         Raises:
             InvalidRequest: it can never be served.
             RequestDeadlineExceeded: its deadline passed; everything made before was yielded.
+            InvalidGrammar: its grammar reached a limit, or left no token to choose; likewise.
         """
         self.submit(request)
         try:
@@ -157,6 +162,8 @@ class LocalEngine:
 
     def _validate(self, request: GenerationRequest) -> None:
         validate_request(request.prompt_token_ids, request.sampling, self.limits)
+        if request.sampling.grammar is not None:
+            self._grammars.compile(request.sampling.grammar)
 
     def _end_overdue(self) -> None:
         now_s = self._clock.now_s()
@@ -190,7 +197,10 @@ class LocalEngine:
         sequences = self._scheduler.decoding()
         output = self._decode.step([sequence.slot for sequence in sequences if sequence.slot is not None])
         steps = zip(sequences, output.token_ids, output.accepted_lens, output.proposed_lens, strict=True)
-        for sequence, token_ids, accepted_len, proposed_len in steps:
+        for row, (sequence, token_ids, accepted_len, proposed_len) in enumerate(steps):
+            if row in output.errors:
+                self._end(sequence, (), output.errors[row])
+                continue
             kept = self._take(sequence, token_ids)
             sequence.counts.add_step(
                 num_proposed=proposed_len, num_accepted=min(accepted_len, len(kept)), num_emitted=len(kept)

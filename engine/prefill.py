@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.core.sampling import GrammarSpec
 from baton.engine.batch import PrefillChunk, PrefillInputs, prefill_inputs
+from baton.engine.grammar import GrammarCompiler, GrammarState
+from baton.engine.grammar_rows import GrammarRows
 from baton.engine.plan import decide
 from baton.engine.sampler import SamplingRows, sample, sampling_rows
 from baton.kvcache.pool import KVPool
@@ -60,10 +63,20 @@ class SequenceStart:
 
 
 class PrefillRunner:
-    """Runs prefill steps of one model over one pool; as one rank of a group if there is a `communicator`."""
+    """Runs prefill steps of one model over one pool; as one rank of a group if there is a `communicator`.
 
-    def __init__(self, model: Model, pool: KVPool, communicator: Communicator | None = None) -> None:
+    Prompts whose answer has a grammar need `grammars`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        communicator: Communicator | None = None,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self._communicator = communicator or Alone()
+        self.grammars = grammars
         self._model = model
         self._pool = pool
         self._has_mtp = pool.layout.num_layers > model.config.num_layers
@@ -82,7 +95,7 @@ class PrefillRunner:
         sampling = sampling_rows([chunk.sampling for chunk in finished], hidden_TD.device)
         first_token_F = inputs.last_row_F  # of length 0 where no prompt ends
         if finished:
-            logits_FV = self._model.logits(hidden_TD[inputs.last_row_F])
+            logits_FV = self._masked(self._model.logits(hidden_TD[inputs.last_row_F]), finished)
             first_token_F = sample(logits_FV, sampling, self._last_position_F(inputs) + 1)
             first_token_F = decide(self._communicator, first_token_F)
         tokens = iter(first_token_F.tolist())
@@ -124,6 +137,20 @@ class PrefillRunner:
             starts.append(start)
             num_finished += 1
         return tuple(starts)
+
+    def _masked(self, logits_FV: torch.Tensor, finished: Sequence[PrefillChunk]) -> torch.Tensor:
+        """The logits of first tokens, without those that a grammar forbids."""
+        specs = {row: chunk.sampling.grammar for row, chunk in enumerate(finished)}
+        states = {row: self._start(spec) for row, spec in specs.items() if spec is not None}
+        if not states:
+            return logits_FV
+        rows = GrammarRows(states, logits_FV.device)
+        rows.take(logits_FV.new_empty((len(finished), 0), dtype=torch.int64))
+        return rows.masks().apply(logits_FV[:, None])[:, 0]
+
+    def _start(self, spec: GrammarSpec) -> GrammarState:
+        assert self.grammars is not None
+        return self.grammars.start(spec)
 
     @staticmethod
     def _last_position_F(inputs: PrefillInputs) -> torch.Tensor:

@@ -50,7 +50,7 @@ class PrefillNode:
             openers=_openers(loaded.pool, config.transfer.transport, self.epoch),
         )
         self.worker = PrefillWorker(
-            runner=PrefillRunner(loaded.model, loaded.pool),
+            runner=PrefillRunner(loaded.model, loaded.pool, grammars=loaded.grammars),
             pool=loaded.pool,
             tokenizer=loaded.tokenizer,
             limits=request_limits(

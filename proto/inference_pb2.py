@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/proto/inference.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe1\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x1d\n\x10num_draft_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\tB\x08\n\x06promptB\x13\n\x11_num_draft_tokens\"\x82\x02\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x05\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_ignore_eos\"u\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12 \n\x06\x66inish\x18\x05 \x01(\x0b\x32\x10.baton.v1.Finish\"?\n\x06\x46inish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12%\n\x05stats\x18\x02 \x01(\x0b\x32\x16.baton.v1.RequestStats\"\xf3\x03\n\x0cRequestStats\x12\x12\n\nprompt_len\x18\x01 \x01(\r\x12\x12\n\noutput_len\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0f\n\x07ttft_ms\x18\x06 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x07 \x01(\x01\x12\x18\n\x10num_verify_steps\x18\x08 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\t \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\n \x01(\r\x12\x17\n\x0fkv_bytes_pushed\x18\x0b \x01(\x04\x12*\n\"kv_bytes_landed_before_prefill_end\x18\x0c \x01(\x04\x12\x10\n\x08queue_ms\x18\r \x01(\x01\x12\x12\n\nlanding_ms\x18\x0e \x01(\x01\x12\x12\n\nprefill_ms\x18\x0f \x01(\x01\x12\x12\n\npublish_ms\x18\x10 \x01(\x01\x12\x12\n\nhandoff_ms\x18\x11 \x01(\x01\x12\x19\n\x11num_decode_tokens\x18\x12 \x01(\r\x12\x11\n\trouter_ms\x18\x13 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x14 \x01(\r\x12\x1b\n\x13num_handoff_retries\x18\x15 \x01(\r\".\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\"\n\rTokenizeReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x11\n\x0fGetModelRequest\"{\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x10\n\x08numerics\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t2\xc5\x01\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateChunk0\x01\x12>\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x17.baton.v1.TokenizeReply\x12\x36\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x0f.baton.v1.Modelb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/proto/inference.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe1\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x1d\n\x10num_draft_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\tB\x08\n\x06promptB\x13\n\x11_num_draft_tokens\"\xa6\x02\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x05\x88\x01\x01\x12\"\n\x07grammar\x18\x14 \x01(\x0b\x32\x11.baton.v1.GrammarB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_ignore_eos\"c\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x04 \x01(\x08H\x00\x42\x06\n\x04\x66orm\"u\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12 \n\x06\x66inish\x18\x05 \x01(\x0b\x32\x10.baton.v1.Finish\"?\n\x06\x46inish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12%\n\x05stats\x18\x02 \x01(\x0b\x32\x16.baton.v1.RequestStats\"\xf3\x03\n\x0cRequestStats\x12\x12\n\nprompt_len\x18\x01 \x01(\r\x12\x12\n\noutput_len\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0f\n\x07ttft_ms\x18\x06 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x07 \x01(\x01\x12\x18\n\x10num_verify_steps\x18\x08 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\t \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\n \x01(\r\x12\x17\n\x0fkv_bytes_pushed\x18\x0b \x01(\x04\x12*\n\"kv_bytes_landed_before_prefill_end\x18\x0c \x01(\x04\x12\x10\n\x08queue_ms\x18\r \x01(\x01\x12\x12\n\nlanding_ms\x18\x0e \x01(\x01\x12\x12\n\nprefill_ms\x18\x0f \x01(\x01\x12\x12\n\npublish_ms\x18\x10 \x01(\x01\x12\x12\n\nhandoff_ms\x18\x11 \x01(\x01\x12\x19\n\x11num_decode_tokens\x18\x12 \x01(\r\x12\x11\n\trouter_ms\x18\x13 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x14 \x01(\r\x12\x1b\n\x13num_handoff_retries\x18\x15 \x01(\r\".\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\"\n\rTokenizeReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x11\n\x0fGetModelRequest\"{\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x10\n\x08numerics\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t2\xc5\x01\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateChunk0\x01\x12>\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x17.baton.v1.TokenizeReply\x12\x36\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x0f.baton.v1.Modelb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,21 +36,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=67
   _globals['_GENERATEREQUEST']._serialized_end=292
   _globals['_SAMPLING']._serialized_start=295
-  _globals['_SAMPLING']._serialized_end=553
-  _globals['_GENERATECHUNK']._serialized_start=555
-  _globals['_GENERATECHUNK']._serialized_end=672
-  _globals['_FINISH']._serialized_start=674
-  _globals['_FINISH']._serialized_end=737
-  _globals['_REQUESTSTATS']._serialized_start=740
-  _globals['_REQUESTSTATS']._serialized_end=1239
-  _globals['_TOKENIZEREQUEST']._serialized_start=1241
-  _globals['_TOKENIZEREQUEST']._serialized_end=1287
-  _globals['_TOKENIZEREPLY']._serialized_start=1289
-  _globals['_TOKENIZEREPLY']._serialized_end=1323
-  _globals['_GETMODELREQUEST']._serialized_start=1325
-  _globals['_GETMODELREQUEST']._serialized_end=1342
-  _globals['_MODEL']._serialized_start=1344
-  _globals['_MODEL']._serialized_end=1467
-  _globals['_INFERENCE']._serialized_start=1470
-  _globals['_INFERENCE']._serialized_end=1667
+  _globals['_SAMPLING']._serialized_end=589
+  _globals['_GRAMMAR']._serialized_start=591
+  _globals['_GRAMMAR']._serialized_end=690
+  _globals['_GENERATECHUNK']._serialized_start=692
+  _globals['_GENERATECHUNK']._serialized_end=809
+  _globals['_FINISH']._serialized_start=811
+  _globals['_FINISH']._serialized_end=874
+  _globals['_REQUESTSTATS']._serialized_start=877
+  _globals['_REQUESTSTATS']._serialized_end=1376
+  _globals['_TOKENIZEREQUEST']._serialized_start=1378
+  _globals['_TOKENIZEREQUEST']._serialized_end=1424
+  _globals['_TOKENIZEREPLY']._serialized_start=1426
+  _globals['_TOKENIZEREPLY']._serialized_end=1460
+  _globals['_GETMODELREQUEST']._serialized_start=1462
+  _globals['_GETMODELREQUEST']._serialized_end=1479
+  _globals['_MODEL']._serialized_start=1481
+  _globals['_MODEL']._serialized_end=1604
+  _globals['_INFERENCE']._serialized_start=1607
+  _globals['_INFERENCE']._serialized_end=1804
 # @@protoc_insertion_point(module_scope)

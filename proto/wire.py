@@ -13,6 +13,7 @@ import grpc.aio
 
 from baton.core.errors import (
     BatonError,
+    InvalidGrammar,
     InvalidRequest,
     InvalidSampling,
     InvalidText,
@@ -25,8 +26,9 @@ from baton.core.errors import (
     WorkerLost,
     from_wire,
 )
+from baton.core.grammar_check import GRAMMAR_KINDS, JSON_OBJECT
 from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.proto import inference_pb2, kv_pb2, worker_pb2
 
 ERROR_KEY: Final = "baton-error"
@@ -68,6 +70,7 @@ def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.Sampling:
             stop=sampling.stop,
             stop_token_ids=sampling.stop_token_ids,
             ignore_eos=sampling.ignore_eos,
+            grammar=None if sampling.grammar is None else grammar_to_proto(sampling.grammar),
         )
     except UnicodeEncodeError as error:
         raise InvalidText(f"a stop string is not valid UTF-8 at character {error.start}", at=error.start) from error
@@ -87,7 +90,35 @@ def sampling_from_proto(message: inference_pb2.Sampling) -> SamplingParams:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
     )
+
+
+def grammar_to_proto(grammar: GrammarSpec) -> inference_pb2.Grammar:
+    """A grammar as a message.
+
+    Raises:
+        InvalidGrammar: its kind has no field, or it is not Unicode text.
+    """
+    if grammar.kind == JSON_OBJECT:
+        return inference_pb2.Grammar(json_object=True)
+    if grammar.kind not in GRAMMAR_KINDS:
+        raise InvalidGrammar(f"grammar: no kind {grammar.kind[:40]!r}", kind=grammar.kind[:40])
+    try:
+        return inference_pb2.Grammar(**{grammar.kind: grammar.text})
+    except UnicodeEncodeError as error:
+        message = f"{grammar.kind}: not valid UTF-8 at character {error.start}"
+        raise InvalidGrammar(message, kind=grammar.kind) from error
+
+
+def grammar_from_proto(message: inference_pb2.Grammar) -> GrammarSpec | None:
+    """The grammar in a message; None where it asks for none."""
+    kind = message.WhichOneof("form")
+    if kind is None:
+        return None
+    if kind == JSON_OBJECT:
+        return GrammarSpec(kind) if message.json_object else None
+    return GrammarSpec(kind, getattr(message, kind))
 
 
 def sampling_from_client(
@@ -208,6 +239,8 @@ def _request(message: worker_pb2.PrefillRequest | worker_pb2.AttendRequest, now_
 
 def _misfit(sampling: SamplingParams) -> InvalidSampling:
     for field in dataclasses.fields(sampling):
+        if field.name == "grammar":
+            continue  # it holds no number
         try:
             inference_pb2.Sampling(**{field.name: getattr(sampling, field.name)})
         except (ValueError, OverflowError) as error:
