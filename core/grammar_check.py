@@ -1,8 +1,7 @@
-"""What can be seen of a grammar without compiling it: its kind, size, nesting, and whether a schema is JSON at all.
+"""What can be seen of a grammar without compiling it: its kind, its size, and whether a schema is JSON at all.
 
-Every front end and worker asks here before anything compiles, so that what reaches the compiler is bounded: parsers
-recurse, and a nesting that overflows a stack takes the process with it. Whether the text means anything is the
-compiler's business (engine.grammar).
+Every front end and worker asks here before anything compiles. Whether the text means anything is the compiler's
+business (engine.grammar).
 """
 
 import json
@@ -13,7 +12,10 @@ from baton.core.errors import InvalidGrammar
 JSON_OBJECT: Final = "json_object"
 GRAMMAR_KINDS: Final = ("json_schema", "regex", "grammar", JSON_OBJECT)
 MAX_GRAMMAR_BYTES: Final = 64 << 10
-MAX_GRAMMAR_DEPTH: Final = 64
+# Compiling an object's optional properties takes time that grows with the square of their number.
+MAX_OBJECT_KEYS: Final = 512
+INLINE_JSON: Final = "%json"  # by which a grammar holds a schema, whose keys nobody counts
+MAX_INLINE_JSON_BYTES: Final = 8 << 10
 LIBRARY_KEY: Final = "x-guidance"  # by which a schema would set options of the library behind it
 
 
@@ -32,16 +34,18 @@ def check_grammar(kind: str, text: str) -> None:
     num_bytes = len(text.encode("utf-8", "surrogatepass"))
     _require(num_bytes <= MAX_GRAMMAR_BYTES, kind, f"has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES}")
     _require(text.isascii() or not _has_surrogate(text), kind, "is not valid UTF-8")
-    _require(_nesting(text) <= MAX_GRAMMAR_DEPTH, kind, f"is nested more than {MAX_GRAMMAR_DEPTH} deep")
     if kind == "json_schema":
         _check_schema(text)
+    if kind == "grammar" and INLINE_JSON in text:
+        why = f"holds {INLINE_JSON} and has {num_bytes} bytes; at most {MAX_INLINE_JSON_BYTES} of those"
+        _require(num_bytes <= MAX_INLINE_JSON_BYTES, kind, why)
 
 
 def _check_schema(text: str) -> None:
     try:
-        schema: Any = json.loads(text, parse_constant=_no_constant)
+        schema: Any = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_small_object)
     except (ValueError, RecursionError) as error:
-        raise InvalidGrammar(f"json_schema: not JSON: {error}"[:300], kind="json_schema") from error
+        raise InvalidGrammar(f"json_schema: {error}"[:300], kind="json_schema") from error
     _require(isinstance(schema, dict | bool), "json_schema", "is neither an object nor a boolean")
     _require(schema is not False, "json_schema", "allows nothing")
     _require(
@@ -55,16 +59,10 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _nesting(text: str) -> int:
-    """How deep brackets of any kind nest; too much rather than too little where some are quoted."""
-    depth = deepest = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}" and depth:
-            depth -= 1
-    return deepest
+def _small_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_OBJECT_KEYS:
+        raise ValueError(f"an object has {len(pairs)} keys; at most {MAX_OBJECT_KEYS}")
+    return dict(pairs)
 
 
 def _has_surrogate(text: str) -> bool:

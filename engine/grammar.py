@@ -9,9 +9,10 @@ Legend: K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32) words of a row'
 t % 32 of word t // 32 is set.
 """
 
+import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,14 +23,15 @@ from baton.core.grammar_check import check_grammar
 from baton.core.sampling import GrammarSpec
 from baton.core.tokenizer import Tokenizer
 
-MAX_COMPILED: Final = 64  # grammars that a compiler keeps
+MAX_COMPILED: Final = 32  # grammars that a compiler keeps
+MAX_RENEWALS: Final = 4  # times that one sequence may compile its grammar again, when a budget is spent
 # What the library may spend: before the first token, and for each mask.
 LIMITS: Final = {
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
     "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,
+    "max_lexer_states": 10_000,
     "max_grammar_size": 250_000,
     "precompute_large_lexemes": False,
     "verbose_errors": False,
@@ -42,6 +44,7 @@ JSON_OPTIONS: Final = {
     "coerce_one_of": False,
     "lenient": False,
 }
+WORD_BITS: Final = 32
 ALL_BITS: Final = -1
 MAX_MESSAGE_LEN: Final = 300
 
@@ -60,21 +63,36 @@ class Lookahead:
     num_valid: int
 
 
-@dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar that was found good; sequences start from copies of its matcher.
+    """A grammar that was found good; sequences start from copies of its matcher. Any thread.
+
+    Copies share the automata that the library builds while they are used, with one budget. `fresh` begins anew.
 
     Attributes:
-        matcher: the library's, before the first token. Never moved; copying it is safe from any thread.
         eos_token_ids: any of them ends the text.
         vocab_size: V.
         rolls_back: whether the library can take back tokens of this grammar exactly.
+        is_spent: a copy failed, perhaps because the shared budget is spent: new sequences should not start from it.
     """
 
-    matcher: Any
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-    rolls_back: bool
+    def __init__(
+        self, build: Callable[[], Any], *, eos_token_ids: tuple[int, ...], vocab_size: int, rolls_back: bool
+    ) -> None:
+        self._build = build
+        self._matcher = build()
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = vocab_size
+        self.rolls_back = rolls_back
+        self.is_spent = False
+
+    def copy(self) -> Any:
+        """A matcher before the first token."""
+        return self._matcher.deep_copy()
+
+    def fresh(self) -> Any:
+        """The same, with a budget of its own, for a sequence whose copy failed."""
+        self.is_spent = True
+        return self._build()
 
 
 class GrammarState:
@@ -89,8 +107,9 @@ class GrammarState:
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self._grammar = grammar
-        self._matcher = grammar.matcher.deep_copy()
+        self._matcher = grammar.copy()
         self._accepted: list[int] = []
+        self._num_renewals = 0
         self._has_ended = False
         self.error: InvalidGrammar | None = None
 
@@ -110,15 +129,12 @@ class GrammarState:
             if self._has_ended or self.error is not None:
                 break
             if token_id in self._grammar.eos_token_ids:
-                if not self._matcher.is_accepting():
-                    self._fail(f"token {token_id} ends the text where the grammar does not")
-                    break
-                self._has_ended = True
-            elif self._matcher.try_consume_tokens([token_id]) != 1:
-                self._fail(self._matcher.get_error() or f"no token it allows was left, and {token_id} it forbids")
-                break
-            else:
+                self._has_ended = self._matcher.is_accepting()
+            elif self._consumes(token_id):
                 self._accepted.append(token_id)
+            if not self._has_ended and self._accepted[-1:] != [token_id]:
+                self._fail(self._matcher.get_error() or f"it forbids token {token_id}, and nothing else was left")
+                break
             num_accepted += 1
         return num_accepted
 
@@ -127,57 +143,80 @@ class GrammarState:
         return self.look(drafts).masks_QW
 
     def num_valid(self, drafts: Sequence[int]) -> int:
-        """How many of the drafts the grammar allows, without the cost of masks."""
-        return self._walk(drafts, None)
+        """`look(drafts).num_valid`."""
+        return self.look(drafts).num_valid
 
     def look(self, drafts: Sequence[int]) -> Lookahead:
-        """The masks of all rows; the state stays where it is."""
-        masks_QW = np.full((len(drafts) + 1, -(-self._grammar.vocab_size // 32)), ALL_BITS, dtype=np.int32)
-        return Lookahead(masks_QW, self._walk(drafts, masks_QW))
+        """What may follow each prefix of the drafts; the state stays where it is."""
+        masks_QW = np.empty((len(drafts) + 1, -(-self._grammar.vocab_size // 32)), dtype=np.int32)
+        num_rows = 0  # that follow a text which can be
+        if self.error is None and not self._has_ended:
+            num_rows, failed = self._walk(drafts, masks_QW)
+            if failed and self._renews():
+                num_rows, failed = self._walk(drafts, masks_QW)
+                # What is left is the drafts' doing, if anything is: the grammar goes on without them.
+                if failed and num_rows:
+                    failed = not self._renews()
+            if failed:
+                self._fail(self._matcher.get_error())
+                num_rows = 0
+        masks_QW[num_rows:] = ALL_BITS
+        return Lookahead(masks_QW, max(num_rows - 1, 0) + self._ends_with(drafts, num_rows, masks_QW))
 
-    def _walk(self, drafts: Sequence[int], masks_QW: np.ndarray | None) -> int:
-        """Go along the drafts, fill the rows that can be reached, and come back."""
-        if self._has_ended or self.error is not None:
-            return 0
+    def _walk(self, drafts: Sequence[int], masks_QW: np.ndarray) -> tuple[int, bool]:
+        """Fill the rows that can be reached and come back: how many, and whether the library gave up."""
         matcher = self._matcher if self._grammar.rolls_back else self._matcher.deep_copy()
-        num_consumed = num_valid = 0
-        for row, draft in enumerate([*drafts, None]):
+        num_rows = 0
+        for row, mask_W in enumerate(masks_QW):
+            if row and (drafts[row - 1] in self._grammar.eos_token_ids or not self._takes(matcher, drafts[row - 1])):
+                break
+            words = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
             may_end = matcher.is_accepting()
-            if masks_QW is not None and not self._fill(matcher, masks_QW[row], may_end=may_end):
-                break
-            if draft is None:
-                break
-            if draft in self._grammar.eos_token_ids:
-                num_valid += may_end  # nothing can follow: the walk ends here either way
-                break
-            if not 0 <= draft < self._grammar.vocab_size or matcher.try_consume_tokens([draft]) != 1:
-                break
-            num_consumed += 1
-            num_valid += 1
-        self._come_back(matcher, num_consumed)
-        return num_valid
+            if matcher.is_error():
+                return num_rows, True
+            mask_W[:] = words[: len(mask_W)]
+            self._mark_ends(mask_W, may_end=may_end)
+            num_rows += 1
+        failed = matcher.is_error()
+        if matcher is self._matcher and num_rows > 1 and not failed:
+            failed = not matcher.rollback(num_rows - 1)
+        return num_rows, failed
 
-    def _fill(self, matcher: Any, mask_W: np.ndarray, *, may_end: bool) -> bool:
-        """Write one row; False, and the row left as it is, if the library gave up."""
-        words = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
-        if matcher.is_error():
-            return False
-        mask_W[:] = words[: len(mask_W)]
+    def _takes(self, matcher: Any, token_id: int) -> bool:
+        return 0 <= token_id < self._grammar.vocab_size and matcher.try_consume_tokens([token_id]) == 1
+
+    def _mark_ends(self, mask_W: np.ndarray, *, may_end: bool) -> None:
+        """EOS is allowed exactly where the text may end, whichever EOS it is and whatever the library thinks of it."""
+        bits_W = mask_W.view(np.uint32)
         for token_id in self._grammar.eos_token_ids:
-            bit = np.uint32(1) << np.uint32(token_id % 32)
-            word = mask_W[token_id // 32 : token_id // 32 + 1].view(np.uint32)
-            word[0] = word[0] | bit if may_end else word[0] & ~bit
-        return True
+            bit = np.uint32(1 << token_id % WORD_BITS)
+            if may_end:
+                bits_W[token_id // WORD_BITS] |= bit
+            else:
+                bits_W[token_id // WORD_BITS] &= ~bit
 
-    def _come_back(self, matcher: Any, num_consumed: int) -> None:
-        if matcher is not self._matcher:
-            return  # a copy: it is dropped
-        if not matcher.is_error() and (num_consumed == 0 or matcher.rollback(num_consumed)):
-            return
-        # The library never leaves an error; what the drafts led to is forgotten by starting over.
-        self._matcher = self._grammar.matcher.deep_copy()
-        if self._matcher.try_consume_tokens(self._accepted) != len(self._accepted):
-            self._fail(self._matcher.get_error())
+    def _ends_with(self, drafts: Sequence[int], num_rows: int, masks_QW: np.ndarray) -> int:
+        """1 if the draft after the last row that can be reached is an EOS which is allowed there, else 0."""
+        if not 0 < num_rows <= len(drafts) or (draft := drafts[num_rows - 1]) not in self._grammar.eos_token_ids:
+            return 0
+        return int(masks_QW[num_rows - 1, draft // WORD_BITS] >> draft % WORD_BITS & 1)
+
+    def _consumes(self, token_id: int) -> bool:
+        if self._takes(self._matcher, token_id):
+            return True
+        return self._matcher.is_error() and self._renews() and self._takes(self._matcher, token_id)
+
+    def _renews(self) -> bool:
+        """Start over with another matcher, as the library never leaves an error; False if that cannot help."""
+        copy = self._grammar.copy()
+        copy.compute_bitmask()
+        if copy.is_error():  # what the copies share is spent
+            if self._num_renewals == MAX_RENEWALS:
+                return False
+            self._num_renewals += 1
+            copy = self._grammar.fresh()
+        self._matcher = copy
+        return bool(copy.try_consume_tokens(self._accepted) == len(self._accepted))
 
     def _fail(self, why: str) -> None:
         self.error = InvalidGrammar(f"the grammar cannot be followed any further: {why}"[:MAX_MESSAGE_LEN])
@@ -207,12 +246,13 @@ class GrammarCompiler:
         """
         with self._lock:
             found = self._compiled.get(spec)
-            if found is not None:
+            if found is not None and not found.is_spent:
                 self._compiled.move_to_end(spec)
                 return found
         compiled = self._compile(spec)
         with self._lock:
             self._compiled[spec] = compiled
+            self._compiled.move_to_end(spec)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
@@ -231,24 +271,18 @@ class GrammarCompiler:
         check_grammar(spec.kind, spec.text)
         if not self._eos_token_ids:
             raise InvalidGrammar("this model names no end-of-sequence token, so no answer can be complete")
-        import llguidance
-
-        matcher = llguidance.LLMatcher(
-            self._tokens(), _library_text(spec), log_level=0, limits=llguidance.LLParserLimits(**LIMITS)
-        )
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            raise InvalidGrammar(f"{spec.kind}: {matcher.get_error()}"[:MAX_MESSAGE_LEN], kind=spec.kind)
         compiled = CompiledGrammar(
-            matcher=matcher,
+            functools.partial(_build, self._tokens(), spec),
             eos_token_ids=self._eos_token_ids,
             vocab_size=self._vocab_size,
             # The library takes back as many bytes as tokens spell; tokens named by number or name spell none.
             rolls_back=spec.kind != "grammar" or "<" not in spec.text,
         )
-        if not GrammarState(compiled).masks([]).any():
-            raise InvalidGrammar(f"{spec.kind}: no text matches it", kind=spec.kind)
+        state = GrammarState(compiled)
+        mask_W = state.masks([])[0]
+        if state.error is not None or not mask_W.any():
+            why = "no text matches it" if state.error is None else state.error.message
+            raise InvalidGrammar(f"{spec.kind}: {why}"[:MAX_MESSAGE_LEN], kind=spec.kind)
         return compiled
 
     def _tokens(self) -> Any:
@@ -278,6 +312,20 @@ def check_compiles(spec: GrammarSpec | None, grammars: GrammarCompiler | None) -
     grammars.compile(spec)
 
 
+def _build(tokens: Any, spec: GrammarSpec) -> Any:
+    """The library's matcher.
+
+    Raises:
+        InvalidGrammar: there is none for this specification.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(tokens, _library_text(spec), log_level=0, limits=LLParserLimits(**LIMITS))
+    if matcher.is_error():
+        raise InvalidGrammar(f"{spec.kind}: {matcher.get_error()}"[:MAX_MESSAGE_LEN], kind=spec.kind)
+    return matcher
+
+
 def _library_text(spec: GrammarSpec) -> str:
     """A specification as the library's own.
 
@@ -285,7 +333,7 @@ def _library_text(spec: GrammarSpec) -> str:
         InvalidGrammar: it cannot be written as one.
     """
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     try:
         match spec.kind:
@@ -297,5 +345,5 @@ def _library_text(spec: GrammarSpec) -> str:
                 return LLMatcher.grammar_from_regex(spec.text)
             case _:
                 return LLMatcher.grammar_from_lark(any_to_lark(spec.text))
-    except ValueError as error:
+    except (ValueError, GbnfToLarkError, RecursionError) as error:
         raise InvalidGrammar(f"{spec.kind}: {error}"[:MAX_MESSAGE_LEN], kind=spec.kind) from error
