@@ -10,6 +10,7 @@ t % 32 of word t // 32 is set.
 """
 
 import functools
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from baton.core.errors import InvalidGrammar
-from baton.core.grammar_check import check_grammar
+from baton.core.grammar_check import LIBRARY_KEY, check_grammar
 from baton.core.sampling import GrammarSpec
 from baton.core.tokenizer import Tokenizer
 
@@ -45,6 +46,9 @@ JSON_OPTIONS: Final = {
     "lenient": False,
 }
 WORD_BITS: Final = 32
+# Where bytes are forced the library would allow one way to cut them into tokens, by what it was asked before. Without
+# that, a mask holds every token that fits, and depends on the text alone.
+OPTIONS: Final = '%llguidance {"no_forcing": true}'
 ALL_BITS: Final = -1
 MAX_MESSAGE_LEN: Final = 300
 
@@ -129,10 +133,10 @@ class GrammarState:
             if self._has_ended or self.error is not None:
                 break
             if token_id in self._grammar.eos_token_ids:
-                self._has_ended = self._matcher.is_accepting()
-            elif self._consumes(token_id):
+                fits = self._has_ended = self._matcher.is_accepting()
+            elif fits := self._consumes(token_id):
                 self._accepted.append(token_id)
-            if not self._has_ended and self._accepted[-1:] != [token_id]:
+            if not fits:
                 self._fail(self._matcher.get_error() or f"it forbids token {token_id}, and nothing else was left")
                 break
             num_accepted += 1
@@ -338,12 +342,19 @@ def _library_text(spec: GrammarSpec) -> str:
     try:
         match spec.kind:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(spec.text, overrides=JSON_OPTIONS)
+                return _schema_rule(json.loads(spec.text))
             case "json_object":
-                return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
+                return _schema_rule({"type": "object"})
             case "regex":
-                return LLMatcher.grammar_from_regex(spec.text)
+                rule = json.loads(LLMatcher.grammar_from_regex(spec.text))["grammars"][0]["lark_grammar"]
+                return f"{rule}\n{OPTIONS}"
             case _:
-                return LLMatcher.grammar_from_lark(any_to_lark(spec.text))
+                return f"{any_to_lark(spec.text)}\n{OPTIONS}"
     except (ValueError, GbnfToLarkError, RecursionError) as error:
         raise InvalidGrammar(f"{spec.kind}: {error}"[:MAX_MESSAGE_LEN], kind=spec.kind) from error
+
+
+def _schema_rule(schema: Any) -> str:
+    """A grammar of one rule, the schema's."""
+    keywords = {} if schema is True else schema
+    return f"start: %json {json.dumps(keywords | {LIBRARY_KEY: JSON_OPTIONS})}\n{OPTIONS}"
