@@ -27,7 +27,7 @@ from baton.core.tokenizer import Tokenizer
 MAX_COMPILED: Final = 32  # grammars that a compiler keeps
 MAX_RENEWALS: Final = 4  # times that one sequence may compile its grammar again, when a budget is spent
 # What the library may spend: before the first token, and for each mask.
-LIMITS: Final = {
+LIMITS: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
@@ -290,16 +290,24 @@ class GrammarCompiler:
         return compiled
 
     def _tokens(self) -> Any:
-        """The tokenizer as the library wants it, built once."""
+        """The tokenizer as the library wants it, built once.
+
+        Raises:
+            InvalidGrammar: the library does not know what its tokens spell.
+        """
         with self._lock:
             if self._library_tokenizer is None:
                 import llguidance
 
-                self._library_tokenizer = llguidance.LLTokenizer(
-                    self._tokenizer.to_json(),
-                    n_vocab=max(self._vocab_size, self._tokenizer.vocab_size),
-                    eos_token=self._eos_token_ids[0],
-                )
+                try:
+                    self._library_tokenizer = llguidance.LLTokenizer(
+                        self._tokenizer.to_json(),
+                        n_vocab=max(self._vocab_size, self._tokenizer.vocab_size),
+                        eos_token=self._eos_token_ids[0],
+                    )
+                except ValueError as error:
+                    message = f"answers of this model cannot follow a grammar: its tokenizer is unknown: {error}"
+                    raise InvalidGrammar(message[:MAX_MESSAGE_LEN]) from error
             return self._library_tokenizer
 
 

@@ -77,9 +77,7 @@ class LocalEngine:
         )
         self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
         self._prefill = PrefillRunner(model, self.pool, grammars=self._grammars)
-        self._decode = DecodeRunner(
-            model, self.pool, max_num_sequences, num_draft_tokens, grammars=self._grammars
-        )
+        self._decode = DecodeRunner(model, self.pool, max_num_sequences, num_draft_tokens, grammars=self._grammars)
         self._in_step = False
         self._unread: dict[AttemptKey, list[TokenEvent]] = {}
         self.limits = RequestLimits(

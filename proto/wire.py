@@ -104,11 +104,13 @@ def grammar_to_proto(grammar: GrammarSpec) -> inference_pb2.Grammar:
         return inference_pb2.Grammar(json_object=True)
     if grammar.kind not in GRAMMAR_KINDS:
         raise InvalidGrammar(f"grammar: no kind {grammar.kind[:40]!r}", kind=grammar.kind[:40])
+    message = inference_pb2.Grammar()
     try:
-        return inference_pb2.Grammar(**{grammar.kind: grammar.text})
+        setattr(message, grammar.kind, grammar.text)
     except UnicodeEncodeError as error:
-        message = f"{grammar.kind}: not valid UTF-8 at character {error.start}"
-        raise InvalidGrammar(message, kind=grammar.kind) from error
+        why = f"{grammar.kind}: not valid UTF-8 at character {error.start}"
+        raise InvalidGrammar(why, kind=grammar.kind) from error
+    return message
 
 
 def grammar_from_proto(message: inference_pb2.Grammar) -> GrammarSpec | None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import (
     BatonError,
+    InvalidGrammar,
     InvalidSampling,
     InvalidText,
     MalformedMessage,
@@ -19,7 +20,7 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire, worker_pb2
 
 pytestmark = pytest.mark.fast
@@ -35,6 +36,11 @@ PEER = worker_pb2.Peer(worker_id="d", kv_address="tcp://h:1", epoch=2)
     stop=st.lists(st.text(), max_size=3).map(tuple),
     stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    grammar=st.one_of(
+        st.none(),
+        st.just(GrammarSpec("json_object")),
+        st.builds(GrammarSpec, st.sampled_from(["json_schema", "regex", "grammar"]), st.text()),
+    ),
 )
 def test_sampling_goes_round_as_it_is(**values):
     sampling = SamplingParams(**values)
@@ -65,6 +71,9 @@ def test_numbers_too_wide_for_a_message_are_refused_not_wrapped():
         assert caught.value.fields == {"field": field}
     with pytest.raises(InvalidText):
         wire.sampling_to_proto(SamplingParams(stop=("\ud800",)))
+    for spec in (GrammarSpec("regex", "\ud800"), GrammarSpec("form", "x"), GrammarSpec("yaml")):
+        with pytest.raises(InvalidGrammar):
+            wire.sampling_to_proto(SamplingParams(grammar=spec))
 
 
 def test_what_a_client_leaves_out():
@@ -74,6 +83,8 @@ def test_what_a_client_leaves_out():
         got = wire.sampling_from_client(empty, room_len=room_len, draw_seed=lambda: 42)
         assert got == SamplingParams(max_tokens=max_tokens, seed=42)
     assert not empty.HasField("seed"), "the client's message stays as it is"
+    for nothing in (inference_pb2.Grammar(), inference_pb2.Grammar(json_object=False)):
+        assert wire.sampling_from_proto(inference_pb2.Sampling(grammar=nothing)).grammar is None
     zeros = inference_pb2.Sampling(max_tokens=0, temperature=0, top_p=0, seed=0)
     got = wire.sampling_from_client(zeros, room_len=9, draw_seed=lambda: 42)
     assert (got.max_tokens, got.temperature, got.top_p, got.seed) == (0, 0.0, 0.0, 0), "zero is not absent"

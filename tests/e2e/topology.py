@@ -17,6 +17,7 @@ from baton.core.errors import BatonError
 from baton.core.request import GenerationRequest
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
+from baton.engine.grammar import GrammarCompiler
 from baton.engine.prefill import PrefillRunner
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import LandingService
@@ -76,7 +77,7 @@ class PrefillSide:
             clock=clock,
         )
         self.worker = PrefillWorker(
-            runner=PrefillRunner(model, self.pool),
+            runner=PrefillRunner(model, self.pool, grammars=GrammarCompiler(tokenizer, model.config.vocab_size)),
             pool=self.pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=4),
@@ -107,7 +108,13 @@ class DecodeSide:
             clock=clock,
         )
         self.worker = DecodeWorker(
-            runner=DecodeRunner(model, self.pool, max_num_seqs, num_drafts),
+            runner=DecodeRunner(
+                model,
+                self.pool,
+                max_num_seqs,
+                num_drafts,
+                grammars=GrammarCompiler(tokenizer, model.config.vocab_size),
+            ),
             pool=self.pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=num_drafts),

@@ -22,7 +22,24 @@ from baton.engine.grammar import GrammarCompiler
 pytestmark = pytest.mark.fast
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 # Tokens of one to four bytes, some the beginning of others, two EOS; `V` exceeds the number of tokens.
-TEXTS = [*"abc01{}[]:,\" ", "ab", "ba", "aba", "abab", "bc", "cc", "01", "10", '{"', '":', '",', '"}', "true", "tr", "ue"]
+TEXTS = [
+    *'abc01{}[]:," ',
+    "ab",
+    "ba",
+    "aba",
+    "abab",
+    "bc",
+    "cc",
+    "01",
+    "10",
+    '{"',
+    '":',
+    '",',
+    '"}',
+    "true",
+    "tr",
+    "ue",
+]
 TEXTS += ["fal", "se", "null", "[]", "{}", "],", '"a"', '"b', "a,"]
 EOS = (len(TEXTS), len(TEXTS) + 1)
 VOCAB_SIZE = len(TEXTS) + 9
@@ -76,13 +93,16 @@ def languages():
     for pattern, (alphabet, longest) in REGEXES.items():
         whole = re.compile(pattern)
         yield GrammarSpec("regex", pattern), {word for word in words(alphabet, longest) if whole.fullmatch(word)}
-    nested = {f"{'['*n}{'a' * m}{']' * n}" for n in range(4) for m in (0, 1) if n or m}
+    nested = {f"{'[' * n}{'a' * m}{']' * n}" for n in range(4) for m in (0, 1) if n or m}
     yield GrammarSpec("grammar", 'start: a | b | c | d\na: "a"\nb: "[" a? "]"\nc: "[" b "]"\nd: "[" c "]"'), nested
-    yield GrammarSpec("grammar", 'root ::= "a" x | "[" [01] "]"\nx ::= ("b" | "c"){0,2}'), {
-        *(f"a{tail}" for tail in words("bc", 2)),
-        "[0]",
-        "[1]",
-    }
+    yield (
+        GrammarSpec("grammar", 'root ::= "a" x | "[" [01] "]"\nx ::= ("b" | "c"){0,2}'),
+        {
+            *(f"a{tail}" for tail in words("bc", 2)),
+            "[0]",
+            "[1]",
+        },
+    )
     schema = {
         "type": "object",
         "properties": {"a": {"type": "boolean"}, "b": {"enum": [0, 1, 10, None, "ab"]}},
@@ -235,7 +255,7 @@ def test_random_walks_along_the_masks_end_in_valid_json(tiny):
 def test_no_document_is_forbidden_however_it_is_cut(tiny, indent):
     tokenizer, rng = Tokenizer.from_directory(TINY), random.Random(2)
     documents = [
-        {"name": "Ann\n\"ö\"", "age": 7},
+        {"name": 'Ann\n"ö"', "age": 7},
         {"name": "", "age": 150, "tags": ["ü", "x"], "where": {"lat": -1.5e-3}},
     ]
     for document, spec in itertools.product(
@@ -293,7 +313,9 @@ BAD = {
     "deep ebnf": GrammarSpec("grammar", "root ::= " + "(" * 30_000),
     "open ebnf": GrammarSpec("grammar", "root ::= [a"),
     "only eos": GrammarSpec("grammar", 'start: <[0]> "a"'),
-    "inline": GrammarSpec("grammar", "start: %json " + json.dumps({"properties": {f"p{at}": {} for at in range(2000)}})),
+    "inline": GrammarSpec(
+        "grammar", "start: %json " + json.dumps({"properties": {f"p{at}": {} for at in range(2000)}})
+    ),
 }
 
 

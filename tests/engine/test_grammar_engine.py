@@ -1,4 +1,4 @@
-"""Grammars in the one-process engine: the same tokens with any number of drafts, valid answers, other rows untouched."""
+"""Grammars in the one-process engine: tokens do not depend on drafts, answers are valid, other rows untouched."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from baton.engine.local import LocalEngine
 from baton.tests.engine.test_grammar import SCHEMA
 from baton.tests.engine.toy_engine import request_of, toy_engine
 
-MODES = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0}, "cut": {"temperature": 0.7, "top_k": 20}}
+MODES = {"greedy": [{"temperature": 0.0}], "sampled": [{"temperature": 1.0}, {"temperature": 0.8, "top_k": 30}]}
 SHORT = {
     "type": "object",
     "properties": {
@@ -36,7 +36,8 @@ SPECS = {
     "regex": GrammarSpec("regex", r"(def|class) [a-z_]{1,12}\([a-z, ]{0,20}\):"),
     "ebnf": GrammarSpec("grammar", 'root ::= "[" item ("," item){1,3} "]"\nitem ::= [0-9]{1,3} | "(" root ")"'),
 }
-MAX_TOKENS = 60
+MAX_TOKENS = 40
+EACH = tuple(SPECS.values())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,18 +48,16 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def requests_for(prompts, k, mode, specs=tuple(SPECS.values()), max_tokens=MAX_TOKENS):
+def requests_for(prompts, k, mode, specs=EACH, max_tokens=MAX_TOKENS):
     return [
         GenerationRequest(
             key=AttemptKey(f"g{at}", 1),
-            prompt_token_ids=prompts[at % len(prompts)],
-            sampling=SamplingParams(
-                seed=at, max_tokens=max_tokens, grammar=specs[at % len(specs)], **MODES[mode]
-            ),
+            prompt_token_ids=prompts[(at + 2) % 6],
+            sampling=SamplingParams(seed=at, max_tokens=max_tokens, grammar=spec, **MODES[mode][at % len(MODES[mode])]),
             deadline_s=float("inf"),
             num_draft_tokens=k,
         )
-        for at in range(2 * len(specs))
+        for at, spec in enumerate(specs)
     ]
 
 
@@ -110,7 +109,7 @@ def test_answers_fit_their_grammar(mode, alone, tiny_tokenizer):
     results = alone(mode)
     for spec, result in zip(itertools.cycle(SPECS.values()), results, strict=False):
         check_answer(spec, result, tiny_tokenizer)
-    assert sum(result.finish_reason is FinishReason.STOP for result in results) >= 5
+    assert sum(result.finish_reason is FinishReason.STOP for result in results) >= 1
 
 
 @pytest.mark.parametrize(("k", "mode"), list(itertools.product((1, 2, 4), MODES)))
@@ -128,7 +127,7 @@ def test_rows_without_a_grammar_are_untouched(k, tiny_model, tiny_tokenizer, tin
         requests = requests_for(tiny_prompts, k, "sampled", specs, max_tokens=16)
         return [result.token_ids for result in engine_of(tiny_model, tiny_tokenizer, k).generate(requests)]
 
-    plain, mixed = run((None, None)), run((None, SPECS["schema"]))
+    plain, mixed = run((None,) * 4), run((None, SPECS["schema"]) * 2)
     assert mixed[::2] == plain[::2]
     assert mixed[1::2] != plain[1::2]
 
@@ -172,7 +171,7 @@ def test_the_first_token_may_complete_the_answer(tiny_model, tiny_tokenizer, tin
     word = tiny_tokenizer.decode([300])
     for spec, texts in ((GrammarSpec("regex", "x?"), ("", "x")), (GrammarSpec("regex", re.escape(word)), (word,))):
         results = engine_of(tiny_model, tiny_tokenizer, 2).generate(
-            requests_for(tiny_prompts, 2, "sampled", (spec,), max_tokens=40)
+            requests_for(tiny_prompts, 2, "sampled", (spec,) * 3, max_tokens=20)
         )
         assert {tiny_tokenizer.decode(result.token_ids) for result in results} <= set(texts)
         assert {result.finish_reason for result in results} == {FinishReason.STOP}
@@ -183,7 +182,7 @@ def test_bad_grammars_are_refused_before_anything_is_allocated(tiny_model, tiny_
     engine = engine_of(tiny_model, tiny_tokenizer, 2)
     good = requests_for(tiny_prompts, 2, "greedy")[0]
     for spec in (GrammarSpec("regex", "(a"), GrammarSpec("json_schema", '{"type": "thing"}'), GrammarSpec("x", "y")):
-        bad = requests_for(tiny_prompts, 2, "greedy", (spec,))[1]
+        bad = requests_for(tiny_prompts, 2, "greedy", (None, spec))[1]
         with pytest.raises(InvalidGrammar):
             engine.generate([good, bad])
         with pytest.raises(InvalidGrammar):
@@ -195,12 +194,12 @@ def test_bad_grammars_are_refused_before_anything_is_allocated(tiny_model, tiny_
 
 
 def test_a_grammar_that_reaches_a_limit_ends_its_own_request(tiny_model, tiny_tokenizer, tiny_prompts):
-    heavy = GrammarSpec("regex", "(((((a{1,30}){1,30}){1,30}){1,30}){1,30})")
+    heavy = GrammarSpec("regex", "(((((a{1,30}){1,30}){1,30}){1,30}){1,30})x")
     for k in (0, 2):
         engine = engine_of(tiny_model, tiny_tokenizer, k)
-        requests = requests_for(tiny_prompts, k, "sampled", (None, heavy), max_tokens=30)
+        requests = requests_for(tiny_prompts, k, "sampled", (None, heavy), max_tokens=16)
         results = engine.generate(requests)
-        plain = engine.generate(requests_for(tiny_prompts, k, "sampled", (None, None), max_tokens=30))
+        plain = engine.generate(requests_for(tiny_prompts, k, "sampled", (None, None), max_tokens=16))
         assert [result.token_ids for result in results[::2]] == [result.token_ids for result in plain[::2]]
         errors = [result.error for result in results[1::2]]
         assert all(isinstance(error, InvalidGrammar) for error in errors), errors
@@ -210,7 +209,7 @@ def test_a_grammar_that_reaches_a_limit_ends_its_own_request(tiny_model, tiny_to
 @pytest.mark.fast
 def test_cancel_and_deadline_in_the_middle_leak_nothing(tiny_model, tiny_tokenizer, tiny_prompts):
     engine = engine_of(tiny_model, tiny_tokenizer, 2)
-    requests = requests_for(tiny_prompts, 2, "sampled")
+    requests = requests_for(tiny_prompts, 2, "sampled", max_tokens=12)
     streams = [engine.run(request) for request in requests]
     for stream in streams:
         next(stream)
@@ -231,4 +230,4 @@ def test_cancel_and_deadline_in_the_middle_leak_nothing(tiny_model, tiny_tokeniz
 def test_a_tokenizer_that_cannot_follow_grammars_is_named():
     engine = toy_engine()
     with pytest.raises(InvalidGrammar):
-        engine.generate([request_of([1, 2], grammar=GrammarSpec("regex", "a+"))])
+        engine.generate([request_of([1, 2], max_tokens=5, grammar=GrammarSpec("regex", "a+"))])
