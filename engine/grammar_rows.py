@@ -4,6 +4,11 @@ Only rows that have a grammar take part. `take` starts their drafts' copy as soo
 that copy alone, so on a GPU the host fills the masks while the trunk runs. Nothing here moves a state: the runner
 accepts what was emitted once it is on the host.
 
+`masks` needs every state to have accepted all tokens of earlier steps. A runner that has step n in flight when it
+launches n + 1 must read step n's tokens of these rows, and accept them, between `take` and `masks`: they are ahead of
+the drafts on the same stream, so this waits for nothing that `masks` would not wait for. It accepts each token once,
+and may ask for masks of a state that has finished or failed (its sequence ended in between): they allow everything.
+
 Legend: B sequences of the step, G of those with a grammar, K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32).
 """
 
