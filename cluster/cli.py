@@ -114,6 +114,10 @@ def generate(
     logprobs: Annotated[Count, _option("report log-probabilities, and of so many likeliest tokens  [none]")] = None,
     prompt_logprobs: Annotated[Count, _option("the same of the prompt's tokens  [none]")] = None,
     n: Annotated[Count, _option("answers to make  [1]")] = None,
+    json_schema: Annotated[Path | None, _option("file: answer with JSON that this JSON Schema allows")] = None,
+    regex: Annotated[Text, _option("answer with text that this regular expression matches")] = None,
+    grammar: Annotated[Path | None, _option("file: answer with text of this Lark-like or EBNF grammar")] = None,
+    json_object: Annotated[bool, typer.Option("--json-object", help="answer with any JSON object")] = False,
     timeout: Annotated[float, typer.Option(help="seconds until the request is given up")] = 600.0,
     model: Annotated[Text, _option("with --local: model directory, or tiny  [tiny]")] = None,
     mtp: Annotated[Text, _option("with --local: draft tokens per step  [2]")] = None,
@@ -130,7 +134,14 @@ def generate(
     def body(output: Output) -> ExitCode:
         from baton.client.messages import checked_timeout_s
         from baton.cluster.completion import Asked
-        from baton.cluster.generate import LOCAL_OPTIONS, check_place, generate, more_sampling, read_prompt
+        from baton.cluster.generate import (
+            LOCAL_OPTIONS,
+            check_place,
+            generate,
+            more_sampling,
+            read_grammar,
+            read_prompt,
+        )
 
         local_options = {name: flags[name] for name in LOCAL_OPTIONS}
         check_place(local, address, local_options)
@@ -143,6 +154,7 @@ def generate(
             seed=seed,
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
+            grammar=read_grammar(json_schema=json_schema, regex=regex, grammar=grammar, json_object=json_object),
             timeout_s=checked_timeout_s(timeout),
             more=more_sampling(flags),
         )

@@ -11,7 +11,7 @@ from baton.client.messages import generate_request
 from baton.cluster.admin import error_from_rpc, open_channel
 from baton.core.errors import BatonError, RequestDeadlineExceeded, StartupError, TransferFailed
 from baton.core.logprobs import TokenLogprobs
-from baton.core.sampling import MAX_CHOICES, SamplingParams
+from baton.core.sampling import MAX_CHOICES, GrammarSpec, SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 
 OnText = Callable[[str], None]
@@ -30,6 +30,7 @@ class Asked:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    grammar: GrammarSpec | None = None
     timeout_s: float = 600.0
     more: Mapping[str, Any] = field(default_factory=dict)  # other fields of SamplingParams, by name
 
@@ -45,6 +46,7 @@ class Asked:
         Raises:
             InvalidSampling: a number that no message can carry.
             InvalidText: a stop string is not Unicode text.
+            InvalidGrammar: the grammar is not Unicode text.
         """
         default = SamplingParams()
         params = SamplingParams(
@@ -55,6 +57,7 @@ class Asked:
             seed=self.chosen_seed(),
             stop=self.stop,
             ignore_eos=self.ignore_eos,
+            grammar=self.grammar,
         )
         params = SamplingParams.from_data(params.as_data() | dict(self.more))
         message = wire.sampling_to_proto(params)

@@ -5,6 +5,7 @@
     │   ├── EmptyPrompt
     │   ├── PromptTooLong
     │   ├── InvalidSampling
+    │   ├── InvalidGrammar             a schema, regex or grammar that is malformed, too large, or that nothing fits
     │   ├── ConflictingOptions
     │   ├── InvalidText                not UTF-8
     │   ├── MalformedMessage           not the protobuf message it should be
@@ -99,6 +100,10 @@ class PromptTooLong(InvalidRequest):
 
 class InvalidSampling(InvalidRequest):
     """A sampling value is NaN, negative or out of its range."""
+
+
+class InvalidGrammar(InvalidRequest):
+    """A JSON schema, regex or grammar is malformed, beyond a limit, or leaves no token to choose."""
 
 
 class ConflictingOptions(InvalidRequest):

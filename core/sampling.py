@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from baton.core.errors import InvalidSampling
+from baton.core.grammar_check import check_grammar
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LEN = 256
@@ -25,16 +26,15 @@ MAX_BAD_WORD_LEN = 32
 MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16
-MAX_GRAMMAR_LEN = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What the whole answer must look like.
+    """What the answer must be, as the client wrote it.
 
     Attributes:
-        kind: the language that `text` is written in.
-        text: the grammar itself.
+        kind: "json_schema", "regex", "grammar" (Lark-like, or EBNF with `::=`) or "json_object" (any JSON object).
+        text: the schema, regex or grammar; empty for "json_object".
     """
 
     kind: str
@@ -71,7 +71,7 @@ class SamplingParams:
             theirs, all from the model's raw logits; None reports nothing.
         prompt_logprobs: the same of every prompt token but the first, which nothing precedes.
         n: answers to make, each by its own draws.
-        grammar: what the answer must look like; None is anything.
+        grammar: only texts that match it are generated; None leaves the text free.
     """
 
     max_tokens: int = 128
@@ -121,6 +121,7 @@ class SamplingParams:
 
         Raises:
             InvalidSampling: a value is NaN, negative or out of range; the field is named.
+            InvalidGrammar: the grammar is none, as far as can be seen without compiling it.
         """
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
         _require_between("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
@@ -140,8 +141,9 @@ class SamplingParams:
             _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"must be between 0 and {MAX_LOGPROBS}")
         _require(1 <= self.n <= MAX_CHOICES, "n", self.n, f"must be between 1 and {MAX_CHOICES}")
         if self.grammar is not None:
-            num_characters = len(self.grammar.kind) + len(self.grammar.text)
-            _require(num_characters <= MAX_GRAMMAR_LEN, "grammar", num_characters, f"at most {MAX_GRAMMAR_LEN}")
+            # A grammar ends with EOS; what would follow it has no grammar.
+            _require(not self.ignore_eos, "ignore_eos", True, "cannot go with a grammar, which ends at EOS")
+            check_grammar(self.grammar.kind, self.grammar.text)
 
     def _validate_stops(self, vocab_size: int) -> None:
         num_stop = len(self.stop)

@@ -78,6 +78,10 @@ class Tokenizer:
         """Text of `token_ids`, special tokens left out."""
         return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
 
+    def to_json(self) -> str:
+        """The content of a `tokenizer.json` that says the same."""
+        return str(self._fast.to_str())
+
     def stream(self) -> "TokenStream":
         """A decoder for one sequence's tokens as they come."""
         return TokenStream(self, self._fast)

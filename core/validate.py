@@ -7,7 +7,7 @@ request that fits an idle deployment passes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.core.errors import EmptyPrompt, InvalidRequest, InvalidSampling, PromptTooLong
+from baton.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from baton.core.request import GenerationRequest
 from baton.core.sampling import SamplingParams
 
@@ -46,8 +46,6 @@ def validate_request(prompt_token_ids: Sequence[int], sampling: SamplingParams, 
     _require_len(prompt_len, limits.max_model_len - 1, "the prompt", "leaves no room for an answer within the model's")
     _require_len(prompt_len, limits.prefill_capacity_len, "the prompt", "exceeds a prefill worker's whole pool of")
     sampling.validate(limits.vocab_size)
-    if sampling.grammar is not None:  # never ignored silently
-        raise InvalidSampling("grammar: comes in a later version", field="grammar")
     total_len = prompt_len + sampling.max_tokens
     _require_len(total_len, limits.max_model_len, "prompt and max_tokens", "exceed the model's")
     decode_len = total_len + limits.num_draft_tokens

@@ -226,6 +226,7 @@ def _runner(config: WorkerConfig, loaded: LoadedWorker, channel: PlanChannel | N
         group,
         verification=config.verification,
         eos_token_ids=loaded.tokenizer.eos_token_ids,
+        grammars=loaded.grammars,
     )
 
 

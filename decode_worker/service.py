@@ -27,6 +27,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         stream: EventStream[worker_pb2.DecodeEvent] = EventStream(asyncio.get_running_loop())
         try:
             attempt = request_from_attend(request, self._clock.now_s())
+            if attempt.sampling.grammar is not None:
+                await asyncio.to_thread(self._worker.check, attempt)  # other streams go on while it compiles
             self._worker.attend(attempt, stream)
         except BatonError as error:
             await abort_with(context, error)

@@ -21,6 +21,7 @@ from baton.decode_worker.scheduler import DecodeScheduler, DecodeSequence, Decod
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
 from baton.engine.gang import LeadDecode
+from baton.engine.grammar import check_compiles
 from baton.engine.prefill import SequenceStart
 from baton.engine.step_pipeline import StepPipeline
 from baton.kvcache.allocator import BlockAllocator
@@ -89,9 +90,18 @@ class DecodeWorker:
             InvalidRequest: it can never be served here.
             Overloaded: too many streams are open.
         """
-        validate_attempt(request, self._limits)
+        self.check(request)
         self._gate.enter()
         self._loop.post(lambda: self._add(request, stream), always=True)
+
+    def check(self, request: GenerationRequest) -> None:
+        """What `attend` checks first; a new grammar is compiled, which may take a while. Any thread.
+
+        Raises:
+            InvalidRequest: it can never be served here.
+        """
+        validate_attempt(request, self._limits)
+        check_compiles(request.sampling.grammar, self._runner.grammars)
 
     def cancel(self, key: AttemptKey, stream: DecodeStream | None = None) -> None:
         """Give a request up, wherever it is. Unknown keys are fine: it may have ended.
@@ -249,6 +259,9 @@ class DecodeWorker:
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
             if sequence.state is not DecodeState.RUNNING:
                 continue  # it ended, or was given up, after this step was launched
+            if emitted.error is not None:
+                self._fail(sequence, emitted.error)
+                continue
             kept, reason = sequence.checker.accept(emitted.token_ids)
             proposed_len, num_accepted = emitted.proposed_len, min(emitted.accepted_len, len(kept))
             sequence.counts.add_step(num_proposed=proposed_len, num_accepted=num_accepted, num_emitted=len(kept))

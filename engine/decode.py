@@ -17,11 +17,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
 from baton.core.verification import VerificationConfig
 from baton.engine.batch import DecodeRows, decode_batch
 from baton.engine.decision import Decisions
 from baton.engine.drafting import Drafted, DraftSource, stack_probs
+from baton.engine.grammar import GrammarCompiler, GrammarState
+from baton.engine.grammar_rows import EmittedTokens, GrammarRows
 from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.host_future import ResultBuffers
 from baton.engine.lane import lane_for
@@ -51,11 +54,13 @@ class DecodePlan:
         num_drafts: K; 0 is a plain step that leaves the MTP head alone.
         max_context_len: bound of every row's position + 1.
         sampling: what sequences ask beyond the likeliest token, None if all are greedy and plain.
+        grammar: the sequences that have a grammar, None if none has. It sees the drafts on the host and masks logits.
     """
 
     num_drafts: int
     max_context_len: int
     sampling: SamplingRows | None
+    grammar: GrammarRows | None = None
 
 
 def decode_step(
@@ -76,13 +81,21 @@ def decode_step(
     ticket = None if preparer is None else preparer.launch(first_B, num_rows, rows, plan.max_context_len)
     source = DraftSource.of_step(verifier.draft_law, plan.sampling, state.length_B, num_drafts, model)
     drafts, draft_probs = _draft(state, rows, plan, source, model, pool)
+    if plan.grammar is not None:
+        plan.grammar.take(drafts.ids_BK)
     if preparer is None or ticket is None:
         batch = decode_batch(first_B, num_rows, rows, plan.max_context_len, pool)
     else:
         batch = preparer.open(ticket.result())
     token_ids_BQ = torch.cat([state.last_token_B[:, None], drafts.ids_BK], dim=1)
     trunk_TD = model.trunk(token_ids_BQ.flatten(), batch, pool, _ignore_layer)
-    logits_BQV = model.logits(trunk_TD).reshape(*token_ids_BQ.shape, -1)
+    raw_BQV = model.logits(trunk_TD).reshape(*token_ids_BQ.shape, -1)
+    logits_BQV, draft_cap_B = raw_BQV, rows.draft_cap_B
+    if plan.grammar is not None:
+        masks = plan.grammar.masks()
+        logits_BQV = masks.apply(raw_BQV)
+        if verifier.draft_law is not DraftLaw.SAMPLED:  # there a cap that depends on a draft would bias its law
+            draft_cap_B = masks.cap(draft_cap_B)
     verified = verifier.verify(
         VerifyInputs(
             drafts=drafts,
@@ -91,11 +104,11 @@ def decode_step(
             sampling=plan.sampling,
             noise_SQV=source.target_noise(num_drafts + 1),
             position_B=state.length_B,
-            draft_cap_B=rows.draft_cap_B,
+            draft_cap_B=draft_cap_B,
         )
     )
     if plan.sampling is not None and plan.sampling.logprobs is not None:
-        logprobs_LQX = step_logprobs(logits_BQV, verified.token_ids_BQ, plan.sampling.logprobs)
+        logprobs_LQX = step_logprobs(raw_BQV, verified.token_ids_BQ, plan.sampling.logprobs)
         verified = replace(verified, logprobs_LQX=logprobs_LQX)
     accepted_B1 = verified.accepted_len_B[:, None]
     state = replace(
@@ -184,6 +197,7 @@ class DecodeRunner:
         communicator: if this is one rank of a group.
         eos_token_ids: what `min_tokens` holds back beside a request's own stop tokens.
         verification: of drafts; coupled if None.
+        grammars: sequences with a grammar need it.
         step: what a step computes.
         prepare_ahead: make what attention needs to verify on a thread (and a stream) of its own, while drafting.
 
@@ -201,6 +215,7 @@ class DecodeRunner:
         *,
         eos_token_ids: Sequence[int] = (),
         verification: VerificationConfig | None = None,
+        grammars: GrammarCompiler | None = None,
         step: StepFunction | None = None,
         prepare_ahead: bool = False,
     ) -> None:
@@ -209,6 +224,9 @@ class DecodeRunner:
         self.max_num_sequences = max_num_sequences
         self.hidden_size = model.config.hidden_size
         self.num_draft_tokens = num_draft_tokens
+        self.grammars = grammars
+        self._states: dict[int, GrammarState] = {}  # of slots with a grammar; belongs to the lane
+        self._emitted: EmittedTokens | None = None  # by the step before, where a grammar has not taken it yet
         self._decisions = Decisions(communicator or Alone())
         self._verifier = make_verifier(verification or VerificationConfig(), num_draft_tokens)
         if self._verifier.draft_law is DraftLaw.SAMPLED:
@@ -279,6 +297,11 @@ class DecodeRunner:
             output_token_ids=(*prompt_token_ids[num_prompt:], start.first_token),
         )
 
+        grammar = None
+        if sampling.grammar is not None:
+            assert self.grammars is not None
+            grammar = self.grammars.start(sampling.grammar, sequence.output_token_ids)
+
         def place() -> None:
             slots.place(
                 slot,
@@ -289,6 +312,8 @@ class DecodeRunner:
             )
             slots.configure(slot, table=table, limit=limit, scratch_block=scratch_block, draft_cap=draft_cap)
             slots.sampling.place(slot, sequence)
+            if grammar is not None:
+                self._states[slot] = grammar
 
         self._lane.run(place)
         self._lengths.admit(slot, prompt_len + 1, limit=limit, end=prompt_len - output_len + sampling.max_tokens)
@@ -305,7 +330,12 @@ class DecodeRunner:
         """
         del self._sampling[slot], self._draft_caps[slot]
         self._batch = None
-        self._lane.run(lambda: self._table.sampling.release(slot))
+
+        def leave() -> None:
+            self._table.sampling.release(slot)
+            self._states.pop(slot, None)
+
+        self._lane.run(leave)
         return self._running_step(slot)
 
     def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
@@ -362,7 +392,15 @@ class DecodeRunner:
             self._lengths.collect(launched, np.array(accepted_lens, dtype=np.int64) + 1)
             del self._unread[number]
 
-        ticket = StepTicket(batch.slots, batch.draft_caps, future, on_read, num_columns, batch.num_tops)
+        ticket = StepTicket(
+            batch.slots,
+            batch.draft_caps,
+            future,
+            on_read,
+            num_columns,
+            batch.num_tops,
+            lambda: self._grammar_errors(batch),
+        )
         self._last_step_N[batch.host_slots_B] = number
         self._unread[number] = ticket
         return ticket
@@ -383,10 +421,12 @@ class DecodeRunner:
 
     def _run(self, batch: _Batch, max_context_len: int) -> torch.Tensor:
         """The step, in its turn on the lane; int64 [B * (K + 3)], and behind it the bits of log-probabilities."""
+        grammar = self._grammar_rows(batch)
         plan = DecodePlan(
             num_drafts=batch.num_drafts,
             max_context_len=max_context_len,
             sampling=self._table.sampling.rows(batch.slots, batch.sampling),
+            grammar=grammar,
         )
         num_blocks = -(-max_context_len // self._pool.layout.block_size)
         before, rows = self._table.gather(batch.slots_B, num_blocks)
@@ -394,11 +434,31 @@ class DecodeRunner:
         self._table.scatter(batch.slots_B, state)
         self._table.sampling.advance(batch.slots_B, verified)
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
+        if grammar is not None:
+            self._emitted = grammar.emitted(verified)
         upon = [batch.slots_B, before.last_token_B, before.draft_token_B, before.length_B, rows.block_tables_BM]
         decided = self._decisions.agree(torch.cat(columns, dim=1), upon).flatten()
         if verified.logprobs_LQX is None:
             return decided
         return torch.cat([decided, verified.logprobs_LQX.contiguous().view(torch.int64).flatten()])
+
+    def _grammar_rows(self, batch: _Batch) -> GrammarRows | None:
+        if not self._states:
+            return None
+        states = {row: self._states[slot] for row, slot in enumerate(batch.slots) if slot in self._states}
+        if not states:
+            return None
+        emitted, self._emitted = self._emitted, None
+        return GrammarRows(states, self._pool.device, emitted)
+
+    def _grammar_errors(self, batch: _Batch) -> dict[int, BatonError]:
+        """What ended sequences of a step that is over, by their place in it."""
+        found: dict[int, BatonError] = {}
+        for row, slot in enumerate(batch.slots) if self._states else ():
+            state = self._states.get(slot)
+            if state is not None and state.error is not None:
+                found[row] = state.error
+        return found
 
     def _batch_of(self, slots: Sequence[int]) -> _Batch:
         slots = tuple(slots)

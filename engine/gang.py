@@ -27,6 +27,7 @@ class LeadPrefill:
 
     def __init__(self, runner: PrefillRunner, channel: PlanChannel) -> None:
         self.has_mtp = runner.has_mtp
+        self.grammars = runner.grammars
         self._runner = runner
         self._channel = channel
         self._forward_limit = StepLimit()
@@ -110,6 +111,7 @@ class LeadDecode:
         self.max_num_sequences = runner.max_num_sequences
         self.hidden_size = runner.hidden_size
         self.num_draft_tokens = runner.num_draft_tokens
+        self.grammars = runner.grammars
 
     def admit(
         self,

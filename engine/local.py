@@ -18,6 +18,7 @@ from baton.core.validate import RequestLimits, validate_request
 from baton.core.verification import VerificationConfig
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
+from baton.engine.grammar import GrammarCompiler
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
 from baton.engine.prefill import PrefillRunner
 from baton.engine.step_pipeline import StepPipeline
@@ -34,7 +35,7 @@ class GenerationResult:
         key: the request's.
         token_ids: everything generated, the token that ended it included.
         finish_reason: why it ended; None if `error` says so.
-        error: RequestDeadlineExceeded or RequestCancelled, with `token_ids` being what was made until then.
+        error: what ended it instead (deadline, cancel, a grammar beyond its limits); `token_ids` were made before.
         counts: drafts proposed, accepted, and tokens emitted (the first token, which prefill makes, included).
         ttft_s: from submission to the first token; None if there is none.
         tpot_s: mean time of a token after the first; None with fewer than two.
@@ -92,7 +93,8 @@ class LocalEngine:
             BlockAllocator(num_blocks, block_size), num_slots=max_num_sequences, chunk_len=chunk_len
         )
         eos_token_ids = tokenizer.eos_token_ids
-        self._prefill = PrefillRunner(model, self.pool, eos_token_ids=eos_token_ids)
+        self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
+        self._prefill = PrefillRunner(model, self.pool, eos_token_ids=eos_token_ids, grammars=self._grammars)
         self._decode = DecodeRunner(
             model,
             self.pool,
@@ -100,6 +102,7 @@ class LocalEngine:
             num_draft_tokens,
             eos_token_ids=eos_token_ids,
             verification=verification,
+            grammars=self._grammars,
         )
         self._steps = StepPipeline[LocalSequence](self._decode, scheduling)
         self._in_step = False
@@ -140,6 +143,7 @@ class LocalEngine:
         Raises:
             InvalidRequest: it can never be served.
             RequestDeadlineExceeded: its deadline passed; everything made before was yielded.
+            InvalidGrammar: its grammar reached a limit, or left no token to choose; likewise.
         """
         self.submit(request)
         try:
@@ -188,6 +192,8 @@ class LocalEngine:
 
     def _validate(self, request: GenerationRequest) -> None:
         validate_request(request.prompt_token_ids, request.sampling, self.limits)
+        if request.sampling.grammar is not None:
+            self._grammars.compile(request.sampling.grammar)
 
     def _end_overdue(self) -> None:
         now_s = self._clock.now_s()
@@ -233,6 +239,9 @@ class LocalEngine:
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
             if not sequence.is_decoding:
                 continue  # it ended in an earlier step; this one was launched before that was known
+            if emitted.error is not None:
+                self._end(sequence, (), emitted.error)
+                continue
             accepted_len, proposed_len = emitted.accepted_len, emitted.proposed_len
             kept = self._take(sequence, emitted.token_ids, emitted.logprobs or ())
             sequence.counts.add_step(

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from baton.core.logprobs import TokenLogprobs
+from baton.core.sampling import GrammarSpec
 from baton.engine.batch import PrefillChunk, PrefillInputs, prefill_inputs
 from baton.engine.decision import Decisions
 from baton.engine.drafting import over_vocabulary
+from baton.engine.grammar import GrammarCompiler, GrammarState
+from baton.engine.grammar_rows import GrammarRows
 from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.logprobs import logprobs_of, step_logprobs, unpack, unpack_step
 from baton.engine.sampler import SamplingRows, looks_ahead, sample
@@ -73,7 +76,8 @@ class SequenceStart:
 class PrefillRunner:
     """Runs prefill steps of one model over one pool; as one rank of a group if there is a `communicator`.
 
-    `eos_token_ids` are what `min_tokens` holds back beside a request's own stop tokens.
+    `eos_token_ids` are what `min_tokens` holds back beside a request's own stop tokens. Prompts whose answer has a
+    grammar need `grammars`.
     """
 
     def __init__(
@@ -83,9 +87,11 @@ class PrefillRunner:
         communicator: Communicator | None = None,
         *,
         eos_token_ids: Sequence[int] = (),
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
         self._decisions = Decisions(communicator or Alone())
+        self.grammars = grammars
         self._model = model
         self._pool = pool
         self._has_mtp = pool.layout.num_layers > model.config.num_layers
@@ -106,7 +112,7 @@ class PrefillRunner:
         first_token_F = inputs.last_row_F  # of length 0 where no prompt ends
         logprobs: Iterator[tuple[TokenLogprobs, ...] | None] = iter([None] * len(finished))
         if finished:
-            logits_FV = self._model.logits(hidden_TD[inputs.last_row_F])
+            logits_FV = self._masked(self._model.logits(hidden_TD[inputs.last_row_F]), finished)
             first_token_F = sample(logits_FV, sampling, self._last_position_F(inputs) + 1)
             first_token_F = self._decisions.agree(first_token_F, _upon(inputs))
             if sampling is not None and sampling.logprobs is not None:
@@ -175,6 +181,20 @@ class PrefillRunner:
             starts.append(start)
             num_finished += 1
         return tuple(starts)
+
+    def _masked(self, logits_FV: torch.Tensor, finished: Sequence[PrefillChunk]) -> torch.Tensor:
+        """The logits of first tokens, without those that a grammar forbids."""
+        specs = {row: chunk.sampling.grammar for row, chunk in enumerate(finished)}
+        states = {row: self._start(spec) for row, spec in specs.items() if spec is not None}
+        if not states:
+            return logits_FV
+        rows = GrammarRows(states, logits_FV.device)
+        rows.take(logits_FV.new_empty((len(finished), 0), dtype=torch.int64))
+        return rows.masks().apply(logits_FV[:, None])[:, 0]
+
+    def _start(self, spec: GrammarSpec) -> GrammarState:
+        assert self.grammars is not None
+        return self.grammars.start(spec)
 
     @staticmethod
     def _last_position_F(inputs: PrefillInputs) -> torch.Tensor:

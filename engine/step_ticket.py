@@ -1,11 +1,13 @@
 """One launched decode step: whether it is over, and what came of it."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
 
+from baton.core.errors import BatonError
 from baton.core.logprobs import TokenLogprobs
 from baton.engine.host_future import HostFuture
 from baton.engine.logprobs import unpack_step
@@ -20,17 +22,20 @@ class DecodeOutput:
         accepted_lens: drafts accepted.
         proposed_lens: drafts that could have been.
         logprobs: of each sequence's emitted tokens, None where it reports none; None if no sequence does.
+        errors: what ended a sequence, by its place; its tokens of this step are none.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     accepted_lens: tuple[int, ...]
     proposed_lens: tuple[int, ...]
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] | None = None
+    errors: Mapping[int, BatonError] = field(default_factory=dict[int, BatonError])
 
     def rows(self) -> Iterator["Emitted"]:
         """What each sequence emitted, in order."""
         logprobs = self.logprobs or (None,) * len(self.token_ids)
-        return map(Emitted, self.token_ids, self.accepted_lens, self.proposed_lens, logprobs)
+        errors = [self.errors.get(row) for row in range(len(self.token_ids))] if self.errors else repeat(None)
+        return map(Emitted, self.token_ids, self.accepted_lens, self.proposed_lens, logprobs, errors)
 
 
 class Emitted(NamedTuple):
@@ -40,6 +45,7 @@ class Emitted(NamedTuple):
     accepted_len: int
     proposed_len: int
     logprobs: tuple[TokenLogprobs, ...] | None
+    error: BatonError | None
 
 
 class StepTicket:
@@ -53,6 +59,7 @@ class StepTicket:
         on_read: told, once, the accepted lengths; the buffer of the future is free after it.
         num_columns: C.
         num_tops: likeliest tokens that each sequence reports, None where it reports nothing.
+        errors: asked once, when the step is over, for `DecodeOutput.errors`.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class StepTicket:
         on_read: Callable[[tuple[int, ...]], None] | None,
         num_columns: int = 1,
         num_tops: tuple[int | None, ...] = (),
+        errors: Callable[[], Mapping[int, BatonError]] = dict,
     ) -> None:
         self.slots = slots
         self._proposed_lens = proposed_lens
@@ -70,6 +78,7 @@ class StepTicket:
         self._on_read = on_read
         self._num_columns = num_columns
         self._num_tops = num_tops
+        self._errors = errors
         self._output: DecodeOutput | None = None
 
     @property
@@ -105,6 +114,7 @@ class StepTicket:
                 accepted_lens=accepted_lens,
                 proposed_lens=self._proposed_lens,
                 logprobs=logprobs,
+                errors=self._errors(),
             )
             if self._on_read is not None:
                 self._on_read(accepted_lens)

@@ -76,7 +76,9 @@ class PrefillNode:
         group = None if channel is None else channel.communicator
         loaded = load_worker(config, communicator=group)
         self._layout = loaded.layout
-        runner = PrefillRunner(loaded.model, loaded.pool, group, eos_token_ids=loaded.tokenizer.eos_token_ids)
+        runner = PrefillRunner(
+            loaded.model, loaded.pool, group, eos_token_ids=loaded.tokenizer.eos_token_ids, grammars=loaded.grammars
+        )
         push = _push(config, loaded, self.epoch)
         self.worker = PrefillWorker(
             runner=runner if channel is None else LeadPrefill(runner, channel),
@@ -161,7 +163,9 @@ class PrefillRank:
         try:
             loaded = load_worker(config, communicator=channel.communicator)
             eos_token_ids = loaded.tokenizer.eos_token_ids
-            runner = PrefillRunner(loaded.model, loaded.pool, channel.communicator, eos_token_ids=eos_token_ids)
+            runner = PrefillRunner(
+                loaded.model, loaded.pool, channel.communicator, eos_token_ids=eos_token_ids, grammars=loaded.grammars
+            )
             push = _push(config, loaded, seat.epoch)
             self._follower = PrefillFollower(FollowPrefill(runner, channel), push, channel)
             channel.follow()

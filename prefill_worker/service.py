@@ -28,6 +28,8 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         try:
             attempt = request_from_prefill(request, self._clock.now_s())
             peer = DecodePeer(request.decode.worker_id, request.decode.kv_address, request.decode.epoch)
+            if attempt.sampling.grammar is not None:
+                await asyncio.to_thread(self._worker.check, attempt)  # other streams go on while it compiles
             self._worker.submit(attempt, peer, stream)
         except BatonError as error:
             await abort_with(context, error)

@@ -27,6 +27,7 @@ from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_attempt
 from baton.engine.finish import FinishChecker
 from baton.engine.gang import LeadPrefill
+from baton.engine.grammar import check_compiles
 from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.layout import PayloadKind
@@ -115,10 +116,19 @@ class PrefillWorker:
             InvalidRequest: it can never be served here.
             Overloaded: the queue is full.
         """
-        validate_attempt(request, self._limits)
+        self.check(request)
         self._gate.enter()
         names = self._block_names(request)
         self._loop.post(lambda: self._add(request, peer, stream, names), always=True)
+
+    def check(self, request: GenerationRequest) -> None:
+        """What `submit` checks first; a new grammar is compiled, which may take a while. Any thread.
+
+        Raises:
+            InvalidRequest: it can never be served here.
+        """
+        validate_attempt(request, self._limits)
+        check_compiles(request.sampling.grammar, self._runner.grammars)
 
     def cancel(self, key: AttemptKey, stream: PrefillStream | None = None) -> None:
         """Give a request up, wherever it is. Unknown keys are fine: it may have ended.

@@ -13,6 +13,7 @@ import grpc.aio
 
 from baton.core.errors import (
     BatonError,
+    InvalidGrammar,
     InvalidRequest,
     InvalidSampling,
     InvalidText,
@@ -25,9 +26,10 @@ from baton.core.errors import (
     WorkerLost,
     from_wire,
 )
+from baton.core.grammar_check import GRAMMAR_KINDS, JSON_OBJECT
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.proto import inference_pb2, kv_pb2, worker_pb2
 
 ERROR_KEY: Final = "baton-error"
@@ -66,7 +68,9 @@ def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.Sampling:
         raise InvalidSampling("grammar: comes in a later version", field="grammar")
     try:
         values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
-        return inference_pb2.Sampling(**{name: _field_to_proto(name, value) for name, value in values.items()})
+        grammar = None if sampling.grammar is None else grammar_to_proto(sampling.grammar)
+        fields = {name: _field_to_proto(name, value) for name, value in values.items()}
+        return inference_pb2.Sampling(**fields, grammar=grammar)
     except UnicodeEncodeError as error:
         message = f"a stop string is not valid UTF-8 at character {error.start}"
         raise InvalidText(message, at=error.start) from error
@@ -84,8 +88,38 @@ def sampling_from_proto(message: inference_pb2.Sampling) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=tuple((item.token_id, item.bias) for item in message.logit_bias),
         bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
         **values,
     )
+
+
+def grammar_to_proto(grammar: GrammarSpec) -> inference_pb2.Grammar:
+    """A grammar as a message.
+
+    Raises:
+        InvalidGrammar: its kind has no field, or it is not Unicode text.
+    """
+    if grammar.kind == JSON_OBJECT:
+        return inference_pb2.Grammar(json_object=True)
+    if grammar.kind not in GRAMMAR_KINDS:
+        raise InvalidGrammar(f"grammar: no kind {grammar.kind[:40]!r}", kind=grammar.kind[:40])
+    message = inference_pb2.Grammar()
+    try:
+        setattr(message, grammar.kind, grammar.text)
+    except UnicodeEncodeError as error:
+        why = f"{grammar.kind}: not valid UTF-8 at character {error.start}"
+        raise InvalidGrammar(why, kind=grammar.kind) from error
+    return message
+
+
+def grammar_from_proto(message: inference_pb2.Grammar) -> GrammarSpec | None:
+    """The grammar in a message; None where it asks for none."""
+    kind = message.WhichOneof("form")
+    if kind is None:
+        return None
+    if kind == JSON_OBJECT:
+        return GrammarSpec(kind) if message.json_object else None
+    return GrammarSpec(kind, getattr(message, kind))
 
 
 def sampling_from_client(

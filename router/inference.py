@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, EmptyPrompt, InvalidRequest, ModelNotFound, PromptTooLong
+from baton.core.grammar_check import MAX_GRAMMAR_BYTES
 from baton.core.metrics import RouterMetrics
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import MAX_CHOICES, SamplingParams
@@ -32,7 +33,7 @@ MAX_TENANT_LEN: Final = 256
 THREAD_TEXT_LEN: Final = 4096  # longer texts (> 1 ms) are tokenized in a thread, so that other streams go on
 # A request may have this many bytes, and so many more per position of the model: no text that fits is longer, but for
 # runs of a few very long tokens; what is longer is refused unread.
-BASE_BYTES: Final = 64 << 10
+BASE_BYTES: Final = (64 << 10) + MAX_GRAMMAR_BYTES
 BYTES_PER_POSITION: Final = 16
 MAX_PROMPT_LOGPROBS: Final = 2048  # in a chunk, which stays below 1 MiB
 LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")

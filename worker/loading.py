@@ -11,6 +11,7 @@ from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
+from baton.engine.grammar import GrammarCompiler
 from baton.kernels.selftest import check_invariance
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
@@ -29,6 +30,7 @@ class LoadedWorker:
     tokenizer: Tokenizer
     layout: KVLayout
     pool: KVPool
+    grammars: GrammarCompiler
 
 
 def load_worker(
@@ -89,7 +91,8 @@ def load_worker(
         key = "gpu_memory_share" if device.type == "cuda" else "kv_memory_mib"
         mib = num_blocks * layout.bytes_per_block >> 20
         raise ConfigInvalid(f"{key}: a KV pool of {mib} MiB does not fit into memory; lower it", keys=[key]) from error
-    return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool)
+    grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
+    return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars)
 
 
 def request_limits(model: Model, *, max_model_len: int, num_draft_tokens: int) -> RequestLimits:

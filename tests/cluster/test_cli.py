@@ -90,6 +90,8 @@ def test_every_command_exists_and_has_json(command):
         (["generate", "--prompt", "x", "--local", "--address", "localhost:1"], 2, "ConflictingOptions"),
         (["generate", "--prompt", "x", "--model", "tiny"], 2, "ConflictingOptions"),
         (["generate"], 2, "EmptyPrompt"),
+        (["generate", "--prompt", "x", "--regex", "a", "--json-object"], 2, "ConflictingOptions"),
+        (["generate", "--prompt", "x", "--json-schema", "/nowhere"], 2, "InvalidGrammar"),
         (["status", "--address", "127.0.0.1:1"], 3, "StartupError"),
         (["generate", "--prompt", "x", "--address", "127.0.0.1:1"], 3, "StartupError"),
     ],
@@ -198,3 +200,13 @@ def test_local_generation_needs_no_ray_and_tells_everything():
     code, again, _ = generate_locally("--mtp", "0", "--numerics", "invariant", "--dtype", "float64")
     assert again["num_draft_tokens"] == 0
     assert again["prompt_len"] == data["prompt_len"]
+
+
+def test_local_generation_follows_a_schema(tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"enum": [1, 22, "x"]}, "minItems": 1, "maxItems": 2}')
+    code, data, _ = generate_locally("--max-tokens", "40", "--json-schema", str(schema))
+    assert (code, data["finish_reason"]) == (0, "stop")
+    assert set(json.loads(data["text"])) <= {1, 22, "x"}
+    code, data, _ = generate_locally("--regex", "(")
+    assert (code, data["error"]) == (2, "InvalidGrammar")

@@ -9,13 +9,11 @@ from baton.core.sampling import (
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
     MAX_CHOICES,
-    MAX_GRAMMAR_LEN,
     MAX_LOGIT_BIASES,
     MAX_STOP_STRING_LEN,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SEED_LIMIT,
-    GrammarSpec,
     SamplingParams,
 )
 
@@ -117,7 +115,6 @@ def test_values_within_their_ranges(values):
         ("prompt_logprobs", 21),
         ("n", 0),
         ("n", MAX_CHOICES + 1),
-        ("grammar", GrammarSpec("regex", "a" * MAX_GRAMMAR_LEN)),
     ],
 )
 def test_values_outside_are_named(field, value):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import (
     BatonError,
+    InvalidGrammar,
     InvalidSampling,
     InvalidText,
     MalformedMessage,
@@ -47,6 +48,11 @@ PEER = worker_pb2.Peer(worker_id="d", kv_address="tcp://h:1", epoch=2)
     logprobs=st.none() | st.integers(-(2**31), 2**31 - 1),
     prompt_logprobs=st.none() | st.integers(-(2**31), 2**31 - 1),
     n=st.integers(-(2**31), 2**31 - 1),
+    grammar=st.one_of(
+        st.none(),
+        st.just(GrammarSpec("json_object")),
+        st.builds(GrammarSpec, st.sampled_from(["json_schema", "regex", "grammar"]), st.text()),
+    ),
 )
 def test_sampling_goes_round_as_it_is(**values):
     sampling = SamplingParams(**values)
@@ -83,8 +89,9 @@ def test_numbers_too_wide_for_a_message_are_refused_not_wrapped():
         assert caught.value.fields == {"field": field}
     with pytest.raises(InvalidText):
         wire.sampling_to_proto(SamplingParams(stop=("\ud800",)))
-    with pytest.raises(InvalidSampling, match="grammar"):
-        wire.sampling_to_proto(SamplingParams(grammar=GrammarSpec("regex", "a")))
+    for spec in (GrammarSpec("regex", "\ud800"), GrammarSpec("form", "x"), GrammarSpec("yaml")):
+        with pytest.raises(InvalidGrammar):
+            wire.sampling_to_proto(SamplingParams(grammar=spec))
 
 
 def test_what_a_client_leaves_out():
@@ -94,6 +101,8 @@ def test_what_a_client_leaves_out():
         got = wire.sampling_from_client(empty, room_len=room_len, draw_seed=lambda: 42)
         assert got == SamplingParams(max_tokens=max_tokens, seed=42)
     assert not empty.HasField("seed"), "the client's message stays as it is"
+    for nothing in (inference_pb2.Grammar(), inference_pb2.Grammar(json_object=False)):
+        assert wire.sampling_from_proto(inference_pb2.Sampling(grammar=nothing)).grammar is None
     zeros = inference_pb2.Sampling(max_tokens=0, temperature=0, top_p=0, seed=0)
     got = wire.sampling_from_client(zeros, room_len=9, draw_seed=lambda: 42)
     assert (got.max_tokens, got.temperature, got.top_p, got.seed) == (0, 0.0, 0.0, 0), "zero is not absent"

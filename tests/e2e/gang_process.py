@@ -20,6 +20,7 @@ from baton.core.tokenizer import Tokenizer
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
 from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
+from baton.engine.grammar import GrammarCompiler
 from baton.engine.plan import plan_codec
 from baton.engine.prefill import PrefillRunner
 from baton.kvcache.geometry import PoolGeometry
@@ -119,8 +120,10 @@ class Rank:
         )
         self.layout = self.model.kv_layout(job.block_size)
         self.limits = request_limits(self.model, max_model_len=1 << 20, num_draft_tokens=NUM_DRAFTS)
+        tokenizer = Tokenizer.from_directory(job.path)
+        self.grammars = GrammarCompiler(tokenizer, self.model.config.vocab_size)
         self.common = {
-            "tokenizer": Tokenizer.from_directory(job.path),
+            "tokenizer": tokenizer,
             "limits": self.limits,
             "max_num_seqs": 16,
             "max_queue_len": 1024,
@@ -186,7 +189,7 @@ def prefill_rank(rank, receive):
         config=job.transfer,
         clock=MonotonicClock(),
     )
-    runner = PrefillRunner(rank.model, pool, rank.group)
+    runner = PrefillRunner(rank.model, pool, rank.group, grammars=rank.grammars)
     if job.rank > 0:
         rank.follow(PrefillFollower(FollowPrefill(runner, rank.channel), push, rank.channel).run)
         return own.used
@@ -210,7 +213,7 @@ def decode_rank(rank, receive):
         path, nonce = json.loads(rank.group.broadcast_bytes(b""))
         region = SharedRegion.attach(Path(path), nonce)
     pool = rank.pool(region.pool(job.rank))
-    runner = DecodeRunner(rank.model, pool, 16, NUM_DRAFTS, rank.group)
+    runner = DecodeRunner(rank.model, pool, 16, NUM_DRAFTS, rank.group, grammars=rank.grammars)
     if job.rank > 0:
         tables_NM = runner._table._tables_NM
         rank.follow(FollowDecode(runner, rank.channel).run, lambda: tables_NM.bitwise_xor_(1))

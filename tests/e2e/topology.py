@@ -18,6 +18,7 @@ from baton.core.logprobs import TokenLogprobs
 from baton.core.request import GenerationRequest
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
+from baton.engine.grammar import GrammarCompiler
 from baton.engine.prefill import PrefillRunner
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import LandingService
@@ -80,7 +81,12 @@ class PrefillSide:
             clock=clock,
         )
         self.worker = PrefillWorker(
-            runner=PrefillRunner(model, self.pool, eos_token_ids=tokenizer.eos_token_ids),
+            runner=PrefillRunner(
+                model,
+                self.pool,
+                eos_token_ids=tokenizer.eos_token_ids,
+                grammars=GrammarCompiler(tokenizer, model.config.vocab_size),
+            ),
             pool=self.pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=4),
@@ -111,7 +117,14 @@ class DecodeSide:
             clock=clock,
         )
         self.worker = DecodeWorker(
-            runner=DecodeRunner(model, self.pool, max_num_seqs, num_drafts, eos_token_ids=tokenizer.eos_token_ids),
+            runner=DecodeRunner(
+                model,
+                self.pool,
+                max_num_seqs,
+                num_drafts,
+                eos_token_ids=tokenizer.eos_token_ids,
+                grammars=GrammarCompiler(tokenizer, model.config.vocab_size),
+            ),
             pool=self.pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=num_drafts),

@@ -7,15 +7,17 @@ import torch
 
 from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.engine.decision import Decisions, digest
 from baton.engine.decode import DecodeRunner
 from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
+from baton.engine.grammar import GrammarCompiler
 from baton.engine.plan_messages import Release, Stop
 from baton.engine.prefill import PrefillChunk, PrefillRunner
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
+from baton.tests.engine.test_grammar import small_tokenizer
 from baton.tests.model.harness import prompt
 from baton.tests.model.ranks import channel_of, on_ranks
 
@@ -27,6 +29,7 @@ MODES = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 1.0},
     "cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    "grammar": {"temperature": 1.0, "grammar": GrammarSpec("regex", "(ab|ba|01*)[abc01]{40,}")},
 }
 
 
@@ -37,7 +40,8 @@ def load(path, group=None, dtype=torch.float64, numerics=Numerics.DEFAULT, devic
 def runners_of(model, k, group=None):
     rank, size = (group.rank, group.size) if group else (0, 1)
     pool = KVPool(model.kv_layout(BLOCK_SIZE), 40, model.device, rank=rank, size=size)
-    return PrefillRunner(model, pool, group), DecodeRunner(model, pool, len(LENGTHS), k, group)
+    grammars = GrammarCompiler(small_tokenizer(), model.config.vocab_size)
+    return PrefillRunner(model, pool, group, grammars), DecodeRunner(model, pool, len(LENGTHS), k, group, grammars)
 
 
 def generate(prefill, decode, k, mode):
@@ -99,7 +103,7 @@ def as_gang(group, model, k, mode):
 
 
 FAST = {(2, 2, "coupled")}
-DEFAULT = {(2, 0, "greedy"), (2, 0, "coupled"), (2, 2, "greedy"), (4, 2, "cut")}
+DEFAULT = {(2, 0, "greedy"), (2, 0, "coupled"), (2, 2, "greedy"), (2, 2, "grammar"), (4, 2, "cut")}
 CASES = [
     pytest.param(*cell, marks=[pytest.mark.fast] if cell in FAST else [] if cell in DEFAULT else [pytest.mark.slow])
     for cell in itertools.product((2, 4), (0, 2), MODES)

@@ -1,0 +1,140 @@
+"""Grammars within one step: drafts to the host, bitmasks back, and the bitmask on the logits.
+
+Only rows that have a grammar take part. `take` starts their drafts' copy as soon as these are made; `masks` waits for
+that copy alone, so on a GPU the host fills the masks while the trunk runs. A step's tokens are told to the states when
+the next step of any of them asks for masks: then they are on the host, as they are ahead of that step's drafts. States
+that have finished or failed (their sequence has ended, or will) allow everything.
+
+Legend: B sequences of the step, G of those with a grammar, K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from baton.engine.grammar import GrammarState
+from baton.engine.verify import Verified
+from baton.kernels.copies import copy_to_host, host_buffer, to_device
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarMasks:
+    """What the grammars allow in one step.
+
+    Attributes:
+        index_G: int64, place of each sequence in the batch.
+        bitmask_GQW: int32, bit t % 32 of word t // 32 for token t.
+        num_valid_G: int64, drafts that the grammar allows; later rows of the bitmask allow everything.
+    """
+
+    index_G: torch.Tensor
+    bitmask_GQW: torch.Tensor
+    num_valid_G: torch.Tensor
+
+    def apply(self, logits_BQV: torch.Tensor) -> torch.Tensor:
+        """The logits with what is forbidden at -inf; other sequences' rows are the same bits, the argument too."""
+        masked_GQV = apply_bitmask(logits_BQV[self.index_G], self.bitmask_GQW)
+        return logits_BQV.index_copy(0, self.index_G, masked_GQV)
+
+    def cap(self, draft_cap_B: torch.Tensor) -> torch.Tensor:
+        """The draft caps, lowered so that no draft that a grammar forbids can be accepted."""
+        capped_G = torch.minimum(draft_cap_B[self.index_G], self.num_valid_G)
+        return draft_cap_B.index_copy(0, self.index_G, capped_G)
+
+
+class GrammarRows:
+    """The grammars of one step: `take` its drafts, then ask for its `masks`, each once.
+
+    Args:
+        states: of the sequences that have one, by place in the batch.
+        device: of the step.
+        before: what the step before emitted, if no state has heard of it yet.
+    """
+
+    def __init__(
+        self, states: Mapping[int, GrammarState], device: torch.device, before: "EmittedTokens | None" = None
+    ) -> None:
+        assert states
+        self._before = before
+        self._states = tuple(states.values())
+        self._index_G = to_device(torch.tensor(tuple(states), dtype=torch.int64), device)
+        self._drafts_GK: HostCopy | None = None
+
+    def take(self, drafts_BK: torch.Tensor) -> None:
+        """Start to copy the rows' drafts to the host."""
+        assert self._drafts_GK is None
+        self._drafts_GK = HostCopy(drafts_BK[self._index_G])
+
+    def masks(self) -> GrammarMasks:
+        """Wait for the drafts, and find what the grammars allow after them."""
+        assert self._drafts_GK is not None
+        if self._before is not None:
+            self._before.accept()
+        looks = [state.look(drafts) for state, drafts in zip(self._states, self._drafts_GK.get().tolist(), strict=True)]
+        return GrammarMasks(
+            index_G=self._index_G,
+            bitmask_GQW=self._to_device(np.stack([look.masks_QW for look in looks])),
+            num_valid_G=self._to_device(np.asarray([look.num_valid for look in looks], dtype=np.int64)),
+        )
+
+    def emitted(self, verified: Verified) -> "EmittedTokens":
+        """What the step emitted, on its way to the host."""
+        columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ]
+        return EmittedTokens(self._states, torch.cat(columns, dim=1)[self._index_G])
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        return to_device(torch.from_numpy(values), self._index_G.device)
+
+
+class EmittedTokens:
+    """Tokens of one step that its sequences' grammars have not heard of: on a GPU they are not on the host yet.
+
+    Args:
+        states: of the sequences.
+        rows_GX: int64, of each its accepted length and the step's tokens.
+    """
+
+    def __init__(self, states: Sequence[GrammarState], rows_GX: torch.Tensor) -> None:
+        self._states = states
+        self._copy = HostCopy(rows_GX)
+
+    def accept(self) -> None:
+        """Tell them; the only call. A state that has finished, or failed, takes nothing more."""
+        for state, (accepted_len, *token_ids) in zip(self._states, self._copy.get().tolist(), strict=True):
+            if state.error is None and not state.is_finished:
+                state.accept(token_ids[: accepted_len + 1])
+
+
+class HostCopy:
+    """A tensor on its way to the host, behind what is on the current stream now."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._tensor = source
+        self._event: torch.cuda.Event | None = None
+        if source.is_cuda:
+            self._tensor = host_buffer(source.numel(), source.dtype, source.device).view(source.shape)
+            copy_to_host(self._tensor, source)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def get(self) -> torch.Tensor:
+        """It, once it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor
+
+
+def apply_bitmask(logits_RQV: torch.Tensor, bitmask_RQW: torch.Tensor) -> torch.Tensor:
+    """Logits with every token whose bit is 0 at -inf; the reference of any kernel that does this.
+
+    Args:
+        logits_RQV: any float type.
+        bitmask_RQW: int32, at least ceil(V / 32) words a row, lowest bit first.
+    """
+    bit_32 = torch.arange(WORD_BITS, dtype=torch.int32, device=bitmask_RQW.device)
+    allowed_RQV = ((bitmask_RQW[..., None] >> bit_32) & 1).flatten(-2)[..., : logits_RQV.shape[-1]]
+    return logits_RQV.masked_fill(allowed_RQV == 0, -torch.inf)
