@@ -102,7 +102,7 @@ class RayRanks:
         Raises:
             BatonError: one of them could not.
         """
-        import ray
+        import ray.exceptions
 
         from baton.cluster.actors import error_from_ray
 
