@@ -14,6 +14,7 @@ from baton.core.sampling import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SEED_LIMIT,
+    GrammarSpec,
     SamplingParams,
 )
 
