@@ -32,7 +32,7 @@ from baton.engine.finish import FinishChecker
 from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
 from baton.engine.slots import DecodeState
-from baton.engine.verify import Verified
+from baton.engine.verify import Verified, Verifier
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import LandingService, ReserveWanted, Sealed
@@ -132,7 +132,13 @@ def _fake_step(batch_size: int) -> Callable[..., tuple[DecodeState, Verified]]:
     added_B = accepted_len_B + 1
 
     def step(
-        state: DecodeState, rows: DecodeRows, plan: DecodePlan, model: Model, pool: KVPool, ahead: StepPreparer | None
+        state: DecodeState,
+        rows: DecodeRows,
+        plan: DecodePlan,
+        model: Model,
+        pool: KVPool,
+        verifier: Verifier,
+        ahead: StepPreparer | None,
     ) -> tuple[DecodeState, Verified]:
         return replace(state, length_B=state.length_B + added_B), verified
 
