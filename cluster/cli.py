@@ -134,14 +134,8 @@ def generate(
     def body(output: Output) -> ExitCode:
         from baton.client.messages import checked_timeout_s
         from baton.cluster.completion import Asked
-        from baton.cluster.generate import (
-            LOCAL_OPTIONS,
-            check_place,
-            generate,
-            more_sampling,
-            read_grammar,
-            read_prompt,
-        )
+        from baton.cluster.generate import LOCAL_OPTIONS, check_place, generate, more_sampling, read_prompt
+        from baton.cluster.grammar import read_grammar
 
         local_options = {name: flags[name] for name in LOCAL_OPTIONS}
         check_place(local, address, local_options)

@@ -2,16 +2,13 @@
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from baton.cluster.completion import Asked, Completion, Interrupted, OnText, complete_remotely
 from baton.cluster.features import refuse_missing_features
 from baton.cluster.outcome import ExitCode, Output, exit_code_of
 from baton.cluster.resolve import find_model, read_config
-from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidGrammar, InvalidSampling, InvalidText
-from baton.core.grammar_check import JSON_OBJECT
-from baton.core.sampling import GrammarSpec
+from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidSampling, InvalidText
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 LOCAL_OPTIONS = (
@@ -53,30 +50,6 @@ def read_prompt(prompt: str | None) -> str:
     except UnicodeDecodeError as error:
         message = f"standard input is not valid UTF-8 at byte {error.start}"
         raise InvalidText(message, at=error.start) from error
-
-
-def read_grammar(
-    *, json_schema: Path | None, regex: str | None, grammar: Path | None, json_object: bool
-) -> GrammarSpec | None:
-    """What the answer must be, if any of the options says so.
-
-    Raises:
-        ConflictingOptions: more than one does.
-        InvalidGrammar: a file cannot be read, or is not UTF-8.
-    """
-    given = {"json_schema": json_schema, "regex": regex, "grammar": grammar, JSON_OBJECT: json_object or None}
-    given = {kind: value for kind, value in given.items() if value is not None}
-    if len(given) > 1:
-        names = ", ".join(f"--{kind.replace('_', '-')}" for kind in given)
-        raise ConflictingOptions(f"{names}: an answer has one form; give one of them")
-    for kind, value in given.items():
-        if not isinstance(value, Path):
-            return GrammarSpec(kind, value if isinstance(value, str) else "")
-        try:
-            return GrammarSpec(kind, value.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidGrammar(f"--{kind.replace('_', '-')}: cannot read {value}: {error}", kind=kind) from error
-    return None
 
 
 def check_place(local: bool, address: str | None, local_options: dict[str, Any]) -> None:

@@ -1,18 +1,13 @@
-"""The decode step: draft, verify, accept, and the MTP pass over what was accepted.
+"""Runs decode steps: keeps their tensors by slot, sets them off, and makes the one copy to the host.
 
-`decode_step` is a pure function of tensors (beside the KV it writes); `DecodeRunner` keeps those tensors by slot, sets
-steps off and makes the one copy to the host. Who runs, where blocks come from and when a sequence ends is decided by
-the caller.
+What a step computes is `decode_step`'s. Who runs, where blocks come from and when a sequence ends is decided by the
+caller.
 
-A sequence t_0 ... t_{L-1} is decoded from: trunk KV of 0 ... L-2, MTP KV of entries 0 ... L-2, the last token t_{L-1},
-and the draft for position L with the MTP output of entry L-2 that made it. KV of rejected drafts stays in the pool;
-no row's positions reach it before the next step has overwritten it.
-
-Legend: B sequences, K draft tokens of this step, Q = K + 1 rows, V vocabulary, D hidden size, S sampled sequences.
+Legend: B sequences, K draft tokens of a step, Q = K + 1 rows.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,23 +15,21 @@ import torch
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
 from baton.core.verification import VerificationConfig
-from baton.engine.batch import DecodeRows, decode_batch
 from baton.engine.decision import Decisions
-from baton.engine.drafting import Drafted, DraftSource, stack_probs
+from baton.engine.decode_step import DecodePlan, StepFunction, decode_step
 from baton.engine.grammar import GrammarCompiler, GrammarState
 from baton.engine.grammar_rows import EmittedTokens, GrammarRows
-from baton.engine.history import Lookahead, SampledSequence
+from baton.engine.history import SampledSequence
 from baton.engine.host_future import ResultBuffers
 from baton.engine.lane import lane_for
 from baton.engine.length_bounds import Ints, LengthBounds
-from baton.engine.logprobs import num_packed, step_logprobs
+from baton.engine.logprobs import num_packed
 from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
-from baton.engine.sampler import SamplingRows, looks_ahead
-from baton.engine.slots import DecodeState, SlotTable
+from baton.engine.slots import SlotTable
 from baton.engine.step_ticket import DecodeOutput, StepTicket
 from baton.engine.verifiers import make_verifier
-from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, Verified, Verifier, VerifyInputs
+from baton.engine.verify import DraftLaw
 from baton.kernels.copies import to_device
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
@@ -44,128 +37,6 @@ from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
 
 __all__ = ["DecodeOutput", "DecodePlan", "DecodeRunner", "StepTicket", "decode_step"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodePlan:
-    """What the host decides about a step.
-
-    Attributes:
-        num_drafts: K; 0 is a plain step that leaves the MTP head alone.
-        max_context_len: bound of every row's position + 1.
-        sampling: what sequences ask beyond the likeliest token, None if all are greedy and plain.
-        grammar: the sequences that have a grammar, None if none has. It sees the drafts on the host and masks logits.
-    """
-
-    num_drafts: int
-    max_context_len: int
-    sampling: SamplingRows | None
-    grammar: GrammarRows | None = None
-
-
-def decode_step(
-    state: DecodeState,
-    rows: DecodeRows,
-    plan: DecodePlan,
-    model: Model,
-    pool: KVPool,
-    verifier: Verifier,
-    preparer: StepPreparer | None = None,
-) -> tuple[DecodeState, Verified]:
-    """One step of every sequence: at least one token each, at most K + 1.
-
-    With a `preparer`, what attention needs to verify is made by it while drafts are made here.
-    """
-    num_drafts = plan.num_drafts
-    first_B, num_rows = state.length_B - 1, num_drafts + 1
-    ticket = None if preparer is None else preparer.launch(first_B, num_rows, rows, plan.max_context_len)
-    source = DraftSource.of_step(verifier.draft_law, plan.sampling, state.length_B, num_drafts, model)
-    drafts, draft_probs = _draft(state, rows, plan, source, model, pool)
-    if plan.grammar is not None:
-        plan.grammar.take(drafts.ids_BK)
-    if preparer is None or ticket is None:
-        batch = decode_batch(first_B, num_rows, rows, plan.max_context_len, pool)
-    else:
-        batch = preparer.open(ticket.result())
-    token_ids_BQ = torch.cat([state.last_token_B[:, None], drafts.ids_BK], dim=1)
-    trunk_TD = model.trunk(token_ids_BQ.flatten(), batch, pool, _ignore_layer)
-    raw_BQV = model.logits(trunk_TD).reshape(*token_ids_BQ.shape, -1)
-    logits_BQV, draft_cap_B = raw_BQV, rows.draft_cap_B
-    if plan.grammar is not None:
-        masks = plan.grammar.masks()
-        logits_BQV = masks.apply(raw_BQV)
-        if verifier.draft_law is not DraftLaw.SAMPLED:  # there a cap that depends on a draft would bias its law
-            draft_cap_B = masks.cap(draft_cap_B)
-    verified = verifier.verify(
-        VerifyInputs(
-            drafts=drafts,
-            draft_probs=draft_probs,
-            target_logits_BQV=logits_BQV,
-            sampling=plan.sampling,
-            noise_SQV=source.target_noise(num_drafts + 1),
-            position_B=state.length_B,
-            draft_cap_B=draft_cap_B,
-        )
-    )
-    if plan.sampling is not None and plan.sampling.logprobs is not None:
-        logprobs_LQX = step_logprobs(raw_BQV, verified.token_ids_BQ, plan.sampling.logprobs)
-        verified = replace(verified, logprobs_LQX=logprobs_LQX)
-    accepted_B1 = verified.accepted_len_B[:, None]
-    state = replace(
-        state,
-        last_token_B=verified.token_ids_BQ.gather(1, accepted_B1)[:, 0],
-        length_B=state.length_B + verified.accepted_len_B + 1,
-    )
-    if num_drafts == 0:
-        return state, verified
-    # Entries L-1 ... L-1+K again, now from the trunk's own hidden; the row of the last emitted token makes the draft.
-    mtp_TD = model.mtp(verified.token_ids_BQ.flatten(), trunk_TD, batch, pool, _ignore_layer)
-    sequence_B = torch.arange(token_ids_BQ.shape[0], device=mtp_TD.device)
-    hidden_BD = mtp_TD.reshape(*token_ids_BQ.shape, -1)[sequence_B, verified.accepted_len_B]
-    state = replace(state, hidden_BD=hidden_BD)
-    if source.law is not DraftLaw.SAMPLED:
-        ahead = Lookahead(verified.token_ids_BQ, accepted_B1 + 1) if looks_ahead(plan.sampling) else None
-        state = replace(state, draft_token_B=source.draft_next(model, hidden_BD, verified.accepted_len_B, ahead))
-    return state, verified
-
-
-def _draft(
-    state: DecodeState,
-    rows: DecodeRows,
-    plan: DecodePlan,
-    source: DraftSource,
-    model: Model,
-    pool: KVPool,
-) -> tuple[DraftIds, DraftProbs | None]:
-    """Extend the draft in hand to K tokens, the MTP head feeding on its own output.
-
-    Drafts that are drawn from a distribution are all drawn here, the first from the hidden state that the one in hand
-    was made from: so no distribution has to outlive its step, or cross from the prefill worker.
-    """
-    if plan.num_drafts == 0:
-        return DraftIds(state.last_token_B.new_empty(len(state.last_token_B), 0)), None
-    hidden_BD = state.hidden_BD
-    if source.law is DraftLaw.SAMPLED:
-        drafted = [source.draft(model, hidden_BD, 0)]
-    else:
-        drafted = [Drafted(state.draft_token_B, None)]
-    for step in range(1, plan.num_drafts):
-        batch = decode_batch(state.length_B - 2 + step, 1, rows, plan.max_context_len, pool)
-        hidden_BD = model.mtp(drafted[-1].token_B, hidden_BD, batch, pool, _ignore_layer)
-        ahead = None
-        if looks_ahead(plan.sampling):
-            ahead = Lookahead.after(torch.stack([item.token_B for item in drafted], dim=1))
-        drafted.append(source.draft(model, hidden_BD, step, ahead))
-    return DraftIds(torch.stack([item.token_B for item in drafted], dim=1)), stack_probs(drafted, model)
-
-
-def _ignore_layer(layer: int) -> None:
-    """Nobody waits for a decode step's layers."""
-
-
-StepFunction = Callable[
-    [DecodeState, DecodeRows, DecodePlan, Model, KVPool, Verifier, StepPreparer | None], tuple[DecodeState, Verified]
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,9 +74,9 @@ class Admit:
     sampling: SamplingParams
     table: BlockTable
     draft_cap: int
-    prompt_token_ids: tuple[int, ...]
-    output_len: int
-    choice: int
+    prompt_token_ids: tuple[int, ...] = ()
+    output_len: int = 0
+    choice: int = 0
 
     @classmethod
     def of(

@@ -64,8 +64,6 @@ def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.Sampling:
         InvalidSampling: a number does not fit its field, so it is out of range too; or there is a grammar.
         InvalidText: a stop string is not Unicode text.
     """
-    if sampling.grammar is not None:  # never dropped silently
-        raise InvalidSampling("grammar: comes in a later version", field="grammar")
     try:
         values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
         grammar = None if sampling.grammar is None else grammar_to_proto(sampling.grammar)

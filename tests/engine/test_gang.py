@@ -41,7 +41,8 @@ def runners_of(model, k, group=None):
     rank, size = (group.rank, group.size) if group else (0, 1)
     pool = KVPool(model.kv_layout(BLOCK_SIZE), 40, model.device, rank=rank, size=size)
     grammars = GrammarCompiler(small_tokenizer(), model.config.vocab_size)
-    return PrefillRunner(model, pool, group, grammars), DecodeRunner(model, pool, len(LENGTHS), k, group, grammars)
+    prefill = PrefillRunner(model, pool, group, grammars=grammars)
+    return prefill, DecodeRunner(model, pool, len(LENGTHS), k, group, grammars=grammars)
 
 
 def generate(prefill, decode, k, mode):
