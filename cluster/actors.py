@@ -66,7 +66,9 @@ class WorkerActor:
         config = prepare_process(config)
         try:
             shell = load_shell()
-            self._shell = shell(config) if gang is None else shell(config, RayRanks(config, gang))
+            # Held as long as this actor lives: Ray ends actors that nobody has a handle of.
+            self._ranks = None if gang is None else RayRanks(config, gang)
+            self._shell = shell(config) if self._ranks is None else shell(config, self._ranks)
         except BatonError as error:
             raise marked(error) from error
 
