@@ -173,11 +173,16 @@ class Pair:
     def assert_clean(self, timeout_s=8.0):
         """Nothing is held on either side."""
         end_s = time.monotonic() + timeout_s
-        while self.push.inventory()["num_pushes"] or self.landing.inventory()["num_landings"]:
+        blocks = (self.from_blocks, self.to_blocks)
+        # Inventories may be a few milliseconds old, so that they say "nothing" before the end has been heard of.
+        while (
+            self.push.inventory()["num_pushes"]
+            or self.landing.inventory()["num_landings"]
+            or any(allocator.num_free < allocator.num_blocks for allocator in blocks)
+        ):
             self.turn()
             assert time.monotonic() < end_s, (self.push.inventory(), self.landing.inventory())
             time.sleep(STEP_S)
-        self.turn()
         assert self.from_blocks.num_free == self.from_blocks.num_blocks
         assert self.to_blocks.num_free == self.to_blocks.num_blocks
 
