@@ -83,8 +83,10 @@ class ThreadLane:
 
     def __init__(self) -> None:
         self._tasks: _Tasks = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._thread: threading.Thread | None = None  # started by the first work
-        weakref.finalize(self, self._tasks.put, None)
+        # An interpreter that ends must not meet a thread of ours inside torch: it would take the process down.
+        weakref.finalize(self, _end, self._tasks, self._threads)
 
     def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
         """See `Lane`."""
@@ -111,6 +113,7 @@ class ThreadLane:
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="decode-lane", daemon=True)
             self._thread.start()
+            self._threads.append(self._thread)
         assert self._thread.is_alive(), "the lane is closed"
         done = _Done()
         self._tasks.put((work, target, done))
@@ -119,6 +122,14 @@ class ThreadLane:
 
 def _nothing() -> None:
     """To wait for."""
+
+
+def _end(tasks: _Tasks, threads: list[threading.Thread]) -> None:
+    """Nobody has the lane any more, or the interpreter ends."""
+    tasks.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(CLOSE_TIMEOUT_S)
 
 
 def _serve(tasks: _Tasks) -> None:

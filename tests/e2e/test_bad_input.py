@@ -23,6 +23,7 @@ from baton.core.errors import (
     BatonError,
     ConflictingOptions,
     EmptyPrompt,
+    InvalidGrammar,
     InvalidRequest,
     InvalidSampling,
     InvalidText,
@@ -162,9 +163,12 @@ def test_sampling(client, nothing_else):
     bad += [{"allowed_token_ids": value} for value in ((), (4096,), (2**32,))]
     bad += [{"min_tokens": value} for value in (-1, 129, 2**31)]
     bad += [{"logprobs": value} for value in (-1, 21)] + [{"prompt_logprobs": 2**31}]
-    bad += [{"n": value} for value in (0, -1, 17, 2**31 - 1)] + [{"grammar": GrammarSpec("regex", "a")}]
+    bad += [{"n": value} for value in (0, -1, 17, 2**31 - 1)]
+    bad += [{"grammar": GrammarSpec("regex", "a"), "ignore_eos": True}]
     for values in bad:
         refused(InvalidSampling, lambda values=values: client.generate_text("a", sampling=SamplingParams(**values)))
+    for spec in (GrammarSpec("regex", "(a"), GrammarSpec("json_schema", "{"), GrammarSpec("yaml", "a: 1")):
+        refused(InvalidGrammar, lambda spec=spec: client.generate_text("a", sampling=SamplingParams(grammar=spec)))
 
 
 @pytest.mark.ray
