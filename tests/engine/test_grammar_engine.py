@@ -61,7 +61,7 @@ def requests_for(prompts, k, mode, specs=EACH, max_tokens=MAX_TOKENS):
     ]
 
 
-def engine_of(model, tokenizer, k):
+def engine_of(model, tokenizer, k, scheduling="async"):
     return LocalEngine(
         model,
         tokenizer,
@@ -70,6 +70,7 @@ def engine_of(model, tokenizer, k):
         num_draft_tokens=k,
         chunk_len=64,
         max_num_sequences=16,
+        scheduling=scheduling,
     )
 
 
@@ -118,6 +119,16 @@ def test_drafts_change_no_token(k, mode, alone, tiny_model, tiny_tokenizer, tiny
     assert [result.token_ids for result in results] == [result.token_ids for result in alone(mode)]
     assert [result.finish_reason for result in results] == [result.finish_reason for result in alone(mode)]
     assert sum(result.counts.num_accepted_tokens for result in results) > 0
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_a_step_in_flight_changes_no_token_and_no_accepted_draft(mode, tiny_model, tiny_tokenizer, tiny_prompts):
+    runs = [
+        engine_of(tiny_model, tiny_tokenizer, 2, scheduling).generate(requests_for(tiny_prompts, 2, mode))
+        for scheduling in ("sync", "async")
+    ]
+    ended, late = [[(one.token_ids, one.finish_reason, one.counts) for one in results] for results in runs]
+    assert ended == late
 
 
 @pytest.mark.fast
