@@ -124,6 +124,7 @@ def test_a_wait_has_an_end():
     with pytest.raises(TimeoutError):
         ticket.result()
     gate.set()
+    runner.close()  # else its thread would end its task during the next test
 
 
 def launch_holding(runner, task_of):
@@ -147,7 +148,8 @@ def test_captures_are_dropped_before_the_task_counts_as_done(task_of, runner, mo
     watched = []
 
     def watch(ticket, value, error):
-        alive_at_done.append(watched[0]() is not None)
+        if threading.current_thread() is runner._thread:  # and not what another test left behind
+            alive_at_done.append(watched[0]() is not None)
         finish(ticket, value, error)
 
     monkeypatch.setattr(async_runner.Ticket, "_finish", watch)
