@@ -127,6 +127,7 @@ class DecodeScheduler:
         self._num_granted = 0
         self._num_leaving = 0
         self._num_leaving_blocks = 0
+        self._num_claimed = 0
 
     def add(self, sequence: DecodeSequence) -> None:
         """A stream for this attempt was opened."""
@@ -251,6 +252,10 @@ class DecodeScheduler:
         """See `preemption.Scheduler`."""
         return self._num_leaving_blocks + sum(len(table_of(sequence).blocks) for sequence in self._giving_way)
 
+    def claim(self, num_blocks: int) -> None:
+        """See `preemption.Scheduler`."""
+        self._num_claimed = num_blocks
+
     def candidates(self) -> list[DecodeSequence]:
         """See `preemption.Scheduler`; those that are ready and have no slot yet are among them."""
         holders = [*self._running, *self._computing, *self._ready]
@@ -280,6 +285,7 @@ class DecodeScheduler:
         table, slot = table_of(sequence), sequence.slot
         if sequence.state is DecodeState.READY:
             self._ready.remove(sequence)
+            self._num_leaving_blocks += len(table.blocks)
         else:
             self._leave(sequence)
         if sequence.saved is None:
@@ -292,11 +298,11 @@ class DecodeScheduler:
         bisect.insort(self._preempted, sequence, key=_order)
 
         def free() -> None:
+            self._num_leaving_blocks -= len(table.blocks)
+            self._allocator.release(table)
             if slot >= 0:
                 self._num_leaving -= 1
-                self._num_leaving_blocks -= len(table.blocks)
                 self._free_slots.append(slot)
-            self._allocator.release(table)
 
         return free
 
@@ -351,11 +357,11 @@ class DecodeScheduler:
 
     def _reserve(self, sequence: DecodeSequence) -> BlockTable | None:
         """The blocks that a sequence starts with; None if they cannot be had."""
-        start_len, num_kept = sequence.request.capacity_len, 0
+        start_len, num_kept = sequence.request.capacity_len, self._num_claimed
         if self._overcommit and not sequence.is_protected:
             start_len = sequence.step_len
             # Those that are here may need a block each, soon.
-            num_kept = len(self._running) + len(self._computing) + len(self._ready)
+            num_kept += len(self._running) + len(self._computing) + len(self._ready)
         if self._allocator.num_blocks_for(start_len) + num_kept > self._allocator.num_free:
             return None
         return self._allocator.reserve(start_len)

@@ -31,9 +31,7 @@ class KVOffload:
         communicator: of its ranks.
     """
 
-    def __init__(
-        self, pool: KVPool, num_bytes: int, lane: Lane, table: SlotTable, communicator: Communicator
-    ) -> None:
+    def __init__(self, pool: KVPool, num_bytes: int, lane: Lane, table: SlotTable, communicator: Communicator) -> None:
         layers = pool.geometry.layers
         self.num_blocks = num_bytes // sum(layer.block_bytes for layer in layers)
         self._pool = pool

@@ -76,7 +76,7 @@ class LengthBounds:
         return [(int(place), int(wanted_B[place])) for place in np.flatnonzero(is_short_B)]
 
     def unfinished(self, slots_B: Ints) -> npt.NDArray[np.bool_]:
-        """Of each, whether it may need another step; without one it is finished, or out of room that can be had, for certain."""
+        """Of each, whether it may need another step; else it is finished, or out of all room there is, for certain."""
         least_B = self._least_N[slots_B]
         room_B = np.maximum(self._limit_N[slots_B], self._last_N[slots_B])  # that it has, or may get
         result: npt.NDArray[np.bool_] = (least_B < self._end_N[slots_B]) & (least_B <= room_B)

@@ -256,7 +256,7 @@ class LocalEngine:
                 self._publish(sequence, kept)
         # Blocks of a sequence that ended above are free already, but nobody gets them before the next step.
         starts = self._prefill.draft(forward, _ignore_layer)
-        for (sequence, chunk), start in zip(planned, starts, strict=True):
+        for (sequence, _), start in zip(planned, starts, strict=True):
             if start is not None and sequence.finish_reason is None:
                 self._admit(sequence, start)
 
@@ -296,7 +296,7 @@ class LocalEngine:
     def _decode_step(self) -> None:
         sequences = self._scheduler.decoding()
         slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
-        has_launched = self._steps.launch(slots, sequences, self._preemption.make_room)
+        has_launched = self._preemption.launch(slots, sequences)
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
             if not sequence.is_decoding:
                 continue  # it ended in an earlier step; this one was launched before that was known

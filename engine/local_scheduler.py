@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.engine.finish import FinishChecker
-from baton.engine.prefill import PrefillChunk
 from baton.engine.preemption import MAX_PREEMPTIONS
+from baton.engine.prefill import PrefillChunk
 from baton.engine.slots import Growth
 from baton.kvcache.allocator import BlockAllocator, BlockTable
 from baton.kvcache.host_ranges import HostRange
@@ -118,6 +118,7 @@ class LocalScheduler:
         self._running: list[LocalSequence] = []
         self._num_leaving = 0  # out of `_running`, while a step may still read and write their blocks
         self._num_leaving_blocks = 0
+        self._num_claimed = 0
 
     @property
     def is_idle(self) -> bool:
@@ -143,10 +144,10 @@ class LocalScheduler:
         while self._waiting and self._free_slots:
             sequence = self._waiting[0]
             start_len = sequence.capacity_len
-            num_kept = 0
+            num_kept = self._num_claimed
             if self._overcommit and not sequence.is_protected:
                 start_len = sequence.step_len
-                num_kept = len(self._running)  # those that run may need a block each, soon
+                num_kept += len(self._running)  # those that run may need a block each, soon
             if self._allocator.num_blocks_for(start_len) + num_kept > self._allocator.num_free:
                 break
             del self._waiting[0]
@@ -190,6 +191,10 @@ class LocalScheduler:
     def decoding(self) -> list[LocalSequence]:
         """Sequences that take part in decode steps."""
         return [sequence for sequence in self._running if sequence.is_decoding and not sequence.is_giving_way]
+
+    def claim(self, num_blocks: int) -> None:
+        """See `preemption.Scheduler`."""
+        self._num_claimed = num_blocks
 
     def candidates(self) -> list[LocalSequence]:
         """See `preemption.Scheduler`."""

@@ -116,6 +116,10 @@ class Scheduler(Protocol[S]):
         """Blocks of sequences that have left, or are giving way, which will be free when the steps they are in are."""
         ...
 
+    def claim(self, num_blocks: int) -> None:
+        """So many blocks are for sequences that wait for room: nobody else may start with them."""
+        ...
+
     def candidates(self) -> list[S]:
         """Sequences that may be preempted, oldest first: they have blocks, are not giving way, and not protected."""
         ...
@@ -143,12 +147,12 @@ class RoomPlan(Generic[S]):
 
     Attributes:
         growing: those that get what they miss now, with how many blocks.
-        waiting: those that get it later.
+        waiting: those that get it later, with how many.
         victims: who must give way for them.
     """
 
     growing: list[tuple[S, int]] = field(default_factory=list)
-    waiting: list[S] = field(default_factory=list)
+    waiting: list[tuple[S, int]] = field(default_factory=list)
     victims: list[S] = field(default_factory=list)
 
 
@@ -173,7 +177,7 @@ def plan_room(
         if claimed <= num_free:
             plan.growing.append((sequence, num_missing))
             continue
-        plan.waiting.append(sequence)
+        plan.waiting.append((sequence, num_missing))
         while claimed > num_free + num_coming and left != [sequence]:
             victim = left.pop()
             plan.victims.append(victim)
@@ -216,42 +220,10 @@ class Preemption(Generic[S]):
         """Host blocks that hold somebody's KV."""
         return self._ranges.num_used
 
-    def make_room(self, short: list[tuple[S, int]]) -> Collection[S]:
-        """Let sequences grow for the step that is about to be launched; see `StepPipeline.launch`.
-
-        Args:
-            short: (sequence, positions that it needs), in any order.
-
-        Returns:
-            Who does not take part in the step: those that wait for blocks, and those that give way.
-        """
-        gone: set[S] = set()
-        by_need = {sequence: self._allocator.num_blocks_for(wanted_len) for sequence, wanted_len in short}
-        while True:
-            candidates = self._scheduler.candidates()
-            missing = [
-                (sequence, by_need[sequence] - len(table_of(sequence).blocks))
-                for sequence in candidates
-                if sequence in by_need and sequence not in gone
-            ]
-            assert len(missing) + len(gone & by_need.keys()) == len(by_need), "one that has all its blocks is short"
-            num_free, num_coming = self._allocator.num_free, self._scheduler.num_coming
-            plan = plan_room(missing, candidates, num_free=num_free, num_coming=num_coming)
-            at_once = [victim for victim in plan.victims if not self._steps.has(victim)]
-            if not at_once:
-                break
-            for victim in at_once:
-                self.preempt(victim)
-                gone.add(victim)
-        for victim in plan.victims:
-            self._scheduler.give_way(victim)
-        if plan.growing:
-            extra = 0
-            needed = sum(number for _, number in plan.growing)
-            if not plan.waiting and needed + len(candidates) * HEADROOM_BLOCKS <= num_free:
-                extra = HEADROOM_BLOCKS - 1
-            self._runner.grow([self._scheduler.add_blocks(item, number + extra) for item, number in plan.growing])
-        return gone.union(plan.waiting, plan.victims)
+    def launch(self, slots: Sequence[int], sequences: Sequence[S]) -> bool:
+        """`StepPipeline.launch`, with room for everybody who takes part; before each step, also if there is nobody."""
+        self._scheduler.claim(0)
+        return bool(slots) and self._steps.launch(slots, sequences, self._make_room)
 
     def preempt_due(self) -> None:
         """Preempt those that are giving way and that no step has any more."""
@@ -309,3 +281,37 @@ class Preemption(Generic[S]):
         if sequence.saved is not None:
             self._ranges.give_back(sequence.saved)
             sequence.saved = None
+
+    def _make_room(self, short: list[tuple[S, int]]) -> Collection[S]:
+        """Let sequences grow for a step; who does not take part in it: those that wait for blocks, or give way.
+
+        `short` are (sequence, positions that it needs), in any order.
+        """
+        gone: set[S] = set()
+        by_need = {sequence: self._allocator.num_blocks_for(wanted_len) for sequence, wanted_len in short}
+        while True:
+            candidates = self._scheduler.candidates()
+            missing = [
+                (sequence, by_need[sequence] - len(table_of(sequence).blocks))
+                for sequence in candidates
+                if sequence in by_need and sequence not in gone
+            ]
+            assert len(missing) + len(gone & by_need.keys()) == len(by_need), "one that has all its blocks is short"
+            num_free, num_coming = self._allocator.num_free, self._scheduler.num_coming
+            plan = plan_room(missing, candidates, num_free=num_free, num_coming=num_coming)
+            at_once = [victim for victim in plan.victims if not self._steps.has(victim)]
+            if not at_once:
+                break
+            for victim in at_once:
+                self.preempt(victim)
+                gone.add(victim)
+        for victim in plan.victims:
+            self._scheduler.give_way(victim)
+        if plan.growing:
+            extra = 0
+            needed = sum(number for _, number in plan.growing)
+            if not plan.waiting and needed + len(candidates) * HEADROOM_BLOCKS <= num_free:
+                extra = HEADROOM_BLOCKS - 1
+            self._runner.grow([self._scheduler.add_blocks(item, number + extra) for item, number in plan.growing])
+        self._scheduler.claim(sum(number for _, number in plan.waiting))
+        return gone.union((item for item, _ in plan.waiting), plan.victims)
