@@ -222,6 +222,7 @@ class DecodeWorker:
             self._scheduler.seal(sequence, event, None)
             self._fail(sequence, error)
         else:
+            sequence.handoff_ms = 1e3 * max(self._clock.now_s() - event.prefill_end_s, 0.0)
             self._scheduler.seal(sequence, event, start)
 
     def _expire(self) -> None:
@@ -247,7 +248,7 @@ class DecodeWorker:
             sealed, start = sequence.sealed, sequence.start
             assert sealed is not None
             assert start is not None
-            sequence.handoff_ms = 1e3 * max(self._clock.now_s() - sealed.prefill_end_s, 0.0)
+            sequence.handoff_ms = 1e3 * max(self._clock.now_s() - sealed.prefill_end_s, 0.0)  # until it has a slot
             admit(self._runner, sequence, start)
 
     def _sequence_start(self, sequence: DecodeSequence, sealed: Sealed) -> SequenceStart:

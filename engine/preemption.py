@@ -8,6 +8,7 @@ that it may need, and keeps them. Tokens do not depend on any of this. The calle
 this owns the choice and its accounts. One thread uses it.
 """
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -18,6 +19,8 @@ from baton.engine.step_pipeline import Ending, StepPipeline
 from baton.engine.step_ticket import StepTicket
 from baton.kvcache.allocator import BlockAllocator, BlockTable
 from baton.kvcache.host_ranges import HostRange, HostRanges
+
+log = logging.getLogger(__name__)
 
 MAX_PREEMPTIONS = 3  # of one sequence, for want of blocks
 HEADROOM_BLOCKS = 4  # that a sequence gets at once while there are plenty
@@ -247,6 +250,8 @@ class Preemption(Generic[S]):
             num_blocks = self._allocator.num_blocks_for(sequence.num_kv)
             saved = self._ranges.take(num_blocks)
             if saved is None:
+                if self.counts.num_host_full == 0:
+                    log.warning("host memory for KV is full: preempted sequences are computed again; said once")
                 self.counts.num_host_full += 1
             else:
                 copied = self._runner.kv_offload.save(table.blocks[:num_blocks], saved.first, slot)
