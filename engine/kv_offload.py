@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.core.errors import ConfigInvalid
 from baton.engine.host_future import HostFuture
 from baton.engine.lane import Lane
 from baton.engine.slots import SlotTable
@@ -29,11 +30,18 @@ class KVOffload:
         lane: of the runner.
         table: of its slots.
         communicator: of its ranks.
+
+    Raises:
+        ConfigInvalid: the memory holds no block, or cannot be had.
     """
 
     def __init__(self, pool: KVPool, num_bytes: int, lane: Lane, table: SlotTable, communicator: Communicator) -> None:
         layers = pool.geometry.layers
-        self.num_blocks = num_bytes // sum(layer.block_bytes for layer in layers)
+        sizes = [layer.block_bytes for layer in layers]
+        self.num_blocks = num_bytes // sum(sizes)
+        if self.num_blocks == 0 and num_bytes > 0:
+            message = f"host_kv_gib: {num_bytes} bytes hold no KV block of {sum(sizes)}; raise it, or set it to 0"
+            raise ConfigInvalid(message, keys=["host_kv_gib"])
         self._pool = pool
         self._lane = lane
         self._table = table
@@ -42,8 +50,11 @@ class KVOffload:
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []  # uint8 [N, bytes] on the host, and of the pool
         if self.num_blocks == 0:
             return
-        sizes = [layer.block_bytes for layer in layers]
-        host = host_buffer(self.num_blocks * sum(sizes), torch.uint8, pool.device)
+        try:
+            host = host_buffer(self.num_blocks * sum(sizes), torch.uint8, pool.device)
+        except RuntimeError as error:  # what torch's allocators raise
+            message = f"host_kv_gib: {num_bytes >> 20} MiB of host memory cannot be had; lower it"
+            raise ConfigInvalid(message, keys=["host_kv_gib"]) from error
         hosts = host.split([self.num_blocks * size for size in sizes])
         for layer, size, part in zip(layers, sizes, hosts, strict=True):
             data = pool.data_bytes[layer.offset_bytes : layer.offset_bytes + layer.num_bytes]

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from baton.core.errors import ConfigInvalid
 from baton.engine.kv_offload import KVOffload
 from baton.engine.lane import ThreadLane
 from baton.engine.slots import Growth, SlotTable
@@ -90,11 +91,11 @@ def test_a_draft_belongs_to_what_was_saved_last():
     assert int(side.table.draft_of(0)[0]) == 2
 
 
-def test_no_host_memory_is_no_blocks():
-    side = Side(num_host_blocks=0)
-    with pytest.raises(AssertionError):
-        side.offload.save((1,), 0, None)
-    side.lane.drain()
+def test_memory_for_no_block_or_more_than_there_is_is_refused():
+    with pytest.raises(ConfigInvalid, match="hold no KV block"):
+        Side(num_host_blocks=0)
+    with pytest.raises(ConfigInvalid, match="cannot be had"):
+        Side(num_host_blocks=1 << 52)
 
 
 def test_rank_0_hears_of_a_copy_when_every_rank_has_made_it():

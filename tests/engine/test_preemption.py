@@ -163,7 +163,7 @@ def test_the_bundled_model_with_and_without_grammars(k, temperature, way, tiny_m
     for at in (0, 1, 4, 8):
         results = run_all(overcommit=True, preempt_at=(at,), host_kv_bytes=host_kv_bytes)
         assert same_but_for_preemptions(results) == same_but_for_preemptions(plain)
-        assert sum(result.num_preemptions for result in results) >= (5 if at else 1)
+        assert sum(result.num_preemptions for result in results) >= (3 if at else 1)
 
 
 any_request = st.builds(
