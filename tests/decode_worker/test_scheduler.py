@@ -169,7 +169,7 @@ def test_a_grant_is_of_blocks_for_the_prompt_and_a_step_and_leaves_some_for_thos
 
 
 def test_a_preempted_sequence_is_served_before_any_reserve():
-    plan, _ = overcommitted(num_blocks=7)
+    plan, _ = overcommitted(num_blocks=8)
     a, b = running(plan, "a", "b")
     b.token_ids += [5] * 20
     plan.add_blocks(b, 1)
