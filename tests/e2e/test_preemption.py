@@ -16,7 +16,7 @@ from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.topology import Topology
 
 MAX_TOKENS = 24
-HOST_BYTES = {"recompute": 0, "offload": 1 << 26, "little": 1 << 17}
+HOST_BYTES = {"recompute": 0, "offload": 1 << 26, "little": 6 * 196_608}
 NUM_SMALL = 30  # blocks; the longest prompt with its answer takes 15
 
 
