@@ -15,9 +15,9 @@ from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.topology import Topology
 
-MAX_TOKENS = 24
-HOST_BYTES = {"recompute": 0, "offload": 1 << 26, "little": 6 * 196_608}
-NUM_SMALL = 30  # blocks; the longest prompt with its answer takes 15
+MAX_TOKENS = 40
+HOST_BYTES = {"recompute": 0, "offload": 1 << 26, "little": 3 * 196_608}
+NUM_SMALL = 20  # blocks; the longest prompt with its answer takes 16
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +37,21 @@ def options(sampled, k):
     return {"sampled": sampled, "num_drafts": k, "max_tokens": MAX_TOKENS}
 
 
+def cells(default, *drafts):
+    """Every number of drafts and way; all but one are slow."""
+    pairs = itertools.product(drafts, HOST_BYTES)
+    return [pytest.param(*pair, marks=[] if pair == default else [pytest.mark.slow]) for pair in pairs]
+
+
 def decode_inventory(topology):
     return topology.inventories()[-1]
 
 
 @pytest.mark.parametrize("way", ["recompute", "offload"])
-@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_preempted_at_a_token(k, way, load_tiny, tokenizer, prompts, wanted):
-    for at, sampled, scheduling in ((1, True, "async"), (6, False, "sync"), (15, True, "async")):
-        few = prompts[:8]
+    for at, sampled, scheduling in ((1, False, "sync"), (15, True, "async")):
+        few = prompts[:7]
         with Topology(
             load_tiny(),
             tokenizer,
@@ -60,15 +66,14 @@ def test_preempted_at_a_token(k, way, load_tiny, tokenizer, prompts, wanted):
             counts = decode_inventory(topology)
         assert [outcome.error for outcome in outcomes] == [None] * len(few)
         assert [outcome.token_ids for outcome in outcomes] == wanted[sampled][: len(few)]
-        assert counts.num_preemptions >= 6
+        assert counts.num_preemptions >= len(few) - 2
         assert (counts.num_recomputed_tokens > 0) == (way == "recompute")
         assert counts.num_restored_blocks == counts.num_offloaded_blocks
         assert (counts.num_offloaded_blocks > 0) == (way == "offload")
         assert counts.num_host_blocks_used == 0
 
 
-@pytest.mark.parametrize("way", HOST_BYTES)
-@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize(("k", "way"), cells((2, "little"), 0, 2))
 def test_twenty_requests_under_pressure(k, way, load_tiny, tokenizer, prompts, wanted):
     with Topology(
         load_tiny(),
@@ -79,16 +84,16 @@ def test_twenty_requests_under_pressure(k, way, load_tiny, tokenizer, prompts, w
         overcommit=True,
         host_kv_bytes=HOST_BYTES[way],
     ) as topology:
-        for sampled in (False, True):
+        for sampled in (k > 0,):
             outcomes = topology.generate(requests_for(prompts, tag=f"r{sampled}", **options(sampled, k)))
             assert [outcome.error for outcome in outcomes] == [None] * len(prompts)
             assert [outcome.token_ids for outcome in outcomes] == wanted[sampled]
         topology.wait_idle()
         counts = decode_inventory(topology)
-    assert 0 < counts.num_preemptions <= 2 * len(prompts) * MAX_PREEMPTIONS
+    assert 0 < counts.num_preemptions <= len(prompts) * MAX_PREEMPTIONS
     assert counts.num_host_blocks_used == 0
     assert (counts.num_offloaded_blocks > 0) == (way != "recompute")
-    assert (counts.num_recomputed_tokens > 0) == (way != "offload")
+    assert counts.num_recomputed_tokens == 0 if way == "offload" else counts.num_recomputed_tokens > 0
 
 
 def test_cancelled_under_pressure_leaves_nothing(load_tiny, tokenizer, prompts, wanted):
@@ -102,7 +107,7 @@ def test_cancelled_under_pressure_leaves_nothing(load_tiny, tokenizer, prompts, 
         host_kv_bytes=HOST_BYTES["little"],
     ) as topology:
         for turn, wait_s in enumerate((0.02, 0.1, 0.3)):
-            gone = {"sampled": True, "num_drafts": 2, "max_tokens": 120}
+            gone = {"sampled": True, "num_drafts": 2, "max_tokens": 100}
             started = [topology.start(request) for request in requests_for(prompts, tag=f"gone{turn}-", **gone)]
             time.sleep(wait_s)
             for running in started:
@@ -120,8 +125,8 @@ def processes():
     started.close()
 
 
-@pytest.mark.parametrize("way", HOST_BYTES)
-def test_two_ranks_under_pressure(way, processes, prompts, wanted):
+@pytest.mark.parametrize(("k", "way"), cells((2, "little"), 0, 2))
+def test_two_ranks_under_pressure(k, way, processes, prompts, wanted):
     with GangTopology(
         processes,
         TINY,
@@ -132,13 +137,13 @@ def test_two_ranks_under_pressure(way, processes, prompts, wanted):
         host_kv_bytes=HOST_BYTES[way] // 2,
         preempt_at=(7,),
     ) as topology:
-        for sampled, k in itertools.product((False, True), (0, 2)):
-            outcomes = topology.generate(requests_for(prompts, tag=f"{sampled}{k}-", **options(sampled, k)))
-            assert [outcome.error for outcome in outcomes] == [None] * len(prompts)
-            assert [outcome.token_ids for outcome in outcomes] == wanted[sampled]
+        few = prompts[:12]
+        outcomes = topology.generate(requests_for(few, **options(k > 0, k)))
+        assert [outcome.error for outcome in outcomes] == [None] * len(few)
+        assert [outcome.token_ids for outcome in outcomes] == wanted[k > 0][: len(few)]
         topology.wait_idle()
         counts = topology.inventories()[1]
-    assert counts.num_preemptions >= 4 * len(prompts) - 10
+    assert counts.num_preemptions >= len(few) - 3
     assert (counts.num_offloaded_blocks > 0) == (way != "recompute")
-    assert (counts.num_recomputed_tokens > 0) == (way != "offload")
+    assert counts.num_recomputed_tokens == 0 if way == "offload" else counts.num_recomputed_tokens > 0
     assert counts.num_host_blocks_used == 0
