@@ -46,6 +46,8 @@ class LocalCompleter:
             clock=self._clock,
             scheduling=worker.scheduling,
             verification=worker.verification,
+            overcommit=worker.overcommit,
+            host_kv_bytes=worker.host_kv_bytes,
         )
 
     def complete(self, asked: Asked, on_text: OnText) -> Completion:
