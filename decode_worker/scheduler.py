@@ -90,6 +90,22 @@ class DecodeScheduler:
         """Sequences in any of `states`. Any thread."""
         return sum(sequence.state in states for sequence in self.sequences())
 
+    def num_waiting(self) -> dict[str, int]:
+        """Sequences that do not run yet, by what they wait for, in the order of their lives. Any thread."""
+        asking = {reserve.attempt for reserve in tuple(self._reserves)}
+        waiting = dict.fromkeys(("prefill", "blocks", "transfer", "slot"), 0)
+        for sequence in self.sequences():
+            match sequence.state:
+                case DecodeState.ATTENDING:
+                    waiting["blocks" if sequence.key in asking else "prefill"] += 1
+                case DecodeState.LANDING:
+                    waiting["transfer"] += 1
+                case DecodeState.READY:
+                    waiting["slot"] += 1
+                case DecodeState.RUNNING | DecodeState.ENDED:
+                    pass
+        return waiting
+
     @property
     def num_slots_in_use(self) -> int:
         """Slots that running sequences hold, and those that ended in a step that is not over. Any thread."""

@@ -112,6 +112,7 @@ class LeadDecode:
         self.hidden_size = runner.hidden_size
         self.num_draft_tokens = runner.num_draft_tokens
         self.grammars = runner.grammars
+        self.meter = runner.meter
 
     def admit(
         self,

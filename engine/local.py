@@ -13,6 +13,7 @@ from baton.core.config import SchedulingName
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts, choices_of
+from baton.core.step_report import StepReport
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_request
 from baton.core.verification import VerificationConfig
@@ -22,6 +23,7 @@ from baton.engine.grammar import GrammarCompiler
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
 from baton.engine.prefill import PrefillRunner
 from baton.engine.step_pipeline import StepPipeline
+from baton.engine.step_tally import Dropped, Fate, StepTally
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
@@ -103,7 +105,9 @@ class LocalEngine:
             eos_token_ids=eos_token_ids,
             verification=verification,
             grammars=self._grammars,
+            clock=self._clock,
         )
+        self._tally = StepTally(num_draft_tokens)
         self._steps = StepPipeline[LocalSequence](self._decode, scheduling)
         self._in_step = False
         self._unread: dict[AttemptKey, list[TokenEvent]] = {}
@@ -190,6 +194,13 @@ class LocalEngine:
         self._scheduler.check_empty()
         self._in_step = False
 
+    def step_report(self) -> StepReport:
+        """What the decode steps did until now; waits for one that is running.
+
+        Between two calls of `step` one step may be in flight: computed, and not read yet.
+        """
+        return self._tally.report(self._decode.meter, self._decode.meter.computed_now())
+
     def _validate(self, request: GenerationRequest) -> None:
         validate_request(request.prompt_token_ids, request.sampling, self.limits)
         if request.sampling.grammar is not None:
@@ -206,6 +217,7 @@ class LocalEngine:
         planned = self._scheduler.next_chunks()
         if not planned:
             return
+        self._decode.meter.interrupt()
         forward = self._prefill.forward([chunk for _, chunk in planned], _ignore_layer)
         rows = zip(planned, forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
         for (sequence, chunk), token, logprobs, prompt_logprobs in rows:
@@ -235,19 +247,34 @@ class LocalEngine:
     def _decode_step(self) -> None:
         sequences = self._scheduler.decoding()
         slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
-        has_launched = self._steps.launch(slots, sequences)
+        self._read(has_launched=self._steps.launch(slots, sequences))
+
+    def _read(self, *, has_launched: bool) -> None:
+        proposed_lens: list[int] = []
+        accepted_lens: list[int] = []
+        dropped: list[Dropped] = []
+        num_emitted = 0
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
             if not sequence.is_decoding:
-                continue  # it ended in an earlier step; this one was launched before that was known
+                dropped.append(Dropped(Fate.LATE, emitted))  # it ended after this step was launched
+                continue
             if emitted.error is not None:
+                dropped.append(Dropped(Fate.FAILED, emitted))
                 self._end(sequence, (), emitted.error)
                 continue
-            accepted_len, proposed_len = emitted.accepted_len, emitted.proposed_len
             kept = self._take(sequence, emitted.token_ids, emitted.logprobs or ())
+            num_accepted = min(emitted.accepted_len, len(kept))
             sequence.counts.add_step(
-                num_proposed=proposed_len, num_accepted=min(accepted_len, len(kept)), num_emitted=len(kept)
+                num_proposed=emitted.proposed_len, num_accepted=num_accepted, num_emitted=len(kept)
             )
+            proposed_lens.append(emitted.proposed_len)
+            accepted_lens.append(num_accepted)
+            num_emitted += len(kept)
+            if len(kept) < len(emitted.token_ids):
+                dropped.append(Dropped(Fate.CUT, emitted, len(kept)))
             self._publish(sequence, kept)
+        if proposed_lens or dropped:
+            self._tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
 
     def _take(
         self, sequence: LocalSequence, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
@@ -289,8 +316,8 @@ class LocalEngine:
             self._unread.pop(key, None)
             self._num_open.pop(key, None)
         if not self._in_step and not self._scheduler.unfinished():
-            for sequence, _ in self._steps.drain():
-                assert not sequence.is_decoding
+            while not self._steps.is_empty:
+                self._read(has_launched=False)
         self._scheduler.check_empty()
 
 
