@@ -36,7 +36,7 @@ class StepTimes:
 
 
 class StepMeter:
-    """Of one runner: `counters` and `run` are for its lane, `computed` and `times` for any thread, the rest for its own.
+    """Of one runner. `counters` and `run` are for its lane, `computed` and `times` for any thread, others for its own.
 
     Args:
         num_draft_tokens: most drafts of a step.

@@ -1,0 +1,167 @@
+"""From what workers report in heartbeats to metrics by worker."""
+
+import math
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.core.clock import VirtualClock
+from baton.core.distribution import Buckets
+from baton.core.errors import BatonError
+from baton.core.metrics import RouterMetrics
+from baton.core.step_report import COUNT_BOUNDS, GAP_BOUNDS_S, STEP_BOUNDS_S, RowCounts, StepReport, no_rows
+from baton.proto import worker_pb2
+from baton.proto.step_wire import report_from_proto, report_to_proto, waiting_to_proto
+from baton.router.members import ALIVE_S, Members
+
+pytestmark = pytest.mark.fast
+
+GAPS_S = (0.0004, 0.002, 0.3, 7.0)
+
+
+def rows(num_rows, proposed_at, accepted_at, num_tokens=None):
+    num_tokens = num_rows + sum(accepted_at) if num_tokens is None else num_tokens
+    return RowCounts(num_rows=num_rows, num_tokens=num_tokens, proposed_at=proposed_at, accepted_at=accepted_at)
+
+
+def filled(bounds, values):
+    buckets = Buckets(bounds)
+    for value in values:
+        buckets.observe(value)
+    return buckets.read()
+
+
+def report():
+    kept, late, failed = rows(10, (8, 6), (5, 2)), rows(2, (2, 2), (1, 0)), rows(1, (1, 0), (0, 0))
+    cut = rows(0, (0, 0), (1, 1), num_tokens=3)
+    return StepReport(
+        num_steps=4,
+        computed=kept + late + failed + cut,
+        kept=kept,
+        cut=cut,
+        late=late,
+        failed=failed,
+        step_s=filled(STEP_BOUNDS_S, [0.01] * 4),
+        host_gap_s=filled(GAP_BOUNDS_S, GAPS_S),
+        step_tokens=filled(COUNT_BOUNDS, [17, 0]),
+        step_sequences=filled(COUNT_BOUNDS, [13]),
+    )
+
+
+def heartbeat(worker_id="d0", epoch=1, **inventory):
+    state = worker_pb2.WorkerState(
+        worker_id=worker_id,
+        role="decode",
+        epoch=epoch,
+        address="a",
+        kv_address="tcp://a",
+        max_model_len=9,
+        block_size=16,
+        inventory=worker_pb2.Inventory(**inventory),
+    )
+    return state
+
+
+def samples(metrics):
+    families = text_string_to_metric_families(metrics.render())
+    return {(item.name, *item.labels.values()): item.value for family in families for item in family.samples}
+
+
+@pytest.fixture
+def members():
+    return Members(VirtualClock())
+
+
+@pytest.fixture
+def metrics(members):
+    found = RouterMetrics()
+    found.watch_transfers(members.transfers)
+    found.watch_workers(members.totals)
+    return found
+
+
+def test_a_report_crosses_the_wire_unchanged():
+    assert report_from_proto(report_to_proto(report())) == report()
+
+
+def test_every_number_has_its_name(members, metrics):
+    waiting = waiting_to_proto({"blocks": 3, "slot": 1})
+    members.heartbeat(
+        heartbeat(
+            num_blocks=8, num_blocks_free=2, num_requests_running=5, waiting=waiting, steps=report_to_proto(report())
+        )
+    )
+    found = samples(metrics)
+    assert found["baton_spec_decode_num_drafts_total", "d0"] == 8
+    assert found["baton_spec_decode_num_draft_tokens_total", "d0"] == 14
+    assert found["baton_spec_decode_num_accepted_tokens_total", "d0"] == 9  # as vLLM: those behind an end, too
+    assert found["baton_accepted_tokens_per_position_total", "d0", "0"] == 6
+    assert found["baton_accepted_tokens_per_position_total", "d0", "1"] == 3
+    assert found["baton_draft_tokens_per_position_total", "d0", "1"] == 6
+    assert found["baton_decode_steps_total", "d0"] == 4
+    fates = ("kept", "cut", "late", "failed")
+    assert [found["baton_decode_tokens_total", "d0", fate] for fate in fates] == [17, 3, 3, 1]
+    assert found["baton_decode_computed_tokens_total", "d0"] == 24
+    assert [found["baton_decode_rows_total", "d0", fate] for fate in ("kept", "late", "failed")] == [10, 2, 1]
+    assert found["baton_decode_computed_rows_total", "d0"] == 13
+    assert found["baton_kv_cache_usage", "d0", "decode"] == 0.75
+    assert found["baton_num_requests_running", "d0", "decode"] == 5
+    assert found["baton_num_requests_waiting", "d0", "decode", "blocks"] == 3
+
+
+def test_buckets_hold_what_prometheus_expects(members, metrics):
+    members.heartbeat(heartbeat(steps=report_to_proto(report())))
+    found = samples(metrics)
+    for bound in (*GAP_BOUNDS_S, math.inf):
+        name = "+Inf" if bound == math.inf else str(bound)
+        assert found["baton_decode_host_gap_seconds_bucket", "d0", name] == sum(gap <= bound for gap in GAPS_S)
+    assert found["baton_decode_host_gap_seconds_count", "d0"] == len(GAPS_S)
+    assert found["baton_decode_host_gap_seconds_sum", "d0"] == pytest.approx(sum(GAPS_S))
+
+
+def test_a_new_life_begins_at_0_and_a_dead_worker_is_not_shown(members, metrics):
+    members.heartbeat(heartbeat(steps=report_to_proto(report())))
+    nothing = filled(COUNT_BOUNDS, ())
+    times = {name: nothing for name in ("step_s", "host_gap_s", "step_tokens", "step_sequences")}
+    fates = {name: no_rows(2) for name in ("computed", "kept", "cut", "late", "failed")}
+    members.heartbeat(heartbeat(epoch=2, steps=report_to_proto(StepReport(num_steps=0, **fates, **times))))
+    members.heartbeat(heartbeat("d1", steps=report_to_proto(report())))
+    found = samples(metrics)
+    assert found["baton_spec_decode_num_drafts_total", "d0"] == 0
+    assert found["baton_spec_decode_num_drafts_total", "d1"] == 8
+    members._clock.advance(ALIVE_S + 1)
+    members.expire()
+    members._clock.advance(ALIVE_S)
+    members.expire()
+    assert not [key for key in samples(metrics) if "d0" in key or "d1" in key]
+
+
+def test_no_name_is_given_twice(members, metrics):
+    members.heartbeat(heartbeat(steps=report_to_proto(report())))
+    names = [metric.name for metric in metrics.registry.collect()]
+    assert len(names) == len(set(names))
+
+
+def test_a_report_whose_numbers_do_not_fit_is_refused(members):
+    for spoil in (
+        lambda steps: steps.kept.proposed_at.append(1),
+        lambda steps: steps.late.accepted_at.pop(),
+        lambda steps: steps.host_gap_seconds.counts.pop(),
+        lambda steps: steps.ClearField("step_tokens"),
+        lambda steps: steps.step_seconds.bounds.reverse(),
+    ):
+        steps = report_to_proto(report())
+        spoil(steps)
+        with pytest.raises(BatonError):
+            members.heartbeat(heartbeat(steps=steps))
+
+
+def test_shares_are_those_of_drafts_that_were_there():
+    found = report()
+    assert found.acceptance_per_position == (6 / 8, 3 / 6)
+    assert found.mean_acceptance_len == 1 + 9 / 8
+    assert found.tokens_per_step == 17 / 2
+    assert found.read == found.computed
+    assert found.since(found).computed == no_rows(2)
+    assert found.since(found).mean_acceptance_len is None
+    assert found.since(found).acceptance_per_position == (None, None)
