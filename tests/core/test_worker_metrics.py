@@ -12,7 +12,7 @@ from baton.core.metrics import RouterMetrics
 from baton.core.step_report import COUNT_BOUNDS, GAP_BOUNDS_S, STEP_BOUNDS_S, RowCounts, StepReport, no_rows
 from baton.proto import worker_pb2
 from baton.proto.step_wire import report_from_proto, report_to_proto, waiting_to_proto
-from baton.router.members import ALIVE_S, Members
+from baton.router.members import ALIVE_S, MAX_GAP_S, Members
 
 pytestmark = pytest.mark.fast
 
@@ -64,7 +64,14 @@ def heartbeat(worker_id="d0", epoch=1, **inventory):
 
 def samples(metrics):
     families = text_string_to_metric_families(metrics.render())
-    return {(item.name, *item.labels.values()): item.value for family in families for item in family.samples}
+    return {(item.name, frozenset(item.labels.items())): item.value for family in families for item in family.samples}
+
+
+class Found(dict):
+    """Samples by name and labels."""
+
+    def of(self, name, **labels):
+        return self[f"baton_{name}", frozenset(labels.items())]
 
 
 @pytest.fixture
@@ -91,32 +98,33 @@ def test_every_number_has_its_name(members, metrics):
             num_blocks=8, num_blocks_free=2, num_requests_running=5, waiting=waiting, steps=report_to_proto(report())
         )
     )
-    found = samples(metrics)
-    assert found["baton_spec_decode_num_drafts_total", "d0"] == 8
-    assert found["baton_spec_decode_num_draft_tokens_total", "d0"] == 14
-    assert found["baton_spec_decode_num_accepted_tokens_total", "d0"] == 9  # as vLLM: those behind an end, too
-    assert found["baton_accepted_tokens_per_position_total", "d0", "0"] == 6
-    assert found["baton_accepted_tokens_per_position_total", "d0", "1"] == 3
-    assert found["baton_draft_tokens_per_position_total", "d0", "1"] == 6
-    assert found["baton_decode_steps_total", "d0"] == 4
-    fates = ("kept", "cut", "late", "failed")
-    assert [found["baton_decode_tokens_total", "d0", fate] for fate in fates] == [17, 3, 3, 1]
-    assert found["baton_decode_computed_tokens_total", "d0"] == 24
-    assert [found["baton_decode_rows_total", "d0", fate] for fate in ("kept", "late", "failed")] == [10, 2, 1]
-    assert found["baton_decode_computed_rows_total", "d0"] == 13
-    assert found["baton_kv_cache_usage", "d0", "decode"] == 0.75
-    assert found["baton_num_requests_running", "d0", "decode"] == 5
-    assert found["baton_num_requests_waiting", "d0", "decode", "blocks"] == 3
+    found = Found(samples(metrics))
+    assert found.of("spec_decode_num_drafts_total", worker="d0") == 8
+    assert found.of("spec_decode_num_draft_tokens_total", worker="d0") == 14
+    assert found.of("spec_decode_num_accepted_tokens_total", worker="d0") == 9  # as vLLM: those behind an end, too
+    accepted = [found.of("accepted_tokens_per_position_total", worker="d0", position=str(at)) for at in range(2)]
+    proposed = [found.of("draft_tokens_per_position_total", worker="d0", position=str(at)) for at in range(2)]
+    assert (accepted, proposed) == ([6, 3], [8, 6])
+    assert found.of("decode_steps_total", worker="d0") == 4
+    tokens = [found.of("decode_tokens_total", worker="d0", fate=fate) for fate in ("kept", "cut", "late", "failed")]
+    assert tokens == [17, 3, 3, 1]
+    assert found.of("decode_computed_tokens_total", worker="d0") == sum(tokens)
+    assert [found.of("decode_rows_total", worker="d0", fate=fate) for fate in ("kept", "late", "failed")] == [10, 2, 1]
+    assert found.of("decode_computed_rows_total", worker="d0") == 13
+    assert found.of("kv_cache_usage", worker="d0", role="decode") == 0.75
+    assert found.of("num_requests_running", worker="d0", role="decode") == 5
+    assert found.of("num_requests_waiting", worker="d0", role="decode", reason="blocks") == 3
 
 
 def test_buckets_hold_what_prometheus_expects(members, metrics):
     members.heartbeat(heartbeat(steps=report_to_proto(report())))
-    found = samples(metrics)
+    found = Found(samples(metrics))
     for bound in (*GAP_BOUNDS_S, math.inf):
         name = "+Inf" if bound == math.inf else str(bound)
-        assert found["baton_decode_host_gap_seconds_bucket", "d0", name] == sum(gap <= bound for gap in GAPS_S)
-    assert found["baton_decode_host_gap_seconds_count", "d0"] == len(GAPS_S)
-    assert found["baton_decode_host_gap_seconds_sum", "d0"] == pytest.approx(sum(GAPS_S))
+        num = found.of("decode_host_gap_seconds_bucket", worker="d0", le=name)
+        assert num == sum(gap <= bound for gap in GAPS_S)
+    assert found.of("decode_host_gap_seconds_count", worker="d0") == len(GAPS_S)
+    assert found.of("decode_host_gap_seconds_sum", worker="d0") == pytest.approx(sum(GAPS_S))
 
 
 def test_a_new_life_begins_at_0_and_a_dead_worker_is_not_shown(members, metrics):
@@ -126,14 +134,13 @@ def test_a_new_life_begins_at_0_and_a_dead_worker_is_not_shown(members, metrics)
     fates = {name: no_rows(2) for name in ("computed", "kept", "cut", "late", "failed")}
     members.heartbeat(heartbeat(epoch=2, steps=report_to_proto(StepReport(num_steps=0, **fates, **times))))
     members.heartbeat(heartbeat("d1", steps=report_to_proto(report())))
-    found = samples(metrics)
-    assert found["baton_spec_decode_num_drafts_total", "d0"] == 0
-    assert found["baton_spec_decode_num_drafts_total", "d1"] == 8
-    members._clock.advance(ALIVE_S + 1)
-    members.expire()
-    members._clock.advance(ALIVE_S)
-    members.expire()
-    assert not [key for key in samples(metrics) if "d0" in key or "d1" in key]
+    found = Found(samples(metrics))
+    assert found.of("spec_decode_num_drafts_total", worker="d0") == 0
+    assert found.of("spec_decode_num_drafts_total", worker="d1") == 8
+    for _ in range(int(ALIVE_S / MAX_GAP_S) + 1):
+        members._clock.advance(MAX_GAP_S)
+        members.expire()
+    assert not [name for name, labels in samples(metrics) if "worker" in dict(labels)]
 
 
 def test_no_name_is_given_twice(members, metrics):
