@@ -158,7 +158,7 @@ def test_nothing_is_lost_between_the_steps_and_the_streams(k, scheduling, steps)
     engine, streams = run_workload(k, k, scheduling)
     report = check(engine, steps, streams, k)
     assert (report.late.num_rows > 0) == (scheduling == "async")
-    assert k == 0 or report.cut.num_tokens > 0
+    assert k < 2 or report.cut.num_tokens > 0
     assert report.host_gap_s.num > 0
 
 
