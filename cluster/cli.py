@@ -164,7 +164,7 @@ def status(
     address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
     json: Json = False,
 ) -> int:
-    """Show a deployment's workers, their lives, blocks and requests."""
+    """Show a deployment's workers: lives, blocks, requests, and what decode steps did."""
 
     def body(output: Output) -> ExitCode:
         from baton.cluster.status import status
@@ -178,7 +178,7 @@ def status(
 def doctor(
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="port that `baton serve` would use")] = 50051,
     selftest: Annotated[bool, typer.Option("--selftest", help="also measure whether invariant numerics hold")] = False,
-    address: Annotated[Text, _option("HOST:PORT of a deployment: also show its KV paths")] = None,
+    address: Annotated[Text, _option("HOST:PORT of a deployment: also show its KV paths and decode steps")] = None,
     json: Json = False,
 ) -> int:
     """Check this machine: versions, devices, ports, limits. Exits 4 on warnings, 3 on failures."""

@@ -44,6 +44,9 @@ class DecodeState(Enum):
     ENDED = auto()
 
 
+_WAITS_FOR = {DecodeState.LANDING: "transfer", DecodeState.READY: "slot", DecodeState.PREEMPTED: "preempted"}
+
+
 @dataclass(slots=True, eq=False)
 class DecodeSequence:
     """One request on a decode worker."""
@@ -145,6 +148,17 @@ class DecodeScheduler:
     def count(self, *states: DecodeState) -> int:
         """Sequences in any of `states`. Any thread."""
         return sum(sequence.state in states for sequence in self.sequences())
+
+    def num_waiting(self) -> dict[str, int]:
+        """Sequences that do not run yet, by what they wait for, in the order of their lives. Any thread."""
+        asking = {reserve.attempt for reserve in tuple(self._reserves)}
+        waiting = dict.fromkeys(("prefill", "blocks", *_WAITS_FOR.values()), 0)
+        for sequence in self.sequences():
+            if sequence.state is DecodeState.ATTENDING:
+                waiting["blocks" if sequence.key in asking else "prefill"] += 1
+            elif sequence.state in _WAITS_FOR:
+                waiting[_WAITS_FOR[sequence.state]] += 1
+        return waiting
 
     @property
     def num_slots_in_use(self) -> int:

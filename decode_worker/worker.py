@@ -13,7 +13,7 @@ from baton.core.clock import Clock
 from baton.core.config import SchedulingName
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded, TransferFailed
 from baton.core.logprobs import TokenLogprobs
-from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
+from baton.core.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_attempt
 from baton.decode_worker.events import token_event
@@ -28,10 +28,12 @@ from baton.engine.grammar import check_compiles
 from baton.engine.preemption import Preemption
 from baton.engine.prefill import SequenceStart
 from baton.engine.step_pipeline import StepPipeline
+from baton.engine.step_tally import Dropped, Fate, StepTally
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed
 from baton.proto import kv_pb2, worker_pb2
+from baton.proto.step_wire import report_to_proto, waiting_to_proto
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
 from baton.worker.transfer_counts import landing_counts
@@ -79,7 +81,7 @@ class DecodeWorker:
         capacity_len = pool.num_blocks * pool.layout.block_size
         self._limits = dataclasses.replace(limits, decode_capacity_len=capacity_len)
         self._gate = Gate("the decode worker is full", max_queue_len)
-        self._counts = SpeculationCounts()
+        self._tally = StepTally(runner.num_draft_tokens)
         self._num_finished = 0
         self._num_failed = 0
         self._loop = LoopThread("decode-loop", self._step, on_fatal)
@@ -131,10 +133,11 @@ class DecodeWorker:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
         landings = self._landing.inventory()
         scheduler, preempted = self._scheduler, self._preemption.counts
+        meter, waiting = self._runner.meter, scheduler.num_waiting()
+        steps = self._tally.report(meter, meter.computed())
         return worker_pb2.Inventory(
-            num_requests_waiting=scheduler.count(
-                DecodeState.ATTENDING, DecodeState.LANDING, DecodeState.READY, DecodeState.PREEMPTED
-            ),
+            num_requests_waiting=sum(waiting.values()),
+            waiting=waiting_to_proto(waiting),
             num_requests_running=scheduler.count(DecodeState.RUNNING, DecodeState.COMPUTING),
             num_blocks=self._allocator.num_blocks,
             num_blocks_free=self._allocator.num_free,
@@ -145,9 +148,9 @@ class DecodeWorker:
             num_attends=len(scheduler.sequences()),
             frames_late_dropped=landings["frames_late_dropped"],
             frames_corrupt=landings["frames_corrupt"],
-            num_draft_tokens=self._counts.num_draft_tokens,
-            num_accepted_tokens=self._counts.num_accepted_tokens,
-            num_emitted_tokens=self._counts.num_emitted_tokens,
+            num_draft_tokens=steps.kept.num_draft_tokens,
+            num_accepted_tokens=steps.kept.num_accepted_tokens,
+            num_emitted_tokens=steps.kept.num_tokens,
             num_requests_finished=self._num_finished,
             num_requests_failed=self._num_failed,
             kv_bytes=landings["bytes_landed"],
@@ -158,6 +161,7 @@ class DecodeWorker:
             num_host_full=preempted.num_host_full,
             num_host_blocks_used=self._preemption.num_host_blocks_used,
             transfer=landing_counts(landings, self._allocator.num_quarantined),
+            steps=report_to_proto(steps),
         )
 
     # The loop: receive -> preempt -> grant -> admit -> launch -> publish. Everything below runs on the loop thread.
@@ -171,6 +175,7 @@ class DecodeWorker:
         self._grant()
         self._admit()
         has_launched = self._returns.compute() and self._launch()
+        self._runner.meter.copy_if_wanted()
         is_stepping = has_launched or self._returns.is_working or not self._steps.is_empty
         self._read(has_launched)
         return worked or is_stepping
@@ -269,30 +274,30 @@ class DecodeWorker:
         return self._preemption.launch([sequence.slot for sequence in running], running)
 
     def _read(self, has_launched: bool) -> None:
-        most_proposed = num_proposed = num_emitted = 0
+        proposed_lens: list[int] = []
         accepted_lens: list[int] = []
+        dropped: list[Dropped] = []
+        num_emitted = 0
         published: list[tuple[DecodeSequence, list[int], Sequence[TokenLogprobs], FinishReason | None]] = []
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
             if sequence.state is not DecodeState.RUNNING:
-                continue  # it ended, or was given up, after this step was launched
+                dropped.append(Dropped(Fate.LATE, emitted))  # it ended, or was given up, after this step was launched
+                continue
             if emitted.error is not None:
+                dropped.append(Dropped(Fate.FAILED, emitted))
                 self._fail(sequence, emitted.error)
                 continue
             kept, reason = sequence.checker.accept(emitted.token_ids)
             proposed_len, num_accepted = emitted.proposed_len, min(emitted.accepted_len, len(kept))
             sequence.counts.add_step(num_proposed=proposed_len, num_accepted=num_accepted, num_emitted=len(kept))
-            most_proposed = max(most_proposed, proposed_len)
-            num_proposed += proposed_len
-            num_emitted += len(kept)
+            proposed_lens.append(proposed_len)
             accepted_lens.append(num_accepted)
+            num_emitted += len(kept)
+            if len(kept) < len(emitted.token_ids):
+                dropped.append(Dropped(Fate.CUT, emitted, len(kept)))
             published.append((sequence, kept, (emitted.logprobs or ())[: len(kept)], reason))
-        if accepted_lens:  # counted before anybody hears of it
-            self._counts.add_steps(
-                most_proposed=most_proposed,
-                num_proposed=num_proposed,
-                accepted_lens=accepted_lens,
-                num_emitted=num_emitted,
-            )
+        if proposed_lens or dropped:  # counted before anybody hears of it
+            self._tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
         for sequence, kept, logprobs, reason in published:
             self._publish(sequence, kept, logprobs, reason)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from baton.core.clock import Clock
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
 from baton.core.verification import VerificationConfig
@@ -28,6 +29,7 @@ from baton.engine.logprobs import num_packed
 from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
 from baton.engine.slots import Growth, SlotTable
+from baton.engine.step_meter import StepMeter
 from baton.engine.step_ticket import DecodeOutput, StepTicket
 from baton.engine.verifiers import make_verifier
 from baton.engine.verify import DraftLaw
@@ -73,6 +75,7 @@ class DecodeRunner:
         step: what a step computes.
         host_kv_bytes: host memory for the KV of sequences that give way (`kv_offload`).
         prepare_ahead: make what attention needs to verify on a thread (and a stream) of its own, while drafting.
+        clock: times steps on a CPU; the process's real one if None.
 
     Raises:
         ConfigInvalid: the verification does not fit the number of drafts.
@@ -92,6 +95,7 @@ class DecodeRunner:
         step: StepFunction | None = None,
         host_kv_bytes: int = 0,
         prepare_ahead: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         assert max_num_sequences >= 1
         assert num_draft_tokens == 0 or pool.layout.num_layers > model.config.num_layers, "drafts need an MTP layer"
@@ -116,6 +120,7 @@ class DecodeRunner:
         self._last_step_N = np.zeros(max_num_sequences, dtype=np.int64)
         self._unread: dict[int, StepTicket] = {}
         self._lane = lane_for(pool.device)
+        self.meter = StepMeter(num_draft_tokens, self._lane, pool.device, clock)
         self._preparer = StepPreparer(pool) if prepare_ahead else None
         self._buffers = ResultBuffers(max_num_sequences * (num_draft_tokens + 3), pool.device)
         self._table = SlotTable(
@@ -195,6 +200,7 @@ class DecodeRunner:
         self._lengths.admit(slot, prompt_len + 1, limit=limit, end=end, max_len=max_len)
         self._sampling[slot] = sampling
         self._draft_caps[slot] = draft_cap
+        self.meter.admit(slot)
         self._batch = None
 
     def release(self, slot: int) -> StepTicket | None:
@@ -271,7 +277,8 @@ class DecodeRunner:
         num_columns = num_drafts + 3
         num_values = len(batch.slots) * num_columns + batch.num_reporting * (num_drafts + 1) * num_packed(batch.num_top)
         buffer = self._buffers.take(num_values)
-        future = self._lane.submit(lambda: self._run(batch, bound), buffer[:num_values])
+        times = self.meter.launch(batch.slots)
+        future = self._lane.submit(lambda: self.meter.run(times, lambda: self._run(batch, bound)), buffer[:num_values])
         launched = self._lengths.launch(batch.host_slots_B, batch.most_B)
         self._num_launched += 1
         number = self._num_launched
@@ -279,6 +286,7 @@ class DecodeRunner:
         def on_read(accepted_lens: tuple[int, ...]) -> None:
             self._buffers.give_back(buffer)
             self._decisions.check(accepted_lens)
+            self.meter.read(times)
             self._lengths.collect(launched, np.array(accepted_lens, dtype=np.int64) + 1)
             del self._unread[number]
 
@@ -323,6 +331,7 @@ class DecodeRunner:
         state, verified = self._step(before, rows, plan, self._model, self._pool, self._verifier, self._preparer)
         self._table.scatter(batch.slots_B, state)
         self._table.sampling.advance(batch.slots_B, verified)
+        self.meter.counters.add(batch.slots_B, rows.draft_cap_B, batch.num_drafts, verified.accepted_len_B)
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
         if grammar is not None:
             self._emitted = grammar.emitted(verified)

@@ -135,6 +135,7 @@ class LeadDecode:
         self.num_draft_tokens = runner.num_draft_tokens
         self.grammars = runner.grammars
         self.kv_offload = LeadOffload(runner.kv_offload, channel)
+        self.meter = runner.meter
 
     def admit(
         self,

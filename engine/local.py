@@ -7,66 +7,28 @@ one caller drives it.
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from baton.core.clock import Clock, MonotonicClock
 from baton.core.config import SchedulingName
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded
 from baton.core.logprobs import TokenLogprobs
-from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts, choices_of
+from baton.core.request import AttemptKey, GenerationRequest, choices_of
+from baton.core.step_report import StepReport
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_request
 from baton.core.verification import VerificationConfig
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
+from baton.engine.generation import GenerationResult, TokenEvent
 from baton.engine.grammar import GrammarCompiler
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
 from baton.engine.preemption import Preemption, PreemptionCounts
 from baton.engine.prefill import PrefillRunner, SequenceStart
 from baton.engine.step_pipeline import StepPipeline
+from baton.engine.step_tally import Dropped, Fate, StepTally
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationResult:
-    """What became of a request, or of one of its `n` answers.
-
-    Attributes:
-        key: the request's.
-        token_ids: everything generated, the token that ended it included.
-        finish_reason: why it ended; None if `error` says so.
-        error: what ended it instead (deadline, cancel, a grammar beyond its limits); `token_ids` were made before.
-        counts: drafts proposed, accepted, and tokens emitted (the first token, which prefill makes, included).
-        ttft_s: from submission to the first token; None if there is none.
-        tpot_s: mean time of a token after the first; None with fewer than two.
-        num_preemptions: times that it gave its blocks to others.
-        choice: which of the request's answers this is.
-        logprobs: of each token; None if none were asked for.
-        prompt_logprobs: of each prompt token but the first, with choice 0; None if none were asked for.
-    """
-
-    key: AttemptKey
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    error: BatonError | None
-    counts: SpeculationCounts
-    ttft_s: float | None
-    tpot_s: float | None
-    num_preemptions: int = 0
-    choice: int = 0
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEvent:
-    """Tokens of one answer as one step made them; its last event carries the result."""
-
-    token_ids: tuple[int, ...]
-    result: GenerationResult | None
-    choice: int = 0
 
 
 class LocalEngine:
@@ -128,7 +90,9 @@ class LocalEngine:
             verification=verification,
             grammars=self._grammars,
             host_kv_bytes=host_kv_bytes,
+            clock=self._clock,
         )
+        self._tally = StepTally(num_draft_tokens)
         self._steps = StepPipeline[LocalSequence](self._decode, scheduling)
         self._preemption = Preemption(allocator, self._scheduler, self._decode, self._steps)
         self._preempt_at = sorted(preempt_at)
@@ -229,6 +193,13 @@ class LocalEngine:
         self._scheduler.check_empty()
         self._in_step = False
 
+    def step_report(self) -> StepReport:
+        """What the decode steps did until now; waits for one that is running.
+
+        Between two calls of `step` one step may be in flight: computed, and not read yet.
+        """
+        return self._tally.report(self._decode.meter, self._decode.meter.computed_now())
+
     def _validate(self, request: GenerationRequest) -> None:
         validate_request(request.prompt_token_ids, request.sampling, self.limits)
         if request.sampling.grammar is not None:
@@ -245,6 +216,7 @@ class LocalEngine:
         planned = self._scheduler.next_chunks()
         if not planned:
             return
+        self._decode.meter.interrupt()
         forward = self._prefill.forward([chunk for _, chunk in planned], _ignore_layer)
         rows = zip(planned, forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
         for (sequence, chunk), token, logprobs, prompt_logprobs in rows:
@@ -296,19 +268,34 @@ class LocalEngine:
     def _decode_step(self) -> None:
         sequences = self._scheduler.decoding()
         slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
-        has_launched = self._preemption.launch(slots, sequences)
+        self._read(has_launched=self._preemption.launch(slots, sequences))
+
+    def _read(self, *, has_launched: bool) -> None:
+        proposed_lens: list[int] = []
+        accepted_lens: list[int] = []
+        dropped: list[Dropped] = []
+        num_emitted = 0
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
             if not sequence.is_decoding:
-                continue  # it ended in an earlier step; this one was launched before that was known
+                dropped.append(Dropped(Fate.LATE, emitted))  # it ended after this step was launched
+                continue
             if emitted.error is not None:
+                dropped.append(Dropped(Fate.FAILED, emitted))
                 self._end(sequence, (), emitted.error)
                 continue
-            accepted_len, proposed_len = emitted.accepted_len, emitted.proposed_len
             kept = self._take(sequence, emitted.token_ids, emitted.logprobs or ())
+            num_accepted = min(emitted.accepted_len, len(kept))
             sequence.counts.add_step(
-                num_proposed=proposed_len, num_accepted=min(accepted_len, len(kept)), num_emitted=len(kept)
+                num_proposed=emitted.proposed_len, num_accepted=num_accepted, num_emitted=len(kept)
             )
+            proposed_lens.append(emitted.proposed_len)
+            accepted_lens.append(num_accepted)
+            num_emitted += len(kept)
+            if len(kept) < len(emitted.token_ids):
+                dropped.append(Dropped(Fate.CUT, emitted, len(kept)))
             self._publish(sequence, kept)
+        if proposed_lens or dropped:
+            self._tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
 
     def _take(
         self, sequence: LocalSequence, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
@@ -337,7 +324,7 @@ class LocalEngine:
         else:
             self._scheduler.remove(sequence)
             self._preemption.forget(sequence)
-        result = _result(sequence, error)
+        result = GenerationResult.of(sequence, error)
         self._unread[sequence.key].append(TokenEvent(token_ids=token_ids, result=result, choice=result.choice))
         self._num_open[sequence.key] -= 1
 
@@ -351,32 +338,11 @@ class LocalEngine:
             self._unread.pop(key, None)
             self._num_open.pop(key, None)
         if not self._in_step and not self._scheduler.unfinished():
-            for sequence, _ in self._steps.drain():
-                assert not sequence.is_decoding
+            while not self._steps.is_empty:
+                self._read(has_launched=False)
+            for _ in self._steps.drain():  # of copies, too
+                raise AssertionError("every step was read")
         self._scheduler.check_empty()
-
-
-def _result(sequence: LocalSequence, error: BatonError | None) -> GenerationResult:
-    asked = sequence.request.sampling
-    ttft_s = tpot_s = None
-    num_tokens = len(sequence.token_ids)
-    if sequence.first_token_s is not None and sequence.last_token_s is not None:
-        ttft_s = sequence.first_token_s - sequence.submitted_s
-        if num_tokens > 1:
-            tpot_s = (sequence.last_token_s - sequence.first_token_s) / (num_tokens - 1)
-    return GenerationResult(
-        key=sequence.key,
-        token_ids=tuple(sequence.token_ids),
-        finish_reason=sequence.finish_reason,
-        error=error,
-        counts=sequence.counts,
-        ttft_s=ttft_s,
-        tpot_s=tpot_s,
-        num_preemptions=sequence.num_preemptions,
-        choice=sequence.request.choice,
-        logprobs=None if asked.logprobs is None else tuple(sequence.logprobs),
-        prompt_logprobs=None if asked.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
-    )
 
 
 def _ignore_layer(layer: int) -> None:
