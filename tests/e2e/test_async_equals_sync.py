@@ -1,7 +1,8 @@
 """Asynchronous scheduling gives what synchronous scheduling does: the same tokens, accepted step by step alike.
 
-In float64, in the one-process engine, over drafts, ways to choose tokens, ways to end and chunk sizes. The
-decode worker's own tests run it asynchronously, as it does by default.
+In float64, in the one-process engine, over drafts, ways to choose tokens, ways to end and chunk sizes; and over
+sequences that are preempted at a token, computed again or brought back from host memory. The decode worker's own tests
+run it asynchronously, as it does by default.
 """
 
 import itertools
@@ -23,15 +24,20 @@ GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
 CUT = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
 CHOICES = {"greedy": (GREEDY,), "sampled": (SAMPLED, CUT), "mixed": (GREEDY, SAMPLED, CUT)}
 ENDS = ("length", "room", "stop token", "stop string", "eos")
-CELLS = list(itertools.product(DRAFTS, CHOICES, ENDS, CHUNKS))
+PREEMPTED = {
+    "whole": {},
+    "recompute": {"overcommit": True, "preempt_at": (4,)},
+    "offload": {"overcommit": True, "preempt_at": (1, 6), "host_kv_bytes": 1 << 20},
+}
+CELLS = list(itertools.product(DRAFTS, CHOICES, ENDS, CHUNKS, PREEMPTED))
 PAIRWISE = pairwise(CELLS)
 TOY = ToyModel(sharpness=2.0)
 MAX_TOKENS = 13
 
 
 def cell_id(cell):
-    k, choice, end, chunk_len = cell
-    return f"k{k}-{choice}-{end.replace(' ', '_')}-{chunk_len}"
+    k, choice, end, chunk_len, preempted = cell
+    return f"k{k}-{choice}-{end.replace(' ', '_')}-{chunk_len}-{preempted}"
 
 
 def sampling_for(choice, end, at, prompt_len, max_model_len):
@@ -52,7 +58,7 @@ def sampling_for(choice, end, at, prompt_len, max_model_len):
 
 
 def toy_requests(cell):
-    k, choice, end, _ = cell
+    k, choice, end, _, _ = cell
     requests = []
     for at in range(5 if end == "room" else 10):
         prompt_len = 70 + at if end == "room" else (1, 2, 5, 9, 20)[at % 5]
@@ -101,7 +107,7 @@ def run(monkeypatch, model, tokenizer, requests, *, scheduling, k, chunk_len, **
 
 
 def check_toy(monkeypatch, cell):
-    k, _, end, chunk_len = cell
+    k, _, end, chunk_len, preempted = cell
     made = {
         scheduling: run(
             monkeypatch,
@@ -111,6 +117,7 @@ def check_toy(monkeypatch, cell):
             scheduling=scheduling,
             k=k,
             chunk_len=chunk_len,
+            **(PREEMPTED[preempted] if scheduling == "async" else {}),
         )
         for scheduling in ("sync", "async")
     }
