@@ -68,11 +68,11 @@ class StepTally:
     """
 
     def __init__(self, num_draft_tokens: int) -> None:
-        self._lengths = range(num_draft_tokens + 1)
+        self._longest_first = tuple(range(num_draft_tokens, -1, -1))
         self._num_steps = 0
         self._num_tokens = 0
-        self._by_proposed = [0] * len(self._lengths)  # kept rows
-        self._by_accepted = [0] * len(self._lengths)
+        self._by_proposed = [0] * (num_draft_tokens + 1)  # kept rows
+        self._by_accepted = [0] * (num_draft_tokens + 1)
         self._dropped = {fate: _Rows(num_draft_tokens) for fate in Fate}
         self._step_tokens = Buckets(COUNT_BOUNDS)
         self._step_sequences = Buckets(COUNT_BOUNDS)
@@ -97,9 +97,8 @@ class StepTally:
         with self._lock:
             self._num_steps += 1
             self._num_tokens += num_emitted
-            for length in self._lengths:
-                self._by_proposed[length] += proposed_lens.count(length)
-                self._by_accepted[length] += accepted_lens.count(length)
+            self._count(proposed_lens, self._by_proposed)
+            self._count(accepted_lens, self._by_accepted)
             for item in dropped:
                 self._dropped[item.fate].add(item)
                 num_rows += item.fate is not Fate.CUT
@@ -132,6 +131,15 @@ class StepTally:
                 step_tokens=self._step_tokens.read(),
                 step_sequences=self._step_sequences.read(),
             )
+
+    def _count(self, lengths: list[int], by_length: list[int]) -> None:
+        num_left = len(lengths)
+        for length in self._longest_first:  # mostly, all propose the most
+            num = lengths.count(length)
+            by_length[length] += num
+            num_left -= num
+            if not num_left:
+                break
 
     def _kept(self) -> RowCounts:
         return RowCounts(
