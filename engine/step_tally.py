@@ -17,7 +17,6 @@ from baton.engine.step_counters import at_least
 from baton.engine.step_meter import StepMeter
 from baton.engine.step_ticket import Emitted
 
-
 _MAX_STEPS: Final = 64  # sorted at once, which is cheaper than one by one
 
 
