@@ -28,6 +28,7 @@ class WorkerTotals:
         num_waiting: requests that are not, by what they wait for.
         kv_cache_usage: share of its KV blocks that somebody holds, 0 ... 1.
         steps: of a decode worker.
+        giving_way: of a decode worker, what preemption has cost, by the names of metrics.
     """
 
     worker: str
@@ -36,8 +37,16 @@ class WorkerTotals:
     num_waiting: Mapping[str, int]
     kv_cache_usage: float
     steps: StepReport | None
+    giving_way: Mapping[str, int] | None = None
 
 
+GIVING_WAY: Final = {
+    "preemptions": "Times that a request gave its KV blocks to others",
+    "recomputed_tokens": "Positions whose KV was dropped and is computed again",
+    "offloaded_blocks": "KV blocks copied to host memory",
+    "restored_blocks": "KV blocks copied back",
+    "host_kv_full": "Preemptions that found too little host memory, where there is any",
+}
 _COUNTERS: Final[tuple[tuple[str, str, Callable[[StepReport], int]], ...]] = (
     ("spec_decode_num_drafts", "Verify steps of one sequence with drafts", lambda steps: steps.verified.num_drafts),
     ("spec_decode_num_draft_tokens", "Drafts proposed", lambda steps: steps.verified.num_draft_tokens),
@@ -80,6 +89,12 @@ class WorkerCollector(Collector):
         found = tuple(self._read())
         yield from _gauges(found)
         steps = {item.worker: item.steps for item in found if item.steps is not None}
+        for name, text in GIVING_WAY.items():
+            counter = CounterMetricFamily(f"baton_{name}", text, labels=("worker",))
+            for item in found:
+                if item.giving_way is not None:
+                    counter.add_metric((item.worker,), item.giving_way[name])
+            yield counter
         for name, text, of in _COUNTERS:
             counter = CounterMetricFamily(f"baton_{name}", text, labels=("worker",))
             for worker, report in steps.items():

@@ -22,12 +22,13 @@ from baton.engine.grammar import GrammarCompiler, GrammarState
 from baton.engine.grammar_rows import EmittedTokens, GrammarRows
 from baton.engine.history import SampledSequence
 from baton.engine.host_future import ResultBuffers
+from baton.engine.kv_offload import KVOffload
 from baton.engine.lane import lane_for
 from baton.engine.length_bounds import Ints, LengthBounds
 from baton.engine.logprobs import num_packed
 from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
-from baton.engine.slots import SlotTable
+from baton.engine.slots import Growth, SlotTable
 from baton.engine.step_meter import StepMeter
 from baton.engine.step_ticket import DecodeOutput, StepTicket
 from baton.engine.verifiers import make_verifier
@@ -72,6 +73,7 @@ class DecodeRunner:
         verification: of drafts; coupled if None.
         grammars: sequences with a grammar need it.
         step: what a step computes.
+        host_kv_bytes: host memory for the KV of sequences that give way (`kv_offload`).
         prepare_ahead: make what attention needs to verify on a thread (and a stream) of its own, while drafting.
         clock: times steps on a CPU; the process's real one if None.
 
@@ -91,6 +93,7 @@ class DecodeRunner:
         verification: VerificationConfig | None = None,
         grammars: GrammarCompiler | None = None,
         step: StepFunction | None = None,
+        host_kv_bytes: int = 0,
         prepare_ahead: bool = False,
         clock: Clock | None = None,
     ) -> None:
@@ -129,6 +132,7 @@ class DecodeRunner:
             dtype=model.dtype,
             device=pool.device,
         )
+        self.kv_offload = KVOffload(pool, host_kv_bytes, self._lane, self._table, communicator or Alone())
 
     def admit(
         self,
@@ -192,7 +196,8 @@ class DecodeRunner:
                 self._states[slot] = grammar
 
         self._lane.run(place)
-        self._lengths.admit(slot, prompt_len + 1, limit=limit, end=prompt_len - output_len + sampling.max_tokens)
+        end, max_len = prompt_len - output_len + sampling.max_tokens, self._model.config.max_model_len
+        self._lengths.admit(slot, prompt_len + 1, limit=limit, end=end, max_len=max_len)
         self._sampling[slot] = sampling
         self._draft_caps[slot] = draft_cap
         self.meter.admit(slot)
@@ -214,6 +219,20 @@ class DecodeRunner:
 
         self._lane.run(leave)
         return self._running_step(slot)
+
+    def short_of_room(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """(slot, positions) of those whose block tables must `grow` to so many before they are launched again."""
+        batch = self._batch_of(slots)
+        short = self._lengths.short_of_room(batch.host_slots_B, batch.most_B)
+        return [(batch.slots[place], wanted_len) for place, wanted_len in short]
+
+    def grow(self, growths: Sequence[Growth]) -> None:
+        """Give running sequences more blocks; steps launched from now on have them."""
+        block_size, max_model_len = self._pool.layout.block_size, self._model.config.max_model_len
+        limits = [min((item.first + len(item.blocks)) * block_size, max_model_len) for item in growths]
+        for growth, limit in zip(growths, limits, strict=True):
+            self._lengths.grow(growth.slot, limit)
+        self._lane.run(lambda: self._table.grow(growths, limits))
 
     def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Those of `slots` that may need another step, as far as can be said before all results are read.

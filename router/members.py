@@ -203,4 +203,13 @@ def _worker_totals(state: worker_pb2.WorkerState) -> WorkerTotals:
         num_waiting={item.reason: item.num_requests for item in held.waiting},
         kv_cache_usage=1 - held.num_blocks_free / held.num_blocks if held.num_blocks else 0.0,
         steps=report_from_proto(held.steps) if held.HasField("steps") else None,
+        giving_way={
+            "preemptions": held.num_preemptions,
+            "recomputed_tokens": held.num_recomputed_tokens,
+            "offloaded_blocks": held.num_offloaded_blocks,
+            "restored_blocks": held.num_restored_blocks,
+            "host_kv_full": held.num_host_full,
+        }
+        if state.role == "decode"
+        else None,
     )

@@ -95,7 +95,16 @@ def test_every_number_has_its_name(members, metrics):
     waiting = waiting_to_proto({"blocks": 3, "slot": 1})
     members.heartbeat(
         heartbeat(
-            num_blocks=8, num_blocks_free=2, num_requests_running=5, waiting=waiting, steps=report_to_proto(report())
+            num_blocks=8,
+            num_blocks_free=2,
+            num_requests_running=5,
+            waiting=waiting,
+            steps=report_to_proto(report()),
+            num_preemptions=7,
+            num_recomputed_tokens=90,
+            num_offloaded_blocks=12,
+            num_restored_blocks=11,
+            num_host_full=2,
         )
     )
     found = Found(samples(metrics))
@@ -106,6 +115,8 @@ def test_every_number_has_its_name(members, metrics):
     proposed = [found.of("draft_tokens_per_position_total", worker="d0", position=str(at)) for at in range(2)]
     assert (accepted, proposed) == ([6, 3], [8, 6])
     assert found.of("decode_steps_total", worker="d0") == 4
+    names = ("preemptions", "recomputed_tokens", "offloaded_blocks", "restored_blocks", "host_kv_full")
+    assert [found.of(f"{name}_total", worker="d0") for name in names] == [7, 90, 12, 11, 2]
     tokens = [found.of("decode_tokens_total", worker="d0", fate=fate) for fate in ("kept", "cut", "late", "failed")]
     assert tokens == [17, 3, 3, 1]
     assert found.of("decode_computed_tokens_total", worker="d0") == sum(tokens)

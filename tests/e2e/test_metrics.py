@@ -26,6 +26,11 @@ from baton.tests.e2e.conftest import TINY
 from baton.tests.worker.test_nodes import worker_config
 
 BY_FAULTS = {
+    "preemptions": "too few KV blocks: tests/e2e/test_preemption.py",
+    "recomputed_tokens": "likewise",
+    "offloaded_blocks": "likewise, with host memory",
+    "restored_blocks": "likewise",
+    "host_kv_full": "likewise, with too little of it",
     "handoff_retries": "a failed hand-off: tests/router/test_attempts.py",
     "kv_transfer_resent": "a lost frame: tests/kvtransfer/test_services.py",
     "kv_transfer_late_dropped": "a cancel while frames are on their way: tests/kvtransfer/test_services.py",
@@ -214,7 +219,7 @@ def test_every_metric_moves_or_says_what_moves_it(running):
     assert still <= set(BY_FAULTS), still - set(BY_FAULTS)
     assert {f"baton_{name}" for name in BY_FAULTS} <= set(names), "a name that is defined no more"
     reasons = {dict(labels).get("reason") for (name, labels) in scrapes[-1] if name == "baton_num_requests_waiting"}
-    assert reasons == {"turn", "prefill", "blocks", "transfer", "slot"}
+    assert reasons == {"turn", "prefill", "blocks", "transfer", "slot", "preempted"}
 
 
 def test_status_says_what_decode_steps_did(running, capsys):
