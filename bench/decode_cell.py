@@ -59,35 +59,28 @@ class Turn:
 
 
 class DecodeCells:
-    """The cells of one number of drafts: a runner whose slots are filled anew for each turn.
+    """All cells on one runner, whose slots are filled anew for each turn.
 
     Args:
-        runner: with `max(options.batches)` slots and `num_drafts` drafts; at rank 0 of a gang its lead.
+        runner: with `max(options.batches)` slots and `max(options.drafts)` drafts; at rank 0 of a gang its lead.
         lane: of the runner.
         model: the runner's.
         options: of the run.
-        num_drafts: of a step.
     """
 
     def __init__(
-        self,
-        runner: DecodeRunner | LeadDecode,
-        lane: StampedLane,
-        model: Model,
-        options: DecodeOptions,
-        num_drafts: int,
+        self, runner: DecodeRunner | LeadDecode, lane: StampedLane, model: Model, options: DecodeOptions
     ) -> None:
         self._runner = runner
         self._lane = lane
         self._model = model
         self._options = options
-        self._num_drafts = num_drafts
         self._tables = block_tables(options)
         self._rng = np.random.default_rng(options.seed)
 
     def measure(self, cell: Cell) -> Turn:
         """One round of a cell."""
-        slots = self.fill(cell.batch)
+        slots = self.fill(cell)
         run = _Run(self._runner, slots, cell.scheduling)
         num_warm = run.steps(WARM_STEPS)
         self._lane.take()
@@ -111,7 +104,7 @@ class DecodeCells:
 
     def device_work(self, cell: Cell) -> tuple[float, float]:
         """On a GPU, of a step: milliseconds in which kernels and copies ran, and how many there were."""
-        slots = self.fill(cell.batch)
+        slots = self.fill(cell)
         run = _Run(self._runner, slots, cell.scheduling)
         run.steps(WARM_STEPS)
         self._lane.take()
@@ -124,25 +117,23 @@ class DecodeCells:
         busy_us = sum(event.time_range.elapsed_us() for event in events)
         return busy_us / num_steps / 1e3, len(events) / num_steps
 
-    def fill(self, batch: int) -> list[int]:
-        """Put sequences at the end of their prompt into the first slots."""
+    def fill(self, cell: Cell) -> list[int]:
+        """Put a cell's sequences, at the end of their prompt, into the first slots."""
         options, config = self._options, self._model.config
-        for slot in range(batch):
+        for slot in range(cell.batch):
             first, draft = self._rng.integers(config.vocab_size, size=2).tolist()
             hidden_D = torch.from_numpy(self._rng.standard_normal(config.hidden_size)).to(self._model.dtype)
             start = SequenceStart(
                 first_token=first,
-                draft_token=draft if self._num_drafts else None,
-                hidden_D=hidden_D if self._num_drafts else None,
+                draft_token=draft if cell.num_drafts else None,
+                hidden_D=hidden_D if cell.num_drafts else None,
                 prompt_len=options.prompt_len,
             )
             sampling = SamplingParams(
                 max_tokens=options.capacity_len, temperature=options.temperature, seed=slot, ignore_eos=True
             )
-            self._runner.admit(
-                slot, start, options.prompt_len, sampling, self._tables[slot], self._num_drafts, prompt_token_ids=()
-            )
-        return list(range(batch))
+            self._runner.admit(slot, start, options.prompt_len, sampling, self._tables[slot], cell.num_drafts)
+        return list(range(cell.batch))
 
     def empty(self, slots: list[int]) -> None:
         """Take them out again; no step is running."""

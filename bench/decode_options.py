@@ -67,10 +67,11 @@ class DecodeOptions:
         """Positions that one sequence may come to occupy, whatever is accepted."""
         return self.prompt_len + 1 + (max(self.drafts) + 1) * (WARM_STEPS + self.steps + 1)
 
-    def verification_of(self, num_drafts: int) -> VerificationConfig:
-        """Of steps with up to so many drafts."""
-        if self.verification == "synthetic" and num_drafts:
-            return VerificationConfig.synthetic(*(self.rate ** (place + 1) for place in range(num_drafts)))
+    @property
+    def verification_config(self) -> VerificationConfig:
+        """Of all steps."""
+        if self.verification == "synthetic":
+            return VerificationConfig.synthetic(*(self.rate ** (place + 1) for place in range(max(self.drafts))))
         return VerificationConfig()
 
 
