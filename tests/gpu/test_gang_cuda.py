@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+import traceback
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from baton.engine.nccl_group import NcclGroup
 from baton.engine.plan import PlanChannel, plan_codec
 from baton.engine.plan_messages import Stop
 from baton.engine.tp_group import open_store
+from baton.model.loader import load_model
+from baton.scripts.model_shape import write_shape
 from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runners_of
 
 pytestmark = [
@@ -21,44 +24,66 @@ pytestmark = [
 ]
 SIZE = 2
 K = 2
+ANSWER_S = 50.0
 
 
 def run_rank(rank, pipe, work, arguments):
     """Meets the others, does `work(channel, device, ...)`, and sends what comes of it."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    if rank == 0:
-        store, listener = open_store(0, SIZE, 0), gang_join.Listener(plan_codec(), SIZE)
-        pipe.send((store.port, listener.address, listener.token))
-        link = listener.accept(60.0)
-    else:
-        port, address, token = pipe.recv()
-        store, link = open_store(rank, SIZE, port), gang_join.join(plan_codec(), rank, SIZE, address, token)
-    channel = PlanChannel(link, NcclGroup(rank, SIZE, store, device))
-    with torch.inference_mode():
-        result = work(channel, device, *arguments)
+    try:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        if rank == 0:
+            store, listener = open_store(0, SIZE, 0), gang_join.Listener(plan_codec(), SIZE)
+            pipe.send((store.port, listener.address, listener.token))
+            link = listener.accept(60.0)
+        else:
+            port, address, token = pipe.recv()
+            store, link = open_store(rank, SIZE, port), gang_join.join(plan_codec(), rank, SIZE, address, token)
+        channel = PlanChannel(link, NcclGroup(rank, SIZE, store, device))
+        with torch.inference_mode():
+            result = work(channel, device, *arguments)
+    except BaseException:
+        pipe.send(Failed(traceback.format_exc()))
+        raise
     pipe.send(result)
     pipe.recv()
     channel.close()
+    channel.communicator.close()
+
+
+class Failed(str):
+    """What a rank raised."""
 
 
 def on_gpus(work, *arguments):
+    """`work` at every rank; what each returned."""
     context = multiprocessing.get_context("spawn")
-    ends = [context.Pipe() for _ in range(SIZE)]
-    ranks = [
-        context.Process(target=run_rank, args=(rank, ends[rank][1], work, arguments), daemon=True)
-        for rank in range(SIZE)
-    ]
-    for rank in ranks:
-        rank.start()
-    ends[1][0].send(ends[0][0].recv())
-    results = [ours.recv() for ours, _ in ends]
-    for ours, _ in ends:
-        ours.send(None)
-    for rank in ranks:
-        rank.join(20.0)
-        rank.kill()
-    return results
+    pipes, ranks = [], []
+    try:
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            ranks.append(context.Process(target=run_rank, args=(rank, theirs, work, arguments), daemon=True))
+            ranks[-1].start()
+            theirs.close()  # so that a rank's death is heard
+            pipes.append(ours)
+        pipes[1].send(answer_of(pipes[0]))
+        results = [answer_of(pipe) for pipe in pipes]
+        for pipe in pipes:
+            pipe.send(None)
+        for rank in ranks:
+            rank.join(5.0)
+        return results
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def answer_of(pipe):
+    assert pipe.poll(ANSWER_S), "a rank does not answer"
+    answer = pipe.recv()
+    assert not isinstance(answer, Failed), answer
+    return answer
 
 
 def use_group(channel, device):
@@ -82,9 +107,17 @@ def test_the_group_adds_broadcasts_and_carries_bytes():
         print(f"broadcast of a decision: {broadcast_us:.1f} us, launched one by one")
 
 
-def use_model(channel, device, path, dtype, numerics, mode):
+def use_model(channel, device, path, dtype, numerics, mode, random_seed=None):
     group = channel.communicator
-    model = load(path, group, dtype, numerics, device)
+    model = load_model(
+        path,
+        dtype=dtype,
+        device=device,
+        numerics=numerics,
+        with_mtp=True,
+        communicator=group,
+        random_seed=random_seed,
+    )
     prefill, decode = runners_of(model, K, group)
     if group.rank == 0:
         lead = LeadDecode(decode, channel)
@@ -108,3 +141,14 @@ def test_two_gpus_give_the_tokens_of_one(dtype, numerics, mode, tiny_checkpoint)
     one = load(path, None, dtype, numerics, torch.device("cuda", 0))
     wanted = generate(*runners_of(one, K), K, mode)
     assert on_gpus(use_model, path, dtype, numerics, mode) == [wanted, None]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_two_gpus_give_the_tokens_of_one_in_a_published_shape(mode, tmp_path):
+    """With random weights in bfloat16, whose tokens any bit may change."""
+    path = write_shape("qwen3-8b", tmp_path, num_hidden_layers=3)
+    options = {"dtype": torch.bfloat16, "numerics": Numerics.INVARIANT, "random_seed": 0}
+    one = load_model(path, device=torch.device("cuda", 0), with_mtp=True, **options)
+    wanted = generate(*runners_of(one, K), K, mode)
+    del one
+    assert on_gpus(use_model, path, torch.bfloat16, Numerics.INVARIANT, mode, 0) == [wanted, None]
