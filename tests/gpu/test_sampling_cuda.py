@@ -103,6 +103,7 @@ class FakeState:
     """Allows tokens by their remainder, and forbids each draft above 3; remembers what it was told."""
 
     error = None
+    is_finished = False
 
     def __init__(self, remainder):
         self.remainder = remainder
