@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LOG_BYTES = 200_000  # of one stage
 TERM_GRACE_S = 5.0
+NEEDS_TWO = "needs two GPUs"  # why a test is skipped on one
 PYTEST = (
     "-m pytest -q -ra -c tests/gpu/pytest.ini --rootdir=. -p no:cacheprovider --timeout={timeout} -m gpu --durations=8"
 )
@@ -101,12 +102,12 @@ def stages_for(num_gpus: int) -> list[Stage]:
 
 
 def others(named: Sequence[Stage], num_gpus: int) -> list[Stage]:
-    """One stage of all GPU tests that no stage names."""
-    if num_gpus > 1:
-        return []
+    """One stage of all GPU tests that no stage names; with several GPUs, of those that need them."""
     seen = {argument for stage in named for argument in stage.command}
-    files = [path.stem for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
-    rest = [name for name in files if f"tests/gpu/{name}.py" not in seen]
+    paths = [path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
+    if num_gpus > 1:
+        paths = [path for path in paths if NEEDS_TWO in path.read_text()]
+    rest = [path.stem for path in paths if f"tests/gpu/{path.name}" not in seen]
     return [tests("others", rest, 150)] if rest else []
 
 
@@ -148,7 +149,7 @@ def run(stage: Stage, out: Path, limit_s: float) -> Outcome:
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         try:
             process = subprocess.Popen(
-                [sys.executable, *stage.command],
+                [sys.executable, "-P", *stage.command],
                 cwd=ROOT,
                 env=environment(),
                 stdin=subprocess.DEVNULL,
