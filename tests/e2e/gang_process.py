@@ -61,6 +61,7 @@ class Job:
     block_size: int
     chunk_len: int
     transfer: KVTransferConfig
+    max_num_seqs: int = 16
 
 
 class PipeSink:
@@ -125,7 +126,7 @@ class Rank:
         self.common = {
             "tokenizer": tokenizer,
             "limits": self.limits,
-            "max_num_seqs": 16,
+            "max_num_seqs": job.max_num_seqs,
             "max_queue_len": 1024,
             "clock": MonotonicClock(),
             "on_fatal": self.fatal,
@@ -213,7 +214,7 @@ def decode_rank(rank, receive):
         path, nonce = json.loads(rank.group.broadcast_bytes(b""))
         region = SharedRegion.attach(Path(path), nonce)
     pool = rank.pool(region.pool(job.rank))
-    runner = DecodeRunner(rank.model, pool, 16, NUM_DRAFTS, rank.group, grammars=rank.grammars)
+    runner = DecodeRunner(rank.model, pool, job.max_num_seqs, NUM_DRAFTS, rank.group, grammars=rank.grammars)
     if job.rank > 0:
         tables_NM = runner._table._tables_NM
         rank.follow(FollowDecode(runner, rank.channel).run, lambda: tables_NM.bitwise_xor_(1))
