@@ -33,6 +33,7 @@ from baton.tests.model.ranks import channel_of, on_ranks
 CPU = torch.device("cpu")
 NUM_REQUESTS, NUM_QUICK = 200, 16
 MAX_TOKENS = 10
+WAVE = 50  # requests handed over at once; the last of them waits for all others
 NUM_BLOCKS, BLOCK_SIZE, CHUNK_LEN = 512, 16, 48
 DRAFTS, BATCHES, RANKS, PLACES = (0, 1, 2, 4), (1, 32), (1, 2), ("local", "handed over")
 CELLS = list(itertools.product(DRAFTS, BATCHES, RANKS, PLACES))
@@ -190,8 +191,10 @@ def tokens_of(cell, numerics, count, *, load_tiny, tokenizer, processes):
         topology = GangTopology(
             processes, TINY, ranks, ranks, dtype=dtype, numerics=mode, chunk_len=CHUNK_LEN, max_num_seqs=batch
         )
+    outcomes = []
     with topology:
-        outcomes = topology.generate(requests)
+        for first in range(0, count, WAVE):
+            outcomes += topology.generate(requests[first : first + WAVE])
         topology.wait_idle()
     assert [outcome.error for outcome in outcomes] == [None] * count
     return [outcome.token_ids for outcome in outcomes]
