@@ -149,7 +149,7 @@ def run(stage: Stage, out: Path, limit_s: float) -> Outcome:
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", *stage.command],
+                [sys.executable, *stage.command],
                 cwd=ROOT,
                 env=environment(),
                 stdin=subprocess.DEVNULL,
