@@ -93,7 +93,7 @@ def stages_for(num_gpus: int) -> list[Stage]:
     else:
         gang = ("-m", "baton.bench.decode_gang", "--json", "--ranks", str(num_gpus))
         named = [
-            tests("gang", ["test_gang_cuda"], 240),
+            tests("gang", ["test_gang_cuda"], 240, timeout=120),
             Stage("gang table", (*gang, "--shape", "8b"), 150, "decode_gang.json"),
             tests("devices", ["test_async_decode_cuda"], 90, "-k", "current_one"),
             tests("handoff", ["test_tokens_handoff", "test_handoff", "test_nvlink"], 240),

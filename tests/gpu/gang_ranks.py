@@ -24,8 +24,8 @@ class Failed(str):
     """What a rank raised."""
 
 
-def run_rank(rank, pipe, work, arguments):
-    """Meets the others, does `work(channel, device, ...)`, and sends what comes of it."""
+def run_rank(rank, pipe):
+    """Meets the others, then does one job after the other, each `work(channel, device, ...)` at every rank."""
     try:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
@@ -37,39 +37,57 @@ def run_rank(rank, pipe, work, arguments):
             port, address, token = pipe.recv()
             store, link = open_store(rank, SIZE, port), gang_join.join(plan_codec(), rank, SIZE, address, token)
         channel = PlanChannel(link, NcclGroup(rank, SIZE, store, device))
-        with torch.inference_mode():
-            result = work(channel, device, *arguments)
+        while (job := pipe.recv()) is not None:
+            work, arguments = job
+            with torch.inference_mode():
+                pipe.send(work(channel, device, *arguments))
+        channel.close()
+        channel.communicator.close()
     except BaseException:
         pipe.send(Failed(traceback.format_exc()))
         raise
-    pipe.send(result)
-    pipe.recv()
-    channel.close()
-    channel.communicator.close()
 
 
-def on_gpus(work, *arguments):
-    """`work` at every rank; what each returned."""
-    context = multiprocessing.get_context("spawn")
-    pipes, ranks = [], []
-    try:
+class GpuRanks:
+    """A gang of processes that is kept from test to test; after a failure others are started."""
+
+    def __init__(self):
+        self._pipes, self._processes = [], []
+
+    def run(self, work, *arguments):
+        """`work` at every rank; what each returned."""
+        try:
+            if not self._processes:
+                self._start()
+            for pipe in self._pipes:
+                pipe.send((work, arguments))
+            return [answer_of(pipe) for pipe in self._pipes]
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self):
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10.0)
+        self._kill()
+
+    def _start(self):
+        context = multiprocessing.get_context("spawn")
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
-            ranks.append(context.Process(target=run_rank, args=(rank, theirs, work, arguments), daemon=True))
-            ranks[-1].start()
+            self._processes.append(context.Process(target=run_rank, args=(rank, theirs), daemon=True))
+            self._processes[-1].start()
             theirs.close()  # so that a rank's death is heard
-            pipes.append(ours)
-        pipes[1].send(answer_of(pipes[0]))
-        results = [answer_of(pipe) for pipe in pipes]
-        for pipe in pipes:
-            pipe.send(None)
-        for rank in ranks:
-            rank.join(5.0)
-        return results
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+            self._pipes.append(ours)
+        self._pipes[1].send(answer_of(self._pipes[0]))
+
+    def _kill(self):
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []
 
 
 def answer_of(pipe):

@@ -7,7 +7,7 @@ from baton.core.numerics import Numerics
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
 from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runners_of
-from baton.tests.gpu.gang_ranks import K, on_gpus, use_group, use_model
+from baton.tests.gpu.gang_ranks import GpuRanks, K, use_group, use_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,8 +15,15 @@ pytestmark = [
 ]
 
 
-def test_the_group_adds_broadcasts_and_carries_bytes():
-    for total, told, said, broadcast_us in on_gpus(use_group):
+@pytest.fixture(scope="module")
+def ranks():
+    started = GpuRanks()
+    yield started
+    started.close()
+
+
+def test_the_group_adds_broadcasts_and_carries_bytes(ranks):
+    for total, told, said, broadcast_us in ranks.run(use_group):
         assert total == [3.0]
         assert told == [0, 1, 2, 3]
         assert said == ([b"\0", b"\1"], b"from 0")
@@ -28,19 +35,19 @@ def test_the_group_adds_broadcasts_and_carries_bytes():
     ("dtype", "numerics"),
     [(torch.float64, Numerics.DEFAULT), (torch.float32, Numerics.INVARIANT), (torch.bfloat16, Numerics.INVARIANT)],
 )
-def test_two_gpus_give_the_tokens_of_one(dtype, numerics, mode, tiny_checkpoint):
+def test_two_gpus_give_the_tokens_of_one(dtype, numerics, mode, tiny_checkpoint, ranks):
     path = tiny_checkpoint(**CHECKPOINT)
     one = load(path, None, dtype, numerics, torch.device("cuda", 0))
     wanted = generate(*runners_of(one, K), K, mode)
-    assert on_gpus(use_model, path, dtype, numerics, mode) == [wanted, None]
+    assert ranks.run(use_model, path, dtype, numerics, mode) == [wanted, None]
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
-def test_two_gpus_give_the_tokens_of_one_in_a_published_shape(mode, tmp_path):
+def test_two_gpus_give_the_tokens_of_one_in_a_published_shape(mode, tmp_path, ranks):
     """With random weights in bfloat16, whose tokens any bit may change."""
     path = write_shape("qwen3-8b", tmp_path, num_hidden_layers=3)
     options = {"dtype": torch.bfloat16, "numerics": Numerics.INVARIANT, "random_seed": 0}
     one = load_model(path, device=torch.device("cuda", 0), with_mtp=True, **options)
     wanted = generate(*runners_of(one, K), K, mode)
     del one
-    assert on_gpus(use_model, path, torch.bfloat16, Numerics.INVARIANT, mode, 0) == [wanted, None]
+    assert ranks.run(use_model, path, torch.bfloat16, Numerics.INVARIANT, mode, 0) == [wanted, None]
