@@ -37,13 +37,13 @@ class Gang:
             rank.end()
 
 
-def bench_decode_gang(options: DecodeOptions, size: int) -> dict[str, Any]:
+def bench_decode_gang(options: DecodeOptions, size: int, num_decisions: int = 500) -> dict[str, Any]:
     """Decision messages and decode steps, as rows of the same object."""
     gang = Gang(size, options.device.type)
     try:
         decisions = []
         for batch, num_drafts in DECISIONS:
-            found = gang.call("time_decisions", batch, num_drafts, BLOCKS_EACH)
+            found = gang.call("time_decisions", batch, num_drafts, BLOCKS_EACH, num_decisions)
             slowest = {key: float(f"{max(rank[key] for rank in found):.4g}") for key in found[0]}
             decisions.append({"tp": size, "batch": batch, "mtp_k": num_drafts, **slowest})
         rows: list[dict[str, Any]] = gang.call("measure_decode", options)[0]

@@ -23,7 +23,6 @@ from baton.model.parallel import Communicator
 
 MEET_TIMEOUT_S = 120.0
 _WARM = 20
-_EAGER = 500
 _IN_GRAPH = 100
 _REPLAYS = 20
 
@@ -72,8 +71,15 @@ class GangRank:
         self._channel = PlanChannel(link, group)
 
     @torch.inference_mode()
-    def time_decisions(self, batch: int, num_drafts: int, num_blocks: int) -> dict[str, float]:
-        """Microseconds of a decision message of such a step, and of its broadcast alone; on GPUs in a graph, too."""
+    def time_decisions(self, batch: int, num_drafts: int, num_blocks: int, count: int) -> dict[str, float]:
+        """Microseconds of a decision message of such a step, and of its broadcast alone; on GPUs in a graph, too.
+
+        Args:
+            batch: sequences.
+            num_drafts: K.
+            num_blocks: entries of each block table.
+            count: messages that are launched one by one.
+        """
         assert self._channel is not None
         group = self._channel.communicator
         decisions = Decisions(group)
@@ -94,10 +100,10 @@ class GangRank:
                 work()
             self._wait()
             begin_s = time.perf_counter()
-            for _ in range(_EAGER):
+            for _ in range(count):
                 work()
             self._wait()
-            found[f"{name}_eager_us"] = 1e6 * (time.perf_counter() - begin_s) / _EAGER
+            found[f"{name}_eager_us"] = 1e6 * (time.perf_counter() - begin_s) / count
             if self._device.type == "cuda":
                 found[f"{name}_graph_us"] = self._time_graph(work)
         return found

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -159,10 +160,38 @@ def test_options_are_checked():
         decode.load_shape(read_options(**QUICK | {"prompt_len": 2040}))
 
 
-def test_a_gang_is_measured():
+class ThreadRemote:
+    """A rank on a thread of this process, in place of a process of its own."""
+
+    def __init__(self, factory, *arguments):
+        self._served = factory(*arguments)
+        self._pool = ThreadPoolExecutor(1)
+
+    def post(self, method, *arguments):
+        return self._pool.submit(getattr(self._served, method), *arguments).result
+
+    def call(self, method, *arguments):
+        return self.post(method, *arguments)()
+
+    def end(self):
+        self._pool.shutdown()
+
+
+def check_gang():
     options = read_options(**QUICK | {"steps": 2, "rounds": 1}, batch="1,2", mtp="0,1")
-    data = decode_gang.bench_decode_gang(options, 2)
+    data = decode_gang.bench_decode_gang(options, 2, num_decisions=10)
     assert [(row["tp"], row["scheduling"], row["mtp_k"], row["batch"]) for row in data["rows"]] == [
         (2, scheduling, k, batch) for scheduling in ("sync", "async") for k in (0, 1) for batch in (1, 2)
     ]
+    assert all(row["tpot_ms"] > row["floor_ms"] > 0 for row in data["rows"])
     assert all(row["decision_eager_us"] > 0 and row["broadcast_eager_us"] > 0 for row in data["decisions"])
+
+
+def test_a_gang_is_measured(monkeypatch):
+    monkeypatch.setattr(decode_gang, "SpawnedRemote", ThreadRemote)
+    check_gang()
+
+
+@pytest.mark.slow
+def test_a_gang_of_processes_is_measured():
+    check_gang()
