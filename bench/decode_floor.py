@@ -22,7 +22,7 @@ def copy_gbps(device: torch.device) -> float:
     num_bytes = _COPY_BYTES[device.type]
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    rates = []
+    rates: list[float] = []
     for _ in range(_NUM_COPIES):
         if device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -30,7 +30,7 @@ def copy_gbps(device: torch.device) -> float:
             target.copy_(source)
             end.record(torch.cuda.current_stream(device))
             torch.cuda.synchronize(device)
-            took_s = begin.elapsed_time(end) / 1e3
+            took_s = float(begin.elapsed_time(end)) / 1e3
         else:
             begin_s = time.perf_counter()
             target.copy_(source)

@@ -189,12 +189,11 @@ def test_copies_of_nothing_and_of_parts():
     assert torch.equal(to_device(torch.arange(12).view(3, 4).T, CUDA).cpu(), torch.arange(12).view(3, 4).T)
 
 
-ASKED = {
+ASKED: dict[str, dict[str, object]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
     "cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
-    **{kind: {"temperature": 1.0, **values} for kind, values in (KINDS | MORE_KINDS).items() if kind != "plain"},
-}
+} | {kind: {"temperature": 1.0} | values for kind, values in (KINDS | MORE_KINDS).items() if kind != "plain"}
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
