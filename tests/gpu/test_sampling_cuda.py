@@ -1,6 +1,7 @@
 """Everything a request may ask, on a GPU: what a CPU makes of it in float64, and steps that never wait for it."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,11 +190,13 @@ def test_copies_of_nothing_and_of_parts():
     assert torch.equal(to_device(torch.arange(12).view(3, 4).T, CUDA).cpu(), torch.arange(12).view(3, 4).T)
 
 
-ASKED: dict[str, dict[str, object]] = {
+ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
     "cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
-} | {kind: {"temperature": 1.0} | values for kind, values in (KINDS | MORE_KINDS).items() if kind != "plain"}
+}
+ALL_KINDS: dict[str, Any] = KINDS | MORE_KINDS
+ASKED |= {kind: {"temperature": 1.0, **values} for kind, values in ALL_KINDS.items() if kind != "plain"}
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
