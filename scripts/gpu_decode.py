@@ -61,7 +61,8 @@ class Outcome:
         status: "ok", "failed", "timeout" or "skipped" (no time was left).
         code: its exit code.
         took_s: how long it ran.
-        last: the last lines it printed.
+        last: the last lines of its stdout, unless that became a table.
+        errors: the last lines of its stderr.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Outcome:
     code: int | None = None
     took_s: float = 0.0
     last: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
 
 def tests(name: str, files: Sequence[str], limit_s: float, *more: str, timeout: int = 60) -> Stage:
@@ -158,7 +160,7 @@ def run(stage: Stage, out: Path, limit_s: float) -> Outcome:
                 start_new_session=True,
             )
         except OSError as error:
-            return _log(Outcome(stage.name, "failed", last=[str(error)]), out, b"", b"")
+            return _log(Outcome(stage.name, "failed", errors=[str(error)]), out, b"", b"")
         status = ""
         try:
             process.wait(limit_s)
@@ -168,9 +170,11 @@ def run(stage: Stage, out: Path, limit_s: float) -> Outcome:
         said, errors = _content(stdout), _content(stderr)
     code = process.returncode
     outcome = Outcome(stage.name, status or ("failed" if code else "ok"), code, round(time.monotonic() - begin_s, 1))
-    if stage.table and not _write_table(out / stage.table, said) and outcome.status == "ok":
+    has_table = bool(stage.table) and _write_table(out / stage.table, said)
+    if stage.table and not has_table and outcome.status == "ok":
         outcome.status = "failed"  # it ended well, and made no table
-    outcome.last = (said + b"\n" + errors).decode(errors="replace").splitlines()[-8:]
+    outcome.last = [] if has_table else _last_lines(said)
+    outcome.errors = _last_lines(errors)
     return _log(outcome, out, said, errors)
 
 
@@ -211,6 +215,11 @@ def _content(file: Any) -> bytes:
     return content
 
 
+def _last_lines(content: bytes) -> list[str]:
+    lines = [line for line in content.decode(errors="replace").splitlines() if line.strip()]
+    return [line[:500] for line in lines[-8:]]
+
+
 def _write_table(path: Path, said: bytes) -> bool:
     """The last line of stdout, if it is an object."""
     lines = said.decode(errors="replace").strip().splitlines()
@@ -243,7 +252,7 @@ def write_summary(out: Path, outcomes: Sequence[Outcome], stages: Sequence[Stage
 
 def line_of(outcome: Outcome) -> str:
     """For a person."""
-    last = next((text for text in reversed(outcome.last) if text.strip()), "")
+    last = (outcome.last or outcome.errors or [""])[-1]
     return f"{outcome.name}: {outcome.status} (code {outcome.code}, {outcome.took_s} s) {last[:200]}"
 
 

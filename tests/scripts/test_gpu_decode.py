@@ -42,7 +42,8 @@ def test_a_stage_that_fails_or_hangs_never_stops_the_next(tmp_path, monkeypatch)
     assert [outcome.status for outcome in outcomes] == ["failed", "timeout", "failed", "ok", "failed", "ok"]
     found = summary(tmp_path / "out")
     assert found["fails"]["code"] == 1
-    assert "no: it broke" in found["fails"]["last"][-1]
+    assert "no: it broke" in found["fails"]["errors"][-1]
+    assert found["table"]["last"] == []
     assert found["kills itself"]["code"] == -9
     assert json.loads((tmp_path / "out" / "table.json").read_text()) == {"rows": [1]}
     assert not (tmp_path / "out" / "none.json").exists()
