@@ -247,6 +247,38 @@ def bench_kv(
     return run_command(json, body)
 
 
+@bench_app.command("decode")
+def bench_decode(
+    shape: Annotated[Text, _option("8b, 0.6b, 32b, 30b-a3b or tiny, with random weights  [8b; tiny on a CPU]")] = None,
+    layers: Annotated[Count, _option("so many layers of the shape  [all]")] = None,
+    scheduling: Annotated[str, typer.Option(help="comma-separated: sync, async")] = "sync,async",
+    mtp: Annotated[str, typer.Option(help="comma-separated: draft tokens per step")] = "0,1",
+    batch: Annotated[str, typer.Option(help="comma-separated: sequences")] = "1,16,64",
+    prompt_len: Annotated[int, typer.Option(help="positions before the first step")] = 1024,
+    chunk_len: Annotated[int, typer.Option(help="prompt tokens per prefill step")] = 2048,
+    verification: Annotated[str, typer.Option(help="synthetic: drafts stand by chance; or coupled")] = "synthetic",
+    rate: Annotated[float, typer.Option(help="with synthetic: of each draft once those before it stand")] = 0.8,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    numerics: Annotated[str, typer.Option(help="default|invariant")] = "default",
+    dtype: Annotated[str, typer.Option(help="auto|float64|float32|bfloat16")] = "auto",
+    device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
+    steps: Annotated[int, typer.Option(help="measured in each round")] = 32,
+    rounds: Annotated[int, typer.Option(help="how often everything is measured")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="of weights, tokens, block ids and order")] = 0,
+    plot: Annotated[Path | None, _option("draw the rows into a .png, .svg or .pdf (needs matplotlib)")] = None,
+    json: Json = False,
+) -> int:
+    """Measure decode steps and the time to the first token, with random weights, in interleaved rounds."""
+    asked = {name: value for name, value in locals().items() if name not in ("json", "plot")}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.bench import bench_decode
+
+        return bench_decode(output, plot=plot, **asked)
+
+    return run_command(json, body)
+
+
 @app.command(context_settings=_LATER)
 def top(json: Json = False) -> int:
     """Watch a deployment (a later version)."""

@@ -64,6 +64,7 @@ class Job:
     host_kv_bytes: int = 0
     overcommit: bool = False
     preempt_at: tuple[int, ...] = ()
+    max_num_seqs: int = 16
 
 
 class PipeSink:
@@ -128,7 +129,7 @@ class Rank:
         self.common = {
             "tokenizer": tokenizer,
             "limits": self.limits,
-            "max_num_seqs": 16,
+            "max_num_seqs": job.max_num_seqs,
             "max_queue_len": 1024,
             "clock": MonotonicClock(),
             "on_fatal": self.fatal,
@@ -217,7 +218,13 @@ def decode_rank(rank, receive):
         region = SharedRegion.attach(Path(path), nonce)
     pool = rank.pool(region.pool(job.rank))
     runner = DecodeRunner(
-        rank.model, pool, 16, NUM_DRAFTS, rank.group, grammars=rank.grammars, host_kv_bytes=job.host_kv_bytes
+        rank.model,
+        pool,
+        job.max_num_seqs,
+        NUM_DRAFTS,
+        rank.group,
+        grammars=rank.grammars,
+        host_kv_bytes=job.host_kv_bytes,
     )
     prefill = PrefillRunner(rank.model, pool, rank.group)
     if job.rank > 0:

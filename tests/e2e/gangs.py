@@ -123,6 +123,7 @@ class GangTopology:
         numerics=Numerics.DEFAULT,
         block_sizes=(16, 16),
         chunk_len=48,
+        max_num_seqs=16,
         num_decode_blocks=None,
         **decode_options,
     ):
@@ -144,6 +145,7 @@ class GangTopology:
                 "num_blocks": 4096 // block_size,
                 "block_size": block_size,
                 "chunk_len": chunk_len,
+                "max_num_seqs": max_num_seqs,
                 **shared,
                 **(decode_options if role == "decode" else {}),
             }
