@@ -217,6 +217,7 @@ class Preemption(Generic[S]):
         self._runner = runner
         self._steps = steps
         self._ranges = HostRanges(runner.kv_offload.num_blocks)
+        self._num_running = 0
 
     @property
     def num_host_blocks_used(self) -> int:
@@ -226,6 +227,7 @@ class Preemption(Generic[S]):
     def launch(self, slots: Sequence[int], sequences: Sequence[S]) -> bool:
         """`StepPipeline.launch`, with room for everybody who takes part; before each step, also if there is nobody."""
         self._scheduler.claim(0)
+        self._num_running = len(slots)
         return bool(slots) and self._steps.launch(slots, sequences, self._make_room)
 
     def preempt_due(self) -> None:
@@ -292,18 +294,17 @@ class Preemption(Generic[S]):
 
         `short` are (sequence, positions that it needs), in any order.
         """
+        missing = {item: self._num_missing(item, wanted_len) for item, wanted_len in short}
+        if sum(missing.values()) <= self._allocator.num_free:  # by far the most often
+            self._grow(missing.items())
+            return ()
         gone: set[S] = set()
-        by_need = {sequence: self._allocator.num_blocks_for(wanted_len) for sequence, wanted_len in short}
         while True:
             candidates = self._scheduler.candidates()
-            missing = [
-                (sequence, by_need[sequence] - len(table_of(sequence).blocks))
-                for sequence in candidates
-                if sequence in by_need and sequence not in gone
-            ]
-            assert len(missing) + len(gone & by_need.keys()) == len(by_need), "one that has all its blocks is short"
+            asking = [(sequence, missing[sequence]) for sequence in candidates if sequence in missing]
+            assert len(asking) + len(gone & missing.keys()) == len(missing), "one that has all its blocks is short"
             num_free, num_coming = self._allocator.num_free, self._scheduler.num_coming
-            plan = plan_room(missing, candidates, num_free=num_free, num_coming=num_coming)
+            plan = plan_room(asking, candidates, num_free=num_free, num_coming=num_coming)
             at_once = [victim for victim in plan.victims if not self._steps.has(victim)]
             if not at_once:
                 break
@@ -312,11 +313,16 @@ class Preemption(Generic[S]):
                 gone.add(victim)
         for victim in plan.victims:
             self._scheduler.give_way(victim)
-        if plan.growing:
-            extra = 0
-            needed = sum(number for _, number in plan.growing)
-            if not plan.waiting and needed + len(candidates) * HEADROOM_BLOCKS <= num_free:
-                extra = HEADROOM_BLOCKS - 1
-            self._runner.grow([self._scheduler.add_blocks(item, number + extra) for item, number in plan.growing])
+        self._grow(plan.growing)
         self._scheduler.claim(sum(number for _, number in plan.waiting))
         return gone.union((item for item, _ in plan.waiting), plan.victims)
+
+    def _num_missing(self, sequence: S, wanted_len: int) -> int:
+        return self._allocator.num_blocks_for(wanted_len) - len(table_of(sequence).blocks)
+
+    def _grow(self, growing: Collection[tuple[S, int]]) -> None:
+        """Give so many blocks, which are free; some more, so that it need not be soon again, if there are plenty."""
+        if growing:
+            num_left = self._allocator.num_free - sum(number for _, number in growing)
+            extra = HEADROOM_BLOCKS - 1 if num_left >= self._num_running * HEADROOM_BLOCKS else 0
+            self._runner.grow([self._scheduler.add_blocks(item, number + extra) for item, number in growing])

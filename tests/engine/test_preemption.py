@@ -16,7 +16,7 @@ from baton.core.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.local import LocalEngine
 from baton.engine.preemption import MAX_PREEMPTIONS
-from baton.tests.engine import reference
+from baton.tests.engine import races, reference
 from baton.tests.engine.test_grammar_engine import SPECS
 from baton.tests.engine.test_sampling_parameters import KINDS
 from baton.tests.engine.toy import PerfectToyModel, ToyModel
@@ -283,3 +283,26 @@ def start_once(start, started):
         started += start()
         return list(started)
     return []
+
+
+@pytest.mark.fast
+def test_a_short_hunt_finds_no_race(monkeypatch):
+    with monkeypatch.context() as patch:
+        assert races.hunt(patch, seed=5, preempt=True) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_long_hunt_finds_no_race(monkeypatch):
+    num_steps = 0
+    for seed in range(1000):
+        with monkeypatch.context() as patch:
+            num_steps += races.hunt(patch, seed=seed, num_requests=40, preempt=True)
+        if num_steps >= 10_000:
+            return
+    pytest.fail(f"only {num_steps} steps")
+
+
+@pytest.mark.parametrize("plant", races.PLANTED_IN_PREEMPTION, ids=lambda plant: plant.__name__)
+def test_planted_races_are_caught(plant, monkeypatch):
+    assert races.is_caught(monkeypatch.context, plant, preempt=True)
