@@ -79,6 +79,7 @@ class Returns:
             return False
         assert self._recompute is not None
         self._runner.drain()  # copies of KV, too
+        self._runner.meter.interrupt()
         for sequence, start in self._recompute.step(computing):
             self._run(sequence, start)
         return True

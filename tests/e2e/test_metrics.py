@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import BatonClient
+from baton.cluster import doctor
 from baton.cluster.decode_report import decode_data, format_decode
 from baton.cluster.outcome import ExitCode, Output
 from baton.cluster.status import status
@@ -243,3 +244,13 @@ def test_status_says_what_decode_steps_did(running, capsys):
     assert format_decode([]) == "no live decode worker"
     assert status(running.address, Output(False)) is ExitCode.OK
     assert "acceptance length" in capsys.readouterr().out
+
+
+def test_doctor_says_the_same(running, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "check_all", lambda port: iter([]))
+    doctor.doctor(Output(True), grpc_port=0, selftest=False, address=running.address)
+    [decode] = json.loads(capsys.readouterr().out)["decode"]
+    with BatonClient(running.address) as client:
+        assert decode == json.loads(json.dumps(decode_data(client.status())[0]))
+    doctor.doctor(Output(False), grpc_port=0, selftest=False, address=running.address)
+    assert "accepted by position" in capsys.readouterr().out

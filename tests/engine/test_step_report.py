@@ -122,12 +122,12 @@ def some_request(rng, k, now_s):
     return request_of(prompt, k=rng.randrange(k + 1), deadline_s=deadline_s, **sampling)
 
 
-def run_workload(seed, k, scheduling):
+def run_workload(seed, k, scheduling, **options):
     """Random requests side by side, some given up midway, some overdue; the engine, and what the streams were given."""
     rng = random.Random(seed)
     clock = VirtualClock()
     engine = toy_engine(
-        ToyModel(sharpness=rng.choice([2.0, 6.0])), k=k, scheduling=scheduling, clock=clock, chunk_len=7
+        ToyModel(sharpness=rng.choice([2.0, 6.0])), k=k, scheduling=scheduling, clock=clock, chunk_len=7, **options
     )
     streams = Streams()
     num_waiting = 12
@@ -162,11 +162,28 @@ def test_nothing_is_lost_between_the_steps_and_the_streams(k, scheduling, steps)
     assert report.host_gap_s.num > 0
 
 
+PREEMPTIONS = {
+    "scripted": {"preempt_at": (2, 5)},
+    "few blocks": {"num_blocks": 8, "overcommit": True},
+    "host memory": {"num_blocks": 8, "overcommit": True, "host_kv_bytes": 1 << 20},
+}
+
+
+@fast
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize("how", PREEMPTIONS)
+def test_nothing_is_lost_when_sequences_are_preempted(how, scheduling, steps):
+    engine, streams = run_workload(10, 3, scheduling, **PREEMPTIONS[how])
+    check(engine, steps, streams, 3)
+    assert engine.preemptions.num_preemptions > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 @pytest.mark.parametrize("seed", range(40))
 def test_nothing_is_lost_in_many_workloads(seed, scheduling, steps):
-    engine, streams = run_workload(100 + seed, seed % 5, scheduling)
+    options = (*PREEMPTIONS.values(), {})[seed % 4]
+    engine, streams = run_workload(100 + seed, seed % 5, scheduling, **options)
     check(engine, steps, streams, seed % 5)
 
 
