@@ -132,7 +132,9 @@ class DecodeRunner:
             dtype=model.dtype,
             device=pool.device,
         )
-        self.kv_offload = KVOffload(pool, host_kv_bytes, self._lane, self._table, communicator or Alone())
+        self.kv_offload = KVOffload(
+            pool, host_kv_bytes, self._lane, self._table, communicator or Alone(), self.meter.interrupt
+        )
 
     def admit(
         self,

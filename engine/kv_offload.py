@@ -8,7 +8,7 @@ has copied. Which host blocks are whose is the caller's to say (`kvcache.host_ra
 Legend: N host blocks, n blocks of a sequence, D hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,12 +30,21 @@ class KVOffload:
         lane: of the runner.
         table: of its slots.
         communicator: of its ranks.
+        on_copy: called ahead of every copy: the device is about to have work that is no step.
 
     Raises:
         ConfigInvalid: the memory holds no block, or cannot be had.
     """
 
-    def __init__(self, pool: KVPool, num_bytes: int, lane: Lane, table: SlotTable, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        num_bytes: int,
+        lane: Lane,
+        table: SlotTable,
+        communicator: Communicator,
+        on_copy: Callable[[], None] = lambda: None,
+    ) -> None:
         layers = pool.geometry.layers
         sizes = [layer.block_bytes for layer in layers]
         self.num_blocks = num_bytes // sum(sizes)
@@ -46,6 +55,7 @@ class KVOffload:
         self._lane = lane
         self._table = table
         self._communicator = communicator
+        self._on_copy = on_copy
         self._drafts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by first host block; belongs to the lane
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []  # uint8 [N, bytes] on the host, and of the pool
         if self.num_blocks == 0:
@@ -79,6 +89,7 @@ class KVOffload:
             # Nobody's sum is there before everybody's part of it: all have come this far.
             return self._communicator.all_sum(torch.ones(1, dtype=torch.float32, device=self._pool.device))
 
+        self._on_copy()
         return self._lane.submit(copy, host_buffer(1, torch.float32, self._pool.device))
 
     def load(self, blocks: Sequence[int], first: int, slot: int) -> None:
@@ -93,6 +104,7 @@ class KVOffload:
             if draft is not None:
                 self._table.put_draft(slot, draft)
 
+        self._on_copy()
         self._lane.run(copy)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:

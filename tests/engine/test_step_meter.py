@@ -103,14 +103,14 @@ def test_what_is_tallied_adds_up_to_what_was_computed():
 class Side:
     """A runner over the toy model under a virtual clock; steps take as long as they are told."""
 
-    def __init__(self, k=2, num_slots=3):
+    def __init__(self, k=2, num_slots=3, **options):
         self.clock, self.step_s = VirtualClock(), 0.0
         self.model = ToyModel()
         self.pool = KVPool(self.model.kv_layout(4), 60, CPU)
         self.prefill = PrefillRunner(self.model, self.pool)
         self.allocator = BlockAllocator(60, 4)
         self.k = k
-        self.runner = DecodeRunner(self.model, self.pool, num_slots, k, step=self.step, clock=self.clock)
+        self.runner = DecodeRunner(self.model, self.pool, num_slots, k, step=self.step, clock=self.clock, **options)
 
     def step(self, *arguments):
         self.clock.advance(self.step_s)
@@ -217,3 +217,21 @@ def test_a_copy_holds_the_steps_launched_before_it():
     for at in range(1, 6):
         side.runner.launch((0,))
         assert side.runner.meter.computed_now().num_rows == at
+
+
+def test_copies_of_kv_between_steps_are_no_gap():
+    side = Side(host_kv_bytes=1 << 16)
+    for slot in range(2):
+        side.admit(slot)
+    side.run((0, 1))
+    table = side.allocator.reserve(8)
+    side.runner.kv_offload.save(table.blocks, 0, None).get()
+    side.clock.advance(4.0)
+    side.run((0, 1))
+    assert side.totals()[1] == (0, 0.0)
+    side.runner.kv_offload.load(table.blocks, 0, 0)
+    side.run((0, 1))
+    assert side.totals()[1] == (0, 0.0)
+    side.clock.advance(4.0)
+    side.run((0, 1))
+    assert side.totals()[1] == (1, 4.0)
