@@ -17,6 +17,7 @@ from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
 from baton.engine.gang import FollowDecode, LeadDecode
+from baton.engine.graphed_step import graphed_step
 from baton.engine.plan import PlanChannel, plan_codec
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.landing import LandingService, landing_region
@@ -218,6 +219,15 @@ class DecodeRank:
 
 def _runner(config: WorkerConfig, loaded: LoadedWorker, channel: PlanChannel | None) -> DecodeRunner:
     group = None if channel is None else channel.communicator
+    step = graphed_step(
+        loaded.model,
+        loaded.pool,
+        config.graphs,
+        max_num_sequences=config.max_num_seqs,
+        num_draft_tokens=config.num_draft_tokens,
+        max_model_len=config.max_model_len,
+        communicator=group,
+    )
     return DecodeRunner(
         loaded.model,
         loaded.pool,
@@ -227,6 +237,7 @@ def _runner(config: WorkerConfig, loaded: LoadedWorker, channel: PlanChannel | N
         verification=config.verification,
         eos_token_ids=loaded.tokenizer.eos_token_ids,
         grammars=loaded.grammars,
+        step=step,
     )
 
 

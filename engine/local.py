@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from baton.core.clock import Clock, MonotonicClock
 from baton.core.config import SchedulingName
+from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts, choices_of
@@ -19,6 +20,7 @@ from baton.core.verification import VerificationConfig
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
 from baton.engine.grammar import GrammarCompiler
+from baton.engine.graphed_step import graphed_step
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
 from baton.engine.prefill import PrefillRunner
 from baton.engine.step_pipeline import StepPipeline
@@ -69,7 +71,7 @@ class LocalEngine:
     """Runs requests to completion on one model.
 
     With `scheduling="async"` a decode step is launched before the results of the one before are read; the tokens, and
-    how many drafts are accepted in each step, are those of "sync".
+    how many drafts are accepted in each step, are those of "sync". Without `graphs` no CUDA graph is captured.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class LocalEngine:
         clock: Clock | None = None,
         scheduling: SchedulingName = "async",
         verification: VerificationConfig | None = None,
+        graphs: CudaGraphConfig | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
@@ -103,6 +106,14 @@ class LocalEngine:
             eos_token_ids=eos_token_ids,
             verification=verification,
             grammars=self._grammars,
+            step=graphed_step(
+                model,
+                self.pool,
+                graphs or CudaGraphConfig(mode="off"),
+                max_num_sequences=max_num_sequences,
+                num_draft_tokens=num_draft_tokens,
+                max_model_len=model.config.max_model_len,
+            ),
         )
         self._steps = StepPipeline[LocalSequence](self._decode, scheduling)
         self._in_step = False

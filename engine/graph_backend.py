@@ -1,0 +1,117 @@
+"""How work on fixed buffers is captured once and replayed: as a CUDA graph, or by calling it again.
+
+The second is what a CPU can do. It keeps everything else about graphs (padding, fixed buffers, choice of sizes, what a
+rank may do when) as it is on a GPU, so that it can be tested there.
+
+Work reads and writes tensors that live as long as its graph; whatever else it allocates is gone when it ends, and on a
+GPU lies in memory that all graphs share. So only one graph runs at a time, and nothing may be left there to be read.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from baton.model.parallel import Communicator
+
+Work = Callable[[], None]
+Replay = Callable[[], None]
+
+
+class CaptureRefused(Exception):
+    """A graph cannot be captured here, and nothing was begun."""
+
+
+class GraphBackend(Protocol):
+    """Captures work; one thread at a time."""
+
+    def require(self, num_bytes: int) -> None:
+        """Check that work which holds about so many bytes at once can be captured; computes nothing.
+
+        Raises:
+            CaptureRefused: it cannot.
+        """
+        ...
+
+    def warm_up(self, work: Work) -> None:
+        """Do the work once, as capturing it will: libraries choose kernels, and groups connect, before it counts.
+
+        Raises:
+            Exception: what it raised.
+        """
+        ...
+
+    def capture(self, work: Work) -> Replay:
+        """What does the work again; the work itself is not done, and no other rank is waited for.
+
+        Raises:
+            Exception: what capturing it raised.
+        """
+        ...
+
+
+class CallBackend:
+    """Replays by calling."""
+
+    def require(self, num_bytes: int) -> None:
+        """Anything goes."""
+
+    def warm_up(self, work: Work) -> None:
+        """See `GraphBackend`."""
+        work()
+
+    def capture(self, work: Work) -> Replay:
+        """The work."""
+        return work
+
+
+class CudaBackend:
+    """CUDA graphs of one device, in one pool of memory.
+
+    Args:
+        device: of everything the work touches.
+        communicator: whose operations the work may contain; replays count as its operations.
+    """
+
+    def __init__(self, device: torch.device, communicator: Communicator) -> None:
+        assert device.type == "cuda"
+        self._device = device
+        self._communicator = communicator
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def require(self, num_bytes: int) -> None:
+        """See `GraphBackend`; by the memory that is free or cached."""
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        cached_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        if num_bytes > free_bytes + cached_bytes:
+            mib, free_mib = num_bytes >> 20, (free_bytes + cached_bytes) >> 20
+            raise CaptureRefused(f"it needs about {mib} MiB of GPU memory and {free_mib} MiB are free")
+
+    def warm_up(self, work: Work) -> None:
+        """See `GraphBackend`; on the stream that captures, as libraries keep workspaces by stream."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            work()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
+
+    def capture(self, work: Work) -> Replay:
+        """See `GraphBackend`."""
+        graph, group = torch.cuda.CUDAGraph(), self._communicator
+        torch.cuda.synchronize(self._device)
+        num_before = group.num_operations
+        with torch.cuda.stream(self._stream):
+            # Other threads (a landing's copies) may go on with what would break a capture of their own.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        num_operations = group.num_operations - num_before
+
+        def replay() -> None:
+            graph.replay()
+            group.num_operations += num_operations
+
+        return replay
