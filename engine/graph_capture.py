@@ -1,10 +1,10 @@
 """Capturing together: every rank of a group has a graph, or none has.
 
 Ranks of which one replayed a step and another launched it would choose different kernels for the same sum; and a rank
-that gave up in the middle would leave the others waiting. So every graph is agreed on twice. Before anything is computed
-for it, each rank says whether it may be captured there. Then all compute the pass once as it comes, which connects what
-the group's operations need; then all capture, which waits for nobody; and each says how that went. One rank's no is
-everybody's no, and the size is computed as it comes from then on, at all ranks.
+that gave up in the middle would leave the others waiting. So every graph is agreed on twice. Before anything is
+computed for it, each rank says whether it may be captured there. Then all compute the pass once as it comes, which
+connects what the group's operations need; then all capture, which waits for nobody; and each says how that went. One
+rank's no is everybody's no, and the size is computed as it comes from then on, at all ranks.
 
 Only the warm-up adds over ranks, so a rank that fails in it cannot vote: it raises, and so do the others, whom it has
 left. A rank that dies, or speaks of another graph, has the rest raise as well. Nothing here can hang longer than the
