@@ -7,6 +7,7 @@ Work reads and writes tensors that live as long as its graph; whatever else it a
 GPU lies in memory that all graphs share. So only one graph runs at a time, and nothing may be left there to be read.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -75,6 +76,7 @@ class CudaBackend:
 
     def __init__(self, device: torch.device, communicator: Communicator) -> None:
         assert device.type == "cuda"
+        assert device.index is not None
         self._device = device
         self._communicator = communicator
         self._stream = torch.cuda.Stream(device)
@@ -105,9 +107,13 @@ class CudaBackend:
             # Other threads (a landing's copies) may go on with what would break a capture of their own.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                work()
-            finally:
-                graph.capture_end()
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+            except RuntimeError:
+                self._end_allocations()
+                raise
         num_operations = group.num_operations - num_before
 
         def replay() -> None:
@@ -115,3 +121,12 @@ class CudaBackend:
             group.num_operations += num_operations
 
         return replay
+
+    def _end_allocations(self) -> None:
+        """Let torch's allocator know that a capture which failed is over; torch before 2.12 forgets to.
+
+        Without it the allocator would believe in a capture for ever, and keep what it was given back across streams.
+        Source: pytorch/pytorch#180395.
+        """
+        with contextlib.suppress(RuntimeError):  # it knows
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
