@@ -81,14 +81,14 @@ class CudaBackend:
         self._communicator = communicator
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._free_cache()
 
     def require(self, num_bytes: int) -> None:
-        """See `GraphBackend`; by the memory that is free or cached."""
+        """See `GraphBackend`; the warm-up cannot use what the graphs' pool holds, so all of it must be free."""
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        cached_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        if num_bytes > free_bytes + cached_bytes:
-            mib, free_mib = num_bytes >> 20, (free_bytes + cached_bytes) >> 20
-            raise CaptureRefused(f"it needs about {mib} MiB of GPU memory and {free_mib} MiB are free")
+        if num_bytes > free_bytes:
+            message = f"it needs about {num_bytes >> 20} MiB of GPU memory and {free_bytes >> 20} MiB are free"
+            raise CaptureRefused(message)
 
     def warm_up(self, work: Work) -> None:
         """See `GraphBackend`; on the stream that captures, as libraries keep workspaces by stream."""
@@ -96,12 +96,12 @@ class CudaBackend:
         with torch.cuda.stream(self._stream):
             work()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        torch.cuda.synchronize(self._device)
+        self._free_cache()
 
     def capture(self, work: Work) -> Replay:
         """See `GraphBackend`."""
         graph, group = torch.cuda.CUDAGraph(), self._communicator
-        torch.cuda.synchronize(self._device)
+        self._free_cache()
         num_before = group.num_operations
         with torch.cuda.stream(self._stream):
             # Other threads (a landing's copies) may go on with what would break a capture of their own.
@@ -121,6 +121,11 @@ class CudaBackend:
             group.num_operations += num_operations
 
         return replay
+
+    def _free_cache(self) -> None:
+        """While something is captured, memory that the warm-up left in the cache could not be given back."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
 
     def _end_allocations(self) -> None:
         """Let torch's allocator know that a capture which failed is over; torch before 2.12 forgets to.

@@ -106,7 +106,7 @@ def test_graphs_are_for_gpus_and_fit_the_worker(model):
     assert resolved("cpu").mode == resolved("cuda").mode == "auto"
     assert resolved("cuda", cuda_graphs="off").mode == "off"
     assert resolved("cuda", cuda_graph_sizes="1,2,8").sizes == (1, 2, 8)
-    with pytest.raises(ConfigInvalid, match="cuda_graph_sizes: .*the device is cpu"):
+    with pytest.raises(ConfigInvalid, match="the device is cpu"):
         resolved("cpu", cuda_graph_sizes="1")
     with pytest.raises(ConfigInvalid, match="cuda_graph_sizes: 9 exceeds max_num_seqs, 8"):
         resolved("cuda", cuda_graph_sizes="1,9")
