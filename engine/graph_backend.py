@@ -101,7 +101,6 @@ class CudaBackend:
     def capture(self, work: Work) -> Replay:
         """See `GraphBackend`."""
         graph, group = torch.cuda.CUDAGraph(), self._communicator
-        self._free_cache()
         num_before = group.num_operations
         with torch.cuda.stream(self._stream):
             # Other threads (a landing's copies) may go on with what would break a capture of their own.

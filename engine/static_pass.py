@@ -41,7 +41,7 @@ class StaticPass:
         padding_C[_LIMIT] = 1
         padding_C[self._tables :] = pool.num_blocks
         self._padding_BC = padding_C.expand(key.num_sequences, -1)
-        self._numbers_BC = self._padding_BC.contiguous()
+        self._numbers_BC = self._padding_BC.clone(memory_format=torch.contiguous_format)
         shape = num_tokens, model.config.hidden_size
         self._hidden_TD: torch.Tensor | None = None  # what an MTP entry joins its token with
         if key.kind is not GraphKind.VERIFY:

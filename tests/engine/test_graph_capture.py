@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -184,8 +185,6 @@ def test_over_gloo():
 
 class _Summing(Fake):
     def warm_up(self):
-        import torch
-
         assert self._group.all_sum(torch.ones(3)).tolist() == [2.0] * 3
 
 

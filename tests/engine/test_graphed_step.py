@@ -12,18 +12,20 @@ from baton.core.sampling import GrammarSpec
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine import graphed_step, static_pass
 from baton.engine.decode import DecodeRunner
+from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
 from baton.engine.graph_backend import CallBackend, CaptureRefused
 from baton.engine.graph_key import EagerReason
 from baton.engine.local import LocalEngine
+from baton.engine.plan_messages import Stop
 from baton.kvcache.pool import KVPool
 from baton.tests.engine import races
 from baton.tests.engine.graphs import assert_all_replayed, graphed, with_graphs
 from baton.tests.engine.recorder import RecorderBackend
-from baton.tests.engine.test_gang import CHECKPOINT, channel_of, generate, load, runners_of
+from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runners_of
 from baton.tests.engine.test_local_engine import requests_for
 from baton.tests.engine.toy import PerfectToyModel, ToyModel
 from baton.tests.engine.toy_engine import request_of, toy_engine
-from baton.tests.model.ranks import on_ranks
+from baton.tests.model.ranks import channel_of, on_ranks
 
 fast = pytest.mark.fast
 PRUNED = [0, 1, 2, 3, 5, 8, 13, 21]
@@ -319,9 +321,6 @@ def test_one_rank_that_cannot_capture_leaves_all_without(failing, tiny_checkpoin
             raise RuntimeError("not here")
 
     def work(group):
-        from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
-        from baton.engine.plan_messages import Stop
-
         prefill, decode = runners_of(load(path, group), k, group)
         # Recorded operations cannot hold a group's (gloo is no operation of torch), so steps are called again.
         backend = _Refusing(refuse if group.rank == 1 else lambda what, number: None)
