@@ -80,7 +80,7 @@ def capture_together(group: Communicator, candidates: Iterable[C]) -> Captured[C
         WorkerStartFailed: this rank could not warm one up, and others wait for it.
         WorkerLost: another rank is gone, or captures other graphs.
     """
-    captured = Captured[C]()
+    captured: Captured[C] = Captured()
     for candidate in candidates:
         problem = agree(group, f"may {candidate.name}", _problem_of(candidate.require))
         if problem is None:

@@ -1,6 +1,7 @@
 """No decode step waits for the device: gathered, drafted, verified, scattered and counted without the host looking."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from baton.engine.decode import DecodeRunner
 from baton.engine.grammar_rows import EmittedTokens, GrammarRows
 from baton.engine.local import LocalEngine
 from baton.model.draft_head import invert_d2t
+from baton.model.inputs import DecodeBatch
 from baton.model.model import Model
 from baton.tests.engine import host_guard
 from baton.tests.engine.graphs import assert_all_replayed, with_graphs
@@ -96,22 +98,25 @@ def run(model, tokenizer, prompts, kinds, k, graphs, **options):
     return [result.token_ids for result in results]
 
 
-@fast
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("k", range(5))
+DEFAULT = {(0, False), (3, False), (1, True), (4, True)}
+CELLS = [
+    pytest.param(*cell, marks=[] if cell in DEFAULT else [pytest.mark.slow])
+    for cell in itertools.product(range(5), (False, True))
+]
+
+
+@pytest.mark.parametrize(("k", "graphs"), CELLS)
 def test_no_step_waits(k, graphs, tiny_model, tiny_tokenizer, tiny_prompts, steps_guarded):
     run(tiny_model, tiny_tokenizer, tiny_prompts, list(PLANS), k, graphs)
     assert len(steps_guarded) > 4
 
 
-@fast
 @pytest.mark.parametrize("kind", PLANS)
 def test_no_step_of_one_kind_waits(kind, tiny_model, tiny_tokenizer, tiny_prompts, steps_guarded):
     run(tiny_model, tiny_tokenizer, tiny_prompts, [kind, kind], 2, False)
     assert steps_guarded
 
 
-@fast
 @pytest.mark.parametrize("is_pruned", [False, True])
 @pytest.mark.parametrize("way", VERIFICATIONS)
 def test_no_verification_waits(way, is_pruned, tiny_model, tiny_tokenizer, tiny_prompts, steps_guarded):
@@ -119,6 +124,22 @@ def test_no_verification_waits(way, is_pruned, tiny_model, tiny_tokenizer, tiny_
         kinds = ["greedy", "sampled", "cut", "penalties"]
         run(model, tiny_tokenizer, tiny_prompts, kinds, 3, False, verification=VERIFICATIONS[way])
     assert steps_guarded
+
+
+@fast
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_step_that_looks_is_caught(graphs, tiny_model, tiny_tokenizer, tiny_prompts, steps_guarded, monkeypatch):
+    trunk = Model.trunk
+
+    def trunk_that_looks(self, token_ids_T, batch, *others):
+        if isinstance(batch, DecodeBatch):
+            assert int(batch.positions_BQ.max()) < batch.max_context_len
+        return trunk(self, token_ids_T, batch, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Model, "trunk", trunk_that_looks)
+        with pytest.raises(HostRead):
+            run(tiny_model, tiny_tokenizer, tiny_prompts, ["greedy"], 1, graphs)
 
 
 @contextlib.contextmanager
