@@ -83,7 +83,7 @@ CELLS = [
 def test_whatever_is_asked_the_tokens_are_the_same(k, scheduling):
     kinds = list(ASKED)
     wanted = outcome(toy_engine(k=k, scheduling="sync", num_blocks=80), some_requests(kinds, k))
-    engine = with_graphs(toy_engine(k=k, scheduling=scheduling, num_blocks=80))
+    engine = with_graphs(toy_engine(k=k, scheduling=scheduling, num_blocks=80), sizes=(3, 5))
     assert outcome(engine, some_requests(kinds, k)) == wanted
     assert_all_replayed(engine)
     assert engine._decode.graphs.counts.num_sequences_padded > 0
