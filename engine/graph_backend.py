@@ -8,12 +8,17 @@ GPU lies in memory that all graphs share. So only one graph runs at a time, and 
 """
 
 import contextlib
+import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
+from baton.engine.host_future import Event
+from baton.engine.tp_group import lost_touch
 from baton.model.parallel import Communicator
+
+_POLL_S: Final = 2e-4
 
 Work = Callable[[], None]
 Replay = Callable[[], None]
@@ -66,6 +71,23 @@ class CallBackend:
         return work
 
 
+def wait_for(done: Event, group: Communicator) -> None:
+    """Wait for work that adds over a group, as long as the others may take: NCCL itself would wait for ever.
+
+    Raises:
+        WorkerLost: the rank at fault, if that is known, or that this one has lost the others.
+    """
+    end_s = time.monotonic() + group.limit_s
+    while not done.query():
+        blamed = group.blame()
+        if blamed is not None:
+            raise blamed
+        if group.size > 1 and time.monotonic() > end_s:
+            raise lost_touch(group, TimeoutError(f"a warm-up did not end within {group.limit_s:.0f} s"))
+        time.sleep(_POLL_S)
+    done.synchronize()  # raises what kept it from being done
+
+
 class CudaBackend:
     """CUDA graphs of one device, in one pool of memory.
 
@@ -91,10 +113,17 @@ class CudaBackend:
             raise CaptureRefused(message)
 
     def warm_up(self, work: Work) -> None:
-        """See `GraphBackend`; on the stream that captures, as libraries keep workspaces by stream."""
+        """See `GraphBackend`; on the stream that captures, as libraries keep workspaces by stream.
+
+        Raises:
+            WorkerLost: another rank did not take part.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        done = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             work()
+            done.record()
+        wait_for(done, self._communicator)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._free_cache()
 

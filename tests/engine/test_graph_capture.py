@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import WorkerLost, WorkerStartFailed
-from baton.engine.graph_backend import CaptureRefused
+from baton.engine.graph_backend import CaptureRefused, wait_for
 from baton.engine.graph_capture import agree, capture_together
 from baton.model.parallel import Alone
 from baton.tests.model.ranks import on_ranks
@@ -186,6 +186,23 @@ def test_over_gloo():
 class _Summing(Fake):
     def warm_up(self):
         assert self._group.all_sum(torch.ones(3)).tolist() == [2.0] * 3
+
+
+class _Never:
+    """Work that another rank never joins."""
+
+    def query(self):
+        return False
+
+
+def test_a_warm_up_that_others_do_not_join_ends():
+    group = ThreadGroup(0, 2, Exchange(2))
+    group.limit_s = 0.05
+    with pytest.raises(WorkerLost, match=r"rank 0 of 2 lost touch .*: a warm-up did not end"):
+        wait_for(_Never(), group)
+    group.limit_s, group.blame = 60.0, lambda: WorkerLost("rank 1 has died", rank=1)
+    with pytest.raises(WorkerLost, match="rank 1 has died"):
+        wait_for(_Never(), group)
 
 
 def test_a_programmers_error_is_nobodys_vote():
