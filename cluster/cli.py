@@ -69,6 +69,8 @@ def serve(
     ray_address: Annotated[Text, _option("local starts a private Ray; auto or HOST:PORT joins one  [local]")] = None,
     block_size: Annotated[Count, _option("positions per KV block: 16, 32 or 64  [16]")] = None,
     kv_memory_mib: Annotated[Count, _option("KV pool per worker on a CPU  [256]")] = None,
+    host_kv_gib: Annotated[float | None, _option("host memory for preempted requests' KV; 0: recompute  [0]")] = None,
+    overcommit: Annotated[bool | None, _option("run more requests than the KV pool holds to their ends  [on]")] = None,
     gpu_memory_share: Annotated[float | None, _option("share of free GPU memory for KV  [0.8]")] = None,
     max_num_seqs: Annotated[Count, _option("sequences a decode worker runs at once  [16]")] = None,
     max_queue_len: Annotated[Count, _option("requests the router holds; more are refused  [256]")] = None,
@@ -164,7 +166,7 @@ def status(
     address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
     json: Json = False,
 ) -> int:
-    """Show a deployment's workers, their lives, blocks and requests."""
+    """Show a deployment's workers: lives, blocks, requests, and what decode steps did."""
 
     def body(output: Output) -> ExitCode:
         from baton.cluster.status import status
@@ -178,7 +180,7 @@ def status(
 def doctor(
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="port that `baton serve` would use")] = 50051,
     selftest: Annotated[bool, typer.Option("--selftest", help="also measure whether invariant numerics hold")] = False,
-    address: Annotated[Text, _option("HOST:PORT of a deployment: also show its KV paths")] = None,
+    address: Annotated[Text, _option("HOST:PORT of a deployment: also show its KV paths and decode steps")] = None,
     json: Json = False,
 ) -> int:
     """Check this machine: versions, devices, ports, limits. Exits 4 on warnings, 3 on failures."""

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import baton
 from baton.cluster.admin import fetch_status
+from baton.cluster.decode_report import decode_data, format_decode
 from baton.cluster.doctor_paths import Path as KvPath
 from baton.cluster.doctor_paths import format_paths, paths, paths_data
 from baton.cluster.outcome import ExitCode, Output
@@ -54,7 +55,7 @@ class Finding:
 
 
 def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | None = None) -> ExitCode:
-    """Run every check and print the findings; with the address of a deployment, its KV paths too.
+    """Run every check and print the findings; with the address of a deployment, its KV paths and decode steps too.
 
     Raises:
         BatonError: no deployment answers at `address`.
@@ -75,9 +76,10 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
         "findings": [asdict(item) for item in findings],
     }
     text = format_table(("", "what", "found", "next"), rows)
-    if address is not None:
+    if status is not None:
         data["paths"] = paths_data(found)
-        text += "\n\n" + format_paths(found)
+        data["decode"] = decode_data(status)
+        text += "\n\n" + format_paths(found) + "\n\n" + format_decode(data["decode"])
     output.emit(data, text)
     return code
 

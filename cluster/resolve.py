@@ -179,6 +179,8 @@ def resolve_worker(
         router_address=router_address,
         num_threads=config.worker_threads,
         prefix_cache=config.prefix_cache,
+        overcommit=config.overcommit,
+        host_kv_bytes=int(config.host_kv_gib * (1 << 30)) // tp_size,
         weights=config.weights,
         tp_size=tp_size,
         scheduling=config.scheduling,

@@ -73,6 +73,15 @@ class ServeConfig(BaseModel):
     kv_memory_mib: int = Field(
         256, ge=1, le=1 << 24, description="KV pool per worker; on a GPU, see --gpu-memory-share"
     )
+    host_kv_gib: float = Field(
+        0.0,
+        ge=0,
+        le=1 << 14,
+        description="host memory per decode worker for the KV of preempted requests; 0: recompute",
+    )
+    overcommit: bool = Field(
+        True, description="run more requests than there is KV for to their ends, and preempt when it runs out"
+    )
     gpu_memory_share: float = Field(0.8, gt=0, le=0.95, description="share of GPU memory left after weights for KV")
     max_num_seqs: int = Field(16, ge=1, le=1024, description="sequences a decode worker runs at once")
     max_queue_len: int = Field(256, ge=1, le=100_000, description="requests the router holds; more are refused")
@@ -206,6 +215,8 @@ class WorkerConfig:
     router_address: str
     num_threads: int
     prefix_cache: bool = True
+    overcommit: bool = True
+    host_kv_bytes: int = 0  # of one rank
     weights: str = "checkpoint"
     tp_size: int = 1
     scheduling: SchedulingName = "async"

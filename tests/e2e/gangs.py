@@ -123,6 +123,8 @@ class GangTopology:
         numerics=Numerics.DEFAULT,
         block_sizes=(16, 16),
         chunk_len=48,
+        num_decode_blocks=None,
+        **decode_options,
     ):
         self._processes = processes
         self._lane = lane
@@ -143,7 +145,10 @@ class GangTopology:
                 "block_size": block_size,
                 "chunk_len": chunk_len,
                 **shared,
+                **(decode_options if role == "decode" else {}),
             }
+            if role == "decode" and num_decode_blocks is not None:
+                job["num_blocks"] = num_decode_blocks
             self.epochs[role] = job["epoch"]
             ranks[0].pipe.send(Job(rank=0, seat=None, **job))
             for rank, process in enumerate(ranks[1:], start=1):
