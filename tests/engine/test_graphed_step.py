@@ -161,11 +161,33 @@ def test_the_bundled_model_and_grammars_that_visit_the_host_between_graphs(k, ti
 
 
 @fast
+@pytest.mark.parametrize("host_kv_bytes", [0, 1 << 16])
+def test_preempted_sequences_go_on_alike(host_kv_bytes):
+    kinds = ["greedy", "sampled", "penalties", "cut", "logprobs"]
+    wanted = [(choice, tokens) for choice, tokens, *_ in outcome(toy_engine(k=3), some_requests(kinds, 3))]
+    tight = {"num_blocks": 16, "overcommit": True, "host_kv_bytes": host_kv_bytes, "preempt_at": (3, 8)}
+    engine = with_graphs(toy_engine(k=3, **tight))
+    assert [(choice, tokens) for choice, tokens, *_ in outcome(engine, some_requests(kinds, 3))] == wanted
+    assert_all_replayed(engine)
+
+
+@fast
 def test_a_hunt_finds_no_race(monkeypatch):
     make = races.toy_engine
     with monkeypatch.context() as patch:
         patch.setattr(races, "toy_engine", lambda *arguments, **sizes: with_graphs(make(*arguments, **sizes)))
         assert races.hunt(patch, seed=5) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_long_hunt_finds_no_race(monkeypatch):
+    make, num_steps = races.toy_engine, 0
+    for seed in range(60):
+        with monkeypatch.context() as patch:
+            patch.setattr(races, "toy_engine", lambda *arguments, **sizes: with_graphs(make(*arguments, **sizes)))
+            num_steps += races.hunt(patch, seed=seed, num_requests=40)
+    assert num_steps > 2000
 
 
 def padding_left_over(patch):
