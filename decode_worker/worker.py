@@ -293,7 +293,7 @@ class DecodeWorker:
             proposed_lens.append(proposed_len)
             accepted_lens.append(num_accepted)
             num_emitted += len(kept)
-            if len(kept) < len(emitted.token_ids):
+            if reason is not None and len(kept) < len(emitted.token_ids):
                 dropped.append(Dropped(Fate.CUT, emitted, len(kept)))
             published.append((sequence, kept, (emitted.logprobs or ())[: len(kept)], reason))
         if proposed_lens or dropped:  # counted before anybody hears of it

@@ -282,7 +282,7 @@ class DecodeRunner:
         num_values = len(batch.slots) * num_columns + batch.num_reporting * (num_drafts + 1) * num_packed(batch.num_top)
         buffer = self._buffers.take(num_values)
         times = self.meter.launch(batch.slots)
-        future = self._lane.submit(lambda: self.meter.run(times, lambda: self._run(batch, bound)), buffer[:num_values])
+        future = self._lane.submit(lambda: self.meter.run(times, self._run, batch, bound), buffer[:num_values])
         launched = self._lengths.launch(batch.host_slots_B, batch.most_B)
         self._num_launched += 1
         number = self._num_launched
@@ -335,12 +335,13 @@ class DecodeRunner:
         state, verified = self._step(before, rows, plan, self._model, self._pool, self._verifier, self._preparer)
         self._table.scatter(batch.slots_B, state)
         self._table.sampling.advance(batch.slots_B, verified)
-        self.meter.counters.add(batch.slots_B, rows.draft_cap_B, batch.num_drafts, verified.accepted_len_B)
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
+        result_BC = torch.cat(columns, dim=1)
+        self.meter.counters.add(batch.slots_B, rows.draft_cap_B, batch.num_drafts, result_BC)
         if grammar is not None:
             self._emitted = grammar.emitted(verified)
         upon = [batch.slots_B, before.last_token_B, before.draft_token_B, before.length_B, rows.block_tables_BM]
-        decided = self._decisions.agree(torch.cat(columns, dim=1), upon).flatten()
+        decided = self._decisions.agree(result_BC, upon).flatten()
         if verified.logprobs_LQX is None:
             return decided
         return torch.cat([decided, verified.logprobs_LQX.contiguous().view(torch.int64).flatten()])

@@ -8,9 +8,10 @@ asked for them, behind the steps launched until then; whoever asks gets the copy
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
@@ -23,6 +24,9 @@ from baton.engine.step_counters import StepCounters
 from baton.engine.step_marks import marks_for
 from baton.kernels.copies import host_buffer
 
+_MAX_OVER: Final = 256  # steps whose times are sorted into buckets at once, which is cheaper than one by one
+
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -49,10 +53,12 @@ class StepMeter:
         self.counters = StepCounters(num_draft_tokens, device)
         self.num_draft_tokens = num_draft_tokens
         self._lane = lane
-        self._marks = marks_for(device, clock or MonotonicClock())
+        marks = marks_for(device, clock or MonotonicClock())
+        self._mark, self._between_s = marks.mark, marks.between_s
         self._last: StepTimes | None = None
         self._last_slots: tuple[int, ...] = ()
         self._new_slots: set[int] = set()
+        self._over: deque[tuple[Any, Any, Any]] = deque()  # marks of steps that were read: last end, begin, end
         self._step_s = Buckets(STEP_BOUNDS_S)
         self._gap_s = Buckets(GAP_BOUNDS_S)
         self._lock = threading.Lock()  # of the buckets, and of what follows
@@ -71,36 +77,42 @@ class StepMeter:
 
     def launch(self, slots: tuple[int, ...]) -> StepTimes:
         """A step is launched."""
-        new = self._new_slots
-        goes_on = not new and slots is self._last_slots
-        goes_on = goes_on or any(slot not in new and slot in self._last_slots for slot in slots)
-        if new:
+        before, new = self._last, self._new_slots
+        if new or slots is not self._last_slots:
+            if not any(slot not in new and slot in self._last_slots for slot in slots):
+                before = None
             new.clear()
-        self._last = times = StepTimes(self._last if goes_on else None)
-        self._last_slots = slots
+            self._last_slots = slots
+        self._last = times = StepTimes(before)
         return times
 
-    def run(self, times: StepTimes, work: Callable[[], T]) -> T:
+    def run(self, times: StepTimes, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do the step, and mark its begin and its end."""
-        times.begin = self._marks.mark()
-        result = work()
-        times.end = self._marks.mark()
+        times.begin = self._mark()
+        result = work(*args, **kwargs)
+        times.end = self._mark()
         return result
 
     def read(self, times: StepTimes) -> None:
         """The result of a step was read, so it is over; once."""
-        before, times.before = times.before, None
-        step_s = self._marks.between_s(times.begin, times.end)
-        gap_s = None if before is None else self._marks.between_s(before.end, times.begin)
-        with self._lock:
-            self._step_s.observe(step_s)
-            if gap_s is not None:
-                self._gap_s.observe(gap_s)
+        before, times.before = times.before, None  # or each step would lead to all before it
+        self._over.append((None if before is None else before.end, times.begin, times.end))
+        if len(self._over) >= _MAX_OVER:
+            self._sort()
 
     def times(self) -> tuple[Distribution, Distribution]:
         """Durations of the steps that were read, and gaps before them, in seconds."""
+        self._sort()
         with self._lock:
             return self._step_s.read(), self._gap_s.read()
+
+    def _sort(self) -> None:
+        with self._lock:
+            for _ in range(len(self._over)):
+                last_end, begin, end = self._over.popleft()
+                self._step_s.observe(self._between_s(begin, end))
+                if last_end is not None:
+                    self._gap_s.observe(self._between_s(last_end, begin))
 
     def computed(self) -> RowCounts:
         """The counters as they were last copied, and have them copied again.

@@ -6,15 +6,18 @@ before anybody hears of the tokens; what it forgets is missing beside the counte
 """
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from baton.core.distribution import Buckets
 from baton.core.step_report import COUNT_BOUNDS, RowCounts, StepReport
 from baton.engine.step_counters import at_least
 from baton.engine.step_meter import StepMeter
 from baton.engine.step_ticket import Emitted
+
+_MAX_STEPS: Final = 64  # sorted at once, which is cheaper than one by one
 
 
 class Fate(Enum):
@@ -68,11 +71,12 @@ class StepTally:
     """
 
     def __init__(self, num_draft_tokens: int) -> None:
-        self._lengths = range(num_draft_tokens + 1)
+        self._longest_first = tuple(range(num_draft_tokens, -1, -1))
+        self._steps: deque[tuple[list[int], list[int], int, Sequence[Dropped]]] = deque()  # not sorted yet
         self._num_steps = 0
         self._num_tokens = 0
-        self._by_proposed = [0] * len(self._lengths)  # kept rows
-        self._by_accepted = [0] * len(self._lengths)
+        self._by_proposed = [0] * (num_draft_tokens + 1)  # kept rows
+        self._by_accepted = [0] * (num_draft_tokens + 1)
         self._dropped = {fate: _Rows(num_draft_tokens) for fate in Fate}
         self._step_tokens = Buckets(COUNT_BOUNDS)
         self._step_sequences = Buckets(COUNT_BOUNDS)
@@ -85,7 +89,7 @@ class StepTally:
         num_emitted: int,
         dropped: Sequence[Dropped] = (),
     ) -> None:
-        """Count one step.
+        """Count one step; the lists are given away.
 
         Args:
             proposed_lens: drafts of each row that was kept.
@@ -93,22 +97,15 @@ class StepTally:
             num_emitted: tokens kept.
             dropped: everything else.
         """
-        num_rows = len(proposed_lens)
-        with self._lock:
-            self._num_steps += 1
-            self._num_tokens += num_emitted
-            for length in self._lengths:
-                self._by_proposed[length] += proposed_lens.count(length)
-                self._by_accepted[length] += accepted_lens.count(length)
-            for item in dropped:
-                self._dropped[item.fate].add(item)
-                num_rows += item.fate is not Fate.CUT
-            self._step_tokens.observe(num_emitted)
-            self._step_sequences.observe(num_rows)
+        self._steps.append((proposed_lens, accepted_lens, num_emitted, dropped))
+        if len(self._steps) >= _MAX_STEPS:
+            with self._lock:
+                self._sort()
 
     def kept(self) -> RowCounts:
         """What requests were given."""
         with self._lock:
+            self._sort()
             return self._kept()
 
     def report(self, meter: StepMeter, computed: RowCounts) -> StepReport:
@@ -120,6 +117,7 @@ class StepTally:
         """
         step_s, host_gap_s = meter.times()
         with self._lock:
+            self._sort()
             return StepReport(
                 num_steps=self._num_steps,
                 computed=computed,
@@ -132,6 +130,29 @@ class StepTally:
                 step_tokens=self._step_tokens.read(),
                 step_sequences=self._step_sequences.read(),
             )
+
+    def _sort(self) -> None:
+        for _ in range(len(self._steps)):
+            proposed_lens, accepted_lens, num_emitted, dropped = self._steps.popleft()
+            num_rows = len(proposed_lens)
+            self._num_steps += 1
+            self._num_tokens += num_emitted
+            self._count(proposed_lens, self._by_proposed)
+            self._count(accepted_lens, self._by_accepted)
+            for item in dropped:
+                self._dropped[item.fate].add(item)
+                num_rows += item.fate is not Fate.CUT
+            self._step_tokens.observe(num_emitted)
+            self._step_sequences.observe(num_rows)
+
+    def _count(self, lengths: list[int], by_length: list[int]) -> None:
+        num_left = len(lengths)
+        for length in self._longest_first:  # mostly, all propose the most
+            num = lengths.count(length)
+            by_length[length] += num
+            num_left -= num
+            if not num_left:
+                break
 
     def _kept(self) -> RowCounts:
         return RowCounts(

@@ -1,7 +1,7 @@
 """What a request may ask, one feature at a time: the requests of the matrix in `test_async_equals_sync`.
 
-Requests of a feature differ in prompt and in how tokens are chosen. What depends on answers (bad words and ends that
-would really come) is taken from the plain ones.
+Requests of a feature differ in prompt and in how tokens are chosen. What depends on answers (bad words, ends
+and biases that matter) is taken from the plain ones.
 """
 
 import json
@@ -36,7 +36,7 @@ FEATURES = {
     "presence penalty": {"presence_penalty": 1.5},
     "frequency penalty": {"frequency_penalty": 1.5},
     "min-p": {"min_p": 0.1},
-    "bias": {"logit_bias": ((5, 4.0), (11, -100.0))},
+    "bias": {},
     "bad words": {},
     "allowed tokens": {"allowed_token_ids": tuple(range(0, 600, 3))},
     "min tokens": {"min_tokens": 8},
@@ -68,6 +68,8 @@ def requests_for(feature, prompts, k, plain):
         if feature == "bad words":
             tokens = plain[at]
             values["bad_words"] = ((tokens[2],), tuple(tokens[5:7]), tuple(tokens[8:11]))
+        if feature == "bias":
+            values["logit_bias"] = ((plain[at][3], -100.0), (plain[at][4], 2.0))
         if feature == "min tokens":
             values["stop_token_ids"] = tuple(plain[at][2:5])
         if feature == "max length":

@@ -33,15 +33,20 @@ GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
 CUT = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
 CHOICES = {"greedy": (GREEDY,), "sampled": (SAMPLED, CUT), "mixed": (GREEDY, SAMPLED, CUT)}
 ENDS = ("length", "room", "stop token", "stop string", "eos")
-CELLS = list(itertools.product(DRAFTS, CHOICES, ENDS, CHUNKS))
+PREEMPTED = {
+    "whole": {},
+    "recompute": {"overcommit": True, "preempt_at": (4,)},
+    "offload": {"overcommit": True, "preempt_at": (1, 6), "host_kv_bytes": 1 << 20},
+}
+CELLS = list(itertools.product(DRAFTS, CHOICES, ENDS, CHUNKS, PREEMPTED))
 PAIRWISE = pairwise(CELLS)
 TOY = ToyModel(sharpness=2.0)
 MAX_TOKENS = 13
 
 
 def cell_id(cell):
-    k, choice, end, chunk_len = cell
-    return f"k{k}-{choice}-{end.replace(' ', '_')}-{chunk_len}"
+    k, choice, end, chunk_len, preempted = cell
+    return f"k{k}-{choice}-{end.replace(' ', '_')}-{chunk_len}-{preempted}"
 
 
 def sampling_for(choice, end, at, prompt_len, max_model_len):
@@ -62,7 +67,7 @@ def sampling_for(choice, end, at, prompt_len, max_model_len):
 
 
 def toy_requests(cell):
-    k, choice, end, _ = cell
+    k, choice, end, _, _ = cell
     requests = []
     for at in range(5 if end == "room" else 10):
         prompt_len = 70 + at if end == "room" else (1, 2, 5, 9, 20)[at % 5]
@@ -121,7 +126,7 @@ def check_counts(result, mine):
 
 
 def check_toy(monkeypatch, cell):
-    k, _, end, chunk_len = cell
+    k, _, end, chunk_len, preempted = cell
     made = {
         scheduling: run(
             monkeypatch,
@@ -131,6 +136,7 @@ def check_toy(monkeypatch, cell):
             scheduling=scheduling,
             k=k,
             chunk_len=chunk_len,
+            **(PREEMPTED[preempted] if scheduling == "async" else {}),
         )
         for scheduling in ("sync", "async")
     }

@@ -45,19 +45,21 @@ def test_counters_are_those_of_python(k):
         slots_B = torch.arange(num_sequences)
         caps = [rng.randrange(k + 1) for _ in range(num_sequences)]
         for num_drafts in rng.sample(range(k + 1), rng.randrange(1, k + 2)):  # changed live: the batch stays
-            for _ in range(2):
+            for _ in range(rng.choice([1, 2, 40])):
                 proposed = [min(cap, num_drafts) for cap in caps]
                 accepted = [rng.randrange(most + 1) for most in proposed]
-                counters.add(slots_B, torch.tensor(caps), num_drafts, torch.tensor(accepted))
+                counters.add(
+                    slots_B, torch.tensor(caps), num_drafts, torch.tensor([[length, 99] for length in accepted])
+                )
                 pairs += zip(proposed, accepted, strict=True)
     assert counters.read(counters.copy()) == counted(pairs, k)
 
 
 def test_a_copy_stays_as_it_is():
     counters = StepCounters(2, CPU)
-    counters.add(torch.arange(1), torch.tensor([2]), 2, torch.tensor([1]))
+    counters.add(torch.arange(1), torch.tensor([2]), 2, torch.tensor([[1]]))
     copy = counters.copy()
-    counters.add(torch.arange(1), torch.tensor([2]), 2, torch.tensor([2]))
+    counters.add(torch.arange(1), torch.tensor([2]), 2, torch.tensor([[2]]))
     assert counters.read(copy) == counted([(2, 1)], 2)
 
 

@@ -55,7 +55,7 @@ def test_times_are_those_of_the_device_and_no_count_waits():
 
     def step():
         torch.cuda._sleep(LONG)
-        meter.counters.add(slots_B, caps_B, 2, accepted_B)
+        meter.counters.add(slots_B, caps_B, 2, accepted_B[:, None])
         return accepted_B
 
     def launch():
