@@ -57,6 +57,8 @@ def serve(
     kv_tls_ca_file: Annotated[Text, _option("who signed the certificates; peers must present one")] = None,
     kv_tls_server_name: Annotated[Text, _option("the name in the certificates, if it is not the address")] = None,
     scheduling: Annotated[Text, _option("async|sync  [async]")] = None,
+    cuda_graphs: Annotated[Text, _option("auto|off: replay decode steps on a GPU  [auto]")] = None,
+    cuda_graph_sizes: Annotated[Text, _option("batch sizes to capture: 1,2,4  [by itself]")] = None,
     numerics: Annotated[Text, _option("default|invariant  [default]")] = None,
     dtype: Annotated[Text, _option("auto|float64|float32|bfloat16  [auto]")] = None,
     weights: Annotated[Text, _option("checkpoint|random  [checkpoint]")] = None,

@@ -65,7 +65,7 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     findings = list(check_all(grpc_port))
     if selftest:
         findings.append(check_numerics())
-    findings += [] if status is None else check_ranks(status)
+    findings += [] if status is None else [*check_ranks(status), *check_graphs(status)]
     findings += [check_path(path) for path in found]
     levels = {finding.level for finding in findings}
     code = ExitCode.PRECONDITION if "fail" in levels else ExitCode.PARTIAL if "warn" in levels else ExitCode.OK
@@ -202,6 +202,25 @@ def check_ranks(status: admin_pb2.StatusReply) -> list[Finding]:
         for worker in status.workers
         if worker.alive and len(worker.state.rank_pids) > 1
     ]
+
+
+def check_graphs(status: admin_pb2.StatusReply) -> list[Finding]:
+    """The CUDA graphs of live decode workers: what could not be captured is launched one by one, and slower."""
+    findings: list[Finding] = []
+    for worker in status.workers:
+        if not worker.alive or not worker.state.inventory.HasField("graphs"):
+            continue
+        name, graphs = f"CUDA graphs of {worker.state.worker_id}", worker.state.inventory.graphs
+        ways = [("replayed", graphs.num_steps_replayed), *sorted(graphs.num_steps_eager.items())]
+        steps = ", ".join(f"{num} {how}" for how, num in ways if num) or "none"
+        detail = f"{graphs.num_captured} captured; steps: {steps}"
+        if graphs.failed:
+            graph, why = min(graphs.failed.items())
+            detail += f"; {len(graphs.failed)} not captured, such as {graph}: {why}"
+            findings.append(Finding(name, "warn", detail, "free GPU memory, or choose --cuda-graph-sizes"))
+        else:
+            findings.append(Finding(name, "ok", detail))
+    return findings
 
 
 def check_path(path: KvPath) -> Finding:

@@ -150,7 +150,7 @@ def resolve_worker(
     """The plain values one worker starts with.
 
     Raises:
-        ConfigInvalid: `max_model_len` exceeds the model's own length.
+        ConfigInvalid: `max_model_len` exceeds the model's own length, or CUDA graphs that a worker cannot have.
     """
     assert isinstance(config.mtp, int), "features.refuse_missing_features comes first"
     device = resolve_device(config.device) if device is None else device
@@ -158,6 +158,8 @@ def resolve_worker(
     if max_model_len > model.max_model_len:
         message = f"max_model_len: {max_model_len} exceeds the model's own {model.max_model_len}"
         raise ConfigInvalid(message, keys=["max_model_len"])
+    graphs = config.graph_config()
+    graphs.require_fits(device=device, max_num_seqs=config.max_num_seqs)
     return WorkerConfig(
         worker_id=worker_id,
         model_path=str(model.path),
@@ -183,6 +185,7 @@ def resolve_worker(
         tp_size=tp_size,
         scheduling=config.scheduling,
         verification=config.verification_config(),
+        graphs=graphs,
         transfer=transfer_config(config),
     )
 

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.core.clock import MAX_TIMEOUT_S
+from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
 from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
 from baton.core.verification import (
@@ -56,6 +57,8 @@ class ServeConfig(BaseModel):
     kv_tls_ca_file: str = Field("", description="who signed the certificates; peers must present one")
     kv_tls_server_name: str = Field("", description="the name in the certificates, if it is not the address")
     scheduling: SchedulingName = Field("async", description="plan a decode step while the one before it runs, or not")
+    cuda_graphs: CudaGraphsName = Field("auto", description="auto: decode steps on a GPU are replayed from CUDA graphs")
+    cuda_graph_sizes: str = Field("", description="batch sizes to capture: 1,2,4; chosen by itself if empty")
     numerics: Numerics = Field(
         Numerics.DEFAULT, strict=False, description="default, or invariant: tokens never depend on batching"
     )
@@ -111,7 +114,16 @@ class ServeConfig(BaseModel):
             raise ConfigInvalid("; ".join(problems), keys=keys) from error
         if isinstance(config.mtp, int) and not 0 <= config.mtp <= 4:
             raise ConfigInvalid(f"mtp: {config.mtp} is not in 0 ... 4", keys=["mtp"])
+        config.graph_config()
         return config
+
+    def graph_config(self) -> CudaGraphConfig:
+        """Which CUDA graphs a decode worker captures.
+
+        Raises:
+            ConfigInvalid: sizes that are none, or sizes without graphs.
+        """
+        return CudaGraphConfig.parse(self.cuda_graphs, self.cuda_graph_sizes)
 
     def verification_config(self) -> VerificationConfig:
         """How a decode worker verifies drafts."""
@@ -209,4 +221,5 @@ class WorkerConfig:
     tp_size: int = 1
     scheduling: SchedulingName = "async"
     verification: VerificationConfig = field(default_factory=VerificationConfig)
+    graphs: CudaGraphConfig = field(default_factory=CudaGraphConfig)
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

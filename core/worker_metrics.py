@@ -29,6 +29,7 @@ class WorkerTotals:
         kv_cache_usage: share of its KV blocks that somebody holds, 0 ... 1.
         steps: of a decode worker.
         giving_way: of a decode worker, what preemption has cost, by the names of metrics.
+        graphs: of a decode worker with CUDA graphs.
     """
 
     worker: str
@@ -38,6 +39,22 @@ class WorkerTotals:
     kv_cache_usage: float
     steps: StepReport | None
     giving_way: Mapping[str, int] | None = None
+    graphs: "GraphTotals | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphTotals:
+    """CUDA graphs of one life of a decode worker.
+
+    Attributes:
+        num_captured: graphs.
+        num_failed: graphs that could not be captured.
+        num_steps: by how they were run: "replayed", or why they were launched one by one.
+    """
+
+    num_captured: int
+    num_failed: int
+    num_steps: Mapping[str, int]
 
 
 GIVING_WAY: Final = {
@@ -95,6 +112,7 @@ class WorkerCollector(Collector):
                 if item.giving_way is not None:
                     counter.add_metric((item.worker,), item.giving_way[name])
             yield counter
+        yield from _graphs(found)
         for name, text, of in _COUNTERS:
             counter = CounterMetricFamily(f"baton_{name}", text, labels=("worker",))
             for worker, report in steps.items():
@@ -129,6 +147,20 @@ def _gauges(found: Iterable[WorkerTotals]) -> Iterator[Metric]:
             waiting.add_metric((item.worker, item.role, reason), num)
         usage.add_metric((item.worker, item.role), item.kv_cache_usage)
     yield from (running, waiting, usage)
+
+
+def _graphs(found: Iterable[WorkerTotals]) -> Iterator[Metric]:
+    graphs = GaugeMetricFamily("baton_cuda_graphs", "CUDA graphs, by what became of them", labels=("worker", "fate"))
+    ways = CounterMetricFamily(
+        "baton_decode_graph_steps", "Decode steps, by how graphs ran them or why not", labels=("worker", "how")
+    )
+    for item in found:
+        if item.graphs is not None:
+            graphs.add_metric((item.worker, "captured"), item.graphs.num_captured)
+            graphs.add_metric((item.worker, "failed"), item.graphs.num_failed)
+            for how, num in item.graphs.num_steps.items():
+                ways.add_metric((item.worker, how), num)
+    yield from (graphs, ways)
 
 
 def _fates(name: str, text: str, steps: Mapping[str, StepReport], of: Callable[[RowCounts], int]) -> Metric:

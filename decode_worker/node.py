@@ -17,6 +17,7 @@ from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
 from baton.engine.gang import FollowDecode, LeadDecode, LeadPrefill
+from baton.engine.graphed_step import graphed_step
 from baton.engine.plan import PlanChannel, plan_codec
 from baton.engine.prefill import PrefillRunner
 from baton.kvcache.geometry import PoolGeometry
@@ -226,6 +227,15 @@ def _runners(
 ) -> tuple[DecodeRunner, PrefillRunner]:
     """What decodes, and what computes again the KV of sequences that were preempted."""
     group = None if channel is None else channel.communicator
+    step = graphed_step(
+        loaded.model,
+        loaded.pool,
+        config.graphs,
+        max_num_sequences=config.max_num_seqs,
+        num_draft_tokens=config.num_draft_tokens,
+        max_model_len=config.max_model_len,
+        communicator=group,
+    )
     eos_token_ids = loaded.tokenizer.eos_token_ids
     decode = DecodeRunner(
         loaded.model,
@@ -237,6 +247,7 @@ def _runners(
         eos_token_ids=eos_token_ids,
         grammars=loaded.grammars,
         host_kv_bytes=config.host_kv_bytes,
+        step=step,
     )
     return decode, PrefillRunner(loaded.model, loaded.pool, group, eos_token_ids=eos_token_ids)
 

@@ -17,6 +17,7 @@ from baton.core.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_attempt
 from baton.decode_worker.events import token_event
+from baton.decode_worker.graph_counts import graph_counts
 from baton.decode_worker.handover import check_reserve, sequence_start
 from baton.decode_worker.recompute import Prefill, Recompute
 from baton.decode_worker.returns import Returns, admit
@@ -162,6 +163,7 @@ class DecodeWorker:
             num_host_blocks_used=self._preemption.num_host_blocks_used,
             transfer=landing_counts(landings, self._allocator.num_quarantined),
             steps=report_to_proto(steps),
+            graphs=graph_counts(self._runner.graphs),
         )
 
     # The loop: receive -> preempt -> grant -> admit -> launch -> publish. Everything below runs on the loop thread.

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from baton.core.clock import Clock
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, ConfigInvalid
 from baton.core.sampling import SamplingParams
 from baton.core.verification import VerificationConfig
 from baton.engine.decision import Decisions
 from baton.engine.decode_step import DecodePlan, StepFunction, decode_step
 from baton.engine.grammar import GrammarCompiler, GrammarState
 from baton.engine.grammar_rows import EmittedTokens, GrammarRows
+from baton.engine.graphed_step import GraphedStep
 from baton.engine.history import SampledSequence
 from baton.engine.host_future import ResultBuffers
 from baton.engine.kv_offload import KVOffload
@@ -72,13 +73,13 @@ class DecodeRunner:
         eos_token_ids: what `min_tokens` holds back beside a request's own stop tokens.
         verification: of drafts; coupled if None.
         grammars: sequences with a grammar need it.
-        step: what a step computes.
+        step: what a step computes; `graphs` is the same, if it replays CUDA graphs.
         host_kv_bytes: host memory for the KV of sequences that give way (`kv_offload`).
         prepare_ahead: make what attention needs to verify on a thread (and a stream) of its own, while drafting.
         clock: times steps on a CPU; the process's real one if None.
 
     Raises:
-        ConfigInvalid: the verification does not fit the number of drafts.
+        ConfigInvalid: the verification does not fit the number of drafts, or graphs are to be prepared ahead.
     """
 
     def __init__(
@@ -112,6 +113,9 @@ class DecodeRunner:
         self._model = model
         self._pool = pool
         self._step = step or decode_step
+        self.graphs = step if isinstance(step, GraphedStep) else None
+        if self.graphs is not None and prepare_ahead:
+            raise ConfigInvalid("prepare_ahead: with CUDA graphs nothing is left to prepare", keys=["prepare_ahead"])
         self._sampling: dict[int, SamplingParams] = {}  # of occupied slots
         self._draft_caps: dict[int, int] = {}
         self._lengths = LengthBounds(max_num_sequences)

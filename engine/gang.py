@@ -136,6 +136,7 @@ class LeadDecode:
         self.grammars = runner.grammars
         self.kv_offload = LeadOffload(runner.kv_offload, channel)
         self.meter = runner.meter
+        self.graphs = runner.graphs
 
     def admit(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from baton.core.clock import Clock, MonotonicClock
 from baton.core.config import SchedulingName
+from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, GenerationRequest, choices_of
@@ -21,6 +22,7 @@ from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
 from baton.engine.generation import GenerationResult, TokenEvent
 from baton.engine.grammar import GrammarCompiler
+from baton.engine.graphed_step import graphed_step
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
 from baton.engine.preemption import Preemption, PreemptionCounts
 from baton.engine.prefill import PrefillRunner, SequenceStart
@@ -52,6 +54,7 @@ class LocalEngine:
         host_kv_bytes: host memory for the KV of preempted sequences; without it, it is computed again.
         preempt_at: also preempt every sequence once at each of these output lengths, or when steps have passed it; 0 is
             in the prompt, where that takes several chunks. For tests.
+        graphs: which CUDA graphs to capture; none if None.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class LocalEngine:
         overcommit: bool = False,
         host_kv_bytes: int = 0,
         preempt_at: Sequence[int] = (),
+        graphs: CudaGraphConfig | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
@@ -91,6 +95,14 @@ class LocalEngine:
             grammars=self._grammars,
             host_kv_bytes=host_kv_bytes,
             clock=self._clock,
+            step=graphed_step(
+                model,
+                self.pool,
+                graphs or CudaGraphConfig(mode="off"),
+                max_num_sequences=max_num_sequences,
+                num_draft_tokens=num_draft_tokens,
+                max_model_len=model.config.max_model_len,
+            ),
         )
         self._tally = StepTally(num_draft_tokens)
         self._steps = StepPipeline[LocalSequence](self._decode, scheduling)

@@ -105,6 +105,9 @@ def test_every_number_has_its_name(members, metrics):
             num_offloaded_blocks=12,
             num_restored_blocks=11,
             num_host_full=2,
+            graphs=worker_pb2.GraphCounts(
+                num_captured=20, failed={"a": "no memory"}, num_steps_replayed=30, num_steps_eager={"too wide": 4}
+            ),
         )
     )
     found = Found(samples(metrics))
@@ -115,6 +118,9 @@ def test_every_number_has_its_name(members, metrics):
     proposed = [found.of("draft_tokens_per_position_total", worker="d0", position=str(at)) for at in range(2)]
     assert (accepted, proposed) == ([6, 3], [8, 6])
     assert found.of("decode_steps_total", worker="d0") == 4
+    assert [found.of("cuda_graphs", worker="d0", fate=fate) for fate in ("captured", "failed")] == [20, 1]
+    steps = [found.of("decode_graph_steps_total", worker="d0", how=how) for how in ("replayed", "too wide")]
+    assert steps == [30, 4]
     names = ("preemptions", "recomputed_tokens", "offloaded_blocks", "restored_blocks", "host_kv_full")
     assert [found.of(f"{name}_total", worker="d0") for name in names] == [7, 90, 12, 11, 2]
     tokens = [found.of("decode_tokens_total", worker="d0", fate=fate) for fate in ("kept", "cut", "late", "failed")]

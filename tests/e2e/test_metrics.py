@@ -27,6 +27,8 @@ from baton.tests.e2e.conftest import TINY
 from baton.tests.worker.test_nodes import worker_config
 
 BY_FAULTS = {
+    "cuda_graphs": "a GPU: tests/core/test_worker_metrics.py",
+    "decode_graph_steps": "likewise",
     "preemptions": "too few KV blocks: tests/e2e/test_preemption.py",
     "recomputed_tokens": "likewise",
     "offloaded_blocks": "likewise, with host memory",

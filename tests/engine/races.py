@@ -14,7 +14,8 @@ import time
 import numpy as np
 import torch
 
-from baton.engine import decode, lane
+from baton.engine import lane
+from baton.engine.batch import decode_batch
 from baton.engine.decode import DecodeRunner
 from baton.engine.host_future import HostFuture, ResultBuffers
 from baton.engine.kv_offload import KVOffload
@@ -295,7 +296,7 @@ def prepared_from_shared_rows(patch):
         ticket = launch(self, moving_B, *arguments)
         value = ticket.result()
         moving_B += 1
-        late = decode.decode_batch(moving_B, *arguments, self._pool)
+        late = decode_batch(moving_B, *arguments, self._pool)
         ticket._value = Prepared(value.maker, value.generation, late)
         return ticket
 
