@@ -123,6 +123,7 @@ class DecodeRunner:
             eos_token_ids=eos_token_ids,
             dtype=model.dtype,
             device=pool.device,
+            vocab=model.vocab,
         )
 
     def admit(

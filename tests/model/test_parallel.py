@@ -35,6 +35,8 @@ class Rank:
     def all_sum(self, x):
         raise AssertionError
 
+    all_gather = all_sum
+
 
 def load(path, communicator=None, *, dtype=torch.float64, numerics=Numerics.DEFAULT):
     return load_model(
