@@ -3,8 +3,8 @@
 Only k + 1 values and ids and one rank of each position leave the device, packed into one float64 tensor (every id and
 rank is exact in it).
 
-Where ranks share a vocabulary (`model.vocab`), each gives the log of its sum of exponentials, its K likeliest tokens and
-the chosen token's logit if it is its own, and then how many of its logits are larger: two small collectives. Ids and
+Where ranks share a vocabulary (`model.vocab`), each gives the log of its sum of exponentials, its K likeliest tokens,
+and the chosen token's logit if it is its own; then how many of its logits are larger: two small collectives. Ids and
 ranks are those of a whole row; log-probabilities differ by rounding, as the sum has another order.
 
 Legend: B sequences, L of those that report, Q rows, V vocabulary (of it those this process has), N positions,
