@@ -7,6 +7,7 @@ there is, and knows no model.
 Legend: T rows, N outputs, K inputs, B sequences, A query heads, H KV heads, D head size.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +18,7 @@ from baton.core.errors import NumericsUnsupported
 from baton.core.numerics import Numerics
 from baton.kernels.kv_write import kv_write
 from baton.kernels.ops import Ops
-from baton.kernels.tiles import row_tile
+from baton.kernels.tiles import OUTPUT_TILE
 
 _NUM_ROWS = 512
 _BATCHES = ((0, 1), (3, 17), (0, 48), (7, 135), (60, 300), (0, _NUM_ROWS))  # first row, rows
@@ -91,14 +92,12 @@ def _check_outputs(ops: Ops, weight_NK: torch.Tensor, num_ranks: int) -> None:
     dtype, device = weight_NK.dtype, weight_NK.device
     x_TK = _values((_MAX_ROWS_OF_OUTPUTS, num_inputs), dtype, device)
     wanted_TN = ops.linear(x_TK, weight_NK)
-    tile = row_tile(device)
-    width = -(num_outputs // -num_ranks)
-    for length in {width, -(width // -tile) * tile}:
-        for first in range(0, num_outputs, length):
-            part_TN = ops.linear(x_TK, weight_NK[first : first + length])
-            if not torch.equal(part_TN, wanted_TN[:, first : first + length]):
-                where = f"outputs from {first} on, cut over {num_ranks} ranks"
-                raise _refusal("linear", (num_outputs, num_inputs), dtype, device, where)
+    width = math.ceil(num_outputs / num_ranks / OUTPUT_TILE) * OUTPUT_TILE
+    for first in range(0, num_outputs, width):
+        part_TN = ops.linear(x_TK, weight_NK[first : first + width])
+        if not torch.equal(part_TN, wanted_TN[:, first : first + width]):
+            where = f"outputs from {first} on, cut over {num_ranks} ranks"
+            raise _refusal("linear", (num_outputs, num_inputs), dtype, device, where)
 
 
 def _check_attention(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:

@@ -21,8 +21,7 @@ import torch
 from torch.nn import functional
 
 from baton.kernels.inner_sum import tree_sum
-
-ROW_MULTIPLE = 16  # W is one of it: products whose outputs are no multiple of 16 bytes are slow on a GPU
+from baton.kernels.tiles import OUTPUT_TILE
 
 
 class Vocab:
@@ -110,7 +109,7 @@ class CutVocab(Vocab):
         rank: int,
         size: int,
         all_gather: Callable[[torch.Tensor], torch.Tensor],
-        multiple: int = ROW_MULTIPLE,
+        multiple: int = OUTPUT_TILE,
     ) -> None:
         assert 0 <= rank < size
         self.vocab_size = vocab_size
