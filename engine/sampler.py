@@ -23,7 +23,7 @@ from baton.engine.history import Lookahead
 from baton.engine.logit_edits import LogitEdits
 from baton.engine.logprobs import LogprobRows
 from baton.engine.philox import Purpose, gumbel
-from baton.engine.truncation import truncate
+from baton.engine.truncation import Limits, truncate, truncates
 from baton.kernels.copies import to_device
 from baton.model.vocab import WHOLE, Vocab
 
@@ -42,8 +42,7 @@ class SamplingRows:
         seed_S: int64.
         choice_S: int64.
         truncated_U: int64, places in S of those with top-k or top-p.
-        has_top_k: whether any has top-k.
-        has_top_p: whether any has top-p.
+        limits: what the host knows of these.
         min_p_S: float64, 0 keeps all.
         edits: what sequences, greedy or not, do to their logits first.
         logprobs: who reports log-probabilities.
@@ -56,8 +55,7 @@ class SamplingRows:
     seed_S: torch.Tensor
     choice_S: torch.Tensor
     truncated_U: torch.Tensor | None
-    has_top_k: bool = True
-    has_top_p: bool = True
+    limits: Limits = Limits()  # noqa: RUF009
     min_p_S: torch.Tensor | None = None
     edits: LogitEdits | None = None
     logprobs: LogprobRows | None = None
@@ -66,11 +64,6 @@ class SamplingRows:
     def num_sampled(self) -> int:
         """S."""
         return self.index_S.shape[0]
-
-
-def truncates(params: SamplingParams) -> bool:
-    """Whether these parameters cut off any tail of the distribution."""
-    return params.top_k > 0 or params.top_p < 1.0
 
 
 def sampling_rows(
@@ -110,8 +103,7 @@ def sampling_rows(
         seed_S=seed_S,
         choice_S=choice_S,
         truncated_U=cut_U if cut else None,
-        has_top_k=any(item.top_k > 0 for _, item in sampled),
-        has_top_p=any(item.top_p < 1.0 for _, item in sampled),
+        limits=Limits.of(item for _, item in sampled),
         min_p_S=floats_3S[2] if any(item.min_p > 0.0 for _, item in sampled) else None,
         edits=edits,
         logprobs=LogprobRows(index_L, num_top) if reporting else None,
@@ -182,14 +174,8 @@ def process_logits(
     cut_U = sampling.truncated_U
     if cut_U is None:
         return scaled_SQV
-    kept_UQV = truncate(
-        scaled_SQV[cut_U],
-        sampling.top_k_S[cut_U],
-        sampling.top_p_S[cut_U],
-        vocab,
-        has_top_k=sampling.has_top_k,
-        has_top_p=sampling.has_top_p,
-    )
+    top_k_U, top_p_U = sampling.top_k_S[cut_U], sampling.top_p_S[cut_U]
+    kept_UQV = truncate(scaled_SQV[cut_U], top_k_U, top_p_U, vocab, sampling.limits)
     return scaled_SQV.index_copy(0, cut_U, kept_UQV)
 
 

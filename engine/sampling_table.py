@@ -14,7 +14,8 @@ from baton.core.sampling import SamplingParams
 from baton.engine.history import SampledSequence
 from baton.engine.logit_edits import LogitEditTables, edits_logits
 from baton.engine.logprobs import LogprobRows
-from baton.engine.sampler import MIN_TEMPERATURE, SamplingRows, sampling_rows, truncates
+from baton.engine.sampler import MIN_TEMPERATURE, SamplingRows, sampling_rows
+from baton.engine.truncation import Limits, truncates
 from baton.engine.verify import Verified
 from baton.kernels.copies import to_device
 from baton.model.vocab import WHOLE, Vocab
@@ -87,8 +88,7 @@ class SamplingTable:
             seed_S=seed_S,
             choice_S=choice_S,
             truncated_U=cut_U if cut else None,
-            has_top_k=any(params[row].top_k > 0 for row in sampled),
-            has_top_p=any(params[row].top_p < 1.0 for row in sampled),
+            limits=Limits.of(params[row] for row in sampled),
             min_p_S=min_p_S if any(params[row].min_p > 0.0 for row in sampled) else None,
             edits=edits,
             logprobs=LogprobRows(index_L, num_top) if reporting else None,

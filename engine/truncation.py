@@ -9,22 +9,57 @@ tokens however it is cut, sorted or scanned. Rounding moves a sum by at most V /
 token's weight for V = 2^17, and typically by 2^-36; only tokens whose border lies that close to p can be told apart
 from those of real numbers.
 
-Where ranks share a row, each sorts its own columns, and the token at the border is found by its bits: all ranks tell
-each other how much lies at or before 256 places of the range that is left, and go on in the one that holds the border.
-That is 4 small all-gathers for float32 and 8 for float64, of 2 KiB a row and rank, whatever V. Tokens that are equal to
-the border are counted in order of ids, which is order of ranks.
+Where ranks share a row, each sorts its own columns. If all rows of a batch have a top-k, and none beyond
+`MAX_CANDIDATES`, each rank tells its so many likeliest, and all put them in order: one small all-gather. Else the token
+at the border is found by its bits: all ranks tell each other how much lies at or before 256 places of the range that is
+left, and go on in the one that holds the border. That is 4 small all-gathers for float32 and 8 for float64, of 2 KiB a
+row and rank, whatever V, for each of top-k and top-p. Tokens that are equal to the border are counted in order of ids,
+which is order of ranks.
 
 Legend: U sequences with top-k or top-p, Q rows of each, V vocabulary, W columns of a rank, R ranks, N = U Q rows,
-T = 256 places.
+T = 256 places, C candidates of a rank.
 """
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from baton.core.sampling import SamplingParams
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
+MAX_CANDIDATES = 256
 _DIGIT_BITS = 8
 _NUM_BITS = {torch.float32: 32, torch.float64: 64}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the host knows of a batch's top-k and top-p, so that nothing is done for what no row asks.
+
+    Attributes:
+        has_top_k: whether any row may have it.
+        has_top_p: likewise.
+        top_k_bound: no row's top-k is larger, and all that cut anything off have one; 0 if that is not known.
+    """
+
+    has_top_k: bool = True
+    has_top_p: bool = True
+    top_k_bound: int = 0
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams]) -> "Limits":
+        """Those of the sequences that sample."""
+        cuts = [item for item in params if truncates(item)]
+        top_ks = [item.top_k for item in cuts]
+        bound = max(top_ks, default=0) if all(top_ks) else 0
+        return cls(any(top_ks), any(item.top_p < 1.0 for item in cuts), bound)
+
+
+def truncates(params: SamplingParams) -> bool:
+    """Whether these parameters cut off any tail of the distribution, beside min-p."""
+    return params.top_k > 0 or params.top_p < 1.0
 
 
 def truncate(
@@ -32,9 +67,7 @@ def truncate(
     top_k_U: torch.Tensor,
     top_p_U: torch.Tensor,
     vocab: Vocab = WHOLE,
-    *,
-    has_top_k: bool = True,
-    has_top_p: bool = True,
+    limits: Limits = Limits(),
 ) -> torch.Tensor:
     """Set all but the k likeliest tokens, then all but the smallest set whose probability reaches p, to -inf.
 
@@ -43,15 +76,15 @@ def truncate(
         top_k_U: int64, 0 keeps all.
         top_p_U: float64, 1 keeps all.
         vocab: of which W are columns.
-        has_top_k: whether any row has it; if not, `top_k_U` is not looked at.
-        has_top_p: likewise.
+        limits: of `top_k_U` and `top_p_U`.
     """
     sorted_UQW, order_UQW = logits_UQW.sort(dim=-1, descending=True, stable=True)
-    if isinstance(vocab, CutVocab):
-        cut = _CutRows(sorted_UQW, vocab, (top_k_U, top_p_U), has_top_k=has_top_k, has_top_p=has_top_p)
-        keep_UQW = cut.kept()
+    if not isinstance(vocab, CutVocab):
+        keep_UQW = _kept(sorted_UQW, top_k_U, top_p_U, logits_UQW.shape[-1])
+    elif 0 < limits.top_k_bound <= MAX_CANDIDATES:
+        keep_UQW = _kept_of_candidates(sorted_UQW, top_k_U, top_p_U, vocab, limits.top_k_bound)
     else:
-        keep_UQW = _kept(sorted_UQW, top_k_U, top_p_U)
+        keep_UQW = _CutRows(sorted_UQW, top_k_U, top_p_U, vocab, limits).kept()
     drop_UQW = torch.zeros_like(keep_UQW).scatter(-1, order_UQW, ~keep_UQW)
     return logits_UQW.masked_fill(drop_UQW, -torch.inf)
 
@@ -62,10 +95,9 @@ def masses(shifted: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return (shifted.double().exp() * 2.0**num_bits).round().to(torch.int64)
 
 
-def _kept(sorted_UQV: torch.Tensor, top_k_U: torch.Tensor, top_p_U: torch.Tensor) -> torch.Tensor:
-    """Which of a whole row's tokens, sorted, stay."""
-    vocab_size = sorted_UQV.shape[-1]
-    rank_V = torch.arange(vocab_size, device=sorted_UQV.device)
+def _kept(sorted_UQV: torch.Tensor, top_k_U: torch.Tensor, top_p_U: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Which of a whole row's tokens, sorted, stay; or of its likeliest, if each row has a top-k that is not larger."""
+    rank_V = torch.arange(sorted_UQV.shape[-1], device=sorted_UQV.device)
     limit_U = torch.where(top_k_U > 0, top_k_U, vocab_size)
     keep_UQV = (rank_V < limit_U[:, None, None]).expand_as(sorted_UQV)
     mass_UQV = masses(sorted_UQV - sorted_UQV[..., :1], vocab_size).masked_fill(~keep_UQV, 0)
@@ -76,34 +108,49 @@ def _kept(sorted_UQV: torch.Tensor, top_k_U: torch.Tensor, top_p_U: torch.Tensor
     return keep_UQV & (is_short_UQV | (top_p_U11 >= 1.0))
 
 
+def _kept_of_candidates(
+    sorted_UQW: torch.Tensor, top_k_U: torch.Tensor, top_p_U: torch.Tensor, vocab: CutVocab, bound: int
+) -> torch.Tensor:
+    """Which of this rank's tokens, sorted, stay, where each row has a top-k of at most `bound`."""
+    width = sorted_UQW.shape[-1]
+    num_own = min(bound, width)
+    parts_RUQC = vocab.parts(sorted_UQW[..., :num_own].double())
+    # Side by side in order of ranks, equals are in order of ids, and stay so.
+    sorted_UQX, order_UQX = parts_RUQC.movedim(0, -2).flatten(-2).sort(dim=-1, descending=True, stable=True)
+    keep_UQX = _kept(sorted_UQX, top_k_U, top_p_U, vocab.vocab_size)
+    keep_UQX = torch.zeros_like(keep_UQX).scatter(-1, order_UQX, keep_UQX)
+    first = vocab.rank * num_own
+    return functional.pad(keep_UQX[..., first : first + num_own], (0, width - num_own))
+
+
 class _CutRows:
     """Rows that ranks share: this rank's columns of each, sorted, the likelier first."""
 
     def __init__(
         self,
         sorted_UQW: torch.Tensor,
+        top_k_U: torch.Tensor,
+        top_p_U: torch.Tensor,
         vocab: CutVocab,
-        limits: tuple[torch.Tensor, torch.Tensor],
-        *,
-        has_top_k: bool,
-        has_top_p: bool,
+        limits: Limits,
     ) -> None:
         self._shape = sorted_UQW.shape
         self._sorted_NW = sorted_UQW.flatten(0, 1)
         self._vocab = vocab
+        self._limits = limits
         num_rows = sorted_UQW.shape[1]
-        self._top_k_N1, self._top_p_N1 = (limit_U.repeat_interleave(num_rows)[:, None] for limit_U in limits)
-        self._has_top_k, self._has_top_p = has_top_k, has_top_p
+        self._top_k_N1 = top_k_U.repeat_interleave(num_rows)[:, None]
+        self._top_p_N1 = top_p_U.repeat_interleave(num_rows)[:, None]
         self._key_NW = order_keys(self._sorted_NW)
         self._num_bits = _NUM_BITS[sorted_UQW.dtype]
 
     def kept(self) -> torch.Tensor:
         """Which of this rank's tokens stay, bool [U, Q, W], as sorted."""
         keep_NW = torch.ones_like(self._key_NW, dtype=torch.bool)
-        if self._has_top_k:
+        if self._limits.has_top_k:
             need_N1 = torch.where(self._top_k_N1 > 0, self._top_k_N1.double(), torch.inf)
             keep_NW = self._before(torch.ones_like(self._key_NW), need_N1)
-        if self._has_top_p:
+        if self._limits.has_top_p:
             mass_NW = masses(self._sorted_NW, self._vocab.vocab_size).masked_fill(~keep_NW, 0)
             total_N1 = self._vocab.add(mass_NW.sum(dim=-1, keepdim=True))
             need_N1 = torch.where(self._top_p_N1 < 1.0, self._top_p_N1 * total_N1.double(), torch.inf)

@@ -7,6 +7,7 @@ against plain Python.
 import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from baton.engine.logprobs import logprobs_of
 from baton.engine.philox import Purpose, gumbel
 from baton.engine.sampler import choose, draw_noise, process_logits
 from baton.engine.sampling_table import SamplingTable, rows_of
-from baton.engine.truncation import order_keys, truncate
+from baton.engine.truncation import Limits, order_keys, truncate
 from baton.engine.verifiers import make_verifier
 from baton.engine.verify import DraftProbs, Verified
 from baton.model.vocab import WHOLE
@@ -99,6 +100,7 @@ def kept_by(logits, params, vocab):
 CUTS = [
     {"top_k": 1},
     {"top_k": 7},
+    {"top_k": 257, "top_p": 0.9},
     {"top_k": 4999},
     {"top_p": 1e-9},
     {"top_p": 0.5},
@@ -138,12 +140,16 @@ def test_borders_that_are_met_exactly(data, top_k, top_p):
     logits_UQV = torch.randint(0, 4, (3, 2, 11), generator=generator).double() * -math.log(2.0)
     logits_UQV -= logits_UQV.amax(-1, keepdim=True)
     top_k_U, top_p_U = torch.tensor([top_k, 0, 3]), torch.tensor([top_p, top_p, 1.0], dtype=torch.float64)
-    wanted = truncate(logits_UQV, top_k_U, top_p_U)
-    for size in (2, 8):
-        results, _ = together(
-            size, 11, lambda vocab: vocab.gather(truncate(part_of(logits_UQV, vocab), top_k_U, top_p_U, vocab))
-        )
-        assert all(torch.equal(result, wanted) for result in results)
+    for top_ks, limits in ((top_k_U, Limits()), (torch.tensor([max(top_k, 1), 12, 3]), Limits(top_k_bound=12))):
+        wanted = truncate(logits_UQV, top_ks, top_p_U)
+        work = partial(truncated_part, logits_UQV, top_ks, top_p_U, limits)
+        for size in (2, 8):
+            results, _ = together(size, 11, work)
+            assert all(torch.equal(result, wanted) for result in results)
+
+
+def truncated_part(logits_UQV, top_k_U, top_p_U, limits, vocab):
+    return vocab.gather(truncate(part_of(logits_UQV, vocab), top_k_U, top_p_U, vocab, limits))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -256,9 +262,11 @@ def test_every_mode_of_verification(config, size, num_drafts):
         ([{"temperature": 0.0, "bad_words": ((3,),)}], 2),
         ([{}], 2),
         ([{}, {"temperature": 0.0}, {"min_p": 0.1, "frequency_penalty": 1.0}], 2),
-        ([{"top_k": 3}], 2 + 8),
+        ([{"top_k": 3}], 2 + 1),
+        ([{"top_p": 0.5, "top_k": 3}, {}], 2 + 1),
+        ([{"top_k": 257}], 2 + 8),
         ([{"top_p": 0.5}], 2 + 1 + 8),
-        ([{"top_p": 0.5, "top_k": 3}, {}], 2 + 8 + 1 + 8),
+        ([{"top_p": 0.5, "top_k": 3}, {"top_p": 0.3}], 2 + 8 + 1 + 8),
     ],
 )
 def test_how_often_ranks_must_tell_each_other(values, num_operations):
