@@ -58,12 +58,12 @@ def requests_of(k, temperatures):
     """Every kind of parameter, with prompt logprobs and several answers among them; keys count up, so made once."""
     requests = []
     for at, (temperature, (kind, values)) in enumerate(itertools.product(temperatures, KINDS.items())):
-        asked = {"max_tokens": 10, "ignore_eos": True, "seed": at, "temperature": temperature, "logprobs": at % 3}
+        asked = {"max_tokens": 13, "ignore_eos": True, "seed": at, "temperature": temperature, "logprobs": at % 3}
         if kind == "plain":
             asked |= {"prompt_logprobs": 2, "n": 2}
         requests.append(request_of([5, 6, 7 + at % 3], k=k, **(asked | values)))
-    requests.append(request_of([1, 2], k=k, max_tokens=10, ignore_eos=True, temperature=1.3, top_k=6, seed=1))
-    requests.append(request_of([1, 2], k=k, max_tokens=10, ignore_eos=True, temperature=1.3, top_p=0.7, seed=1))
+    requests.append(request_of([1, 2], k=k, max_tokens=13, ignore_eos=True, temperature=1.3, top_k=6, seed=1))
+    requests.append(request_of([1, 2], k=k, max_tokens=13, ignore_eos=True, temperature=1.3, top_p=0.7, seed=1))
     return requests
 
 
