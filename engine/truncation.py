@@ -11,16 +11,16 @@ from those of real numbers.
 
 Where ranks share a row, each sorts its own columns. If all rows of a batch have a top-k, and none beyond
 `MAX_CANDIDATES`, each rank tells its so many likeliest, and all put them in order: one small all-gather. Else the token
-at the border is found by its bits: all ranks tell each other how much lies at or before 256 places of the range that is
-left, and go on in the one that holds the border. That is 4 small all-gathers for float32 and 8 for float64, of 2 KiB a
-row and rank, whatever V, for each of top-k and top-p. Tokens that are equal to the border are counted in order of ids,
-which is order of ranks.
+at the border is found by its bits: all ranks tell each other how much lies at or before so many places of the range
+that is left, and go on in the one that holds the border. That is 4 small all-gathers for float32, of 2 KiB a row and
+rank, and 6 for float64, of 16 KiB, whatever V, for each of top-k and top-p. Tokens that are equal to the border are
+counted in order of ids, which is order of ranks.
 
 Legend: U sequences with top-k or top-p, Q rows of each, V vocabulary, W columns of a rank, R ranks, N = U Q rows,
-T = 256 places, C candidates of a rank.
+T places, C candidates of a rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,8 @@ from baton.core.sampling import SamplingParams
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 MAX_CANDIDATES = 256
-_DIGIT_BITS = 8
-_NUM_BITS = {torch.float32: 32, torch.float64: 64}
+# Bits of a number, and how many of them are found at once: fewer bits are smaller messages, more are fewer messages.
+_NUM_BITS = {torch.float32: (32, 8), torch.float64: (64, 11)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,40 +142,51 @@ class _CutRows:
         self._top_k_N1 = top_k_U.repeat_interleave(num_rows)[:, None]
         self._top_p_N1 = top_p_U.repeat_interleave(num_rows)[:, None]
         self._key_NW = order_keys(self._sorted_NW)
-        self._num_bits = _NUM_BITS[sorted_UQW.dtype]
+        self._num_bits, self._digit_bits = _NUM_BITS[sorted_UQW.dtype]
 
     def kept(self) -> torch.Tensor:
         """Which of this rank's tokens stay, bool [U, Q, W], as sorted."""
         keep_NW = torch.ones_like(self._key_NW, dtype=torch.bool)
         if self._limits.has_top_k:
-            need_N1 = torch.where(self._top_k_N1 > 0, self._top_k_N1.double(), torch.inf)
-            keep_NW = self._before(torch.ones_like(self._key_NW), need_N1)
+            keep_NW = self._before(torch.ones_like(self._key_NW), self._needed_tokens)
         if self._limits.has_top_p:
             mass_NW = masses(self._sorted_NW, self._vocab.vocab_size).masked_fill(~keep_NW, 0)
-            total_N1 = self._vocab.add(mass_NW.sum(dim=-1, keepdim=True))
-            need_N1 = torch.where(self._top_p_N1 < 1.0, self._top_p_N1 * total_N1.double(), torch.inf)
-            keep_NW = keep_NW & self._before(mass_NW, need_N1)
+            keep_NW = keep_NW & self._before(mass_NW, self._needed_mass)
         return keep_NW.view(self._shape)
 
-    def _before(self, weight_NW: torch.Tensor, need_N1: torch.Tensor) -> torch.Tensor:
-        """Whether what lies before each token, of all ranks' in order, weighs less than `need`: bool [N, W].
+    def _needed_tokens(self, total_N1: torch.Tensor) -> torch.Tensor:
+        """How many must lie before a token that goes; inf where all stay."""
+        return torch.where(self._top_k_N1 > 0, self._top_k_N1, torch.inf).double()
+
+    def _needed_mass(self, total_N1: torch.Tensor) -> torch.Tensor:
+        """How much of the total must."""
+        return torch.where(self._top_p_N1 < 1.0, self._top_p_N1 * total_N1.double(), torch.inf)
+
+    def _before(self, weight_NW: torch.Tensor, needed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Whether what lies before each token, of all ranks' in order, weighs less than is needed: bool [N, W].
 
         Args:
             weight_NW: int64, not negative.
-            need_N1: float64, positive; inf for all of a row.
+            needed: float64 [N, 1], positive, of the weight of a whole row, int64 [N, 1].
         """
         reached_NW = weight_NW.cumsum(dim=-1)
         reached_NX = functional.pad(reached_NW, (1, 0))  # by the first 0 ... W tokens
-        place_T = torch.arange(1, (1 << _DIGIT_BITS) + 1, device=need_N1.device)
         # The border's key is the first at which enough is reached; at keys below `low` it is not.
-        low_N1 = torch.full_like(need_N1, -(1 << (self._num_bits - 1)), dtype=torch.int64)
+        low_N1 = torch.full_like(reached_NW[:, :1], -(1 << (self._num_bits - 1)))
         below_RN1 = at_RN1 = low_N1.new_zeros(self._vocab.size, *low_N1.shape)
-        for shift in range(self._num_bits - _DIGIT_BITS, -1, -_DIGIT_BITS):
+        need_N1: torch.Tensor | None = None
+        shift = self._num_bits
+        while shift > 0:
+            num_places = 1 << min(shift, self._digit_bits)
+            shift -= min(shift, self._digit_bits)
+            place_T = torch.arange(1, num_places + 1, device=low_N1.device)
             last_NT = low_N1 + (place_T << shift) - 1  # of each part of the range; the 2^63 of the last wraps rightly
             count_NT = torch.searchsorted(self._key_NW, last_NT, right=True)
             sums_RNT = self._vocab.parts(reached_NX.gather(1, count_NT))
-            is_short_NT = sums_RNT.sum(dim=0).double() < need_N1
-            part_N1 = is_short_NT.sum(dim=-1, keepdim=True).clamp(max=(1 << _DIGIT_BITS) - 1)
+            reached_NT = sums_RNT.sum(dim=0)
+            if need_N1 is None:  # all keys lie in the first range
+                need_N1 = needed(reached_NT[:, -1:])
+            part_N1 = (reached_NT.double() < need_N1).sum(dim=-1, keepdim=True).clamp(max=num_places - 1)
             part_RN1 = part_N1.expand(self._vocab.size, -1, -1)
             at_RN1 = sums_RNT.gather(2, part_RN1)
             below_RN1 = torch.where(part_RN1 > 0, sums_RNT.gather(2, (part_RN1 - 1).clamp(min=0)), below_RN1)
@@ -184,6 +195,7 @@ class _CutRows:
         rank = self._vocab.rank
         before_own_N1 = below_RN1.sum(dim=0) + (at_RN1 - below_RN1)[:rank].sum(dim=0) - below_RN1[rank]
         lies_before_NW = before_own_N1 + reached_NW - weight_NW
+        assert need_N1 is not None
         return (self._key_NW < low_N1) | ((self._key_NW == low_N1) & (lies_before_NW.double() < need_N1))
 
 
