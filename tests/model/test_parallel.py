@@ -113,6 +113,22 @@ def test_cutting_the_outputs_of_a_product_moves_no_bit_in_invariant_numerics(dty
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "own"])
+@pytest.mark.parametrize("numerics", Numerics)
+def test_columns_of_no_token_are_never_likely(tie, numerics, tiny_checkpoint):
+    """61 tokens at four ranks, 16 columns each; at eight ranks, four have none."""
+    path = tiny_checkpoint(**DENSE | {"tie": tie, "vocab_size": 61})
+    hidden_ND = torch.randn(5, 32, dtype=torch.float64)
+    wanted_NV = load(path, numerics=numerics).logits(hidden_ND)
+    for size in (4, 8):
+        parts = [load(path, Rank(rank, size), numerics=numerics).logits(hidden_ND) for rank in range(size)]
+        assert {part.shape for part in parts} == {(5, 16)}
+        logits_NX = torch.cat(parts, dim=1)
+        assert torch.allclose(logits_NX[:, :61], wanted_NV, atol=1e-12)
+        assert (logits_NX[:, 61:] == -torch.inf).all()
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("tokens", [[1, 5, 17, 40, 70], [70, 5, 40, 1, 17], [2, 3]], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_pruned_draft_head_is_cut_by_token(size, tokens, tiny_checkpoint, tmp_path):
