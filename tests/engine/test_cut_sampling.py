@@ -283,6 +283,35 @@ def test_how_often_ranks_must_tell_each_other(values, num_operations):
     assert meeting.num_operations == [num_operations] * 4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("asked", "left"),
+    [
+        ({"allowed_token_ids": (9,)}, {9}),
+        ({"allowed_token_ids": (2, 9)}, {2, 9}),
+        ({"allowed_token_ids": (9,), "bad_words": ((9,),)}, {9}),
+        ({"allowed_token_ids": (2, 9), "bad_words": ((9,),)}, {2}),
+        ({"bad_words": tuple((token,) for token in range(10))}, {10}),
+        ({"bad_words": tuple((token,) for token in range(VOCAB))}, set(range(VOCAB))),
+        ({"min_tokens": 3, "stop_token_ids": tuple(range(1, VOCAB))}, {0}),
+    ],
+)
+def test_a_mask_is_ignored_only_if_it_leaves_no_token_at_any_rank(asked, left, temperature):
+    sequence = SampledSequence(params=SamplingParams(temperature=temperature, seed=4, **asked))
+    logits_1QV = random_logits(1, 40, VOCAB, seed=6)
+
+    def work(vocab):
+        sampling = rows_of([sequence], VOCAB, CPU, vocab=vocab)
+        logits = part_of(logits_1QV, vocab)
+        noise = draw_noise(sampling, torch.tensor([3]), 40, logits.shape[-1], torch.float64, vocab)
+        return set(choose(logits, sampling, noise, None, vocab).flatten().tolist())
+
+    for size in (2, 4):
+        results, _ = together(size, VOCAB, work)
+        assert all(result <= left for result in results)
+        assert len(results[0]) > 1 or len(left) == 1
+
+
 @settings(max_examples=15, deadline=None)
 @given(params=any_params, data=st.integers(0, 10**6))
 def test_a_column_of_no_token_is_never_chosen(params, data):
