@@ -156,7 +156,7 @@ class _CutRows:
 
     def _needed_tokens(self, total_N1: torch.Tensor) -> torch.Tensor:
         """How many must lie before a token that goes; inf where all stay."""
-        return torch.where(self._top_k_N1 > 0, self._top_k_N1, torch.inf).double()
+        return torch.where(self._top_k_N1 > 0, self._top_k_N1.double(), torch.inf)
 
     def _needed_mass(self, total_N1: torch.Tensor) -> torch.Tensor:
         """How much of the total must."""

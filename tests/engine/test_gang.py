@@ -131,7 +131,7 @@ DEFAULT = {
 }
 CASES = [
     pytest.param(*cell, marks=[pytest.mark.fast] if cell in FAST else [] if cell in DEFAULT else [pytest.mark.slow])
-    for cell in itertools.product((2, 4), (0, 2), MODES)
+    for cell in [*itertools.product((2, 4), (0, 2), MODES), (8, 2, "cut"), (8, 2, "everything")]
 ]
 
 
