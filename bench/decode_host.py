@@ -37,6 +37,7 @@ from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import LandingService, ReserveWanted, Sealed
 from baton.model.model import Model
+from baton.model.vocab import WHOLE
 from baton.proto import kv_pb2, worker_pb2
 
 BATCHES = (1, 64, 256)
@@ -53,6 +54,7 @@ class _FakeModel:
     """What a runner asks of a model, and no weights."""
 
     dtype = torch.float32
+    vocab = WHOLE
     config = SimpleNamespace(num_layers=1, hidden_size=8, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
 
 

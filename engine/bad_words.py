@@ -4,7 +4,7 @@ Only generated tokens count, not the prompt's; those of drafts before a row do. 
 output, as long as the longest prefix may be.
 
 Legend: N slots, B sequences of a step, P sequences with bad words, Q rows, E tokens ahead, W words of the sequence with
-the most, T tokens of a prefix, the longest's, V vocabulary.
+the most, T tokens of a prefix, the longest's, V vocabulary (of it those this process has).
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from baton.core.sampling import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
 from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.token_masks import mask
 from baton.kernels.copies import to_device
+from baton.model.vocab import WHOLE, Vocab
 
 _ANY, _NEVER, _NOTHING = -1, -2, -3  # in a prefix: any token, no token; in an output: before its first token
 _PREFIX_LEN = MAX_BAD_WORD_LEN - 1
@@ -34,20 +35,22 @@ class BadWords:
     prefix_PWT: torch.Tensor
     last_PW: torch.Tensor
     tail_PT: torch.Tensor
+    vocab: Vocab = WHOLE
 
     def apply(self, logits_PQV: torch.Tensor, ahead: Lookahead | None) -> torch.Tensor:
         """Logits without the last tokens of words whose prefix stands before the row."""
-        num_rows = logits_PQV.shape[1]
+        num_sequences, num_rows, vocab_size = logits_PQV.shape
         tail_PQT = self.tail_PT[:, None].expand(-1, num_rows, -1)
         if ahead is not None:
             tail_PQT = _ends(torch.cat([self.tail_PT, ahead.token_ids_BE], dim=1), ahead.len_BQ, tail_PQT.shape[2])
         prefix_P1WT = self.prefix_PWT[:, None]
         completes_PQW = ((tail_PQT[:, :, None] == prefix_P1WT) | (prefix_P1WT == _ANY)).all(dim=-1)
-        last_PQW = self.last_PW[:, None].expand(-1, num_rows, -1)
+        last_PQW = self.vocab.columns(self.last_PW)[:, None].expand(-1, num_rows, -1)
         # Two words may end alike, and a plain scatter would let the one that is not complete win.
-        banned_PQV = torch.zeros(logits_PQV.shape, dtype=torch.int32, device=logits_PQV.device)
-        banned_PQV.scatter_add_(2, last_PQW, completes_PQW.to(torch.int32))
-        return mask(logits_PQV, banned_PQV > 0)
+        shape = (num_sequences, num_rows, self.vocab.table_width(vocab_size))
+        banned_PQX = torch.zeros(shape, dtype=torch.int32, device=logits_PQV.device)
+        banned_PQX.scatter_add_(2, last_PQW, completes_PQW.to(torch.int32))
+        return mask(logits_PQV, banned_PQX[..., :vocab_size] > 0, self.vocab)
 
 
 def _ends(token_ids_PX: torch.Tensor, len_PQ: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -60,7 +63,8 @@ def _ends(token_ids_PX: torch.Tensor, len_PQ: torch.Tensor, num_tokens: int) -> 
 class BadWordsTable:
     """Bad words and the ends of outputs, by slot."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, device: torch.device, vocab: Vocab = WHOLE) -> None:
+        self._vocab = vocab
         self._prefix_NWT = torch.full((num_slots, MAX_BAD_WORDS, _PREFIX_LEN), _NEVER, dtype=torch.int64, device=device)
         self._last_NW = torch.zeros(num_slots, MAX_BAD_WORDS, dtype=torch.int64, device=device)
         self._tail_NT = torch.full((num_slots, _PREFIX_LEN), _NOTHING, dtype=torch.int64, device=device)
@@ -92,6 +96,7 @@ class BadWordsTable:
             prefix_PWT=self._prefix_NWT[:, :num_words, first:][slots_P],
             last_PW=self._last_NW[:, :num_words][slots_P],
             tail_PT=self._tail_NT[:, first:][slots_P],
+            vocab=self._vocab,
         )
 
     def advance(self, slots_B: torch.Tensor, token_ids_BQ: torch.Tensor, num_emitted_B: torch.Tensor) -> None:

@@ -135,6 +135,7 @@ class DecodeRunner:
             eos_token_ids=eos_token_ids,
             dtype=model.dtype,
             device=pool.device,
+            vocab=model.vocab,
         )
         self.kv_offload = KVOffload(
             pool, host_kv_bytes, self._lane, self._table, communicator or Alone(), self.meter.interrupt

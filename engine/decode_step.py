@@ -8,7 +8,8 @@ A sequence t_0 ... t_{L-1} is decoded from: trunk KV of 0 ... L-2, MTP KV of ent
 and the draft for position L with the MTP output of entry L-2 that made it. KV of rejected drafts stays in the pool;
 no row's positions reach it before the next step has overwritten it.
 
-Legend: B sequences, K draft tokens of this step, Q = K + 1 rows, V vocabulary, D hidden size, S sampled sequences.
+Legend: B sequences, K draft tokens of this step, Q = K + 1 rows, V vocabulary (of it the tokens of this rank,
+`model.vocab`), D hidden size, S sampled sequences.
 """
 
 from collections.abc import Callable
@@ -81,7 +82,7 @@ def step_through(
     logits_BQV, draft_cap_B = raw_BQV, rows.draft_cap_B
     if plan.grammar is not None:
         masks = plan.grammar.masks()
-        logits_BQV = masks.apply(raw_BQV)
+        logits_BQV = masks.apply(raw_BQV, model.vocab)
         if verifier.draft_law is not DraftLaw.SAMPLED:  # there a cap that depends on a draft would bias its law
             draft_cap_B = masks.cap(draft_cap_B)
     verified = verifier.verify(
@@ -93,10 +94,11 @@ def step_through(
             noise_SQV=source.target_noise(num_drafts + 1),
             position_B=state.length_B,
             draft_cap_B=draft_cap_B,
+            vocab=model.vocab,
         )
     )
     if plan.sampling is not None and plan.sampling.logprobs is not None:
-        logprobs_LQX = step_logprobs(raw_BQV, verified.token_ids_BQ, plan.sampling.logprobs)
+        logprobs_LQX = step_logprobs(raw_BQV, verified.token_ids_BQ, plan.sampling.logprobs, model.vocab)
         verified = replace(verified, logprobs_LQX=logprobs_LQX)
     accepted_B1 = verified.accepted_len_B[:, None]
     state = replace(

@@ -5,7 +5,7 @@ likeliest tokens under every law. The draws of DraftLaw.SAMPLED are keyed by the
 by draft; `engine.rejection` says why.
 
 Legend: B sequences, S sampled sequences, K draft tokens, P positions of noise, C columns of the draft head,
-V vocabulary, D hidden size.
+V vocabulary (of it, and of C, those this process has), D hidden size.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,12 @@ import torch
 
 from baton.engine.history import Lookahead
 from baton.engine.philox import Purpose, uniform
-from baton.engine.rejection import pick
+from baton.engine.rejection import pick, pick_among_ranks, probabilities
 from baton.engine.sampler import SamplingRows, choose, draw_noise, edit_logits, looks_ahead, process_logits
 from baton.engine.verify import DraftLaw, DraftProbs
 from baton.model.draft_head import HeadIds
 from baton.model.model import Model
+from baton.model.vocab import CutVocab
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Drafted:
 
     Attributes:
         token_B: int64, in the target's vocabulary.
-        probs_SC: what the sampled sequences' were drawn from; None if they are point masses.
+        probs_SC: what the sampled sequences' were drawn from, over the head's columns, or this rank's tokens where
+            ranks share the vocabulary; None if they are point masses.
     """
 
     token_B: torch.Tensor
@@ -64,7 +66,8 @@ class DraftSource:
         # One draw for every position this step may choose a token for: drafts, verification, the next draft share it.
         num_positions = num_drafts + 2 if num_drafts else 1
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-        noise_SPV = draw_noise(sampling, position_B, num_positions, model.config.vocab_size, dtype)
+        width = model.vocab.width(model.config.vocab_size)
+        noise_SPV = draw_noise(sampling, position_B, num_positions, width, dtype, model.vocab)
         return cls(law=law, sampling=sampling, noise_SPV=noise_SPV)
 
     def target_noise(self, num_rows: int) -> torch.Tensor | None:
@@ -100,37 +103,46 @@ class DraftSource:
         ahead: Lookahead | None,
     ) -> Drafted:
         logits_BC = model.draft_logits(hidden_BD)
-        sampling = self.sampling
+        sampling, vocab = self.sampling, model.vocab
         if noise_S1V is not None:
-            return Drafted(choose(over_vocabulary(logits_BC, model)[:, None], sampling, noise_S1V, ahead)[:, 0], None)
+            logits_B1V = over_vocabulary(logits_BC, model)[:, None]
+            return Drafted(choose(logits_B1V, sampling, noise_S1V, ahead, vocab)[:, 0], None)
         if sampling is None or not (looks_ahead(sampling) or uniform_S is not None):
+            if vocab.is_cut:
+                return Drafted(vocab.argmax(over_vocabulary(logits_BC, model)), None)
             return Drafted(model.draft_to_target(HeadIds(logits_BC.argmax(dim=-1))), None)
-        logits_BV = edit_logits(over_vocabulary(logits_BC, model)[:, None], sampling, ahead)[:, 0]
-        likeliest = Drafted(logits_BV.argmax(dim=-1), None)
-        return likeliest if uniform_S is None else _sampled(logits_BV, likeliest, sampling, uniform_S, model)
+        logits_B1V = edit_logits(over_vocabulary(logits_BC, model)[:, None], sampling, ahead)
+        best_B11, likeliest_B1 = vocab.best(logits_B1V)
+        if uniform_S is None:
+            return Drafted(likeliest_B1[:, 0], None)
+        index_S = sampling.index_S
+        processed_SV = process_logits(logits_B1V[index_S], sampling, best_B11[index_S], vocab)[:, 0]
+        token_S, probs_SC = _sampled(processed_SV, uniform_S, model)
+        return Drafted(likeliest_B1[:, 0].index_copy(0, index_S, token_S), probs_SC)
 
 
 def over_vocabulary(logits_NC: torch.Tensor, model: Model) -> torch.Tensor:
     """A draft head's logits over the target's vocabulary [N, V]; -inf for tokens it does not have."""
-    if model.d2t_C is None:
+    if model.draft_columns_C is None:
         return logits_NC
-    logits_NV = logits_NC.new_full((len(logits_NC), model.config.vocab_size), -torch.inf)
-    return logits_NV.index_copy(1, model.d2t_C, logits_NC)
+    width = model.vocab.width(model.config.vocab_size)
+    logits_NV = logits_NC.new_full((len(logits_NC), width), -torch.inf)
+    return logits_NV.index_copy(1, model.draft_columns_C, logits_NC)
 
 
 def stack_probs(drafted: list[Drafted], model: Model) -> DraftProbs | None:
     """The distributions of a step's drafts, if they were drawn from any."""
     probs = [item.probs_SC for item in drafted if item.probs_SC is not None]
-    return DraftProbs(torch.stack(probs, dim=1), model.t2d()) if probs else None
+    return DraftProbs(torch.stack(probs, dim=1), None if model.vocab.is_cut else model.t2d()) if probs else None
 
 
-def _sampled(
-    logits_BV: torch.Tensor, likeliest: Drafted, sampling: SamplingRows, uniform_S: torch.Tensor, model: Model
-) -> Drafted:
-    """Draws from the head's distribution under each request's own parameters; the head's tokens are all there is."""
-    processed_SV = process_logits(logits_BV[sampling.index_S][:, None], sampling)[:, 0]
-    processed_SC = processed_SV if model.d2t_C is None else processed_SV[:, model.d2t_C]
+def _sampled(processed_SV: torch.Tensor, uniform_S: torch.Tensor, model: Model) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws from the head's distribution under each request's own parameters, and that; the head's tokens are all."""
+    vocab = model.vocab
     # Where parameters leave no token of the head, there is nothing to draw: zeros, which no verifier accepts from.
+    if isinstance(vocab, CutVocab):
+        probs_SV = probabilities(processed_SV, vocab).nan_to_num(nan=0.0)
+        return pick_among_ranks(probs_SV, uniform_S, vocab), probs_SV
+    processed_SC = processed_SV if model.d2t_C is None else processed_SV[:, model.d2t_C]
     probs_SC = processed_SC.softmax(dim=-1).nan_to_num(nan=0.0)
-    token_S = model.draft_to_target(HeadIds(pick(probs_SC, uniform_S)))
-    return Drafted(likeliest.token_B.index_copy(0, sampling.index_S, token_S), probs_SC)
+    return model.draft_to_target(HeadIds(pick(probs_SC, uniform_S))), probs_SC

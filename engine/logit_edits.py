@@ -21,6 +21,7 @@ from baton.engine.logit_bias import BiasTable
 from baton.engine.penalties import PenaltyTable
 from baton.engine.token_masks import AllowedTable, MinTokensTable
 from baton.kernels.copies import to_device
+from baton.model.vocab import WHOLE, Vocab
 
 
 class Edit(Protocol):
@@ -81,17 +82,26 @@ class LogitEditTables:
         vocab_size: V.
         device: of all tensors.
         eos_token_ids: what ends a sequence beside a request's own stop tokens.
+        vocab: which of the tokens this process has logits of.
     """
 
-    def __init__(self, *, num_slots: int, vocab_size: int, device: torch.device, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        eos_token_ids: Sequence[int],
+        vocab: Vocab = WHOLE,
+    ) -> None:
         self._device = device
         # In the order in which they apply. A table is made when it is first needed.
         self._makers: tuple[Callable[[], EditTable], ...] = (
-            lambda: AllowedTable(num_slots, vocab_size, device),
-            lambda: MinTokensTable(num_slots, eos_token_ids, device),
-            lambda: BadWordsTable(num_slots, vocab_size, device),
-            lambda: BiasTable(num_slots, vocab_size, device),
-            lambda: PenaltyTable(num_slots, vocab_size, device),
+            lambda: AllowedTable(num_slots, vocab_size, device, vocab),
+            lambda: MinTokensTable(num_slots, eos_token_ids, device, vocab),
+            lambda: BadWordsTable(num_slots, device, vocab),
+            lambda: BiasTable(num_slots, device, vocab),
+            lambda: PenaltyTable(num_slots, vocab_size, device, vocab),
         )
         self._tables: list[EditTable | None] = [None] * len(self._makers)
         self._users: list[set[int]] = [set() for _ in self._makers]

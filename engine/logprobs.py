@@ -3,8 +3,12 @@
 Only k + 1 values and ids and one rank of each position leave the device, packed into one float64 tensor (every id and
 rank is exact in it).
 
-Legend: B sequences, L of those that report, Q rows, V vocabulary, N positions, K likeliest tokens,
-X = 2 (K + 1) + 1 packed numbers: logprobs, ids, rank; the chosen token's come first.
+Where ranks share a vocabulary (`model.vocab`), each gives the log of its sum of exponentials, its K likeliest tokens,
+and the chosen token's logit if it is its own; then how many of its logits are larger: two small collectives. Ids and
+ranks are those of a whole row; log-probabilities differ by rounding, as the sum has another order.
+
+Legend: B sequences, L of those that report, Q rows, V vocabulary (of it those this process has), N positions,
+K likeliest tokens, R ranks of a group, X = 2 (K + 1) + 1 packed numbers: logprobs, ids, rank; the chosen token's first.
 """
 
 from collections.abc import Sequence
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.core.logprobs import TokenLogprobs
+from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +33,13 @@ class LogprobRows:
     num_top: int
 
 
-def logprobs_of(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_top: int) -> torch.Tensor:
+def logprobs_of(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_top: int, vocab: Vocab = WHOLE) -> torch.Tensor:
     """Packed [N, X], float64: the token's log-probability and rank, and those of the K likeliest.
 
     Equals are ordered by id, the lower first. The token's is finite whatever its logit: at least the dtype's lowest.
     """
+    if isinstance(vocab, CutVocab):
+        return _logprobs_among_ranks(logits_NV, token_ids_N, num_top, vocab)
     num_top = min(num_top, logits_NV.shape[1])
     lse_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
     token_N1 = token_ids_N[:, None]
@@ -43,6 +50,28 @@ def logprobs_of(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_top: int
     lowest = torch.finfo(logits_NV.dtype).min
     logprobs_NX = (logits_NV.gather(1, ids_NX) - lse_N1).clamp(min=lowest)
     return torch.cat([logprobs_NX.double(), ids_NX.double(), rank_N1.double()], dim=1)
+
+
+def _logprobs_among_ranks(
+    logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_top: int, vocab: CutVocab
+) -> torch.Tensor:
+    num_top, num_own = min(num_top, vocab.vocab_size), min(num_top, logits_NV.shape[1])
+    token_N1 = token_ids_N[:, None]
+    column_N1 = (token_N1 - vocab.first).clamp(0, logits_NV.shape[1] - 1)
+    own_NK = top_ids(logits_NV, num_own)
+    said = [logits_NV.logsumexp(dim=-1, keepdim=True), logits_NV.gather(1, column_N1), logits_NV.gather(1, own_NK)]
+    said_RNX = vocab.parts(torch.cat([*(part.double() for part in said), (own_NK + vocab.first).double()], dim=1))
+    lse_N1 = said_RNX[..., :1].logsumexp(dim=0)
+    value_N1 = vocab.of_owner(said_RNX[..., 1:2], token_N1)
+    rank_N1 = 1 + vocab.parts((logits_NV > value_N1).sum(dim=-1, keepdim=True)).sum(dim=0)
+    # Side by side in order of ranks, equals are in order of ids, and stay so.
+    said_NRX = said_RNX[..., 2:].movedim(0, 1)
+    values_NX, ids_NX = said_NRX[..., :num_own].flatten(1), said_NRX[..., num_own:].flatten(1)
+    values_NX, order_NX = values_NX.sort(dim=-1, descending=True, stable=True)
+    top_NK = ids_NX.gather(1, order_NX)[:, :num_top]
+    lowest = torch.finfo(logits_NV.dtype).min
+    logprobs_NX = (torch.cat([value_N1, values_NX[:, :num_top]], dim=1) - lse_N1).clamp(min=lowest)
+    return torch.cat([logprobs_NX, token_N1.double(), top_NK, rank_N1.double()], dim=1)
 
 
 def top_ids(logits_NV: torch.Tensor, num_top: int) -> torch.Tensor:
@@ -67,10 +96,12 @@ def top_ids(logits_NV: torch.Tensor, num_top: int) -> torch.Tensor:
     return ids_N2K.gather(1, order_N2K)[:, :num_top]
 
 
-def step_logprobs(logits_BQV: torch.Tensor, token_ids_BQ: torch.Tensor, rows: LogprobRows) -> torch.Tensor:
+def step_logprobs(
+    logits_BQV: torch.Tensor, token_ids_BQ: torch.Tensor, rows: LogprobRows, vocab: Vocab = WHOLE
+) -> torch.Tensor:
     """Packed [L, Q, X] of the tokens of a step; those past a sequence's emitted ones mean nothing."""
     logits_LQV, token_ids_LQ = logits_BQV[rows.index_L], token_ids_BQ[rows.index_L]
-    packed_NX = logprobs_of(logits_LQV.flatten(0, 1), token_ids_LQ.flatten(), rows.num_top)
+    packed_NX = logprobs_of(logits_LQV.flatten(0, 1), token_ids_LQ.flatten(), rows.num_top, vocab)
     return packed_NX.view(*token_ids_LQ.shape, -1)
 
 

@@ -56,12 +56,16 @@ class NcclGroup:
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, added as a balanced tree in rank order: the same bits at each rank."""
+        wide = wide_dtype(x.dtype)
+        return tree_sum([part.to(wide) for part in self.all_gather(x).unbind()]).to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's `x`, all of one shape and dtype, in rank order, [size, ...]; nothing crosses if it is empty."""
         x = x.contiguous()
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel():
             self._guarded(lambda: self._group._allgather_base(gathered, x).wait())
-        wide = wide_dtype(x.dtype)
-        return tree_sum([part.to(wide) for part in gathered.unbind()]).to(x.dtype)
+        return gathered
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Rank 0's `values`, at every rank; the others give a tensor of that shape and dtype."""

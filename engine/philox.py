@@ -47,15 +47,23 @@ def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
 
 
 def uniform(
-    seed_N: torch.Tensor, choice_N: torch.Tensor, position_N: torch.Tensor, purpose: Purpose, num_draws: int
+    seed_N: torch.Tensor,
+    choice_N: torch.Tensor,
+    position_N: torch.Tensor,
+    purpose: Purpose,
+    num_draws: int,
+    first: int = 0,
 ) -> torch.Tensor:
-    """Uniforms in (0, 1), float64 [N, num_draws]: never 0 and never 1, so that both logarithms below are finite."""
-    block_W = torch.arange(-(-num_draws // 4), dtype=torch.int64, device=seed_N.device)
+    """Uniforms in (0, 1), float64 [N, num_draws]: never 0 and never 1, so that both logarithms below are finite.
+
+    They are those from number `first` on of as many as one likes.
+    """
+    block_W = torch.arange(first // 4, -(-(first + num_draws) // 4), dtype=torch.int64, device=seed_N.device)
     purpose_W = torch.full_like(block_W, int(purpose))
     key = (seed_N[:, None] & _MASK, seed_N[:, None] >> 32)
     counter = (block_W[None], position_N[:, None], choice_N[:, None], purpose_W[None])
     words_NW4 = torch.stack(philox4x32(counter, key), dim=-1)
-    return words_NW4.flatten(1)[:, :num_draws].double().add_(0.5).mul_(2.0**-32)
+    return words_NW4.flatten(1)[:, first % 4 :][:, :num_draws].double().add_(0.5).mul_(2.0**-32)
 
 
 def gumbel(
@@ -65,6 +73,7 @@ def gumbel(
     purpose: Purpose,
     vocab_size: int,
     dtype: torch.dtype,
+    first: int = 0,
 ) -> torch.Tensor:
     """Standard Gumbel noise [N, V]: argmax(logits + noise) is one draw from softmax(logits).
 
@@ -73,14 +82,15 @@ def gumbel(
         choice_N: int64, which of a request's parallel answers.
         position_N: int64, index in the sequence of the token being chosen.
         purpose: keeps draws for different uses apart.
-        vocab_size: V.
+        vocab_size: V, or as many tokens from `first` on.
         dtype: of the result; the arithmetic is float64 whatever it is.
+        first: id of the first token.
     """
     num_rows = seed_N.shape[0]
     noise_NV = torch.empty(num_rows, vocab_size, dtype=dtype, device=seed_N.device)
     step = max(1, _MAX_ELEMENTS // vocab_size)
-    for first in range(0, num_rows, step):
-        rows = slice(first, first + step)
-        draws = uniform(seed_N[rows], choice_N[rows], position_N[rows], purpose, vocab_size)
+    for row in range(0, num_rows, step):
+        rows = slice(row, row + step)
+        draws = uniform(seed_N[rows], choice_N[rows], position_N[rows], purpose, vocab_size, first)
         noise_NV[rows] = draws.log_().neg_().log_().neg_().to(dtype)
     return noise_NV

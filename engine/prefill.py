@@ -3,7 +3,8 @@
 The step is split in two so that first tokens are on their way before the drafts are made: `forward`, then `draft`.
 What to run is the caller's decision; sequences are only known here by the chunks they give.
 
-Legend: T tokens, F chunks that finish their prompt, D hidden size, V vocabulary, N rows whose logprobs are asked.
+Legend: T tokens, F chunks that finish their prompt, D hidden size, V vocabulary (of it the tokens of this rank,
+`model.vocab`), N rows whose logprobs are asked.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -109,15 +110,16 @@ class PrefillRunner:
         hidden_TD = self._model.trunk(inputs.token_ids_T, inputs.batch, self._pool, on_layer)
         finished = [chunk for chunk in chunks if chunk.is_last]
         sequences = [_sequence(chunk) for chunk in finished]
-        sampling = rows_of(sequences, self._model.config.vocab_size, hidden_TD.device, self._eos_token_ids)
+        vocab_size, vocab = self._model.config.vocab_size, self._model.vocab
+        sampling = rows_of(sequences, vocab_size, hidden_TD.device, self._eos_token_ids, vocab)
         first_token_F = inputs.last_row_F  # of length 0 where no prompt ends
         logprobs: Iterator[tuple[TokenLogprobs, ...] | None] = iter([None] * len(finished))
         if any(chunk.next_token is None for chunk in finished):
             logits_FV = self._masked(self._model.logits(hidden_TD[inputs.last_row_F]), finished)
-            first_token_F = sample(logits_FV, sampling, self._last_position_F(inputs) + 1)
+            first_token_F = sample(logits_FV, sampling, self._last_position_F(inputs) + 1, None, vocab)
             first_token_F = self._decisions.agree(first_token_F, _upon(inputs))
             if sampling is not None and sampling.logprobs is not None:
-                packed_L1X = step_logprobs(logits_FV[:, None], first_token_F[:, None], sampling.logprobs)
+                packed_L1X = step_logprobs(logits_FV[:, None], first_token_F[:, None], sampling.logprobs, vocab)
                 num_tops = [chunk.sampling.logprobs for chunk in finished]
                 logprobs = iter(unpack_step(packed_L1X, 1, num_tops, [1] * len(finished)))
         if any(chunk.next_token is not None for chunk in finished):
@@ -151,7 +153,7 @@ class PrefillRunner:
                 for first in range(row, end, LOGITS_ROWS):
                     rows = slice(first, min(first + LOGITS_ROWS, end))
                     logits_NV = self._model.logits(hidden_TD[rows])
-                    packed_NX = logprobs_of(logits_NV, inputs.next_token_ids_T[rows], num_top)
+                    packed_NX = logprobs_of(logits_NV, inputs.next_token_ids_T[rows], num_top, self._model.vocab)
                     report += [unpack(packed, num_top) for packed in packed_NX.tolist()]
                 reports.append(tuple(report))
             row += chunk.length
@@ -170,7 +172,8 @@ class PrefillRunner:
             if hidden_FD.shape[0]:
                 logits_FV = over_vocabulary(self._model.draft_logits(hidden_FD), self._model)
                 ahead = Lookahead.after(forward.first_token_F[:, None]) if looks_ahead(forward.sampling) else None
-                draft_F = sample(logits_FV, forward.sampling, self._last_position_F(inputs) + 2, ahead)
+                position_F = self._last_position_F(inputs) + 2
+                draft_F = sample(logits_FV, forward.sampling, position_F, ahead, self._model.vocab)
                 drafts = self._decisions.check(self._decisions.agree(draft_F, _upon(inputs)).tolist())
         starts: list[SequenceStart | None] = []
         num_finished = 0
@@ -196,7 +199,7 @@ class PrefillRunner:
             return logits_FV
         rows = GrammarRows(states, logits_FV.device)
         rows.take(logits_FV.new_empty((len(finished), 0), dtype=torch.int64))
-        return rows.masks().apply(logits_FV[:, None])[:, 0]
+        return rows.masks().apply(logits_FV[:, None], self._model.vocab)[:, 0]
 
     def _start(self, spec: GrammarSpec) -> GrammarState:
         assert self.grammars is not None

@@ -11,7 +11,15 @@ The numbers of a step are keyed by its *first* position and numbered by draft. K
 would come again in the next step, after a block's verdict had already depended on them, and bias it.
 
 `accept_chances`, `block_chances`, `residual_weights` and `pick` are all that decides; the tests enumerate laws with
-them. Legend: S sampled sequences, K draft tokens, Q = K + 1 rows, V vocabulary, B sequences of the batch.
+them.
+
+Where ranks share a vocabulary, each has the probabilities of its own tokens, and what crosses are sums (of the softmax,
+of residual weights) and probabilities of drafts. Those sums are rounded otherwise than a whole row's, by some 1e-16 of
+their size in float64 and 1e-7 in float32, so that a uniform that close to a border may fall to its other side: the law
+is the same, and so are the tokens but for that.
+
+Legend: S sampled sequences, K draft tokens, Q = K + 1 rows, V vocabulary (of it those this process has), B sequences of
+the batch.
 """
 
 from dataclasses import dataclass
@@ -31,6 +39,7 @@ from baton.engine.verify import (
     emit,
     usable_drafts,
 )
+from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +61,12 @@ class RejectionVerifier:
 
     def verify(self, inputs: VerifyInputs) -> Verified:
         """See the module."""
-        sampling, logits_BQV = inputs.sampling, inputs.target_logits_BQV
+        sampling, logits_BQV, vocab = inputs.sampling, inputs.target_logits_BQV, inputs.vocab
         if sampling is not None:
             logits_BQV = edit_logits(logits_BQV, sampling, inputs.drafts.valid_ids())
         # The verdict on every sequence as if it were greedy; that on sampled ones is for nobody.
-        greedy = accept(inputs.drafts, TargetIds(logits_BQV.argmax(dim=-1)), inputs.draft_cap_B)
+        best_BQ1, likeliest_BQ = vocab.best(logits_BQV)
+        greedy = accept(inputs.drafts, TargetIds(likeliest_BQ), inputs.draft_cap_B)
         if sampling is None or sampling.num_sampled == 0:
             return greedy
         index_S = sampling.index_S
@@ -66,12 +76,13 @@ class RejectionVerifier:
             inputs.draft_probs if self.is_probabilistic else None,
             usable_drafts(drafts, inputs.draft_cap_B[index_S]),
             logits_BQV.shape[-1],
+            vocab,
         )
         position_S = inputs.position_B[index_S]
         num_drafts = drafts.ids_BK.shape[1]
         sampled = reject(
             proposals,
-            target_probs(logits_BQV, sampling),
+            target_probs(logits_BQV, sampling, best_BQ1, vocab),
             uniform(sampling.seed_S, sampling.choice_S, position_S, Purpose.ACCEPT, num_drafts),
             uniform(sampling.seed_S, sampling.choice_S, position_S, Purpose.RESIDUAL, 1)[:, 0],
             block=self.block and self.is_probabilistic,
@@ -82,11 +93,23 @@ class RejectionVerifier:
         )
 
 
-def target_probs(logits_BQV: torch.Tensor, sampling: SamplingRows) -> torch.Tensor:
+def target_probs(
+    logits_BQV: torch.Tensor, sampling: SamplingRows, best_BQ1: torch.Tensor, vocab: Vocab = WHOLE
+) -> torch.Tensor:
     """The distributions the sampled sequences draw from, [S, Q, V], float64 or float32; of edited logits."""
-    logits_SQV = logits_BQV[sampling.index_S]
-    wide_SQV = logits_SQV if logits_SQV.dtype.itemsize >= 4 else logits_SQV.float()
-    return process_logits(wide_SQV, sampling).softmax(dim=-1)
+    logits_SQV, best_SQ1 = logits_BQV[sampling.index_S], best_BQ1[sampling.index_S]
+    if logits_SQV.dtype.itemsize < 4:
+        logits_SQV, best_SQ1 = logits_SQV.float(), best_SQ1.float()
+    return probabilities(process_logits(logits_SQV, sampling, best_SQ1, vocab), vocab)
+
+
+def probabilities(logits_XV: torch.Tensor, vocab: Vocab) -> torch.Tensor:
+    """Softmax of `process_logits`' rows, whose largest is 0, over the tokens of all ranks; [X, V]."""
+    if not vocab.is_cut:
+        return logits_XV.softmax(dim=-1)
+    weights_XV = logits_XV.exp()
+    total_X1 = vocab.add(weights_XV.sum(dim=-1, keepdim=True, dtype=torch.float64))
+    return weights_XV / total_X1.to(weights_XV.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +121,14 @@ class Proposals:
         probs: None if the drafts are point masses.
         num_usable_S: int64, drafts that may be accepted; nothing past them is read.
         vocab_size: V.
+        vocab: which tokens V are.
     """
 
     drafts: DraftIds
     probs: DraftProbs | None
     num_usable_S: torch.Tensor
     vocab_size: int
+    vocab: Vocab = WHOLE
 
     def chance_of_drafts(self) -> torch.Tensor:
         """Q of each draft, float64 [S, K]; 0 where there is none, or none that the draft head could have made."""
@@ -112,7 +137,8 @@ class Proposals:
         if self.probs is None:
             return torch.ones(ids_SK.shape, dtype=torch.float64, device=ids_SK.device).masked_fill(is_unusable_SK, 0.0)
         columns_SK = ids_SK if self.probs.t2d_V is None else self.probs.t2d_V[ids_SK]
-        q_SK = self.probs.probs_SKC.gather(2, columns_SK.clamp(min=0)[:, :, None])[:, :, 0].double()
+        q_SK1 = self.vocab.values_at(self.probs.probs_SKC, columns_SK.clamp(min=0)[:, :, None])
+        q_SK = q_SK1[:, :, 0].double()
         return q_SK.masked_fill(is_unusable_SK | (columns_SK < 0), 0.0)
 
     def row(self, place_S: torch.Tensor) -> torch.Tensor:
@@ -124,8 +150,9 @@ class Proposals:
         column_S1 = place_S.clamp(max=num_drafts - 1)[:, None]
         if self.probs is None:
             ids_S1 = self.drafts.ids_BK.gather(1, column_S1).clamp(min=0)
-            empty_SV = torch.zeros(len(place_S), self.vocab_size, device=place_S.device)
-            return empty_SV.scatter(1, ids_S1, is_there_S1.to(empty_SV.dtype))
+            empty_SX = torch.zeros(len(place_S), self.vocab.table_width(self.vocab_size), device=place_S.device)
+            q_SX = empty_SX.scatter(1, self.vocab.columns(ids_S1), is_there_S1.to(empty_SX.dtype))
+            return q_SX[:, : self.vocab_size]
         sequence_S = torch.arange(len(place_S), device=place_S.device)
         q_SC = self.probs.probs_SKC[sequence_S, column_S1[:, 0]]
         t2d_V = self.probs.t2d_V
@@ -151,9 +178,9 @@ def reject(
         residual_uniform_S: float64 in (0, 1).
         block: judge the drafts as a block.
     """
-    ids_SK = proposals.drafts.ids_BK
+    ids_SK, vocab = proposals.drafts.ids_BK, proposals.vocab
     num_drafts = ids_SK.shape[1]
-    p_SK = target_SQV[:, :num_drafts].gather(2, ids_SK.clamp(min=0)[:, :, None])[:, :, 0].double()
+    p_SK = vocab.values_at(target_SQV[:, :num_drafts], ids_SK.clamp(min=0)[:, :, None])[:, :, 0].double()
     q_SK = proposals.chance_of_drafts()
     if block:
         reach_SQ = block_reach(p_SK, q_SK)
@@ -168,7 +195,11 @@ def reject(
     p_SV = target_SQV[torch.arange(len(ids_SK), device=ids_SK.device), accepted_len_S]
     reach_S = reach_SQ.gather(1, accepted_len_S[:, None])[:, 0]
     weights_SV = residual_weights(p_SV, proposals.row(accepted_len_S), reach_S)
-    last_S = pick(or_target(weights_SV, p_SV), residual_uniform_S)
+    weights_SV = or_target(weights_SV, p_SV, vocab)
+    if isinstance(vocab, CutVocab):
+        last_S = pick_among_ranks(weights_SV, residual_uniform_S, vocab)
+    else:
+        last_S = pick(weights_SV, residual_uniform_S)
     return emit(proposals.drafts, accepted_len_S, last_S[:, None].expand(-1, num_drafts + 1))
 
 
@@ -199,7 +230,7 @@ def block_leftovers(proposals: Proposals, target_SQV: torch.Tensor, reach_SQ: to
         q_SV = proposals.row(torch.full_like(proposals.num_usable_S, place))
         weights_SV = residual_weights(target_SQV[:, place], q_SV, reach_SQ[:, place])
         leftover_SK[:, place - 1] = weights_SV.sum(dim=-1, dtype=torch.float64)
-    return leftover_SK
+    return proposals.vocab.add(leftover_SK)
 
 
 def block_chances(reach_SQ: torch.Tensor, leftover_SK: torch.Tensor) -> torch.Tensor:
@@ -226,9 +257,9 @@ def residual_weights(p_SV: torch.Tensor, q_SV: torch.Tensor, reach_S: torch.Tens
     return (p_SV * reach_S[:, None].to(p_SV.dtype) - q_SV).clamp(min=0.0)
 
 
-def or_target(weights_SV: torch.Tensor, p_SV: torch.Tensor) -> torch.Tensor:
+def or_target(weights_SV: torch.Tensor, p_SV: torch.Tensor, vocab: Vocab = WHOLE) -> torch.Tensor:
     """The weights, or the target where nothing is left over (p = q but for rounding)."""
-    is_empty_S1 = ~(weights_SV.sum(dim=-1, keepdim=True) > 0)
+    is_empty_S1 = ~(vocab.add(weights_SV.sum(dim=-1, keepdim=True)) > 0)
     return torch.where(is_empty_S1, p_SV, weights_SV)
 
 
@@ -240,3 +271,18 @@ def pick(weights_SV: torch.Tensor, uniform_S: torch.Tensor) -> torch.Tensor:
     cumulative_SV = weights_SV.cumsum(dim=-1, dtype=torch.float64)
     threshold_S1 = uniform_S[:, None].double() * cumulative_SV[:, -1:]
     return ((cumulative_SV > threshold_S1) & (weights_SV > 0)).to(torch.int8).argmax(dim=-1)
+
+
+def pick_among_ranks(weights_SV: torch.Tensor, uniform_S: torch.Tensor, vocab: CutVocab) -> torch.Tensor:
+    """The same where ranks share the weights: the sums of lower ranks come before a rank's own; 0 if all weigh 0."""
+    own_SV = weights_SV.cumsum(dim=-1, dtype=torch.float64)
+    # Added one after the other, so that what the last rank of any weight reaches is the total, bit for bit.
+    starts = [torch.zeros_like(own_SV[:, -1:])]
+    for part_S1 in vocab.parts(own_SV[:, -1:]).unbind():
+        starts.append(starts[-1] + part_S1)
+    threshold_S1 = uniform_S[:, None].double() * starts[-1]
+    is_past_SV = (starts[vocab.rank] + own_SV > threshold_S1) & (weights_SV > 0)
+    ids_S = vocab.first + is_past_SV.to(torch.int8).argmax(dim=-1)
+    ids_S = ids_S.masked_fill(~is_past_SV.any(dim=-1), vocab.vocab_size)
+    lowest_S = vocab.parts(ids_S).amin(dim=0)
+    return lowest_S.masked_fill(lowest_S == vocab.vocab_size, 0)

@@ -5,8 +5,12 @@ position (engine.philox). Every operation is along one row, so a row's token nev
 rows take the argmax of their edited logits; no noise is drawn for them. What edits are is engine.logit_edits' business.
 Values are trusted (core.sampling checks them).
 
-Legend: B sequences, Q consecutive positions of each, K = Q - 1 drafts, V vocabulary, S sequences that sample, U of
-those truncate.
+Where ranks share a vocabulary (`model.vocab`), each has its tokens' logits and makes their noise alone; what is chosen
+is the same. A greedy choice is one small collective. A sampled one is two, as scores are counted from the row's largest
+logit, and those of top-k and top-p are more (`engine.truncation`).
+
+Legend: B sequences, Q consecutive positions of each, K = Q - 1 drafts, V vocabulary (of it those this process has),
+S sequences that sample, U of those truncate.
 """
 
 from collections.abc import Sequence
@@ -19,7 +23,9 @@ from baton.engine.history import Lookahead
 from baton.engine.logit_edits import LogitEdits
 from baton.engine.logprobs import LogprobRows
 from baton.engine.philox import Purpose, gumbel
+from baton.engine.truncation import Limits, truncate, truncates
 from baton.kernels.copies import to_device
+from baton.model.vocab import WHOLE, Vocab
 
 MIN_TEMPERATURE = 1e-30  # below it float32 would divide by zero; any temperature this small is greedy in effect
 
@@ -36,6 +42,7 @@ class SamplingRows:
         seed_S: int64.
         choice_S: int64.
         truncated_U: int64, places in S of those with top-k or top-p.
+        limits: what the host knows of these.
         min_p_S: float64, 0 keeps all.
         edits: what sequences, greedy or not, do to their logits first.
         logprobs: who reports log-probabilities.
@@ -48,6 +55,7 @@ class SamplingRows:
     seed_S: torch.Tensor
     choice_S: torch.Tensor
     truncated_U: torch.Tensor | None
+    limits: Limits = Limits()  # noqa: RUF009
     min_p_S: torch.Tensor | None = None
     edits: LogitEdits | None = None
     logprobs: LogprobRows | None = None
@@ -56,11 +64,6 @@ class SamplingRows:
     def num_sampled(self) -> int:
         """S."""
         return self.index_S.shape[0]
-
-
-def truncates(params: SamplingParams) -> bool:
-    """Whether these parameters cut off any tail of the distribution."""
-    return params.top_k > 0 or params.top_p < 1.0
 
 
 def sampling_rows(
@@ -100,6 +103,7 @@ def sampling_rows(
         seed_S=seed_S,
         choice_S=choice_S,
         truncated_U=cut_U if cut else None,
+        limits=Limits.of(item for _, item in sampled),
         min_p_S=floats_3S[2] if any(item.min_p > 0.0 for _, item in sampled) else None,
         edits=edits,
         logprobs=LogprobRows(index_L, num_top) if reporting else None,
@@ -107,9 +111,17 @@ def sampling_rows(
 
 
 def draw_noise(
-    sampling: SamplingRows | None, position_B: torch.Tensor, num_positions: int, vocab_size: int, dtype: torch.dtype
+    sampling: SamplingRows | None,
+    position_B: torch.Tensor,
+    num_positions: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    vocab: Vocab = WHOLE,
 ) -> torch.Tensor | None:
-    """Gumbel noise [S, num_positions, V] for the positions that begin at each sequence's `position_B`."""
+    """Gumbel noise [S, num_positions, V] for the positions that begin at each sequence's `position_B`.
+
+    `vocab_size` is V, the columns of logits; `vocab` says which tokens they are.
+    """
     if sampling is None or sampling.num_sampled == 0:
         return None
     offsets = torch.arange(num_positions, device=position_B.device)
@@ -121,6 +133,7 @@ def draw_noise(
         Purpose.SAMPLE,
         vocab_size,
         dtype,
+        vocab.first,
     )
     return noise_NV.view(-1, num_positions, vocab_size)
 
@@ -141,41 +154,29 @@ def edit_logits(
     return sampling.edits.apply(logits_BQV, ahead)
 
 
-def process_logits(logits_SQV: torch.Tensor, sampling: SamplingRows) -> torch.Tensor:
+def process_logits(
+    logits_SQV: torch.Tensor,
+    sampling: SamplingRows,
+    best_SQ1: torch.Tensor | None = None,
+    vocab: Vocab = WHOLE,
+) -> torch.Tensor:
     """Logits after temperature, min-p, top-k and top-p; what was cut off is -inf, and at least one token is left.
 
-    Takes the rows of sampled sequences, after `edit_logits`.
+    Takes the rows of sampled sequences, after `edit_logits`, and, if that is known, the largest logit of each.
     """
+    if best_SQ1 is None:
+        best_SQ1 = vocab.amax(logits_SQV)
     # The maximum becomes 0, so that no temperature overflows it, and min-p is a bound that holds for every row.
-    shifted_SQV = logits_SQV - logits_SQV.amax(dim=-1, keepdim=True)
-    scaled_SQV = shifted_SQV / sampling.temperature_S.to(logits_SQV.dtype)[:, None, None]
+    scaled_SQV = (logits_SQV - best_SQ1) / sampling.temperature_S.to(logits_SQV.dtype)[:, None, None]
     if sampling.min_p_S is not None:
         bound_S = sampling.min_p_S.log().to(logits_SQV.dtype)
         scaled_SQV = scaled_SQV.masked_fill(scaled_SQV < bound_S[:, None, None], -torch.inf)
     cut_U = sampling.truncated_U
     if cut_U is None:
         return scaled_SQV
-    kept_UQV = truncate(scaled_SQV[cut_U], sampling.top_k_S[cut_U], sampling.top_p_S[cut_U])
+    top_k_U, top_p_U = sampling.top_k_S[cut_U], sampling.top_p_S[cut_U]
+    kept_UQV = truncate(scaled_SQV[cut_U], top_k_U, top_p_U, vocab, sampling.limits)
     return scaled_SQV.index_copy(0, cut_U, kept_UQV)
-
-
-def truncate(logits_UQV: torch.Tensor, top_k_U: torch.Tensor, top_p_U: torch.Tensor) -> torch.Tensor:
-    """Set all but the k likeliest tokens, then all but the smallest set whose probability reaches p, to -inf.
-
-    Equal logits are ordered by id, the lower first. Top-p counts the probability that top-k left over.
-    """
-    sorted_UQV, order_UQV = logits_UQV.sort(dim=-1, descending=True, stable=True)
-    vocab_size = logits_UQV.shape[-1]
-    rank_V = torch.arange(vocab_size, device=logits_UQV.device)
-    limit_U = torch.where(top_k_U > 0, top_k_U, vocab_size)
-    keep_UQV = (rank_V < limit_U[:, None, None]).expand_as(sorted_UQV)
-    mass_UQV = sorted_UQV.double().masked_fill(~keep_UQV, -torch.inf).softmax(dim=-1).cumsum(dim=-1)
-    # A token stays while what lies before it falls short of p; before the first lies nothing.
-    before_UQV = torch.cat([torch.zeros_like(mass_UQV[..., :1]), mass_UQV[..., :-1]], dim=-1)
-    top_p_U11 = top_p_U[:, None, None]
-    keep_UQV = keep_UQV & ((before_UQV < top_p_U11) | (top_p_U11 >= 1.0))
-    drop_UQV = torch.zeros_like(keep_UQV).scatter(-1, order_UQV, ~keep_UQV)
-    return logits_UQV.masked_fill(drop_UQV, -torch.inf)
 
 
 def choose(
@@ -183,6 +184,7 @@ def choose(
     sampling: SamplingRows | None,
     noise_SQV: torch.Tensor | None,
     ahead: Lookahead | torch.Tensor | None = None,
+    vocab: Vocab = WHOLE,
 ) -> torch.Tensor:
     """The token of every row, int64 [B, Q]; among equal maxima the lowest id (what torch.argmax promises).
 
@@ -192,16 +194,18 @@ def choose(
         noise_SQV: of `draw_noise`; None without a sampled sequence.
         ahead: tokens between those the sampling table has counted and each row: drafts int64 [B, K] of which row j
             follows the first j, or any others; None where the one row follows what was counted.
+        vocab: which tokens V are.
     """
     if sampling is None:
-        return logits_BQV.argmax(dim=-1)
+        return vocab.argmax(logits_BQV)
     logits_BQV = edit_logits(logits_BQV, sampling, ahead)
-    ids_BQ = logits_BQV.argmax(dim=-1)
     if sampling.num_sampled == 0:
-        return ids_BQ
+        return vocab.argmax(logits_BQV)
     assert noise_SQV is not None
-    scores_SQV = process_logits(logits_BQV[sampling.index_S], sampling) + noise_SQV
-    return ids_BQ.index_copy(0, sampling.index_S, scores_SQV.argmax(dim=-1))
+    best_BQ1, ids_BQ = vocab.best(logits_BQV)
+    index_S = sampling.index_S
+    scores_SQV = process_logits(logits_BQV[index_S], sampling, best_BQ1[index_S], vocab) + noise_SQV
+    return ids_BQ.index_copy(0, index_S, vocab.argmax(scores_SQV))
 
 
 def sample(
@@ -209,7 +213,8 @@ def sample(
     sampling: SamplingRows | None,
     position_B: torch.Tensor,
     ahead: Lookahead | None = None,
+    vocab: Vocab = WHOLE,
 ) -> torch.Tensor:
     """The token of one position of each sequence, int64 [B]; `position_B` is where that token will stand."""
-    noise_SQV = draw_noise(sampling, position_B, 1, logits_BV.shape[-1], logits_BV.dtype)
-    return choose(logits_BV[:, None], sampling, noise_SQV, ahead)[:, 0]
+    noise_SQV = draw_noise(sampling, position_B, 1, logits_BV.shape[-1], logits_BV.dtype, vocab)
+    return choose(logits_BV[:, None], sampling, noise_SQV, ahead, vocab)[:, 0]

@@ -14,9 +14,11 @@ from baton.core.sampling import SamplingParams
 from baton.engine.history import SampledSequence
 from baton.engine.logit_edits import LogitEditTables, edits_logits
 from baton.engine.logprobs import LogprobRows
-from baton.engine.sampler import MIN_TEMPERATURE, SamplingRows, sampling_rows, truncates
+from baton.engine.sampler import MIN_TEMPERATURE, SamplingRows, sampling_rows
+from baton.engine.truncation import Limits, truncates
 from baton.engine.verify import Verified
 from baton.kernels.copies import to_device
+from baton.model.vocab import WHOLE, Vocab
 
 
 class SamplingTable:
@@ -27,14 +29,21 @@ class SamplingTable:
         vocab_size: V.
         device: of all tensors.
         eos_token_ids: what ends a sequence beside a request's own stop tokens.
+        vocab: which of the tokens this process has logits of.
     """
 
     def __init__(
-        self, *, num_slots: int, vocab_size: int, device: torch.device, eos_token_ids: Sequence[int] = ()
+        self,
+        *,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        eos_token_ids: Sequence[int] = (),
+        vocab: Vocab = WHOLE,
     ) -> None:
         self._device = device
         self._edits = LogitEditTables(
-            num_slots=num_slots, vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids
+            num_slots=num_slots, vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids, vocab=vocab
         )
         # temperature, top-p, min-p and top-k, seed, choice: one write and one gather for each kind of number
         self._floats_N3 = torch.zeros(num_slots, 3, dtype=torch.float64, device=device)
@@ -79,6 +88,7 @@ class SamplingTable:
             seed_S=seed_S,
             choice_S=choice_S,
             truncated_U=cut_U if cut else None,
+            limits=Limits.of(params[row] for row in sampled),
             min_p_S=min_p_S if any(params[row].min_p > 0.0 for row in sampled) else None,
             edits=edits,
             logprobs=LogprobRows(index_L, num_top) if reporting else None,
@@ -90,14 +100,18 @@ class SamplingTable:
 
 
 def rows_of(
-    sequences: Sequence[SampledSequence], vocab_size: int, device: torch.device, eos_token_ids: Sequence[int] = ()
+    sequences: Sequence[SampledSequence],
+    vocab_size: int,
+    device: torch.device,
+    eos_token_ids: Sequence[int] = (),
+    vocab: Vocab = WHOLE,
 ) -> SamplingRows | None:
     """Rows of sequences that no table holds (prefill's); None if all are greedy and plain."""
     params = [sequence.params for sequence in sequences]
     edits = None
     if any(edits_logits(item) for item in params):
         tables = LogitEditTables(
-            num_slots=len(sequences), vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids
+            num_slots=len(sequences), vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids, vocab=vocab
         )
         for slot, sequence in enumerate(sequences):
             tables.place(slot, sequence)

@@ -15,6 +15,7 @@ from baton.engine.batch import DecodeRows
 from baton.engine.sampling_table import SamplingTable
 from baton.kernels.copies import to_device
 from baton.kvcache.allocator import BlockTable
+from baton.model.vocab import WHOLE, Vocab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +63,10 @@ class SlotTable:
         eos_token_ids: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
+        vocab: Vocab = WHOLE,
     ) -> None:
         self.sampling = SamplingTable(
-            num_slots=num_slots, vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids
+            num_slots=num_slots, vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids, vocab=vocab
         )
         self._device = device
         # One tensor, so that a step reads it with one operation and writes it with one. What moves comes first.

@@ -70,5 +70,6 @@ def conditional_rates(acceptance_rates: tuple[float, ...]) -> tuple[float, ...]:
 
 def _accept_made_up(inputs: VerifyInputs, wanted_len_B: torch.Tensor) -> Verified:
     accepted_len_B = torch.minimum(wanted_len_B, usable_drafts(inputs.drafts, inputs.draft_cap_B))
-    chosen_BQ = choose(inputs.target_logits_BQV, inputs.sampling, inputs.noise_SQV, inputs.drafts.valid_ids())
+    ahead = inputs.drafts.valid_ids()
+    chosen_BQ = choose(inputs.target_logits_BQV, inputs.sampling, inputs.noise_SQV, ahead, inputs.vocab)
     return emit(inputs.drafts, accepted_len_B, chosen_BQ)

@@ -54,6 +54,10 @@ class GlooGroup:
         wide = wide_dtype(x.dtype)
         return tree_sum([part.to(wide) for part in self._gather(x)]).to(x.dtype)
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's `x`, all of one shape and dtype, in rank order, [size, ...]; nothing crosses if it is empty."""
+        return torch.stack(self._gather(x))
+
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Rank 0's `values`, at every rank; the others give a tensor of that shape and dtype."""
         assert values.device.type == "cpu"

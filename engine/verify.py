@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 
 from baton.engine.sampler import SamplingRows, choose
+from baton.model.vocab import WHOLE, Vocab
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class DraftProbs:
     """The distributions that the drafts of the sampled sequences were drawn from; without them drafts are point masses.
 
     Attributes:
-        probs_SKC: float, over the draft head's columns; a row of zeros stands for no draft.
+        probs_SKC: float, over the draft head's columns; a row of zeros stands for no draft. Where ranks share the
+            vocabulary, over this rank's tokens.
         t2d_V: int64, the column of each token, -1 where the head has none; None if columns are tokens.
     """
 
@@ -80,6 +82,7 @@ class VerifyInputs:
         noise_SQV: the target's noise, with DraftLaw.COUPLED.
         position_B: int64, where the first token of this step will stand.
         draft_cap_B: int64, drafts each sequence may accept.
+        vocab: which tokens V are, of logits and noise.
     """
 
     drafts: DraftIds
@@ -89,6 +92,7 @@ class VerifyInputs:
     noise_SQV: torch.Tensor | None = None
     position_B: torch.Tensor
     draft_cap_B: torch.Tensor
+    vocab: Vocab = WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +131,12 @@ class CoupledVerifier:
     def verify(self, inputs: VerifyInputs) -> Verified:
         """See `verify_coupled`."""
         return verify_coupled(
-            inputs.drafts, inputs.target_logits_BQV, inputs.sampling, inputs.noise_SQV, inputs.draft_cap_B
+            inputs.drafts,
+            inputs.target_logits_BQV,
+            inputs.sampling,
+            inputs.noise_SQV,
+            inputs.draft_cap_B,
+            inputs.vocab,
         )
 
 
@@ -139,7 +148,7 @@ class GreedyVerifier:
     def verify(self, inputs: VerifyInputs) -> Verified:
         """See `verify_greedy`."""
         assert inputs.sampling is None, "a sampled sequence cannot be verified greedily"
-        return verify_greedy(inputs.drafts, inputs.target_logits_BQV, inputs.draft_cap_B)
+        return verify_greedy(inputs.drafts, inputs.target_logits_BQV, inputs.draft_cap_B, inputs.vocab)
 
 
 def accept(drafts: DraftIds, target: TargetIds, draft_cap_B: torch.Tensor) -> Verified:
@@ -153,9 +162,11 @@ def accept(drafts: DraftIds, target: TargetIds, draft_cap_B: torch.Tensor) -> Ve
     return Verified(token_ids_BQ=token_ids_BQ, accepted_len_B=accepted_len_B)
 
 
-def verify_greedy(drafts: DraftIds, target_logits_BQV: torch.Tensor, draft_cap_B: torch.Tensor) -> Verified:
+def verify_greedy(
+    drafts: DraftIds, target_logits_BQV: torch.Tensor, draft_cap_B: torch.Tensor, vocab: Vocab = WHOLE
+) -> Verified:
     """Every sequence is greedy: a draft stands if it is the target's likeliest token."""
-    return verify_coupled(drafts, target_logits_BQV, None, None, draft_cap_B)
+    return verify_coupled(drafts, target_logits_BQV, None, None, draft_cap_B, vocab)
 
 
 def verify_coupled(
@@ -164,9 +175,10 @@ def verify_coupled(
     sampling: SamplingRows | None,
     noise_SQV: torch.Tensor | None,
     draft_cap_B: torch.Tensor,
+    vocab: Vocab = WHOLE,
 ) -> Verified:
     """A draft stands if it is the target's own draw at its position (the likeliest token for greedy sequences)."""
-    target = TargetIds(choose(target_logits_BQV, sampling, noise_SQV, drafts.valid_ids()))
+    target = TargetIds(choose(target_logits_BQV, sampling, noise_SQV, drafts.valid_ids(), vocab))
     return accept(drafts, target, draft_cap_B)
 
 

@@ -7,6 +7,7 @@ there is, and knows no model.
 Legend: T rows, N outputs, K inputs, B sequences, A query heads, H KV heads, D head size.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,15 +18,21 @@ from baton.core.errors import NumericsUnsupported
 from baton.core.numerics import Numerics
 from baton.kernels.kv_write import kv_write
 from baton.kernels.ops import Ops
+from baton.kernels.tiles import OUTPUT_TILE
 
 _NUM_ROWS = 512
 _BATCHES = ((0, 1), (3, 17), (0, 48), (7, 135), (60, 300), (0, _NUM_ROWS))  # first row, rows
+_MAX_ROWS_OF_OUTPUTS = 48
 _MAX_OUTPUTS = 4096  # wider weights are checked on this many outputs; every row of them is computed alike
 _ATTENTION = (8, 4, 32)  # A, H, D
 
 
-def check_invariance(linear_shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
+def check_invariance(
+    linear_shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, *, num_ranks: int = 1
+) -> None:
     """Compare rows across batch shapes, positions and threads for products of these (outputs, inputs).
+
+    With several ranks, which share the outputs of most products, every rank's outputs are compared with those of all.
 
     Raises:
         NumericsUnsupported: rows differ, or TF32 is switched on; the operation and shape are named.
@@ -39,6 +46,8 @@ def check_invariance(linear_shapes: Sequence[tuple[int, int]], dtype: torch.dtyp
             shape = (min(num_outputs, _MAX_OUTPUTS), num_inputs)
             weight_NK = _values(shape, dtype, device) / num_inputs**0.5
             _check_rows("linear", shape, partial(ops.linear, weight_NK=weight_NK), shape[1], dtype, device)
+            if num_ranks > 1:
+                _check_outputs(ops, weight_NK, num_ranks)
             inner = partial(ops.linear_inner, weight_NK=weight_NK)
             _check_rows("linear_inner", shape, inner, shape[1], dtype, device)
         for size in sorted({num_inputs for _, num_inputs in linear_shapes}):
@@ -75,6 +84,20 @@ def _check_rows(
                 rows = slice(first, first + num_rows)
                 if not torch.equal(compute(x_TK[rows]), wanted_TN[rows]):
                     raise _refusal(operation, shape, dtype, device, f"{num_rows} rows from {first} on")
+
+
+def _check_outputs(ops: Ops, weight_NK: torch.Tensor, num_ranks: int) -> None:
+    """What a rank computes of a product whose outputs are cut is what one process computes of it."""
+    num_outputs, num_inputs = weight_NK.shape
+    dtype, device = weight_NK.dtype, weight_NK.device
+    x_TK = _values((_MAX_ROWS_OF_OUTPUTS, num_inputs), dtype, device)
+    wanted_TN = ops.linear(x_TK, weight_NK)
+    width = math.ceil(num_outputs / num_ranks / OUTPUT_TILE) * OUTPUT_TILE
+    for first in range(0, num_outputs, width):
+        part_TN = ops.linear(x_TK, weight_NK[first : first + width])
+        if not torch.equal(part_TN, wanted_TN[:, first : first + width]):
+            where = f"outputs from {first} on, cut over {num_ranks} ranks"
+            raise _refusal("linear", (num_outputs, num_inputs), dtype, device, where)
 
 
 def _check_attention(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:

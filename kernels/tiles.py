@@ -19,6 +19,8 @@ Legend: T rows, K inner size, N outputs, G groups of one batched product.
 import torch
 from torch.nn import functional
 
+# Outputs of a product that ranks share are cut at multiples of it: at others, products are slow on a GPU.
+OUTPUT_TILE = 16
 # Longest inner size of one library call on a CPU.
 _PIECE_LEN = {torch.float32: 256, torch.float64: 64}
 # Outputs, and groups, of one library call on CUDA.

@@ -56,6 +56,14 @@ def normalise_d2t(d2t_C: torch.Tensor, vocab_size: int, form: str | None) -> tor
     return readings[sound[0]]
 
 
+def columns_in_order(head_CD: torch.Tensor, d2t_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A head and its table with columns in order of their tokens: then the first of equals is the lowest token."""
+    if bool((d2t_C[1:] > d2t_C[:-1]).all()):
+        return head_CD, d2t_C
+    order_C = d2t_C.argsort()
+    return head_CD[order_C], d2t_C[order_C]
+
+
 def invert_d2t(d2t_C: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """The column of each token, int64 [V]; -1 where the draft head has none."""
     t2d_V = torch.full((vocab_size,), -1, dtype=torch.int64, device=d2t_C.device)

@@ -28,12 +28,14 @@ def load_model(
     on_progress: Callable[[int, int], None] | None = None,
     random_seed: int | None = None,
     communicator: Communicator | None = None,
+    cut_vocab: bool = True,
 ) -> Model:
     """Load config and weights, converted to `dtype`; `on_progress(done, total)` counts tensors.
 
     With a `random_seed` the directory need hold no more than config.json: weights are drawn on the device, an MTP head
     too if it is asked for, whether or not the model was published with one. With a `communicator`, only its rank's part
-    of the weights is read, and the model computes with the other ranks'.
+    of the weights is read, and the model computes with the other ranks'; its logits are then those of the rank's tokens
+    alone, unless `cut_vocab` is False.
 
     Raises:
         ModelMissing: the directory, or a file it must hold, is not there.
@@ -60,10 +62,16 @@ def load_model(
         check_tensors(spec, headers)
         if D2T in spec.tables:
             d2t_C = normalise_d2t(headers[D2T].read_index(), config.vocab_size, config.d2t_form)
-    plan = ShardPlan(config, communicator or Alone(), numerics)
+    plan = ShardPlan(config, communicator or Alone(), numerics, cut_vocab=cut_vocab)
     source = WeightSource(stored, dtype, device, len(spec.required), on_progress, plan.cut)
     model = Model(
-        source, config, numerics, with_mtp=with_mtp, inner=plan.inner, d2t_C=None if d2t_C is None else d2t_C.to(device)
+        source,
+        config,
+        numerics,
+        with_mtp=with_mtp,
+        inner=plan.inner,
+        d2t_C=None if d2t_C is None else d2t_C.to(device),
+        vocab=plan.vocab,
     )
     assert source.num_done == len(spec.required)
     return model

@@ -1,9 +1,11 @@
 """A loaded model: what the engine calls. One device, inference only; run it under `torch.inference_mode`.
 
 With weights that were cut and operations that add over a group (`model.parallel`), it is one rank's part of the model:
-its trunk, MTP head and logits are the whole model's, its pool holds the rank's KV heads.
+its trunk and MTP head are the whole model's, its pool holds the rank's KV heads, and its logits are those of the
+rank's tokens, which `vocab` says (`model.vocab`).
 
-Legend: T tokens, N rows, D hidden size, V vocabulary, C columns of the draft head.
+Legend: T tokens, N rows, D hidden size, V vocabulary, W tokens of this rank (all, unless the vocabulary is cut),
+C columns of the draft head.
 """
 
 from collections.abc import Callable
@@ -19,14 +21,21 @@ from baton.kvcache.pool import DTYPE_NAMES, KVPool
 from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
-from baton.model.draft_head import DRAFT_HEAD, HeadIds, invert_d2t
+from baton.model.draft_head import DRAFT_HEAD, HeadIds, columns_in_order, invert_d2t
 from baton.model.inputs import AttentionBatch, DecodeBatch
 from baton.model.layers import WeightSource
 from baton.model.mtp import MTPHead
+from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 
 class Model:
-    """Trunk, lm_head and, if loaded with it, the MTP head; with `d2t_C`, one that proposes only those tokens."""
+    """Trunk, lm_head and, if loaded with it, the MTP head; with `d2t_C`, one that proposes only those tokens.
+
+    Attributes:
+        vocab: the tokens of this rank.
+        d2t_C: the tokens of a pruned draft head, ascending; None if it has all.
+        draft_columns_C: where the logits of `draft_logits` stand among this rank's W; None likewise.
+    """
 
     def __init__(
         self,
@@ -37,6 +46,7 @@ class Model:
         with_mtp: bool,
         inner: InnerSum = ALONE,
         d2t_C: torch.Tensor | None = None,
+        vocab: Vocab = WHOLE,
     ) -> None:
         self.config = config
         self.dtype = source.dtype
@@ -46,9 +56,11 @@ class Model:
         self._ops = Ops(numerics, inner)
         self._decoder = Decoder(source, config, self._ops)
         self._mtp = MTPHead(source, config, self._ops) if with_mtp else None
-        self._lm_head_VD = self._decoder.embedding_VD if config.tie_word_embeddings else source.take("lm_head.weight")
-        self.d2t_C = d2t_C
-        self._draft_head_CD = self._lm_head_VD if d2t_C is None else source.take(DRAFT_HEAD)
+        self.vocab = vocab
+        self._lm_head_WD = self._take_lm_head(source)
+        self.d2t_C: torch.Tensor | None = None
+        self.draft_columns_C: torch.Tensor | None = None
+        self._draft_head_CD = self._lm_head_WD if d2t_C is None else self._take_draft_head(source, d2t_C)
         self._t2d_V: torch.Tensor | None = None
         self._inverse_F = rope_inverse_frequencies(config.head_dim, config.rope_theta, self.dtype, self.device)
 
@@ -72,12 +84,13 @@ class Model:
         return self._mtp(embedded_TD, hidden_TD, self._inputs(batch, pool, on_layer))
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, V], computed in the model's dtype; returned as float32 where that is narrower."""
-        return self._head(hidden_ND, self._lm_head_VD)
+        """[N, W], computed in the model's dtype; returned as float32 where that is narrower."""
+        logits_NW = self._head(hidden_ND, self._lm_head_WD)
+        return self.vocab.close_padding(logits_NW) if isinstance(self.vocab, CutVocab) else logits_NW
 
     def draft_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, C] over the columns of the draft head, which are the vocabulary unless it is pruned; as `logits`."""
-        return self._head(hidden_ND, self._draft_head_CD)
+        """[N, C] over the columns of the draft head, as `logits`; of a pruned one over those that are this rank's."""
+        return self.logits(hidden_ND) if self.d2t_C is None else self._head(hidden_ND, self._draft_head_CD)
 
     def draft_to_target(self, ids: HeadIds) -> torch.Tensor:
         """The tokens of columns of the draft head, int64 of the same shape."""
@@ -116,6 +129,25 @@ class Model:
         if self.d2t_C is not None:
             shapes.add((len(self.d2t_C), hidden))
         return tuple(sorted(shapes))
+
+    def _take_lm_head(self, source: WeightSource) -> torch.Tensor:
+        """The head's rows of this rank, [W, D]. A tied head shares the embeddings' memory, but for padding."""
+        is_tied = self.config.tie_word_embeddings
+        head = self._decoder.embedding_VD if is_tied else source.take("lm_head.weight")
+        if not isinstance(self.vocab, CutVocab):
+            return head
+        return self.vocab.own_rows(head) if is_tied else self.vocab.pad_rows(head)
+
+    def _take_draft_head(self, source: WeightSource, d2t_C: torch.Tensor) -> torch.Tensor:
+        """A pruned head's rows of this rank's tokens, by token."""
+        head_CD, self.d2t_C = columns_in_order(source.take(DRAFT_HEAD), d2t_C)
+        if not isinstance(self.vocab, CutVocab):
+            self.draft_columns_C = self.d2t_C
+            return head_CD
+        first, stop = self.vocab.first, self.vocab.first + self.vocab.num_ids
+        is_own_C = (self.d2t_C >= first) & (self.d2t_C < stop)
+        self.draft_columns_C = self.d2t_C[is_own_C] - first
+        return head_CD[is_own_C]
 
     def _head(self, hidden_ND: torch.Tensor, head_XD: torch.Tensor) -> torch.Tensor:
         logits_NX = self._ops.linear(hidden_ND, head_XD)

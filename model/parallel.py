@@ -1,9 +1,11 @@
 """Tensor parallelism, applied to a model from outside: which part of each weight a rank reads, and who adds.
 
 Query heads, gate and up are cut by outputs; the output projection and down by inputs, and what they make is added over
-the ranks. A rank of a group larger than the number of KV heads holds one of them, as its neighbours do. Everything else
-(norms, router, embeddings, lm_head, the MTP head's joint projection) is whole at every rank. Experts are all at every
-rank, each with a part of its intermediate dimension, so that a step of few tokens keeps all ranks busy.
+the ranks. A rank of a group larger than the number of KV heads holds one of them, as its neighbours do. The LM head and
+a pruned draft head are cut by tokens, and what is chosen from them without putting rows of logits together
+(`model.vocab`). Everything else (norms, router, embeddings, the MTP head's joint projection) is whole at every rank:
+embeddings are read by row, so cutting them would save memory and cost a sum over the ranks for each step. Experts are
+all at every rank, each with a part of its intermediate dimension, so that a step of few tokens keeps all ranks busy.
 
 How ranks reach each other is the engine's; here is the seam.
 """
@@ -17,6 +19,7 @@ from baton.core.errors import ModelUnsupported, WorkerLost
 from baton.core.numerics import Numerics
 from baton.kernels.inner_sum import InnerSum, num_slices
 from baton.model.config import ModelConfig
+from baton.model.vocab import WHOLE, CutVocab, Vocab
 from baton.model.weights import Cut
 
 
@@ -39,6 +42,10 @@ class Communicator(Protocol):
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, added as a balanced tree in rank order: the same bits at each rank."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's `x`, all of one shape and dtype, in rank order, [size, ...]; nothing crosses if it is empty."""
         ...
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
@@ -73,6 +80,10 @@ class Alone:
         """`x`."""
         return x
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, [1, ...]."""
+        return x[None]
+
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """`values`."""
         return values
@@ -92,11 +103,23 @@ class Alone:
 class ShardPlan:
     """Which part of a checkpoint's tensors one rank of a group holds.
 
+    Args:
+        config: the model's.
+        communicator: the rank's.
+        numerics: of the model.
+        cut_vocab: cut the LM head, too; without other ranks there is nothing to cut.
+
+    Attributes:
+        inner: how parts of products are added.
+        vocab: which tokens are this rank's.
+
     Raises:
         ModelUnsupported: the model cannot be cut into so many equal parts.
     """
 
-    def __init__(self, config: ModelConfig, communicator: Communicator, numerics: Numerics) -> None:
+    def __init__(
+        self, config: ModelConfig, communicator: Communicator, numerics: Numerics, *, cut_vocab: bool = True
+    ) -> None:
         self._rank, self._size = communicator.rank, communicator.size
         self.inner = InnerSum(self._size, communicator.all_sum)
         queries, keys, size = config.num_heads, config.num_kv_heads, self._size
@@ -125,6 +148,11 @@ class ShardPlan:
             self._parts[f"{infix}.gate_proj.weight"] = self._cut(0, length, 1)
             self._parts[f"{infix}.up_proj.weight"] = self._cut(0, length, 1)
             self._parts[f"{infix}.down_proj.weight"] = self._cut(1, length, 1)
+        self.vocab: Vocab = WHOLE
+        if cut_vocab and size > 1:
+            cut = CutVocab(config.vocab_size, self._rank, size, communicator.all_gather)
+            self._parts[".lm_head.weight"] = Cut(0, min(cut.first, config.vocab_size), cut.num_ids)
+            self.vocab = cut
 
     def cut(self, name: str) -> Cut | None:
         """The part of the tensor `name`; None is all of it."""

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.core.sampling import SamplingParams
 from baton.core.tokenizer import Tokenizer
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.gangs import GangTopology, RankProcesses
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import local_tokens
+from baton.tests.e2e.test_sampling_everywhere import KINDS, request_of
 from baton.tests.model.harness import prompt
 
 CPU = torch.device("cpu")
@@ -101,6 +103,28 @@ def test_replicated_heads_and_other_block_sizes(
     wanted = reference(model, Tokenizer.from_directory(path), prompts)
     with GangTopology(processes, path, tp_prefill, tp_decode, lane=lane, block_sizes=block_sizes) as topology:
         check(topology, prompts, wanted)
+
+
+@pytest.mark.parametrize(("tp_prefill", "tp_decode"), [(2, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
+def test_every_parameter_where_ranks_share_the_vocabulary(
+    tp_prefill, tp_decode, processes, load_tiny, tokenizer, prompts
+):
+    """Tokens are chosen at no rank alone; the reference has whole rows."""
+
+    def asked(k, tag):
+        requests = []
+        for at, (kind, values) in enumerate(KINDS.items()):
+            params = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "seed": at, "ignore_eos": True} | values
+            requests.append(request_of(prompts[at], SamplingParams(**params), k, f"{tag}{kind}"))
+        return requests
+
+    expected = local_tokens(load_tiny(), tokenizer, asked(0, "alone-"))
+    with GangTopology(processes, TINY, tp_prefill, tp_decode) as topology:
+        for k in (0, 2):
+            outcomes = topology.generate(asked(k, f"{k}-"))
+            assert [outcome.error for outcome in outcomes] == [None] * len(KINDS)
+            assert [outcome.token_ids for outcome in outcomes] == expected
+        topology.wait_idle()
 
 
 @pytest.mark.parametrize("lane", [pytest.param("raw", marks=pytest.mark.slow), "shm"])

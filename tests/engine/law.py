@@ -12,7 +12,9 @@ import torch
 
 from baton.engine import rejection
 from baton.engine.verify import DraftIds, DraftProbs
+from baton.model.vocab import WHOLE
 from baton.tests.engine import rejection_reference as reference
+from baton.tests.model.together import part_of, together
 
 EDGE = 1e-7
 
@@ -24,10 +26,13 @@ def spans(chances):
     return [(low, high) for low, high in itertools.pairwise(borders) if high - low > 4 * EDGE]
 
 
-def emitted_law(world, num_drafts, *, is_point, block, num_usable=None, length, claim=None, dtype=torch.float64):
+def emitted_law(
+    world, num_drafts, *, is_point, block, num_usable=None, length, claim=None, dtype=torch.float64, num_ranks=1
+):
     """Probability of every `length` first tokens: a step's own, and the target's after them.
 
-    `claim(drafts, place)` is the q that `reject` is told, by default the one drafts really are drawn from.
+    `claim(drafts, place)` is the q that `reject` is told, by default the one drafts really are drawn from. With several
+    ranks each has the probabilities of its own tokens, and all must emit the same.
     """
     claim = claim or (lambda drafts, place: reference.claimed_q(world, drafts, place, is_point))
     num_usable = num_drafts if num_usable is None else num_usable
@@ -49,7 +54,15 @@ def emitted_law(world, num_drafts, *, is_point, block, num_usable=None, length, 
                     uniforms.append([(to - EDGE if ends else from_ + EDGE) for from_, to in corner] + spare)
                     residual_uniforms.append(high - EDGE if ends else low + EDGE)
                 volumes.append(volume)
-    verified = _reject(world, paths, rows, uniforms, residual_uniforms, num_usable, claim, is_point, block, dtype)
+    arguments = (world, paths, rows, uniforms, residual_uniforms, num_usable, claim, is_point, block, dtype)
+    if num_ranks == 1:
+        verified = _reject(*arguments)
+    else:
+        results, _ = together(num_ranks, world.vocab_size, lambda vocab: _reject(*arguments, vocab))
+        verified = results[0]
+        for other in results[1:]:
+            assert torch.equal(other.token_ids_BQ, verified.token_ids_BQ)
+            assert torch.equal(other.accepted_len_B, verified.accepted_len_B)
     answers = {}
     lens = verified.accepted_len_B.tolist()
     for cell, tokens, accepted in zip(ids, verified.token_ids_BQ.tolist(), lens, strict=True):
@@ -65,7 +78,7 @@ def emitted_law(world, num_drafts, *, is_point, block, num_usable=None, length, 
     return full, sum(len(answer) * chance for answer, chance in law.items())
 
 
-def _reject(world, paths, rows, uniforms, residual_uniforms, num_usable, claim, is_point, block, dtype):
+def _reject(world, paths, rows, uniforms, residual_uniforms, num_usable, claim, is_point, block, dtype, vocab=WHOLE):
     num_drafts = len(paths[0][0])
     head = world.head_tokens
     is_pruned = head != list(range(world.vocab_size))
@@ -76,16 +89,19 @@ def _reject(world, paths, rows, uniforms, residual_uniforms, num_usable, claim, 
     target_NQV[:, num_usable + 1 :] = torch.nan
     probs = None
     if not is_point and num_drafts:
+        columns = list(range(world.vocab_size)) if vocab.is_cut else head
         probs_NKC = torch.tensor(
-            [[[claim(drafts, at)[token] for token in head] for at in range(num_drafts)] for drafts, _ in paths],
+            [[[claim(drafts, at)[token] for token in columns] for at in range(num_drafts)] for drafts, _ in paths],
             dtype=dtype,
         )
         probs_NKC[:, num_usable:] = torch.nan
         t2d = [head.index(token) if token in head else -1 for token in range(world.vocab_size)]
-        probs = DraftProbs(probs_NKC[rows], torch.tensor(t2d) if is_pruned else None)
+        is_pruned = is_pruned and not vocab.is_cut
+        probs = DraftProbs(part_of(probs_NKC, vocab, 0.0)[rows], torch.tensor(t2d) if is_pruned else None)
+    width, num_usable_N = vocab.width(world.vocab_size), torch.full((len(rows),), num_usable)
     return rejection.reject(
-        rejection.Proposals(DraftIds(drafts_NK[rows]), probs, torch.full((len(rows),), num_usable), world.vocab_size),
-        target_NQV[rows],
+        rejection.Proposals(DraftIds(drafts_NK[rows]), probs, num_usable_N, width, vocab),
+        part_of(target_NQV, vocab, 0.0)[rows],
         torch.tensor(uniforms, dtype=torch.float64).reshape(len(rows), num_drafts),
         torch.tensor(residual_uniforms, dtype=torch.float64),
         block=block,

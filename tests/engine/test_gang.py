@@ -8,6 +8,7 @@ import torch
 from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
 from baton.core.sampling import GrammarSpec, SamplingParams
+from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.decision import Decisions, digest, digest_weights
 from baton.engine.decode import DecodeRunner
 from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
@@ -23,6 +24,7 @@ from baton.tests.model.ranks import channel_of, on_ranks
 
 CHECKPOINT = {"kind": "qwen3_moe", "num_heads": 8, "num_kv_heads": 4}
 LENGTHS = (1, 17, 40)
+SMALL_VOCAB = 61
 BLOCK_SIZE, CHUNK_LEN, NUM_TOKENS = 16, 24, 12
 CPU = torch.device("cpu")
 MODES = {
@@ -30,19 +32,37 @@ MODES = {
     "coupled": {"temperature": 1.0},
     "cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
     "grammar": {"temperature": 1.0, "grammar": GrammarSpec("regex", "(ab|ba|01*)[abc01]{40,}")},
+    "everything": {
+        "temperature": 0.9,
+        "min_p": 0.01,
+        "top_k": 40,
+        "top_p": 0.95,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logit_bias": ((3, 1.5), (80, 2.0)),
+        "bad_words": ((7,), (40, 41)),
+        "allowed_token_ids": tuple(range(2, 90)),
+        "min_tokens": 4,
+        "stop_token_ids": (9, 77),
+    },
+}
+REJECTION = {
+    method: VerificationConfig(mode=VerificationMode.REJECTION, draft_sample_method=method)
+    for method in DraftSampleMethod
 }
 
 
-def load(path, group=None, dtype=torch.float64, numerics=Numerics.DEFAULT, device=CPU):
-    return load_model(path, dtype=dtype, device=device, numerics=numerics, with_mtp=True, communicator=group)
+def load(path, group=None, dtype=torch.float64, numerics=Numerics.DEFAULT, device=CPU, **options):
+    return load_model(path, dtype=dtype, device=device, numerics=numerics, with_mtp=True, communicator=group, **options)
 
 
-def runners_of(model, k, group=None):
+def runners_of(model, k, group=None, verification=None):
     rank, size = (group.rank, group.size) if group else (0, 1)
     pool = KVPool(model.kv_layout(BLOCK_SIZE), 40, model.device, rank=rank, size=size)
     grammars = GrammarCompiler(small_tokenizer(), model.config.vocab_size)
     prefill = PrefillRunner(model, pool, group, grammars=grammars)
-    return prefill, DecodeRunner(model, pool, len(LENGTHS), k, group, grammars=grammars)
+    return prefill, DecodeRunner(model, pool, len(LENGTHS), k, group, grammars=grammars, verification=verification)
 
 
 def generate(prefill, decode, k, mode):
@@ -53,7 +73,7 @@ def generate(prefill, decode, k, mode):
     for slot, length in enumerate(LENGTHS):
         sampling = SamplingParams(seed=slot, max_tokens=NUM_TOKENS, **MODES[mode])
         table = allocator.reserve(length + NUM_TOKENS + k + 1)
-        ids = tuple(prompt(length, seed=slot).tolist())
+        ids = tuple(prompt(length, SMALL_VOCAB, seed=slot).tolist())
         for start in range(0, length, CHUNK_LEN):
             chunk = PrefillChunk(
                 prompt_token_ids=ids,
@@ -65,7 +85,7 @@ def generate(prefill, decode, k, mode):
             )
             forward = prefill.forward([chunk], lambda layer: None)
             [begin] = prefill.draft(forward, lambda layer: None)
-        decode.admit(slot, begin, length, sampling, table, k)
+        decode.admit(slot, begin, length, sampling, table, k, prompt_token_ids=ids)
         slots.append(slot)
         tokens.append([begin.first_token])
         step(decode, slots, tokens)
@@ -83,8 +103,8 @@ def step(decode, slots, tokens):
         tokens[slot].extend(token_ids)
 
 
-def as_gang(group, model, k, mode):
-    prefill, decode = runners_of(model, k, group)
+def as_gang(group, model, k, mode, verification=None):
+    prefill, decode = runners_of(model, k, group, verification)
     channel = channel_of(group)
     try:
         if group.rank == 0:
@@ -104,10 +124,14 @@ def as_gang(group, model, k, mode):
 
 
 FAST = {(2, 2, "coupled")}
-DEFAULT = {(2, 0, "greedy"), (2, 0, "coupled"), (2, 2, "greedy"), (2, 2, "grammar"), (4, 2, "cut")}
+DEFAULT = {
+    *((2, 0, mode) for mode in ("greedy", "coupled")),
+    *((2, 2, mode) for mode in ("greedy", "grammar", "everything")),
+    *((4, 2, mode) for mode in ("cut", "everything")),
+}
 CASES = [
     pytest.param(*cell, marks=[pytest.mark.fast] if cell in FAST else [] if cell in DEFAULT else [pytest.mark.slow])
-    for cell in itertools.product((2, 4), (0, 2), MODES)
+    for cell in [*itertools.product((2, 4), (0, 2), MODES), (8, 2, "cut"), (8, 2, "everything")]
 ]
 
 
@@ -120,12 +144,43 @@ def test_a_gang_generates_what_one_rank_does(size, k, mode, tiny_checkpoint):
     assert others == [None] * (size - 1)
 
 
-def test_invariant_numerics_give_the_same_tokens_in_bfloat16(tiny_checkpoint):
+@pytest.mark.parametrize("mode", ["coupled", "everything"])
+def test_invariant_numerics_give_the_same_tokens_in_bfloat16(mode, tiny_checkpoint):
     path = tiny_checkpoint(**CHECKPOINT)
     options = {"dtype": torch.bfloat16, "numerics": Numerics.INVARIANT}
-    wanted = generate(*runners_of(load(path, **options), 2), 2, "coupled")
-    tokens, _ = on_ranks(2, lambda group: as_gang(group, load(path, group, **options), 2, "coupled"))
+    wanted = generate(*runners_of(load(path, **options), 2), 2, mode)
+    tokens, _ = on_ranks(2, lambda group: as_gang(group, load(path, group, **options), 2, mode))
     assert tokens == wanted
+
+
+@pytest.mark.parametrize("method", REJECTION)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_rejection_among_ranks(size, method, tiny_checkpoint):
+    path, verification = tiny_checkpoint(**CHECKPOINT), REJECTION[method]
+    wanted = generate(*runners_of(load(path), 2, verification=verification), 2, "coupled")
+    tokens, *_ = on_ranks(size, lambda group: as_gang(group, load(path, group), 2, "coupled", verification))
+    assert tokens == wanted
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "own"])
+def test_a_vocabulary_that_no_number_of_ranks_divides(tie, tiny_checkpoint):
+    """61 tokens at four ranks: 16 each, and 13."""
+    path = tiny_checkpoint(**CHECKPOINT, tie=tie, vocab_size=SMALL_VOCAB)
+    wanted = generate(*runners_of(load(path), 2), 2, "cut")
+    tokens, *_ = on_ranks(4, lambda group: as_gang(group, load(path, group), 2, "cut"))
+    assert tokens == wanted
+
+
+def test_the_head_may_stay_whole_at_every_rank(tiny_checkpoint):
+    path = tiny_checkpoint(**CHECKPOINT)
+    wanted = generate(*runners_of(load(path), 2), 2, "cut")
+
+    def work(group):
+        model = load(path, group, cut_vocab=False)
+        assert not model.vocab.is_cut
+        return as_gang(group, model, 2, "cut")
+
+    assert on_ranks(2, work) == [wanted, None]
 
 
 @pytest.mark.fast

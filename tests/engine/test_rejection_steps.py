@@ -14,6 +14,7 @@ from baton.engine.drafting import DraftSource
 from baton.engine.philox import Purpose, uniform
 from baton.engine.sampler import SamplingRows
 from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, VerifyInputs
+from baton.model.vocab import WHOLE
 from baton.tests.engine import rejection_reference as reference
 
 VOCAB = 3
@@ -111,7 +112,8 @@ class Generation:
 class _Model:
     """Hidden states are the draft's logits."""
 
-    d2t_C = None
+    d2t_C = draft_columns_C = None
+    vocab = WHOLE
     dtype = torch.float64
 
     def draft_logits(self, hidden):

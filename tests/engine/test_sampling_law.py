@@ -55,6 +55,21 @@ def test_the_law_is_the_targets_with_a_pruned_vocabulary(kind, block, head_token
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("kind", "block"), KINDS)
+@pytest.mark.parametrize(
+    ("vocab_size", "num_drafts", "head_tokens", "num_ranks"),
+    [(8, 1, None, 3), (5, 2, None, 2), (5, 2, [4, 1, 2], 4), (3, 2, None, 8)],
+)
+def test_the_law_is_the_targets_where_ranks_share_it(kind, block, vocab_size, num_drafts, head_tokens, num_ranks):
+    world = reference.World(vocab_size, "ranks", head_tokens)
+    error, mean_len = gap(world, num_drafts, is_point=kind == "point", block=block, num_ranks=num_ranks)
+    assert error < TOLERANCE
+    alone, same_len = gap(world, num_drafts, is_point=kind == "point", block=block)
+    assert alone < TOLERANCE
+    assert mean_len == pytest.approx(same_len, abs=1e-6)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("kind", "block"), KINDS)
 @pytest.mark.parametrize("num_usable", [0, 1, 2])
 def test_the_law_is_the_targets_under_a_cap(kind, block, num_usable):
     world = reference.World(3, "cap")

@@ -14,6 +14,7 @@ import torch
 
 from baton.kvcache.layout import KVLayout
 from baton.model.inputs import DecodeBatch, PrefillBatch
+from baton.model.vocab import WHOLE
 
 PRIME = 65_521
 NUM_LAYERS = 2
@@ -46,6 +47,8 @@ class ToyModel:
     def __init__(self, *, with_mtp=True, config=None, surprise=1.5, sharpness=3.0, d2t=None):
         self.config = config or ToyConfig()
         self.d2t_C = None if d2t is None else torch.tensor(d2t)  # tokens of a pruned draft head
+        self.draft_columns_C = self.d2t_C
+        self.vocab = WHOLE
         self.with_mtp = with_mtp
         self.surprise = surprise  # how much the mix, which the MTP head cannot know, decides
         self.sharpness = sharpness

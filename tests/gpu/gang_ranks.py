@@ -12,8 +12,11 @@ from baton.engine.nccl_group import NcclGroup
 from baton.engine.plan import PlanChannel, plan_codec
 from baton.engine.plan_messages import Stop
 from baton.engine.tp_group import open_store
+from baton.engine.truncation import truncate
 from baton.model.loader import load_model
+from baton.model.vocab import CutVocab
 from baton.tests.engine.test_gang import generate, runners_of
+from baton.tests.model.together import part_of
 
 SIZE = 2
 K = 2
@@ -100,6 +103,7 @@ def answer_of(pipe):
 def use_group(channel, device):
     group, rank = channel.communicator, channel.communicator.rank
     total = group.all_sum(torch.full((3, 5), 1.0 + rank, device=device, dtype=torch.bfloat16))
+    parts = group.all_gather(torch.tensor([[rank, 7]], device=device))
     told = group.broadcast(torch.arange(4, device=device, dtype=torch.int32) + 10 * rank)
     said = group.gather_bytes(bytes([rank])), group.broadcast_bytes(b"from 0" if rank == 0 else b"")
     torch.cuda.synchronize(device)
@@ -107,7 +111,40 @@ def use_group(channel, device):
     for _ in range(1000):
         group.broadcast(told)
     torch.cuda.synchronize(device)
-    return total.float().unique().tolist(), told.tolist(), said, (time.monotonic() - start_s) * 1e3
+    return total.float().unique().tolist(), told.tolist(), said, parts.tolist(), (time.monotonic() - start_s) * 1e3
+
+
+def use_vocab(channel, device, vocab_size, num_rows):
+    """What is chosen among ranks, and how long it takes: launched one by one, and replayed from a graph."""
+    group = channel.communicator
+    logits_NV = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
+    logits_NV[0] = 1.0
+    logits_NV[1, [5, vocab_size - 1]] = 99.0
+    vocab = CutVocab(vocab_size, group.rank, group.size, group.all_gather)
+    own_NW = part_of(logits_NV, vocab).contiguous()
+    before = group.num_operations
+    ids_N = vocab.argmax(own_NW)
+    num_operations = group.num_operations - before
+    top_k_U, top_p_U = torch.tensor([50, 0], device=device), torch.tensor([0.9, 0.99], device=device).double()
+    rows_UQV = (logits_NV[2:6] - logits_NV[2:6].amax(-1, keepdim=True)).view(2, 2, -1)
+    kept_UQV = vocab.gather(truncate(part_of(rows_UQV, vocab), top_k_U, top_p_U, vocab))
+    is_kept_alike = torch.equal(kept_UQV, truncate(rows_UQV, top_k_U, top_p_U))
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        vocab.argmax(own_NW)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            captured_N = vocab.argmax(own_NW)
+        graph.replay()
+        stream.synchronize()
+        start_s = time.monotonic()
+        for _ in range(200):
+            graph.replay()
+        stream.synchronize()
+    graph_us = (time.monotonic() - start_s) * 1e6 / 200
+    is_right = torch.equal(ids_N, logits_NV.argmax(-1)) and torch.equal(captured_N, ids_N)
+    return is_right, is_kept_alike, num_operations, graph_us
 
 
 def use_model(channel, device, path, dtype, numerics, mode, random_seed=None):

@@ -7,7 +7,7 @@ from baton.core.numerics import Numerics
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
 from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runners_of
-from baton.tests.gpu.gang_ranks import GpuRanks, K, use_group, use_model
+from baton.tests.gpu.gang_ranks import GpuRanks, K, use_group, use_model, use_vocab
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,14 +23,24 @@ def ranks():
 
 
 def test_the_group_adds_broadcasts_and_carries_bytes(ranks):
-    for total, told, said, broadcast_us in ranks.run(use_group):
+    for total, told, said, parts, broadcast_us in ranks.run(use_group):
         assert total == [3.0]
+        assert parts == [[[0, 7]], [[1, 7]]]
         assert told == [0, 1, 2, 3]
         assert said == ([b"\0", b"\1"], b"from 0")
         print(f"broadcast of a decision: {broadcast_us:.1f} us, launched one by one")
 
 
-@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+@pytest.mark.parametrize("vocab_size", [151_936, 1003])
+def test_tokens_are_chosen_among_ranks(vocab_size, ranks):
+    for is_right, is_kept_alike, num_operations, graph_us in ranks.run(use_vocab, vocab_size, 8):
+        assert is_right
+        assert is_kept_alike
+        assert num_operations == 1
+        print(f"argmax of 8 rows of {vocab_size}: {graph_us:.1f} us, in a graph")
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "cut", "everything"])
 @pytest.mark.parametrize(
     ("dtype", "numerics"),
     [(torch.float64, Numerics.DEFAULT), (torch.float32, Numerics.INVARIANT), (torch.bfloat16, Numerics.INVARIANT)],

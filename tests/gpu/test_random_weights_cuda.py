@@ -29,7 +29,7 @@ def test_a_published_shape_is_made_on_the_device(tmp_path):
     assert time.monotonic() - start_s < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < HOST_KIB, "no weights on the host"
     assert one.config.model_hash == other.config.model_hash
-    assert torch.equal(one._lm_head_VD, other._lm_head_VD)
+    assert torch.equal(one._lm_head_WD, other._lm_head_WD)
     assert torch.equal(one._decoder.layers[7].mlp.down_DI, other._decoder.layers[7].mlp.down_DI)
     logits = one.logits(torch.randn(16, 4096, device=CUDA, dtype=torch.bfloat16))
     assert logits.isfinite().all()

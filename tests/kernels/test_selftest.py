@@ -25,6 +25,21 @@ def test_it_holds_here_and_leaves_threads_alone(dtype):
 
 
 @pytest.mark.fast
+def test_a_product_that_depends_on_its_outputs_is_named_where_ranks_share_them(monkeypatch):
+    right = linear.linear_invariant
+
+    def careless(x_TK, weight_NK):
+        return right(x_TK, weight_NK) * (1 + 1e-6 * weight_NK.shape[0])
+
+    monkeypatch.setattr(linear, "linear_invariant", careless)
+    shapes = [(64, 48)]
+    check_invariance(shapes, torch.float32, CPU)
+    with pytest.raises(NumericsUnsupported, match="cut over 2 ranks") as caught:
+        check_invariance(shapes, torch.float32, CPU, num_ranks=2)
+    assert caught.value.fields["operation"] == "linear"
+
+
+@pytest.mark.fast
 def test_a_product_that_depends_on_its_batch_is_named(monkeypatch):
     def careless(x_TK, weight_NK):
         return linear.linear(x_TK, weight_NK) * (1 + 1e-6 * x_TK.shape[0])

@@ -70,7 +70,8 @@ class Paged:
 
     @torch.inference_mode()
     def logits(self, hidden):
-        return self.model.logits(hidden)
+        """Of all tokens, wherever their logits are."""
+        return self.model.vocab.gather(self.model.logits(hidden))
 
     def prefill(self, token_ids, *, chunk_len=None, sequence=0):
         """Trunk hidden of a whole prompt, chunk by chunk."""

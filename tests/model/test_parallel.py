@@ -1,12 +1,21 @@
 """A model cut over ranks: the same logits, KV heads where the layout says, the same bits in invariant numerics."""
 
+import itertools
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from baton.core.errors import ModelUnsupported, WorkerLost
 from baton.core.numerics import Numerics
+from baton.engine.drafting import over_vocabulary
 from baton.engine.tp_group import GlooGroup, open_store
+from baton.kernels.linear import linear_invariant
+from baton.kernels.selftest import check_invariance
 from baton.model.config import ModelConfig
+from baton.model.draft_head import HeadIds
 from baton.model.loader import load_model
 from baton.model.parallel import ShardPlan
 from baton.tests.model.harness import Paged, prompt
@@ -34,6 +43,8 @@ class Rank:
 
     def all_sum(self, x):
         raise AssertionError
+
+    all_gather = all_sum
 
 
 def load(path, communicator=None, *, dtype=torch.float64, numerics=Numerics.DEFAULT):
@@ -87,6 +98,61 @@ def test_default_numerics_do_move_with_the_number_of_ranks(tiny_checkpoint):
     assert (logits - wanted).abs().max() < 1e-4
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_cutting_the_outputs_of_a_product_moves_no_bit_in_invariant_numerics(dtype):
+    generator = torch.Generator().manual_seed(3)
+    x_TK = torch.randn(37, 700, generator=generator).to(dtype)
+    weight_NK = torch.randn(1003, 700, generator=generator).to(dtype)
+    wanted_TN = linear_invariant(x_TK, weight_NK)
+    for num_rows, length in itertools.product((1, 5, 37), (16, 128, 256, 336, 512)):
+        for first in range(0, 1003, length):
+            part_TN = linear_invariant(x_TK[:num_rows], weight_NK[first : first + length])
+            assert torch.equal(part_TN, wanted_TN[:num_rows, first : first + length]), (num_rows, length, first)
+    check_invariance([(1003, 700)], dtype, torch.device("cpu"), num_ranks=4)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "own"])
+@pytest.mark.parametrize("numerics", Numerics)
+def test_columns_of_no_token_are_never_likely(tie, numerics, tiny_checkpoint):
+    """61 tokens at four ranks, 16 columns each; at eight ranks, four have none."""
+    path = tiny_checkpoint(**DENSE | {"tie": tie, "vocab_size": 61})
+    hidden_ND = torch.randn(5, 32, dtype=torch.float64)
+    wanted_NV = load(path, numerics=numerics).logits(hidden_ND)
+    for size in (4, 8):
+        parts = [load(path, Rank(rank, size), numerics=numerics).logits(hidden_ND) for rank in range(size)]
+        assert {part.shape for part in parts} == {(5, 16)}
+        logits_NX = torch.cat(parts, dim=1)
+        assert torch.allclose(logits_NX[:, :61], wanted_NV, atol=1e-12)
+        assert (logits_NX[:, 61:] == -torch.inf).all()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("tokens", [[1, 5, 17, 40, 70], [70, 5, 40, 1, 17], [2, 3]], ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_pruned_draft_head_is_cut_by_token(size, tokens, tiny_checkpoint, tmp_path):
+    path = shutil.copytree(tiny_checkpoint(**DENSE), tmp_path / "pruned")
+    tensors = load_file(path / "model.safetensors")
+    tensors["mtp.lm_head.weight"] = tensors["lm_head.weight"][tokens].clone()
+    tensors["mtp.d2t"] = torch.tensor(tokens)
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": len(tokens), "d2t_form": "absolute"}))
+    whole = load(path)
+    hidden_ND = torch.randn(5, whole.config.hidden_size, dtype=torch.float64)
+    wanted_NV = over_vocabulary(whole.draft_logits(hidden_ND), whole)
+    assert (wanted_NV > -torch.inf).all(0).nonzero().flatten().tolist() == sorted(tokens)
+    assert whole.draft_to_target(HeadIds(torch.arange(len(tokens)))).tolist() == sorted(tokens)
+
+    def work(group):
+        model = load(path, group)
+        return model.vocab.gather(over_vocabulary(model.draft_logits(hidden_ND), model))
+
+    for logits_NV in on_ranks(size, work):
+        assert torch.allclose(logits_NV, wanted_NV, atol=1e-12)
+
+
 def test_weights_without_a_checkpoint_are_cut_alike(tiny_checkpoint):
     options = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": True}
     path = tiny_checkpoint(**SPARSE)
@@ -102,6 +168,9 @@ def test_every_weight_is_at_some_rank_in_order(tiny_checkpoint):
     whole = load(path)
     for size in (2, 4, 8):
         models = [load(path, Rank(rank, size)) for rank in range(size)]
+        head = torch.cat([model._lm_head_WD for model in models])
+        assert torch.equal(head[: len(whole._lm_head_WD)], whole._lm_head_WD)
+        assert not head[len(whole._lm_head_WD) :].any()
         for layer, parts in zip(
             whole._decoder.layers, zip(*(model._decoder.layers for model in models), strict=True), strict=True
         ):
@@ -147,10 +216,20 @@ def test_what_ranks_say_to_each_other():
             group.gather_bytes(b"r" * group.rank),
             group.gather_bytes(b""),
             group.all_sum(torch.empty(0, 4)).shape,
+            group.all_gather(torch.tensor([[group.rank, 5]])).tolist(),
         )
 
     for heard in on_ranks(3, talk):
-        assert heard == ([[6.0, 6.0]] * 3, [0, 7], b"!", b"", [b"", b"r", b"rr"], [b""] * 3, (0, 4))
+        assert heard == (
+            [[6.0, 6.0]] * 3,
+            [0, 7],
+            b"!",
+            b"",
+            [b"", b"r", b"rr"],
+            [b""] * 3,
+            (0, 4),
+            [[[0, 5]], [[1, 5]], [[2, 5]]],
+        )
 
 
 def test_a_sum_has_one_order():

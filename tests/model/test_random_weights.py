@@ -99,7 +99,7 @@ def test_random_weights_never_pass_for_the_checkpoint_of_the_directory():
     common = {"dtype": torch.float32, "device": CPU, "numerics": Numerics.DEFAULT, "with_mtp": True}
     random, stored = load_model(tiny, random_seed=0, **common), load_model(tiny, **common)
     assert random.kv_layout(16).hash != stored.kv_layout(16).hash
-    assert not torch.equal(random._lm_head_VD, stored._lm_head_VD)
+    assert not torch.equal(random._lm_head_WD, stored._lm_head_WD)
 
 
 def test_a_tensor_depends_on_its_name_and_the_seed_alone():
