@@ -124,7 +124,7 @@ class _Loop(DecodeWorker):
     @property
     def num_verified(self) -> int:
         """Sequence steps that were read."""
-        return self._counts.num_verify_steps
+        return self._tally.kept().num_rows
 
 
 def _fake_step(batch_size: int) -> Callable[..., tuple[DecodeState, Verified]]:

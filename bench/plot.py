@@ -56,6 +56,37 @@ def plot_kv(rows: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
+def plot_decode(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Time of a token over the batch, and tokens a second: a line for each (scheduling, k), floors dashed."""
+    import matplotlib  # pyright: ignore[reportMissingImports]
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    for scheduling, k in sorted({(row["scheduling"], row["mtp_k"]) for row in rows}):
+        found = [row for row in rows if (row["scheduling"], row["mtp_k"]) == (scheduling, k)]
+        found.sort(key=lambda row: row["batch"])
+        batches = [row["batch"] for row in found]
+        for axis, key in zip(axes, ("tpot_ms", "tokens_per_s"), strict=True):
+            values = [row[key] for row in found]
+            ranges = [
+                [row[key] - row[f"{key}_min"] for row in found],
+                [row[f"{key}_max"] - row[key] for row in found],
+            ]
+            axis.errorbar(batches, values, yerr=ranges, marker="o", capsize=3, label=f"{scheduling}, k = {k}")
+        axes[0].plot(batches, [row["floor_ms"] for row in found], linestyle="--", color="#888888", linewidth=1)
+    for axis, title in zip(axes, ("ms a token of one sequence (dashed: floors)", "tokens a second"), strict=True):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("sequences")
+        axis.set_title(f"{rows[0]['model']}, {rows[0]['dtype']}: {title}")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 def label(row: dict[str, Any]) -> str:
     """A row's name in a plot or a table."""
     name = str(row["system"])

@@ -79,7 +79,9 @@ def as_data(message: Message) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if field.type == field.TYPE_MESSAGE:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            data[field.name] = dict(value)
+        elif field.type == field.TYPE_MESSAGE:
             repeated = not isinstance(value, Message)
             data[field.name] = [as_data(item) for item in value] if repeated else as_data(value)
         elif field.type == field.TYPE_BYTES:

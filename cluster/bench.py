@@ -1,4 +1,4 @@
-"""`baton bench kv`: runs the measurement of the bench room and prints its rows."""
+"""`baton bench kv` and `baton bench decode`: run a measurement of the bench room and print its rows."""
 
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,20 @@ _COLUMNS = (
     ("p99 ms", "exposed_p99_ms"),
     ("CPU s/GB", "cpu_s_per_gb"),
 )
+_DECODE_COLUMNS = (
+    ("tpot_ms", "TPOT ms"),
+    ("floor_ms", "floor ms"),
+    ("tokens_per_s", "tokens/s"),
+    ("tokens_per_step", "tokens/step"),
+    ("step_ms", "step ms"),
+    ("launch_ms", "launch ms"),
+    ("device_ms", "device ms"),
+    ("idle_ms", "idle ms"),
+    ("kernels_ms", "kernels ms"),
+    ("num_kernels", "kernels"),
+    ("ttft_ms", "TTFT ms"),
+)
+_DEFAULT_SHAPES = {"cuda": "8b"}
 _SINGLE = (("layer ms", "layer_ms"), ("submit us", "submit_us"), ("calls/layer", "calls_per_layer"))
 
 
@@ -34,6 +48,49 @@ def bench_kv(output: Output, *, plot: Path | None, **asked: Any) -> ExitCode:
         plot_kv(data["rows"], plot)
     output.emit(data, format_kv(data))
     return ExitCode.PARTIAL if data["failures"] else ExitCode.OK
+
+
+def bench_decode(output: Output, *, plot: Path | None, device: str, dtype: str, **asked: Any) -> ExitCode:
+    """Measure the decode step.
+
+    Raises:
+        ConfigInvalid: a name or value that does not exist, or that does not fit this machine.
+        PackageMissing: `plot` without matplotlib.
+    """
+    from baton.bench.decode import bench_decode as measure
+    from baton.bench.decode_options import read_options
+    from baton.bench.plot import plot_decode, require_plot
+    from baton.cluster.resolve import resolve_device, resolve_dtype
+
+    device = resolve_device(device)
+    shape = asked.pop("shape") or _DEFAULT_SHAPES.get(device, "tiny")
+    options = read_options(shape=shape, device=device, dtype=resolve_dtype(dtype, device), **asked)
+    if plot is not None:
+        require_plot(plot)
+    data = measure(options, output.note)
+    if plot is not None:
+        plot_decode(data["rows"], plot)
+    output.emit(data, format_decode(data))
+    return ExitCode.OK
+
+
+def format_decode(data: dict[str, Any]) -> str:
+    """What a person reads."""
+    rows = [
+        (
+            str(row["batch"]),
+            str(row["mtp_k"]),
+            row["scheduling"],
+            *(_range(row, key) for key, _ in _DECODE_COLUMNS),
+        )
+        for row in sorted(data["rows"], key=lambda row: (row["batch"], row["mtp_k"], row["scheduling"]))
+    ]
+    first = data["rows"][0]
+    head = (
+        f"{first['model']}, {first['dtype']} on {first['device']}, prompts of {first['prompt_len']}, verification "
+        f"{first['verification']}; copies move {data['copy_gbps']:g} GB/s"
+    )
+    return f"{head}\n{format_table(('batch', 'k', 'scheduling', *(title for _, title in _DECODE_COLUMNS)), rows)}"
 
 
 def format_kv(data: dict[str, Any]) -> str:
@@ -68,7 +125,11 @@ def _verdicts(data: dict[str, Any]) -> list[str]:
 
 
 def _range(row: dict[str, Any], key: str) -> str:
-    return f"{row[key]:.3g} ({row[f'{key}_min']:.3g}-{row[f'{key}_max']:.3g})" if key in row else ""
+    if key not in row:
+        return ""
+    return (
+        f"{row[key]:.3g} ({row[f'{key}_min']:.3g}-{row[f'{key}_max']:.3g})" if f"{key}_min" in row else f"{row[key]:g}"
+    )
 
 
 def _label(row: dict[str, Any]) -> str:

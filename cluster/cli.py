@@ -57,6 +57,8 @@ def serve(
     kv_tls_ca_file: Annotated[Text, _option("who signed the certificates; peers must present one")] = None,
     kv_tls_server_name: Annotated[Text, _option("the name in the certificates, if it is not the address")] = None,
     scheduling: Annotated[Text, _option("async|sync  [async]")] = None,
+    cuda_graphs: Annotated[Text, _option("auto|off: replay decode steps on a GPU  [auto]")] = None,
+    cuda_graph_sizes: Annotated[Text, _option("batch sizes to capture: 1,2,4  [by itself]")] = None,
     numerics: Annotated[Text, _option("default|invariant  [default]")] = None,
     dtype: Annotated[Text, _option("auto|float64|float32|bfloat16  [auto]")] = None,
     weights: Annotated[Text, _option("checkpoint|random  [checkpoint]")] = None,
@@ -67,6 +69,8 @@ def serve(
     ray_address: Annotated[Text, _option("local starts a private Ray; auto or HOST:PORT joins one  [local]")] = None,
     block_size: Annotated[Count, _option("positions per KV block: 16, 32 or 64  [16]")] = None,
     kv_memory_mib: Annotated[Count, _option("KV pool per worker on a CPU  [256]")] = None,
+    host_kv_gib: Annotated[float | None, _option("host memory for preempted requests' KV; 0: recompute  [0]")] = None,
+    overcommit: Annotated[bool | None, _option("run more requests than the KV pool holds to their ends  [on]")] = None,
     gpu_memory_share: Annotated[float | None, _option("share of free GPU memory for KV  [0.8]")] = None,
     max_num_seqs: Annotated[Count, _option("sequences a decode worker runs at once  [16]")] = None,
     max_queue_len: Annotated[Count, _option("requests the router holds; more are refused  [256]")] = None,
@@ -162,7 +166,7 @@ def status(
     address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
     json: Json = False,
 ) -> int:
-    """Show a deployment's workers, their lives, blocks and requests."""
+    """Show a deployment's workers: lives, blocks, requests, and what decode steps did."""
 
     def body(output: Output) -> ExitCode:
         from baton.cluster.status import status
@@ -176,7 +180,7 @@ def status(
 def doctor(
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="port that `baton serve` would use")] = 50051,
     selftest: Annotated[bool, typer.Option("--selftest", help="also measure whether invariant numerics hold")] = False,
-    address: Annotated[Text, _option("HOST:PORT of a deployment: also show its KV paths")] = None,
+    address: Annotated[Text, _option("HOST:PORT of a deployment: also show its KV paths and decode steps")] = None,
     json: Json = False,
 ) -> int:
     """Check this machine: versions, devices, ports, limits. Exits 4 on warnings, 3 on failures."""
@@ -241,6 +245,38 @@ def bench_kv(
         from baton.cluster.bench import bench_kv
 
         return bench_kv(output, plot=plot, count_calls=calls, **asked)
+
+    return run_command(json, body)
+
+
+@bench_app.command("decode")
+def bench_decode(
+    shape: Annotated[Text, _option("8b, 0.6b, 32b, 30b-a3b or tiny, with random weights  [8b; tiny on a CPU]")] = None,
+    layers: Annotated[Count, _option("so many layers of the shape  [all]")] = None,
+    scheduling: Annotated[str, typer.Option(help="comma-separated: sync, async")] = "sync,async",
+    mtp: Annotated[str, typer.Option(help="comma-separated: draft tokens per step")] = "0,1",
+    batch: Annotated[str, typer.Option(help="comma-separated: sequences")] = "1,16,64",
+    prompt_len: Annotated[int, typer.Option(help="positions before the first step")] = 1024,
+    chunk_len: Annotated[int, typer.Option(help="prompt tokens per prefill step")] = 2048,
+    verification: Annotated[str, typer.Option(help="synthetic: drafts stand by chance; or coupled")] = "synthetic",
+    rate: Annotated[float, typer.Option(help="with synthetic: of each draft once those before it stand")] = 0.8,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    numerics: Annotated[str, typer.Option(help="default|invariant")] = "default",
+    dtype: Annotated[str, typer.Option(help="auto|float64|float32|bfloat16")] = "auto",
+    device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
+    steps: Annotated[int, typer.Option(help="measured in each round")] = 32,
+    rounds: Annotated[int, typer.Option(help="how often everything is measured")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="of weights, tokens, block ids and order")] = 0,
+    plot: Annotated[Path | None, _option("draw the rows into a .png, .svg or .pdf (needs matplotlib)")] = None,
+    json: Json = False,
+) -> int:
+    """Measure decode steps and the time to the first token, with random weights, in interleaved rounds."""
+    asked = {name: value for name, value in locals().items() if name not in ("json", "plot")}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.bench import bench_decode
+
+        return bench_decode(output, plot=plot, **asked)
 
     return run_command(json, body)
 

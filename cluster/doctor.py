@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import baton
 from baton.cluster.admin import fetch_status
+from baton.cluster.decode_report import decode_data, format_decode
 from baton.cluster.doctor_paths import Path as KvPath
 from baton.cluster.doctor_paths import format_paths, paths, paths_data
 from baton.cluster.outcome import ExitCode, Output
@@ -54,7 +55,7 @@ class Finding:
 
 
 def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | None = None) -> ExitCode:
-    """Run every check and print the findings; with the address of a deployment, its KV paths too.
+    """Run every check and print the findings; with the address of a deployment, its KV paths and decode steps too.
 
     Raises:
         BatonError: no deployment answers at `address`.
@@ -64,7 +65,7 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     findings = list(check_all(grpc_port))
     if selftest:
         findings.append(check_numerics())
-    findings += [] if status is None else check_ranks(status)
+    findings += [] if status is None else [*check_ranks(status), *check_graphs(status)]
     findings += [check_path(path) for path in found]
     levels = {finding.level for finding in findings}
     code = ExitCode.PRECONDITION if "fail" in levels else ExitCode.PARTIAL if "warn" in levels else ExitCode.OK
@@ -75,9 +76,10 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
         "findings": [asdict(item) for item in findings],
     }
     text = format_table(("", "what", "found", "next"), rows)
-    if address is not None:
+    if status is not None:
         data["paths"] = paths_data(found)
-        text += "\n\n" + format_paths(found)
+        data["decode"] = decode_data(status)
+        text += "\n\n" + format_paths(found) + "\n\n" + format_decode(data["decode"])
     output.emit(data, text)
     return code
 
@@ -200,6 +202,25 @@ def check_ranks(status: admin_pb2.StatusReply) -> list[Finding]:
         for worker in status.workers
         if worker.alive and len(worker.state.rank_pids) > 1
     ]
+
+
+def check_graphs(status: admin_pb2.StatusReply) -> list[Finding]:
+    """The CUDA graphs of live decode workers: what could not be captured is launched one by one, and slower."""
+    findings: list[Finding] = []
+    for worker in status.workers:
+        if not worker.alive or not worker.state.inventory.HasField("graphs"):
+            continue
+        name, graphs = f"CUDA graphs of {worker.state.worker_id}", worker.state.inventory.graphs
+        ways = [("replayed", graphs.num_steps_replayed), *sorted(graphs.num_steps_eager.items())]
+        steps = ", ".join(f"{num} {how}" for how, num in ways if num) or "none"
+        detail = f"{graphs.num_captured} captured; steps: {steps}"
+        if graphs.failed:
+            graph, why = min(graphs.failed.items())
+            detail += f"; {len(graphs.failed)} not captured, such as {graph}: {why}"
+            findings.append(Finding(name, "warn", detail, "free GPU memory, or choose --cuda-graph-sizes"))
+        else:
+            findings.append(Finding(name, "ok", detail))
+    return findings
 
 
 def check_path(path: KvPath) -> Finding:

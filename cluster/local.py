@@ -12,7 +12,8 @@ from baton.core.errors import RequestCancelled, RequestDeadlineExceeded
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import MAX_CHOICES, SamplingParams
 from baton.core.tokenizer import StopMatcher, Tokenizer
-from baton.engine.local import GenerationResult, LocalEngine
+from baton.engine.generation import GenerationResult
+from baton.engine.local import LocalEngine
 from baton.proto import wire
 from baton.worker.loading import load_worker
 
@@ -46,6 +47,8 @@ class LocalCompleter:
             clock=self._clock,
             scheduling=worker.scheduling,
             verification=worker.verification,
+            overcommit=worker.overcommit,
+            host_kv_bytes=worker.host_kv_bytes,
         )
 
     def complete(self, asked: Asked, on_text: OnText) -> Completion:

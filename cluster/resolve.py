@@ -150,7 +150,7 @@ def resolve_worker(
     """The plain values one worker starts with.
 
     Raises:
-        ConfigInvalid: `max_model_len` exceeds the model's own length.
+        ConfigInvalid: `max_model_len` exceeds the model's own length, or CUDA graphs that a worker cannot have.
     """
     assert isinstance(config.mtp, int), "features.refuse_missing_features comes first"
     device = resolve_device(config.device) if device is None else device
@@ -158,6 +158,8 @@ def resolve_worker(
     if max_model_len > model.max_model_len:
         message = f"max_model_len: {max_model_len} exceeds the model's own {model.max_model_len}"
         raise ConfigInvalid(message, keys=["max_model_len"])
+    graphs = config.graph_config()
+    graphs.require_fits(device=device, max_num_seqs=config.max_num_seqs)
     return WorkerConfig(
         worker_id=worker_id,
         model_path=str(model.path),
@@ -177,10 +179,13 @@ def resolve_worker(
         router_address=router_address,
         num_threads=config.worker_threads,
         prefix_cache=config.prefix_cache,
+        overcommit=config.overcommit,
+        host_kv_bytes=int(config.host_kv_gib * (1 << 30)) // tp_size,
         weights=config.weights,
         tp_size=tp_size,
         scheduling=config.scheduling,
         verification=config.verification_config(),
+        graphs=graphs,
         transfer=transfer_config(config),
     )
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from baton.cluster.admin import as_data, fetch_status
+from baton.cluster.decode_report import decode_data, format_decode
 from baton.cluster.outcome import ExitCode, Output
 from baton.cluster.table import format_table
 
@@ -13,7 +14,8 @@ def status(address: str, output: Output) -> ExitCode:
     Raises:
         BatonError: no deployment answers at `address`.
     """
-    data: dict[str, Any] = as_data(fetch_status(address)) | {"address": address}
+    reply = fetch_status(address)
+    data: dict[str, Any] = as_data(reply) | {"address": address, "decode": decode_data(reply)}
     output.emit(data, format_status(data))
     return ExitCode.OK if all(worker["alive"] for worker in data["workers"]) else ExitCode.PARTIAL
 
@@ -57,7 +59,7 @@ def format_status(data: dict[str, Any]) -> str:
         f"{data['num_requests_failed']} failed, {data['num_tokens_streamed']} tokens, "
         f"{data['num_handoff_retries']} hand-offs tried again"
     )
-    lines = [summary, format_table(header, rows)]
+    lines = [summary, format_table(header, rows), *([format_decode(data["decode"])] if data["decode"] else [])]
     for pair in data["refused_pairs"]:
         lines.append(f"{pair['prefill_worker']} and {pair['decode_worker']} are not paired: {pair['reason']}")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.core.clock import MAX_TIMEOUT_S
+from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
 from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
 from baton.core.verification import (
@@ -56,6 +57,8 @@ class ServeConfig(BaseModel):
     kv_tls_ca_file: str = Field("", description="who signed the certificates; peers must present one")
     kv_tls_server_name: str = Field("", description="the name in the certificates, if it is not the address")
     scheduling: SchedulingName = Field("async", description="plan a decode step while the one before it runs, or not")
+    cuda_graphs: CudaGraphsName = Field("auto", description="auto: decode steps on a GPU are replayed from CUDA graphs")
+    cuda_graph_sizes: str = Field("", description="batch sizes to capture: 1,2,4; chosen by itself if empty")
     numerics: Numerics = Field(
         Numerics.DEFAULT, strict=False, description="default, or invariant: tokens never depend on batching"
     )
@@ -69,6 +72,15 @@ class ServeConfig(BaseModel):
     block_size: Literal[16, 32, 64] = Field(16, description="positions per KV block")
     kv_memory_mib: int = Field(
         256, ge=1, le=1 << 24, description="KV pool per worker; on a GPU, see --gpu-memory-share"
+    )
+    host_kv_gib: float = Field(
+        0.0,
+        ge=0,
+        le=1 << 14,
+        description="host memory per decode worker for the KV of preempted requests; 0: recompute",
+    )
+    overcommit: bool = Field(
+        True, description="run more requests than there is KV for to their ends, and preempt when it runs out"
     )
     gpu_memory_share: float = Field(0.8, gt=0, le=0.95, description="share of GPU memory left after weights for KV")
     max_num_seqs: int = Field(16, ge=1, le=1024, description="sequences a decode worker runs at once")
@@ -102,7 +114,16 @@ class ServeConfig(BaseModel):
             raise ConfigInvalid("; ".join(problems), keys=keys) from error
         if isinstance(config.mtp, int) and not 0 <= config.mtp <= 4:
             raise ConfigInvalid(f"mtp: {config.mtp} is not in 0 ... 4", keys=["mtp"])
+        config.graph_config()
         return config
+
+    def graph_config(self) -> CudaGraphConfig:
+        """Which CUDA graphs a decode worker captures.
+
+        Raises:
+            ConfigInvalid: sizes that are none, or sizes without graphs.
+        """
+        return CudaGraphConfig.parse(self.cuda_graphs, self.cuda_graph_sizes)
 
     def verification_config(self) -> VerificationConfig:
         """How a decode worker verifies drafts."""
@@ -194,8 +215,11 @@ class WorkerConfig:
     router_address: str
     num_threads: int
     prefix_cache: bool = True
+    overcommit: bool = True
+    host_kv_bytes: int = 0  # of one rank
     weights: str = "checkpoint"
     tp_size: int = 1
     scheduling: SchedulingName = "async"
     verification: VerificationConfig = field(default_factory=VerificationConfig)
+    graphs: CudaGraphConfig = field(default_factory=CudaGraphConfig)
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

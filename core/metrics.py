@@ -13,6 +13,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from baton.core.worker_metrics import WorkerCollector, WorkerTotals
+
 TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 ITL_BUCKETS_S: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048)
 
@@ -34,16 +36,11 @@ class RouterMetrics:
             buckets=ITL_BUCKETS_S,
             registry=self._registry,
         )
-        self.num_requests_running = Gauge(
-            "baton_num_requests_running", "Streams open at the router", registry=self._registry
-        )
+        self.num_streams_open = Gauge("baton_num_streams_open", "Requests open at the router", registry=self._registry)
         self.requests_finished = self._counter("requests_finished", "Requests that ended well", "reason")
         self.requests_failed = self._counter("requests_failed", "Requests that ended with an error", "error")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
         self.generation_tokens = self._counter("generation_tokens", "Tokens streamed to clients")
-        self.spec_decode_num_drafts = self._counter("spec_decode_num_drafts", "Verify steps of finished requests")
-        self.spec_decode_num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts proposed")
-        self.spec_decode_num_accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
         self.handoff_retries = self._counter("handoff_retries", "Attempts after a failed hand-off")
 
     def render(self) -> str:
@@ -53,6 +50,10 @@ class RouterMetrics:
     def watch_transfers(self, read: Callable[[], Iterable["TransferTotals"]]) -> None:
         """Show what workers report of the hand-off; `read` is called whenever the metrics are, on any thread."""
         self._registry.register(TransferCollector(read))
+
+    def watch_workers(self, read: Callable[[], Iterable[WorkerTotals]]) -> None:
+        """Show what workers report of themselves, likewise."""
+        self._registry.register(WorkerCollector(read))
 
     @property
     def registry(self) -> CollectorRegistry:

@@ -76,7 +76,7 @@ def choices_of(request: GenerationRequest) -> tuple[GenerationRequest, ...]:
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Draft accounting of one request or one worker; always proposed = accepted + rejected.
+    """Draft accounting of one request; always proposed = accepted + rejected.
 
     `num_steps_by_accepted` counts the steps by the drafts that were accepted in them, 0 first.
     """
@@ -110,15 +110,3 @@ class SpeculationCounts:
         if num_proposed >= len(steps):
             steps.extend([0] * (num_proposed + 1 - len(steps)))
         steps[num_accepted] += 1
-
-    def add_steps(self, *, most_proposed: int, num_proposed: int, accepted_lens: list[int], num_emitted: int) -> None:
-        """Count what `add_step` counted for several sequences, of which none proposed more than `most_proposed`."""
-        self.num_verify_steps += len(accepted_lens)
-        self.num_draft_tokens += num_proposed
-        self.num_accepted_tokens += sum(accepted_lens)
-        self.num_emitted_tokens += num_emitted
-        steps = self.num_steps_by_accepted
-        if most_proposed >= len(steps):
-            steps.extend([0] * (most_proposed + 1 - len(steps)))
-        for accepted_len in accepted_lens:
-            steps[accepted_len] += 1

@@ -16,8 +16,10 @@ from baton.core.errors import BatonError
 from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
-from baton.engine.gang import FollowDecode, LeadDecode
+from baton.engine.gang import FollowDecode, LeadDecode, LeadPrefill
+from baton.engine.graphed_step import graphed_step
 from baton.engine.plan import PlanChannel, plan_codec
+from baton.engine.prefill import PrefillRunner
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.landing import LandingService, landing_region
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
@@ -76,7 +78,7 @@ class DecodeNode:
         config, clock, channel = self.config, MonotonicClock(), self._channel
         loaded, self._landing = self._load()
         self._layout = loaded.layout
-        runner = _runner(config, loaded, channel)
+        runner, prefill = _runners(config, loaded, channel)
         self._lead = None if channel is None else LeadDecode(runner, channel)
         self.worker = DecodeWorker(
             runner=self._lead or runner,
@@ -91,6 +93,9 @@ class DecodeNode:
             clock=clock,
             on_fatal=self._on_fatal,
             scheduling=config.scheduling,
+            prefill=prefill if channel is None else LeadPrefill(prefill, channel),
+            chunk_len=config.chunk_len,
+            overcommit=config.overcommit,
         )
         service = DecodeService(self.worker, self.epoch, clock)
 
@@ -196,7 +201,8 @@ class DecodeRank:
         self.channel = follow(seat, plan_codec(), torch.device(config.device))
         try:
             loaded = load_worker(config, pool_memory=self._pool_memory, communicator=self.channel.communicator)
-            self._follow = FollowDecode(_runner(config, loaded, self.channel), self.channel)
+            runner, prefill = _runners(config, loaded, self.channel)
+            self._follow = FollowDecode(runner, self.channel, prefill)
             self.channel.follow()
         except BaseException as error:
             self.channel.close(error if isinstance(error, BatonError) else None)
@@ -216,18 +222,34 @@ class DecodeRank:
         return SharedRegion.attach(Path(path), nonce).pool(geometry.rank)
 
 
-def _runner(config: WorkerConfig, loaded: LoadedWorker, channel: PlanChannel | None) -> DecodeRunner:
+def _runners(
+    config: WorkerConfig, loaded: LoadedWorker, channel: PlanChannel | None
+) -> tuple[DecodeRunner, PrefillRunner]:
+    """What decodes, and what computes again the KV of sequences that were preempted."""
     group = None if channel is None else channel.communicator
-    return DecodeRunner(
+    step = graphed_step(
+        loaded.model,
+        loaded.pool,
+        config.graphs,
+        max_num_sequences=config.max_num_seqs,
+        num_draft_tokens=config.num_draft_tokens,
+        max_model_len=config.max_model_len,
+        communicator=group,
+    )
+    eos_token_ids = loaded.tokenizer.eos_token_ids
+    decode = DecodeRunner(
         loaded.model,
         loaded.pool,
         config.max_num_seqs,
         config.num_draft_tokens,
         group,
         verification=config.verification,
-        eos_token_ids=loaded.tokenizer.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         grammars=loaded.grammars,
+        host_kv_bytes=config.host_kv_bytes,
+        step=step,
     )
+    return decode, PrefillRunner(loaded.model, loaded.pool, group, eos_token_ids=eos_token_ids)
 
 
 def _region_name(region: SharedRegion) -> bytes:

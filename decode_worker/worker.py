@@ -13,22 +13,28 @@ from baton.core.clock import Clock
 from baton.core.config import SchedulingName
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded, TransferFailed
 from baton.core.logprobs import TokenLogprobs
-from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
+from baton.core.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_attempt
+from baton.decode_worker.events import token_event
+from baton.decode_worker.graph_counts import graph_counts
 from baton.decode_worker.handover import check_reserve, sequence_start
+from baton.decode_worker.recompute import Prefill, Recompute
+from baton.decode_worker.returns import Returns, admit
 from baton.decode_worker.scheduler import DecodeScheduler, DecodeSequence, DecodeState, DecodeStream
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
 from baton.engine.gang import LeadDecode
 from baton.engine.grammar import check_compiles
+from baton.engine.preemption import Preemption
 from baton.engine.prefill import SequenceStart
 from baton.engine.step_pipeline import StepPipeline
+from baton.engine.step_tally import Dropped, Fate, StepTally
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed
 from baton.proto import kv_pb2, worker_pb2
-from baton.proto.wire import logprobs_to_proto
+from baton.proto.step_wire import report_to_proto, waiting_to_proto
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
 from baton.worker.transfer_counts import landing_counts
@@ -37,7 +43,11 @@ log = logging.getLogger(__name__)
 
 
 class DecodeWorker:
-    """One decode worker; `attend` and `cancel` may be called from any thread."""
+    """One decode worker; `attend` and `cancel` may be called from any thread.
+
+    With `prefill`, over the same pool, it takes more sequences than its pool holds to their ends (`overcommit`), and
+    preempts; `preempt_at` is for tests: preempt every sequence once at each of these output lengths, or later.
+    """
 
     def __init__(
         self,
@@ -52,7 +62,12 @@ class DecodeWorker:
         clock: Clock,
         on_fatal: Callable[[BaseException], None],
         scheduling: SchedulingName = "async",
+        prefill: Prefill | None = None,
+        chunk_len: int = 256,
+        overcommit: bool = False,
+        preempt_at: Sequence[int] = (),
     ) -> None:
+        assert prefill is not None or not (overcommit or preempt_at), "what is dropped must be computed again"
         self._runner = runner
         self._steps = StepPipeline[DecodeSequence](runner, scheduling)
         self._pool = pool
@@ -60,11 +75,14 @@ class DecodeWorker:
         self._landing = landing
         self._clock = clock
         self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size)
-        self._scheduler = DecodeScheduler(self._allocator, max_num_seqs)
+        self._scheduler = DecodeScheduler(self._allocator, max_num_seqs, overcommit=overcommit)
+        self._preemption = Preemption(self._allocator, self._scheduler, runner, self._steps)
+        recompute = None if prefill is None else Recompute(prefill, chunk_len)
+        self._returns = Returns(self._scheduler, self._preemption, self._steps, runner, recompute, preempt_at)
         capacity_len = pool.num_blocks * pool.layout.block_size
         self._limits = dataclasses.replace(limits, decode_capacity_len=capacity_len)
         self._gate = Gate("the decode worker is full", max_queue_len)
-        self._counts = SpeculationCounts()
+        self._tally = StepTally(runner.num_draft_tokens)
         self._num_finished = 0
         self._num_failed = 0
         self._loop = LoopThread("decode-loop", self._step, on_fatal)
@@ -115,10 +133,13 @@ class DecodeWorker:
     def inventory(self) -> worker_pb2.Inventory:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
         landings = self._landing.inventory()
-        scheduler = self._scheduler
+        scheduler, preempted = self._scheduler, self._preemption.counts
+        meter, waiting = self._runner.meter, scheduler.num_waiting()
+        steps = self._tally.report(meter, meter.computed())
         return worker_pb2.Inventory(
-            num_requests_waiting=scheduler.count(DecodeState.ATTENDING, DecodeState.LANDING, DecodeState.READY),
-            num_requests_running=scheduler.count(DecodeState.RUNNING),
+            num_requests_waiting=sum(waiting.values()),
+            waiting=waiting_to_proto(waiting),
+            num_requests_running=scheduler.count(DecodeState.RUNNING, DecodeState.COMPUTING),
             num_blocks=self._allocator.num_blocks,
             num_blocks_free=self._allocator.num_free,
             num_blocks_reserved=self._allocator.num_reserved,
@@ -128,24 +149,36 @@ class DecodeWorker:
             num_attends=len(scheduler.sequences()),
             frames_late_dropped=landings["frames_late_dropped"],
             frames_corrupt=landings["frames_corrupt"],
-            num_draft_tokens=self._counts.num_draft_tokens,
-            num_accepted_tokens=self._counts.num_accepted_tokens,
-            num_emitted_tokens=self._counts.num_emitted_tokens,
+            num_draft_tokens=steps.kept.num_draft_tokens,
+            num_accepted_tokens=steps.kept.num_accepted_tokens,
+            num_emitted_tokens=steps.kept.num_tokens,
             num_requests_finished=self._num_finished,
             num_requests_failed=self._num_failed,
             kv_bytes=landings["bytes_landed"],
+            num_preemptions=preempted.num_preemptions,
+            num_recomputed_tokens=preempted.num_recomputed_tokens,
+            num_offloaded_blocks=preempted.num_offloaded_blocks,
+            num_restored_blocks=preempted.num_restored_blocks,
+            num_host_full=preempted.num_host_full,
+            num_host_blocks_used=self._preemption.num_host_blocks_used,
             transfer=landing_counts(landings, self._allocator.num_quarantined),
+            steps=report_to_proto(steps),
+            graphs=graph_counts(self._runner.graphs),
         )
 
-    # The loop: receive -> grant -> admit -> launch -> publish. Everything below runs on the loop thread.
+    # The loop: receive -> preempt -> grant -> admit -> launch -> publish. Everything below runs on the loop thread.
 
     def _step(self) -> bool:
         worked = self._receive()
         self._expire()
+        for key in self._returns.preempt():
+            self._landing.release(key)
+        self._returns.start()
         self._grant()
         self._admit()
-        has_launched = self._launch()
-        is_stepping = has_launched or not self._steps.is_empty
+        has_launched = self._returns.compute() and self._launch()
+        self._runner.meter.copy_if_wanted()
+        is_stepping = has_launched or self._returns.is_working or not self._steps.is_empty
         self._read(has_launched)
         return worked or is_stepping
 
@@ -196,6 +229,7 @@ class DecodeWorker:
             self._scheduler.seal(sequence, event, None)
             self._fail(sequence, error)
         else:
+            sequence.handoff_ms = 1e3 * max(self._clock.now_s() - event.prefill_end_s, 0.0)
             self._scheduler.seal(sequence, event, start)
 
     def _expire(self) -> None:
@@ -218,22 +252,11 @@ class DecodeWorker:
 
     def _admit(self) -> None:
         while (sequence := self._scheduler.next_admission()) is not None:
-            sealed, table, start = sequence.sealed, sequence.table, sequence.start
+            sealed, start = sequence.sealed, sequence.start
             assert sealed is not None
-            assert table is not None
             assert start is not None
-            sequence.num_output = 1
-            sequence.handoff_ms = 1e3 * max(self._clock.now_s() - sealed.prefill_end_s, 0.0)
-            self._runner.admit(
-                sequence.slot,
-                start,
-                prompt_len=sealed.prompt_len,
-                sampling=sequence.request.sampling,
-                table=table,
-                draft_cap=sequence.request.num_draft_tokens,
-                prompt_token_ids=sequence.request.prompt_token_ids,
-                choice=sequence.request.choice,
-            )
+            sequence.handoff_ms = 1e3 * max(self._clock.now_s() - sealed.prefill_end_s, 0.0)  # until it has a slot
+            admit(self._runner, sequence, start)
 
     def _sequence_start(self, sequence: DecodeSequence, sealed: Sealed) -> SequenceStart:
         start = sequence_start(
@@ -250,33 +273,33 @@ class DecodeWorker:
 
     def _launch(self) -> bool:
         running = self._scheduler.running()
-        return bool(running) and self._steps.launch([sequence.slot for sequence in running], running)
+        return self._preemption.launch([sequence.slot for sequence in running], running)
 
     def _read(self, has_launched: bool) -> None:
-        most_proposed = num_proposed = num_emitted = 0
+        proposed_lens: list[int] = []
         accepted_lens: list[int] = []
+        dropped: list[Dropped] = []
+        num_emitted = 0
         published: list[tuple[DecodeSequence, list[int], Sequence[TokenLogprobs], FinishReason | None]] = []
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
             if sequence.state is not DecodeState.RUNNING:
-                continue  # it ended, or was given up, after this step was launched
+                dropped.append(Dropped(Fate.LATE, emitted))  # it ended, or was given up, after this step was launched
+                continue
             if emitted.error is not None:
+                dropped.append(Dropped(Fate.FAILED, emitted))
                 self._fail(sequence, emitted.error)
                 continue
             kept, reason = sequence.checker.accept(emitted.token_ids)
             proposed_len, num_accepted = emitted.proposed_len, min(emitted.accepted_len, len(kept))
             sequence.counts.add_step(num_proposed=proposed_len, num_accepted=num_accepted, num_emitted=len(kept))
-            most_proposed = max(most_proposed, proposed_len)
-            num_proposed += proposed_len
-            num_emitted += len(kept)
+            proposed_lens.append(proposed_len)
             accepted_lens.append(num_accepted)
+            num_emitted += len(kept)
+            if reason is not None and len(kept) < len(emitted.token_ids):
+                dropped.append(Dropped(Fate.CUT, emitted, len(kept)))
             published.append((sequence, kept, (emitted.logprobs or ())[: len(kept)], reason))
-        if accepted_lens:  # counted before anybody hears of it
-            self._counts.add_steps(
-                most_proposed=most_proposed,
-                num_proposed=num_proposed,
-                accepted_lens=accepted_lens,
-                num_emitted=num_emitted,
-            )
+        if proposed_lens or dropped:  # counted before anybody hears of it
+            self._tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
         for sequence, kept, logprobs, reason in published:
             self._publish(sequence, kept, logprobs, reason)
 
@@ -287,34 +310,13 @@ class DecodeWorker:
         logprobs: Sequence[TokenLogprobs],
         reason: FinishReason | None,
     ) -> None:
-        event = worker_pb2.DecodeEvent()  # filled in place, which takes half the time of the constructor
-        tokens = event.tokens
-        tokens.index = sequence.num_output
-        tokens.token_ids.extend(token_ids)
-        if logprobs:
-            tokens.logprobs.extend(logprobs_to_proto(report) for report in logprobs)
-        sequence.num_output += len(token_ids)
-        if reason is not None:
-            tokens.finish_reason = reason.value
-            tokens.stats.CopyFrom(self._stats(sequence))
+        event = token_event(sequence, token_ids, logprobs, reason)
+        sequence.token_ids += token_ids
         sequence.stream.emit(event)
         if reason is not None:
             sequence.stream.end()
             self._num_finished += 1
             self._give_up(sequence, "finished")
-
-    def _stats(self, sequence: DecodeSequence) -> worker_pb2.DecodeStats:
-        counts, sealed = sequence.counts, sequence.sealed
-        assert sealed is not None
-        return worker_pb2.DecodeStats(
-            num_verify_steps=counts.num_verify_steps,
-            num_draft_tokens=counts.num_draft_tokens,
-            num_accepted_tokens=counts.num_accepted_tokens,
-            num_emitted_tokens=counts.num_emitted_tokens,
-            kv_bytes_landed=sealed.bytes_landed,
-            kv_bytes_landed_before_prefill_end=sealed.bytes_landed_before_prefill_end,
-            handoff_ms=sequence.handoff_ms,
-        )
 
     def _cancel(self, key: AttemptKey, stream: DecodeStream | None) -> None:
         sequence = self._scheduler.get(key)
@@ -344,10 +346,14 @@ class DecodeWorker:
                 self._forget(sequence)
             case DecodeState.RUNNING:
                 # Nor of this one, but a step in flight may read and write its blocks.
-                self._landing.release(sequence.key)
+                if sequence.num_preemptions == 0:
+                    self._landing.release(sequence.key)
                 self._scheduler.retire(sequence)
                 self._gate.leave()
                 self._steps.retire(sequence.slot, lambda: self._scheduler.free(sequence))
+            case DecodeState.PREEMPTED | DecodeState.COMPUTING:
+                self._preemption.forget(sequence)
+                self._forget(sequence)
             case DecodeState.ENDED:
                 pass
 

@@ -26,9 +26,10 @@ DEFAULT_TIMEOUT_S = 60.0
 class Ticket(Generic[T]):
     """What one task will have prepared."""
 
-    def __init__(self, event: torch.cuda.Event | None, timeout_s: float) -> None:
+    def __init__(self, event: torch.cuda.Event | None, timeout_s: float, device: torch.device | None = None) -> None:
         self._done = threading.Event()
         self._event = event
+        self._device = device  # of the event
         self._timeout_s = timeout_s
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -43,7 +44,7 @@ class Ticket(Generic[T]):
         """What the task returned; waits for it on the host, and has `stream` wait for its work on the device.
 
         Args:
-            stream: where the value will be used; the current one if None.
+            stream: where the value will be used; the current one of the runner's device if None.
 
         Raises:
             Exception: what the task raised.
@@ -54,7 +55,7 @@ class Ticket(Generic[T]):
         if self._error is not None:
             raise self._error
         if self._event is not None:
-            (stream or torch.cuda.current_stream()).wait_event(self._event)
+            (stream or torch.cuda.current_stream(self._device)).wait_event(self._event)
         return self._value  # type: ignore[return-value]  # set together with done
 
     def _wait(self) -> None:
@@ -134,8 +135,9 @@ class AsyncRunner:
         ready = event = None
         if self._stream is not None:
             ready, event = torch.cuda.Event(), torch.cuda.Event()
-            ready.record()  # the inputs are made on the caller's stream
-        ticket: Ticket[T] = Ticket(event, self._timeout_s)
+            # The inputs are made on the caller's stream of the runner's device, whichever device is current.
+            ready.record(torch.cuda.current_stream(self._stream.device))
+        ticket: Ticket[T] = Ticket(event, self._timeout_s, None if self._stream is None else self._stream.device)
         with self._mailbox.changed:
             self._mailbox.work = _Work(task, ticket, ready)
             self._mailbox.changed.notify_all()

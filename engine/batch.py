@@ -31,6 +31,7 @@ class PrefillChunk:
         draft_cap: drafts this sequence may use; the MTP head runs even for 0, its KV is part of the layout.
         choice: which of its request's answers this is.
         output_len: of the prompt's last tokens, those that were generated before (a sequence that is computed again).
+        next_token: the token after the prompt, where it was chosen before and the KV is only computed again.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -41,6 +42,7 @@ class PrefillChunk:
     draft_cap: int
     choice: int = 0
     output_len: int = 0
+    next_token: int | None = None
 
     @property
     def end(self) -> int:

@@ -30,6 +30,7 @@ class Decisions:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._num_made = 0
+        self._weights_N: torch.Tensor | None = None  # of digests; on a GPU each operation costs a launch
 
     def agree(self, values: torch.Tensor, state: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """Decide on `values`, and return them.
@@ -48,7 +49,8 @@ class Decisions:
             return values
         self._num_made += 1
         number_1 = torch.full((1,), self._num_made & 0x7FFFFFFF, dtype=torch.int32, device=values.device)
-        own_N = torch.cat([number_1, digest(state, values.device).view(torch.int32), values.flatten().to(torch.int32)])
+        digest_2 = digest(state, values.device, self._weights(state, values.device)).view(torch.int32)
+        own_N = torch.cat([number_1, digest_2, values.flatten().to(torch.int32)])
         decided_N = self._communicator.broadcast(own_N)
         if values.device.type != "cpu":
             return torch.where((decided_N == own_N).all(), values, DIVERGED)
@@ -67,6 +69,13 @@ class Decisions:
             raise WorkerLost(f"rank {rank} of {size} diverged", rank=rank, size=size, how="diverged")
         return values
 
+    def _weights(self, state: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """For a digest of the state, and of larger ones."""
+        count = sum(tensor.numel() for tensor in state)
+        if self._weights_N is None or len(self._weights_N) < count:
+            self._weights_N = digest_weights(2 * count, device)
+        return self._weights_N
+
     def _diverged(self, decided: list[int], own: list[int]) -> WorkerLost:
         rank, size = self._communicator.rank, self._communicator.size
         values, others = own[_HEAD_LEN:], decided[_HEAD_LEN:]
@@ -77,11 +86,20 @@ class Decisions:
         return WorkerLost(message, rank=rank, size=size, how="diverged", what=what)
 
 
-def digest(state: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """64 bits, int64 [1], that change with any element of any tensor, or when two change places."""
+def digest(state: Sequence[torch.Tensor], device: torch.device, weights_N: torch.Tensor | None = None) -> torch.Tensor:
+    """64 bits, int64 [1], that change with any element of any tensor, or when two change places.
+
+    `weights_N` are those of `digest_weights`, if they are there already; more than needed do no harm.
+    """
     if not state:
         return torch.zeros(1, dtype=torch.int64, device=device)
     words_N = torch.cat([tensor.flatten().to(torch.int64) for tensor in state])
-    weights_N = torch.arange(1, len(words_N) + 1, dtype=torch.int64, device=device) * _WEIGHT
-    weights_N = (weights_N ^ (weights_N >> 31)) * _WEIGHT | 1
-    return (words_N * weights_N).sum(dim=0, keepdim=True)
+    if weights_N is None:
+        weights_N = digest_weights(len(words_N), device)
+    return (words_N * weights_N[: len(words_N)]).sum(dim=0, keepdim=True)
+
+
+def digest_weights(count: int, device: torch.device) -> torch.Tensor:
+    """Of the places of so many words: odd, int64 [count]; each depends on its place alone."""
+    weights_N = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _WEIGHT
+    return (weights_N ^ (weights_N >> 31)) * _WEIGHT | 1

@@ -12,21 +12,25 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from baton.core.errors import BatonError
+from baton.core.clock import Clock
+from baton.core.errors import BatonError, ConfigInvalid
 from baton.core.sampling import SamplingParams
 from baton.core.verification import VerificationConfig
 from baton.engine.decision import Decisions
 from baton.engine.decode_step import DecodePlan, StepFunction, decode_step
 from baton.engine.grammar import GrammarCompiler, GrammarState
 from baton.engine.grammar_rows import EmittedTokens, GrammarRows
+from baton.engine.graphed_step import GraphedStep
 from baton.engine.history import SampledSequence
 from baton.engine.host_future import ResultBuffers
+from baton.engine.kv_offload import KVOffload
 from baton.engine.lane import lane_for
 from baton.engine.length_bounds import Ints, LengthBounds
 from baton.engine.logprobs import num_packed
 from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
-from baton.engine.slots import SlotTable
+from baton.engine.slots import Growth, SlotTable
+from baton.engine.step_meter import StepMeter
 from baton.engine.step_ticket import DecodeOutput, StepTicket
 from baton.engine.verifiers import make_verifier
 from baton.engine.verify import DraftLaw
@@ -69,11 +73,13 @@ class DecodeRunner:
         eos_token_ids: what `min_tokens` holds back beside a request's own stop tokens.
         verification: of drafts; coupled if None.
         grammars: sequences with a grammar need it.
-        step: what a step computes.
+        step: what a step computes; `graphs` is the same, if it replays CUDA graphs.
+        host_kv_bytes: host memory for the KV of sequences that give way (`kv_offload`).
         prepare_ahead: make what attention needs to verify on a thread (and a stream) of its own, while drafting.
+        clock: times steps on a CPU; the process's real one if None.
 
     Raises:
-        ConfigInvalid: the verification does not fit the number of drafts.
+        ConfigInvalid: the verification does not fit the number of drafts, or graphs are to be prepared ahead.
     """
 
     def __init__(
@@ -88,7 +94,9 @@ class DecodeRunner:
         verification: VerificationConfig | None = None,
         grammars: GrammarCompiler | None = None,
         step: StepFunction | None = None,
+        host_kv_bytes: int = 0,
         prepare_ahead: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         assert max_num_sequences >= 1
         assert num_draft_tokens == 0 or pool.layout.num_layers > model.config.num_layers, "drafts need an MTP layer"
@@ -105,6 +113,9 @@ class DecodeRunner:
         self._model = model
         self._pool = pool
         self._step = step or decode_step
+        self.graphs = step if isinstance(step, GraphedStep) else None
+        if self.graphs is not None and prepare_ahead:
+            raise ConfigInvalid("prepare_ahead: with CUDA graphs nothing is left to prepare", keys=["prepare_ahead"])
         self._sampling: dict[int, SamplingParams] = {}  # of occupied slots
         self._draft_caps: dict[int, int] = {}
         self._lengths = LengthBounds(max_num_sequences)
@@ -113,6 +124,7 @@ class DecodeRunner:
         self._last_step_N = np.zeros(max_num_sequences, dtype=np.int64)
         self._unread: dict[int, StepTicket] = {}
         self._lane = lane_for(pool.device)
+        self.meter = StepMeter(num_draft_tokens, self._lane, pool.device, clock)
         self._preparer = StepPreparer(pool) if prepare_ahead else None
         self._buffers = ResultBuffers(max_num_sequences * (num_draft_tokens + 3), pool.device)
         self._table = SlotTable(
@@ -124,6 +136,9 @@ class DecodeRunner:
             dtype=model.dtype,
             device=pool.device,
             vocab=model.vocab,
+        )
+        self.kv_offload = KVOffload(
+            pool, host_kv_bytes, self._lane, self._table, communicator or Alone(), self.meter.interrupt
         )
 
     def admit(
@@ -188,9 +203,11 @@ class DecodeRunner:
                 self._states[slot] = grammar
 
         self._lane.run(place)
-        self._lengths.admit(slot, prompt_len + 1, limit=limit, end=prompt_len - output_len + sampling.max_tokens)
+        end, max_len = prompt_len - output_len + sampling.max_tokens, self._model.config.max_model_len
+        self._lengths.admit(slot, prompt_len + 1, limit=limit, end=end, max_len=max_len)
         self._sampling[slot] = sampling
         self._draft_caps[slot] = draft_cap
+        self.meter.admit(slot)
         self._batch = None
 
     def release(self, slot: int) -> StepTicket | None:
@@ -209,6 +226,20 @@ class DecodeRunner:
 
         self._lane.run(leave)
         return self._running_step(slot)
+
+    def short_of_room(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """(slot, positions) of those whose block tables must `grow` to so many before they are launched again."""
+        batch = self._batch_of(slots)
+        short = self._lengths.short_of_room(batch.host_slots_B, batch.most_B)
+        return [(batch.slots[place], wanted_len) for place, wanted_len in short]
+
+    def grow(self, growths: Sequence[Growth]) -> None:
+        """Give running sequences more blocks; steps launched from now on have them."""
+        block_size, max_model_len = self._pool.layout.block_size, self._model.config.max_model_len
+        limits = [min((item.first + len(item.blocks)) * block_size, max_model_len) for item in growths]
+        for growth, limit in zip(growths, limits, strict=True):
+            self._lengths.grow(growth.slot, limit)
+        self._lane.run(lambda: self._table.grow(growths, limits))
 
     def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Those of `slots` that may need another step, as far as can be said before all results are read.
@@ -253,7 +284,8 @@ class DecodeRunner:
         num_columns = num_drafts + 3
         num_values = len(batch.slots) * num_columns + batch.num_reporting * (num_drafts + 1) * num_packed(batch.num_top)
         buffer = self._buffers.take(num_values)
-        future = self._lane.submit(lambda: self._run(batch, bound), buffer[:num_values])
+        times = self.meter.launch(batch.slots)
+        future = self._lane.submit(lambda: self.meter.run(times, self._run, batch, bound), buffer[:num_values])
         launched = self._lengths.launch(batch.host_slots_B, batch.most_B)
         self._num_launched += 1
         number = self._num_launched
@@ -261,6 +293,7 @@ class DecodeRunner:
         def on_read(accepted_lens: tuple[int, ...]) -> None:
             self._buffers.give_back(buffer)
             self._decisions.check(accepted_lens)
+            self.meter.read(times)
             self._lengths.collect(launched, np.array(accepted_lens, dtype=np.int64) + 1)
             del self._unread[number]
 
@@ -306,10 +339,12 @@ class DecodeRunner:
         self._table.scatter(batch.slots_B, state)
         self._table.sampling.advance(batch.slots_B, verified)
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
+        result_BC = torch.cat(columns, dim=1)
+        self.meter.counters.add(batch.slots_B, rows.draft_cap_B, batch.num_drafts, result_BC)
         if grammar is not None:
             self._emitted = grammar.emitted(verified)
         upon = [batch.slots_B, before.last_token_B, before.draft_token_B, before.length_B, rows.block_tables_BM]
-        decided = self._decisions.agree(torch.cat(columns, dim=1), upon).flatten()
+        decided = self._decisions.agree(result_BC, upon).flatten()
         if verified.logprobs_LQX is None:
             return decided
         return torch.cat([decided, verified.logprobs_LQX.contiguous().view(torch.int64).flatten()])

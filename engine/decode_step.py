@@ -1,7 +1,8 @@
 """The decode step: draft, verify, accept, and the MTP pass over what was accepted.
 
 `decode_step` is a pure function of tensors (beside the KV it writes). Who runs, where blocks come from and when a
-sequence ends is decided by others (`decode`).
+sequence ends is decided by others (`decode`). `step_through` is the same over any way to run the model's passes
+(`passes`): launched one by one, or replayed from CUDA graphs (`graphed_step`).
 
 A sequence t_0 ... t_{L-1} is decoded from: trunk KV of 0 ... L-2, MTP KV of entries 0 ... L-2, the last token t_{L-1},
 and the draft for position L with the MTP output of entry L-2 that made it. KV of rejected drafts stays in the pool;
@@ -16,11 +17,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from baton.engine.batch import DecodeRows, decode_batch
+from baton.engine.batch import DecodeRows
 from baton.engine.drafting import Drafted, DraftSource, stack_probs
 from baton.engine.grammar_rows import GrammarRows
 from baton.engine.history import Lookahead
 from baton.engine.logprobs import step_logprobs
+from baton.engine.passes import EagerPasses, Passes
 from baton.engine.prepare import StepPreparer
 from baton.engine.sampler import SamplingRows, looks_ahead
 from baton.engine.slots import DecodeState
@@ -59,19 +61,23 @@ def decode_step(
 
     With a `preparer`, what attention needs to verify is made by it while drafts are made here.
     """
+    first_B, num_rows = state.length_B - 1, plan.num_drafts + 1
+    passes = EagerPasses(model, pool, rows, plan.max_context_len, preparer, first_B, num_rows)
+    return step_through(passes, state, rows, plan, model, verifier)
+
+
+def step_through(
+    passes: Passes, state: DecodeState, rows: DecodeRows, plan: DecodePlan, model: Model, verifier: Verifier
+) -> tuple[DecodeState, Verified]:
+    """`decode_step` by these passes. Of `model` only its heads are used here."""
     num_drafts = plan.num_drafts
-    first_B, num_rows = state.length_B - 1, num_drafts + 1
-    ticket = None if preparer is None else preparer.launch(first_B, num_rows, rows, plan.max_context_len)
+    first_B = state.length_B - 1
     source = DraftSource.of_step(verifier.draft_law, plan.sampling, state.length_B, num_drafts, model)
-    drafts, draft_probs = _draft(state, rows, plan, source, model, pool)
+    drafts, draft_probs = _draft(passes, state, plan, source, model)
     if plan.grammar is not None:
         plan.grammar.take(drafts.ids_BK)
-    if preparer is None or ticket is None:
-        batch = decode_batch(first_B, num_rows, rows, plan.max_context_len, pool)
-    else:
-        batch = preparer.open(ticket.result())
     token_ids_BQ = torch.cat([state.last_token_B[:, None], drafts.ids_BK], dim=1)
-    trunk_TD = model.trunk(token_ids_BQ.flatten(), batch, pool, _ignore_layer)
+    trunk_TD = passes.verify(token_ids_BQ, first_B)
     raw_BQV = model.logits(trunk_TD).reshape(*token_ids_BQ.shape, -1)
     logits_BQV, draft_cap_B = raw_BQV, rows.draft_cap_B
     if plan.grammar is not None:
@@ -103,7 +109,7 @@ def decode_step(
     if num_drafts == 0:
         return state, verified
     # Entries L-1 ... L-1+K again, now from the trunk's own hidden; the row of the last emitted token makes the draft.
-    mtp_TD = model.mtp(verified.token_ids_BQ.flatten(), trunk_TD, batch, pool, _ignore_layer)
+    mtp_TD = passes.draft_prefill(verified.token_ids_BQ, trunk_TD, first_B)
     sequence_B = torch.arange(token_ids_BQ.shape[0], device=mtp_TD.device)
     hidden_BD = mtp_TD.reshape(*token_ids_BQ.shape, -1)[sequence_B, verified.accepted_len_B]
     state = replace(state, hidden_BD=hidden_BD)
@@ -114,12 +120,7 @@ def decode_step(
 
 
 def _draft(
-    state: DecodeState,
-    rows: DecodeRows,
-    plan: DecodePlan,
-    source: DraftSource,
-    model: Model,
-    pool: KVPool,
+    passes: Passes, state: DecodeState, plan: DecodePlan, source: DraftSource, model: Model
 ) -> tuple[DraftIds, DraftProbs | None]:
     """Extend the draft in hand to K tokens, the MTP head feeding on its own output.
 
@@ -134,17 +135,12 @@ def _draft(
     else:
         drafted = [Drafted(state.draft_token_B, None)]
     for step in range(1, plan.num_drafts):
-        batch = decode_batch(state.length_B - 2 + step, 1, rows, plan.max_context_len, pool)
-        hidden_BD = model.mtp(drafted[-1].token_B, hidden_BD, batch, pool, _ignore_layer)
+        hidden_BD = passes.draft(drafted[-1].token_B, hidden_BD, state.length_B - 2 + step)
         ahead = None
         if looks_ahead(plan.sampling):
             ahead = Lookahead.after(torch.stack([item.token_B for item in drafted], dim=1))
         drafted.append(source.draft(model, hidden_BD, step, ahead))
     return DraftIds(torch.stack([item.token_B for item in drafted], dim=1)), stack_probs(drafted, model)
-
-
-def _ignore_layer(layer: int) -> None:
-    """Nobody waits for a decode step's layers."""
 
 
 StepFunction = Callable[

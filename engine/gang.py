@@ -11,9 +11,12 @@ from typing import Any
 
 from baton.core.sampling import SamplingParams
 from baton.engine.decode import DecodeOutput, DecodeRunner
+from baton.engine.host_future import HostFuture
+from baton.engine.kv_offload import KVOffload
 from baton.engine.plan import PlanChannel
-from baton.engine.plan_messages import Admit, Draft, Forward, Release, Step, Stop
+from baton.engine.plan_messages import Admit, Draft, Forward, Grow, Load, Release, Save, Step, Stop
 from baton.engine.prefill import PrefillChunk, PrefillForward, PrefillRunner, SequenceStart
+from baton.engine.slots import Growth
 from baton.engine.step_limit import StepLimit
 from baton.engine.step_ticket import StepTicket
 from baton.kvcache.allocator import BlockTable
@@ -101,6 +104,25 @@ class LedTicket(StepTicket):
         return output
 
 
+class LeadOffload:
+    """Rank 0's `KVOffload`."""
+
+    def __init__(self, own: KVOffload, channel: PlanChannel) -> None:
+        self.num_blocks = own.num_blocks
+        self._own = own
+        self._channel = channel
+
+    def save(self, blocks: Sequence[int], first: int, slot: int | None) -> HostFuture:
+        """As `KVOffload.save`, at every rank."""
+        self._channel.tell(Save(tuple(blocks), first, slot))
+        return self._own.save(blocks, first, slot)
+
+    def load(self, blocks: Sequence[int], first: int, slot: int) -> None:
+        """As `KVOffload.load`, at every rank."""
+        self._channel.tell(Load(tuple(blocks), first, slot))
+        self._own.load(blocks, first, slot)
+
+
 class LeadDecode:
     """Rank 0's `DecodeRunner`. Plans go to the other ranks when they are made, ahead of what is being computed."""
 
@@ -112,6 +134,9 @@ class LeadDecode:
         self.hidden_size = runner.hidden_size
         self.num_draft_tokens = runner.num_draft_tokens
         self.grammars = runner.grammars
+        self.kv_offload = LeadOffload(runner.kv_offload, channel)
+        self.meter = runner.meter
+        self.graphs = runner.graphs
 
     def admit(
         self,
@@ -148,6 +173,15 @@ class LeadDecode:
         self._channel.tell(Release(slot))
         return self._runner.release(slot)
 
+    def short_of_room(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """As `DecodeRunner.short_of_room`."""
+        return self._runner.short_of_room(slots)
+
+    def grow(self, growths: Sequence[Growth]) -> None:
+        """As `DecodeRunner.grow`, at every rank."""
+        self._channel.tell(Grow(tuple(growths)))
+        self._runner.grow(growths)
+
     def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
         """As `DecodeRunner.unfinished`."""
         return self._runner.unfinished(slots)
@@ -179,10 +213,11 @@ class LeadDecode:
 
 
 class FollowDecode:
-    """Another rank's."""
+    """Another rank's; `prefill`, over the same pool, computes again what was dropped."""
 
-    def __init__(self, runner: DecodeRunner, channel: PlanChannel) -> None:
+    def __init__(self, runner: DecodeRunner, channel: PlanChannel, prefill: PrefillRunner | None = None) -> None:
         self._runner = runner
+        self._prefill = None if prefill is None else FollowPrefill(prefill, channel)
         self._channel = channel
         self._launched: deque[StepTicket] = deque()
         self._leaving: dict[int, StepTicket] = {}  # by slot: the last step that has it
@@ -225,6 +260,15 @@ class FollowDecode:
             case Step():
                 self._channel.follow_step(plan.limit_s)
                 self._launched.append(self._runner.launch(plan.slots, plan.max_context_len))
+            case Grow():
+                self._runner.grow(plan.growths)
+            case Save():
+                self._runner.kv_offload.save(plan.blocks, plan.first, plan.slot)
+            case Load():
+                self._runner.kv_offload.load(plan.blocks, plan.first, plan.slot)
+            case _ if self._prefill is not None:
+                self._runner.drain()  # what adds over ranks does so in one order
+                return self._prefill.take(plan, _ignore_layer)
             case _:
                 return False
         return True
@@ -237,3 +281,7 @@ class FollowDecode:
 
 def _num_rows(chunks: Sequence[PrefillChunk]) -> int:
     return sum(chunk.length for chunk in chunks)
+
+
+def _ignore_layer(layer: int) -> None:
+    """Nothing to push."""

@@ -121,7 +121,8 @@ class HostCopy:
             self._tensor = host_buffer(source.numel(), source.dtype, source.device).view(source.shape)
             copy_to_host(self._tensor, source)
             self._event = torch.cuda.Event()
-            self._event.record()
+            # Of the source's device: another one may be the thread's current.
+            self._event.record(torch.cuda.current_stream(source.device))
 
     def get(self) -> torch.Tensor:
         """It, once it is there."""

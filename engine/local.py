@@ -5,64 +5,32 @@ can never fit with a typed error before anything is allocated, and ends every re
 one caller drives it.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from baton.core.clock import Clock, MonotonicClock
 from baton.core.config import SchedulingName
+from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded
 from baton.core.logprobs import TokenLogprobs
-from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts, choices_of
+from baton.core.request import AttemptKey, GenerationRequest, choices_of
+from baton.core.step_report import StepReport
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_request
 from baton.core.verification import VerificationConfig
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
+from baton.engine.generation import GenerationResult, TokenEvent
 from baton.engine.grammar import GrammarCompiler
+from baton.engine.graphed_step import graphed_step
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
-from baton.engine.prefill import PrefillRunner
+from baton.engine.preemption import Preemption, PreemptionCounts
+from baton.engine.prefill import PrefillRunner, SequenceStart
 from baton.engine.step_pipeline import StepPipeline
+from baton.engine.step_tally import Dropped, Fate, StepTally
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationResult:
-    """What became of a request, or of one of its `n` answers.
-
-    Attributes:
-        key: the request's.
-        token_ids: everything generated, the token that ended it included.
-        finish_reason: why it ended; None if `error` says so.
-        error: what ended it instead (deadline, cancel, a grammar beyond its limits); `token_ids` were made before.
-        counts: drafts proposed, accepted, and tokens emitted (the first token, which prefill makes, included).
-        ttft_s: from submission to the first token; None if there is none.
-        tpot_s: mean time of a token after the first; None with fewer than two.
-        choice: which of the request's answers this is.
-        logprobs: of each token; None if none were asked for.
-        prompt_logprobs: of each prompt token but the first, with choice 0; None if none were asked for.
-    """
-
-    key: AttemptKey
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    error: BatonError | None
-    counts: SpeculationCounts
-    ttft_s: float | None
-    tpot_s: float | None
-    choice: int = 0
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEvent:
-    """Tokens of one answer as one step made them; its last event carries the result."""
-
-    token_ids: tuple[int, ...]
-    result: GenerationResult | None
-    choice: int = 0
 
 
 class LocalEngine:
@@ -70,6 +38,23 @@ class LocalEngine:
 
     With `scheduling="async"` a decode step is launched before the results of the one before are read; the tokens, and
     how many drafts are accepted in each step, are those of "sync".
+
+    Args:
+        model: with an MTP head if there are drafts.
+        tokenizer: of the model.
+        num_blocks: of the pool.
+        block_size: positions of a block.
+        num_draft_tokens: the most drafts of a step; requests may ask for fewer.
+        chunk_len: prompt tokens of a prefill step.
+        max_num_sequences: that run at once.
+        clock: of deadlines and times.
+        scheduling: see above.
+        verification: of drafts.
+        overcommit: start sequences without all the blocks they may need, and preempt when none is left.
+        host_kv_bytes: host memory for the KV of preempted sequences; without it, it is computed again.
+        preempt_at: also preempt every sequence once at each of these output lengths, or when steps have passed it; 0 is
+            in the prompt, where that takes several chunks. For tests.
+        graphs: which CUDA graphs to capture; none if None.
     """
 
     def __init__(
@@ -85,12 +70,17 @@ class LocalEngine:
         clock: Clock | None = None,
         scheduling: SchedulingName = "async",
         verification: VerificationConfig | None = None,
+        overcommit: bool = False,
+        host_kv_bytes: int = 0,
+        preempt_at: Sequence[int] = (),
+        graphs: CudaGraphConfig | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
         self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
+        allocator = BlockAllocator(num_blocks, block_size)
         self._scheduler = LocalScheduler(
-            BlockAllocator(num_blocks, block_size), num_slots=max_num_sequences, chunk_len=chunk_len
+            allocator, num_slots=max_num_sequences, chunk_len=chunk_len, overcommit=overcommit
         )
         eos_token_ids = tokenizer.eos_token_ids
         self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
@@ -103,8 +93,21 @@ class LocalEngine:
             eos_token_ids=eos_token_ids,
             verification=verification,
             grammars=self._grammars,
+            host_kv_bytes=host_kv_bytes,
+            clock=self._clock,
+            step=graphed_step(
+                model,
+                self.pool,
+                graphs or CudaGraphConfig(mode="off"),
+                max_num_sequences=max_num_sequences,
+                num_draft_tokens=num_draft_tokens,
+                max_model_len=model.config.max_model_len,
+            ),
         )
+        self._tally = StepTally(num_draft_tokens)
         self._steps = StepPipeline[LocalSequence](self._decode, scheduling)
+        self._preemption = Preemption(allocator, self._scheduler, self._decode, self._steps)
+        self._preempt_at = sorted(preempt_at)
         self._in_step = False
         self._unread: dict[AttemptKey, list[TokenEvent]] = {}
         self._num_open: dict[AttemptKey, int] = {}  # answers that have not ended
@@ -115,6 +118,11 @@ class LocalEngine:
             prefill_capacity_len=num_blocks * block_size,
             decode_capacity_len=num_blocks * block_size,
         )
+
+    @property
+    def preemptions(self) -> PreemptionCounts:
+        """What want of blocks has cost so far."""
+        return self._preemption.counts
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Run the requests together; results in their order, the answers of one by choice.
@@ -179,16 +187,30 @@ class LocalEngine:
             self._scheduler.submit(sequence)
 
     def step(self) -> None:
-        """Expire, start, prefill a chunk, decode once."""
+        """Expire, preempt, start, prefill a chunk, make room, decode once."""
         # A step that raised leaves sequences half moved; going on from there could decode from missing KV.
         assert not self._in_step, "an earlier step failed: this engine can only be dropped"
         self._in_step = True
         self._end_overdue()
-        self._scheduler.start_waiting()
+        self._steps.settle()
+        self._preempt_scripted()
+        self._preemption.preempt_due()
+        for sequence in self._scheduler.start_waiting():
+            if sequence.saved is not None:
+                self._resume(sequence)
+            else:
+                self._preemption.started_again(sequence)
         self._prefill_step()
         self._decode_step()
         self._scheduler.check_empty()
         self._in_step = False
+
+    def step_report(self) -> StepReport:
+        """What the decode steps did until now; waits for one that is running.
+
+        Between two calls of `step` one step may be in flight: computed, and not read yet.
+        """
+        return self._tally.report(self._decode.meter, self._decode.meter.computed_now())
 
     def _validate(self, request: GenerationRequest) -> None:
         validate_request(request.prompt_token_ids, request.sampling, self.limits)
@@ -206,48 +228,86 @@ class LocalEngine:
         planned = self._scheduler.next_chunks()
         if not planned:
             return
+        self._decode.meter.interrupt()
         forward = self._prefill.forward([chunk for _, chunk in planned], _ignore_layer)
         rows = zip(planned, forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
         for (sequence, chunk), token, logprobs, prompt_logprobs in rows:
             sequence.num_prefilled = chunk.end
             sequence.prompt_logprobs += prompt_logprobs or ()
-            if token is not None:
+            if token is not None and chunk.next_token is None:
                 kept = self._take(sequence, (token,), () if logprobs is None else (logprobs,))
                 sequence.counts.num_emitted_tokens += len(kept)
                 self._publish(sequence, kept)
         # Blocks of a sequence that ended above are free already, but nobody gets them before the next step.
         starts = self._prefill.draft(forward, _ignore_layer)
-        for (sequence, chunk), start in zip(planned, starts, strict=True):
+        for (sequence, _), start in zip(planned, starts, strict=True):
             if start is not None and sequence.finish_reason is None:
-                assert sequence.slot is not None
-                self._decode.admit(
-                    sequence.slot,
-                    start,
-                    start.prompt_len,
-                    chunk.sampling,
-                    chunk.table,
-                    sequence.draft_cap,
-                    prompt_token_ids=chunk.prompt_token_ids,
-                    choice=chunk.choice,
-                )
-                sequence.is_decoding = True
+                self._admit(sequence, start)
+
+    def _admit(self, sequence: LocalSequence, start: SequenceStart) -> None:
+        request = sequence.request
+        assert sequence.slot is not None
+        assert sequence.table is not None
+        self._decode.admit(
+            sequence.slot,
+            start,
+            start.prompt_len,
+            request.sampling,
+            sequence.table,
+            sequence.draft_cap,
+            prompt_token_ids=sequence.prefilled_token_ids(),
+            output_len=sequence.num_recomputed,
+            choice=request.choice,
+        )
+        sequence.is_decoding = True
+
+    def _resume(self, sequence: LocalSequence) -> None:
+        """What it had in host memory comes back, its draft too."""
+        assert sequence.slot is not None
+        start = SequenceStart(
+            first_token=sequence.token_ids[-1], draft_token=0, hidden_D=None, prompt_len=sequence.prefill_len
+        )
+        self._admit(sequence, start)
+        self._preemption.load(sequence, sequence.slot)
+
+    def _preempt_scripted(self) -> None:
+        for sequence in self._scheduler.running() if self._preempt_at else ():
+            num_due = bisect_right(self._preempt_at, len(sequence.token_ids))
+            if num_due > sequence.num_scripted and sequence.num_kv > 0 and not sequence.is_giving_way:
+                sequence.num_scripted = num_due
+                self._preemption.request(sequence)
 
     def _decode_step(self) -> None:
         sequences = self._scheduler.decoding()
         slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
-        has_launched = self._steps.launch(slots, sequences)
+        self._read(has_launched=self._preemption.launch(slots, sequences))
+
+    def _read(self, *, has_launched: bool) -> None:
+        proposed_lens: list[int] = []
+        accepted_lens: list[int] = []
+        dropped: list[Dropped] = []
+        num_emitted = 0
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
             if not sequence.is_decoding:
-                continue  # it ended in an earlier step; this one was launched before that was known
+                dropped.append(Dropped(Fate.LATE, emitted))  # it ended after this step was launched
+                continue
             if emitted.error is not None:
+                dropped.append(Dropped(Fate.FAILED, emitted))
                 self._end(sequence, (), emitted.error)
                 continue
-            accepted_len, proposed_len = emitted.accepted_len, emitted.proposed_len
             kept = self._take(sequence, emitted.token_ids, emitted.logprobs or ())
+            num_accepted = min(emitted.accepted_len, len(kept))
             sequence.counts.add_step(
-                num_proposed=proposed_len, num_accepted=min(accepted_len, len(kept)), num_emitted=len(kept)
+                num_proposed=emitted.proposed_len, num_accepted=num_accepted, num_emitted=len(kept)
             )
+            proposed_lens.append(emitted.proposed_len)
+            accepted_lens.append(num_accepted)
+            num_emitted += len(kept)
+            if len(kept) < len(emitted.token_ids):
+                dropped.append(Dropped(Fate.CUT, emitted, len(kept)))
             self._publish(sequence, kept)
+        if proposed_lens or dropped:
+            self._tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
 
     def _take(
         self, sequence: LocalSequence, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
@@ -269,13 +329,14 @@ class LocalEngine:
 
     def _end(self, sequence: LocalSequence, token_ids: tuple[int, ...], error: BatonError | None) -> None:
         if sequence.is_decoding:
-            assert sequence.slot is not None
+            slot = sequence.slot
+            assert slot is not None
             sequence.is_decoding = False
-            self._scheduler.retire(sequence)
-            self._steps.retire(sequence.slot, lambda: self._scheduler.free(sequence))
+            self._steps.retire(slot, self._scheduler.retire(sequence))
         else:
             self._scheduler.remove(sequence)
-        result = _result(sequence, error)
+            self._preemption.forget(sequence)
+        result = GenerationResult.of(sequence, error)
         self._unread[sequence.key].append(TokenEvent(token_ids=token_ids, result=result, choice=result.choice))
         self._num_open[sequence.key] -= 1
 
@@ -289,31 +350,11 @@ class LocalEngine:
             self._unread.pop(key, None)
             self._num_open.pop(key, None)
         if not self._in_step and not self._scheduler.unfinished():
-            for sequence, _ in self._steps.drain():
-                assert not sequence.is_decoding
+            while not self._steps.is_empty:
+                self._read(has_launched=False)
+            for _ in self._steps.drain():  # of copies, too
+                raise AssertionError("every step was read")
         self._scheduler.check_empty()
-
-
-def _result(sequence: LocalSequence, error: BatonError | None) -> GenerationResult:
-    asked = sequence.request.sampling
-    ttft_s = tpot_s = None
-    num_tokens = len(sequence.token_ids)
-    if sequence.first_token_s is not None and sequence.last_token_s is not None:
-        ttft_s = sequence.first_token_s - sequence.submitted_s
-        if num_tokens > 1:
-            tpot_s = (sequence.last_token_s - sequence.first_token_s) / (num_tokens - 1)
-    return GenerationResult(
-        key=sequence.key,
-        token_ids=tuple(sequence.token_ids),
-        finish_reason=sequence.finish_reason,
-        error=error,
-        counts=sequence.counts,
-        ttft_s=ttft_s,
-        tpot_s=tpot_s,
-        choice=sequence.request.choice,
-        logprobs=None if asked.logprobs is None else tuple(sequence.logprobs),
-        prompt_logprobs=None if asked.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
-    )
 
 
 def _ignore_layer(layer: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from baton.core.sampling import SamplingParams
 from baton.engine.batch import PrefillChunk
 from baton.engine.prefill import SequenceStart
+from baton.engine.slots import Growth
 from baton.kvcache.allocator import BlockTable
 
 
@@ -164,5 +165,39 @@ class Draft:
     limit_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """`DecodeRunner.grow`."""
+
+    growths: tuple[Growth, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """`KVOffload.save`."""
+
+    blocks: tuple[int, ...]
+    first: int
+    slot: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`KVOffload.load`."""
+
+    blocks: tuple[int, ...]
+    first: int
+    slot: int
+
+
 CONTROL_KINDS: dict[int, type] = {1: Join, 2: Beat, 3: Ready, 4: Farewell, 5: Stop}
-COMPUTE_KINDS: dict[int, type] = {16: Admit, 17: Release, 18: Step, 24: Forward, 25: Draft}
+COMPUTE_KINDS: dict[int, type] = {
+    16: Admit,
+    17: Release,
+    18: Step,
+    24: Forward,
+    25: Draft,
+    28: Grow,
+    29: Save,
+    30: Load,
+}

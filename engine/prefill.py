@@ -23,6 +23,7 @@ from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.logprobs import logprobs_of, step_logprobs, unpack, unpack_step
 from baton.engine.sampler import SamplingRows, looks_ahead, sample
 from baton.engine.sampling_table import rows_of
+from baton.kernels.copies import to_device
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
@@ -113,7 +114,7 @@ class PrefillRunner:
         sampling = rows_of(sequences, vocab_size, hidden_TD.device, self._eos_token_ids, vocab)
         first_token_F = inputs.last_row_F  # of length 0 where no prompt ends
         logprobs: Iterator[tuple[TokenLogprobs, ...] | None] = iter([None] * len(finished))
-        if finished:
+        if any(chunk.next_token is None for chunk in finished):
             logits_FV = self._masked(self._model.logits(hidden_TD[inputs.last_row_F]), finished)
             first_token_F = sample(logits_FV, sampling, self._last_position_F(inputs) + 1, None, vocab)
             first_token_F = self._decisions.agree(first_token_F, _upon(inputs))
@@ -121,6 +122,11 @@ class PrefillRunner:
                 packed_L1X = step_logprobs(logits_FV[:, None], first_token_F[:, None], sampling.logprobs, vocab)
                 num_tops = [chunk.sampling.logprobs for chunk in finished]
                 logprobs = iter(unpack_step(packed_L1X, 1, num_tops, [1] * len(finished)))
+        if any(chunk.next_token is not None for chunk in finished):
+            # What was chosen stays chosen, also where this pass rounds another way.
+            known = [-1 if chunk.next_token is None else chunk.next_token for chunk in finished]
+            known_F = to_device(torch.tensor(known, dtype=torch.int64), hidden_TD.device)
+            first_token_F = torch.where(known_F < 0, first_token_F, known_F)
         tokens = iter(self._decisions.check(first_token_F.tolist()))
         return PrefillForward(
             chunks=tuple(chunks),
@@ -187,7 +193,7 @@ class PrefillRunner:
 
     def _masked(self, logits_FV: torch.Tensor, finished: Sequence[PrefillChunk]) -> torch.Tensor:
         """The logits of first tokens, without those that a grammar forbids."""
-        specs = {row: chunk.sampling.grammar for row, chunk in enumerate(finished)}
+        specs = {row: chunk.sampling.grammar for row, chunk in enumerate(finished) if chunk.next_token is None}
         states = {row: self._start(spec) for row, spec in specs.items() if spec is not None}
         if not states:
             return logits_FV

@@ -35,6 +35,21 @@ class DecodeState:
     length_B: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """More blocks of a running sequence.
+
+    Attributes:
+        slot: its own.
+        first: blocks that it has.
+        blocks: those after them.
+    """
+
+    slot: int
+    first: int
+    blocks: tuple[int, ...]
+
+
 class SlotTable:
     """The tensors of every slot; `sampling` owns those that choose tokens."""
 
@@ -84,6 +99,31 @@ class SlotTable:
         self._tables_NM[slot] = to_device(torch.tensor([*blocks, *padding]), self._device)
         self._limit_N[slot] = limit
         self._draft_cap_N[slot] = draft_cap
+
+    def grow(self, growths: Sequence[Growth], limits: Sequence[int]) -> None:
+        """Add to block tables, and raise the room of their sequences; what lies beyond the widest table is left out."""
+        width = self._tables_NM.shape[1]
+        places: list[int] = []
+        blocks: list[int] = []
+        for growth in growths:
+            added = growth.blocks[: max(0, width - growth.first)]
+            first = growth.slot * width + growth.first
+            places += range(first, first + len(added))
+            blocks += added
+        slots = [growth.slot for growth in growths]
+        sizes = [len(places), len(blocks), len(slots), len(slots)]
+        numbers = to_device(torch.tensor([*places, *blocks, *slots, *limits]), self._device)
+        place_E, block_E, slot_G, limit_G = numbers.split(sizes)
+        self._tables_NM.view(-1).index_copy_(0, place_E, block_E)
+        self._limit_N.index_copy_(0, slot_G, limit_G)
+
+    def draft_of(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies, on the device, of a sequence's first draft (int64 scalar) and of the hidden state [D] behind it."""
+        return self._draft_token_N[slot].clone(), self._hidden_ND[slot].clone()
+
+    def put_draft(self, slot: int, draft: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Set what `draft_of` gave."""
+        self._draft_token_N[slot], self._hidden_ND[slot] = draft
 
     def gather(self, slots_B: torch.Tensor, num_blocks: int) -> tuple[DecodeState, DecodeRows]:
         """Copies of the slots' rows; `num_blocks` entries of the tables are enough for this step."""

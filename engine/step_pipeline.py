@@ -3,11 +3,12 @@
 With synchronous scheduling a step is read before the next is planned. With asynchronous scheduling the next is planned
 and launched first, by what is certain without the result, and results are read one step late. So a step may run a
 sequence that turns out to have ended: its rows are for the owner to drop, and what it holds is given back only when
-the last step that runs it is over. One thread uses a pipeline. It knows no queue, no request and no tensor.
+the last step that runs it is over. A sequence that must leave without losing a token is no longer launched, and let go
+once no step in flight `has` it. One thread uses a pipeline. It knows no queue, no request and no tensor.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from baton.core.config import SchedulingName
@@ -15,6 +16,16 @@ from baton.engine.step_ticket import Emitted, StepTicket
 
 S = TypeVar("S")
 Row = tuple[S, Emitted]
+MakeRoom = Callable[[list[tuple[S, int]]], Collection[S]]
+
+
+class Ending(Protocol):
+    """Something that is under way; `StepTicket` and `HostFuture` are such."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is over."""
+        ...
 
 
 class Runner(Protocol):
@@ -22,6 +33,10 @@ class Runner(Protocol):
 
     def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Those that may need another step."""
+        ...
+
+    def short_of_room(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Those whose block tables are too short for another step, and positions that they need."""
         ...
 
     def launch(self, slots: Sequence[int]) -> StepTicket:
@@ -49,23 +64,44 @@ class StepPipeline(Generic[S]):
         self._runner = runner
         self._num_ahead = 1 if scheduling == "async" else 0
         self._in_flight: deque[tuple[StepTicket, Sequence[S]]] = deque()
-        self._leaving: list[tuple[StepTicket, Callable[[], None]]] = []
+        self._leaving: list[tuple[Ending, Callable[[], None]]] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether every step was read."""
         return not self._in_flight
 
-    def launch(self, slots: Sequence[int], sequences: Sequence[S]) -> bool:
+    @property
+    def is_leaving(self) -> bool:
+        """Whether something waits to be given back."""
+        return bool(self._leaving)
+
+    def has(self, sequence: S) -> bool:
+        """Whether a step that was not read runs this sequence."""
+        return any(item is sequence for _, sequences in self._in_flight for item in sequences)
+
+    def launch(self, slots: Sequence[int], sequences: Sequence[S], make_room: MakeRoom[S]) -> bool:
         """Set off a step of `sequences`, each in its slot, but for those that can only be finished. False if of none.
+
+        Args:
+            slots: where they are.
+            sequences: that may take part.
+            make_room: asked if some have too few blocks, by (sequence, positions that it needs): it lets them grow, and
+                says which of all sequences do not take part.
 
         Raises:
             Exception: what setting it off raised.
         """
         going = self._runner.unfinished(slots)
         if len(going) < len(slots):
-            kept = set(going)
-            sequences = [item for slot, item in zip(slots, sequences, strict=True) if slot in kept]
+            sequences = _those(going, slots, sequences)
+        short = self._runner.short_of_room(going) if going else []
+        if short:
+            by_slot = dict(zip(going, sequences, strict=True))
+            out = make_room([(by_slot[slot], wanted_len) for slot, wanted_len in short])
+            if out:
+                kept = tuple(slot for slot in going if by_slot[slot] not in out)
+                going, sequences = kept, _those(kept, going, sequences)
         if not going:
             return False
         self._in_flight.append((self._runner.launch(going), sequences))
@@ -88,6 +124,20 @@ class StepPipeline(Generic[S]):
         else:
             self._leaving.append((ticket, give_back))
 
+    def give_back_after(self, ending: Ending, give_back: Callable[[], None]) -> None:
+        """`give_back` is called by `settle`, or by `collect`, when something other than a step is over."""
+        self._leaving.append((ending, give_back))
+
+    def settle(self) -> None:
+        """Give back what is over by now, without waiting."""
+        if self._leaving:
+            leaving, self._leaving = self._leaving, []
+            for last, give_back in leaving:
+                if last.is_done:
+                    give_back()
+                else:
+                    self._leaving.append((last, give_back))
+
     def drain(self) -> Iterator[Row[S]]:
         """The rows of every step that was launched; then nothing is held any more.
 
@@ -96,15 +146,18 @@ class StepPipeline(Generic[S]):
         """
         while self._in_flight:
             yield from self._read()
+        if self._leaving:
+            self._runner.drain()
+            self.settle()
 
     def _read(self) -> Iterator[Row[S]]:
         ticket, sequences = self._in_flight.popleft()
         output = ticket.result()
-        if self._leaving:
-            leaving, self._leaving = self._leaving, []
-            for last, give_back in leaving:
-                if last.is_done:
-                    give_back()
-                else:
-                    self._leaving.append((last, give_back))
+        self.settle()
         yield from zip(sequences, output.rows(), strict=True)
+
+
+def _those(kept: Sequence[int], slots: Sequence[int], sequences: Sequence[S]) -> Sequence[S]:
+    """The sequences in the slots `kept`, in the same order."""
+    wanted = set(kept)
+    return [item for slot, item in zip(slots, sequences, strict=True) if slot in wanted]

@@ -34,5 +34,7 @@ def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
     if source.device.type == "cpu":
         target.copy_(source)
         return
+    if source.numel() == 0:
+        return  # nothing to copy, and CUDA knows no memory of no bytes, so that it is never pinned
     assert target.is_pinned(), "a pageable target of an asynchronous copy"
     target.copy_(source, non_blocking=True)

@@ -8,7 +8,7 @@ Ranks that share the experts hold a part of every expert's intermediate dimensio
 mixture, once a layer (`kernels.inner_sum`).
 
 Legend: T tokens, E experts, K experts of a token, D hidden size, I intermediate size of an expert (of this rank),
-C slices of it.
+C slices of it, i of them one slice.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from baton.kernels import tiles
 from baton.kernels.inner_sum import InnerSum, tree_sum
 from baton.kernels.silu_mul import silu_mul, silu_mul_invariant
 from baton.kernels.tiles import pad_rows, product_rows, product_slices, row_tile, wide_dtype
@@ -106,15 +107,30 @@ def _run_sorted(
     return output_CRD.view(len(output_CRD), *expert_TK.shape, -1)
 
 
-def _run_dense(
-    x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp, num_slices: int
-) -> torch.Tensor:
-    """Every expert on every row, then the chosen ones -> [C, T, K, D]; never waits for the device."""
+def _run_dense(x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp) -> torch.Tensor:
+    """Every expert on every row, then the chosen ones -> [1, T, K, D]; never waits for the device."""
     all_ETI = gate(torch.matmul(x_TD, weights.gate_up_EJD.transpose(1, 2)))
     token_T1 = torch.arange(x_TD.shape[0], device=x_TD.device)[:, None]
-    parts = zip(all_ETI.chunk(num_slices, -1), weights.down_EDI.chunk(num_slices, -1), strict=True)
-    chosen_TKD = [torch.bmm(part, down.transpose(1, 2))[expert_TK, token_T1] for part, down in parts]
-    return chosen_TKD[0][None] if num_slices == 1 else torch.stack(chosen_TKD)
+    return torch.bmm(all_ETI, weights.down_EDI.transpose(1, 2))[expert_TK, token_T1][None]
+
+
+def _run_dense_sliced(
+    x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp, num_slices: int
+) -> torch.Tensor:
+    """The same by slices of the intermediate dimension -> [C, T, K, D].
+
+    Every product has the shape and the layout it has at any other number of ranks, so that it is rounded alike.
+    """
+    num_experts = weights.down_EDI.shape[0]
+    x_ETD = x_TD.expand(num_experts, -1, -1).contiguous()
+    ups_EiD = [part_EiD.contiguous() for part_EiD in weights.gate_up_EJD.chunk(2 * num_slices, dim=1)]
+    all_ETI = gate(torch.cat([torch.bmm(x_ETD, up_EiD.transpose(1, 2)) for up_EiD in ups_EiD], dim=-1))
+    token_T1 = torch.arange(x_TD.shape[0], device=x_TD.device)[:, None]
+    chosen_TKD = []
+    for part_ETi, down_EDi in zip(all_ETI.chunk(num_slices, -1), weights.down_EDI.chunk(num_slices, -1), strict=True):
+        all_ETD = torch.bmm(part_ETi.contiguous(), down_EDi.contiguous().transpose(1, 2))
+        chosen_TKD.append(all_ETD[expert_TK, token_T1])
+    return torch.stack(chosen_TKD)
 
 
 def _whole(inner_RI: torch.Tensor, down_DI: torch.Tensor) -> torch.Tensor:
@@ -134,7 +150,7 @@ def experts(
     if may_sort and x_TD.shape[0] * weights.down_EDI.shape[0] > _MAX_DENSE_WORK:
         output_1TKD = _run_sorted(x_TD, expert_TK, weights, functional.linear, silu_mul, _whole)
     else:
-        output_1TKD = _run_dense(x_TD, expert_TK, weights, silu_mul, 1)
+        output_1TKD = _run_dense(x_TD, expert_TK, weights, silu_mul)
     return inner.add_ranks(_combine(output_1TKD, weight_TK)).to(x_TD.dtype)
 
 
@@ -149,14 +165,14 @@ def experts_invariant(
     """The same, a row independent of the others: padded rows on a CPU, tiles of fixed shape on CUDA (no waiting)."""
     del may_wait
     num_slices = inner.num_slices(weights.down_EDI.shape[2])
-    if x_TD.device.type == "cpu":
+    if tiles.has_cpu_rules(x_TD.device):
         down = partial(product_slices, num_slices=num_slices)
         output_CTKD = _run_sorted(x_TD, expert_TK, weights, product_rows, silu_mul_invariant, down)
         return inner.add_ranks(_combine(output_CTKD, weight_TK)).to(x_TD.dtype)
     tile = row_tile(x_TD.device)
     padded_TD, padded_TK = pad_rows(x_TD, tile), pad_rows(expert_TK, tile)
     outputs = [
-        _run_dense(rows_TD, rows_TK, weights, silu_mul_invariant, num_slices)
+        _run_dense_sliced(rows_TD, rows_TK, weights, silu_mul_invariant, num_slices)
         for rows_TD, rows_TK in zip(padded_TD.split(tile), padded_TK.split(tile), strict=True)
     ]
     output_CTKD = torch.cat(outputs, dim=1)[:, : x_TD.shape[0]]

@@ -7,7 +7,9 @@ CPU (MKL, torch 2.13, 1 to 4 threads, up to 1024 rows): rows padded to a multipl
 order. MKL splits longer inner sizes between threads: seen from K = 1024 on in float32, from K = 256 on in float64,
 where one thread changes kernels at 192 rows too. oneDNN's bfloat16 products depend on M from K = 512 on, and with two
 threads on a row's place in its tile; bfloat16 is therefore computed in float32.
-CUDA (cuBLAS): products of one fixed shape, because the kernel is picked by shape; rows are cut into tiles of 64.
+CUDA (cuBLAS): products of one fixed shape and layout, because the kernel is picked by them: tiles of 64 rows, pieces of
+1024 outputs, 8 groups at a time, what is missing filled up with zeros. So a result does not depend on how many rows,
+outputs or groups are computed beside it either, and ranks that hold parts of a weight round as one that holds it all.
 `torch.sum` and `mean` promise no order that ignores the shape, so `ordered_sum` adds halves instead.
 `silu`, `sigmoid` and `exp2` differ between vector body and scalar tail on a CPU; `exp` and the basic operations do not.
 
@@ -21,6 +23,9 @@ from torch.nn import functional
 OUTPUT_TILE = 16
 # Longest inner size of one library call on a CPU.
 _PIECE_LEN = {torch.float32: 256, torch.float64: 64}
+# Outputs, and groups, of one library call on CUDA.
+_NUM_OUTPUTS = 1024
+_NUM_GROUPS = 8
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,9 +33,14 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def has_cpu_rules(device: torch.device) -> bool:
+    """Whether products are cut as CPUs need it, not as CUDA does; in one place, so that tests try CUDA's on a CPU."""
+    return device.type == "cpu"
+
+
 def row_tile(device: torch.device) -> int:
     """Rows of one tile; rows are padded with zeros to a multiple of it."""
-    return 16 if device.type == "cpu" else 64
+    return 16 if has_cpu_rules(device) else 64
 
 
 def pad_rows(x: torch.Tensor, tile: int, dim: int = 0) -> torch.Tensor:
@@ -63,10 +73,8 @@ def product_rows_wide(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tens
     tile = row_tile(x_TK.device)
     padded_TK = pad_rows(x_TK, tile)
     wide = wide_dtype(x_TK.dtype)
-    if x_TK.device.type != "cpu":
-        tiles = [functional.linear(part_TK, weight_NK) for part_TK in padded_TK.split(tile)]
-        out_TN = torch.cat(tiles)[:num_rows] if tiles else x_TK.new_empty(0, weight_NK.shape[0])
-        return out_TN.to(wide)
+    if not has_cpu_rules(x_TK.device):
+        return product_fixed(padded_TK, weight_NK, tile)[:num_rows].to(wide)
     piece = _PIECE_LEN[wide]
     padded_TK = padded_TK.to(wide)
     out_TN = functional.linear(padded_TK[:, :piece], weight_NK[:, :piece].to(wide))
@@ -76,10 +84,23 @@ def product_rows_wide(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tens
     return out_TN[:num_rows]
 
 
+def product_fixed(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, tile: int, num_outputs: int = _NUM_OUTPUTS
+) -> torch.Tensor:
+    """`x @ weight.T` -> [T, N] by products [tile, K] x [K, num_outputs] alone; T is a multiple of the tile."""
+    if x_TK.shape[0] == 0:
+        return x_TK.new_empty(0, weight_NK.shape[0])
+    # Contiguous: a slice of the inner dimension would bring the whole one's stride along.
+    pieces = [pad_rows(piece_NK, num_outputs).contiguous() for piece_NK in weight_NK.split(num_outputs)]
+    tiles = [part_TK.contiguous() for part_TK in x_TK.split(tile)]
+    rows = [torch.cat([functional.linear(part_TK, piece_NK) for piece_NK in pieces], dim=1) for part_TK in tiles]
+    return torch.cat(rows)[:, : weight_NK.shape[0]]
+
+
 def product_slices(x_TK: torch.Tensor, weight_NK: torch.Tensor, num_slices: int) -> torch.Tensor:
     """Products of equal slices of K, [num_slices, T, N] in the wide dtype; a row and a slice depend on nothing else."""
     length = x_TK.shape[1] // num_slices
-    if x_TK.device.type != "cpu":
+    if not has_cpu_rules(x_TK.device):
         cuts = [slice(start, start + length) for start in range(0, x_TK.shape[1], length)]
         return torch.stack([product_rows_wide(x_TK[:, cut], weight_NK[:, cut]) for cut in cuts])
     wide = wide_dtype(x_TK.dtype)
@@ -91,22 +112,31 @@ def product_slices(x_TK: torch.Tensor, weight_NK: torch.Tensor, num_slices: int)
 def product_groups(left_GTK: torch.Tensor, right_GKN: torch.Tensor, num_fixed_groups: int) -> torch.Tensor:
     """Batched product [G, T, N]; T is a multiple of the tile, G of `num_fixed_groups`, both operands wide.
 
-    On CUDA every call has the shape [num_fixed_groups, tile, K] x [num_fixed_groups, K, N].
+    On CUDA `product_groups_fixed`.
     """
     tile = row_tile(left_GTK.device)
     assert left_GTK.shape[1] % tile == 0
     assert left_GTK.shape[0] % num_fixed_groups == 0
-    if left_GTK.device.type == "cpu":
+    if has_cpu_rules(left_GTK.device):
         piece = _PIECE_LEN[left_GTK.dtype]
         out_GTN = torch.bmm(left_GTK[:, :, :piece], right_GKN[:, :piece])
         for start in range(piece, left_GTK.shape[2], piece):
             cut = slice(start, start + piece)
             out_GTN += torch.bmm(left_GTK[:, :, cut], right_GKN[:, cut])
         return out_GTN
+    return product_groups_fixed(left_GTK, right_GKN, tile)
+
+
+def product_groups_fixed(
+    left_GTK: torch.Tensor, right_GKN: torch.Tensor, tile: int, num_groups: int = _NUM_GROUPS
+) -> torch.Tensor:
+    """Batched product [G, T, N] by calls [num_groups, tile, K] x [num_groups, K, N] alone."""
+    missing = -left_GTK.shape[0] % num_groups
+    padded_GTK = functional.pad(left_GTK, [0, 0, 0, 0, 0, missing]) if missing else left_GTK
+    padded_GKN = functional.pad(right_GKN, [0, 0, 0, 0, 0, missing]) if missing else right_GKN
     rows = []
-    for group in range(0, left_GTK.shape[0], num_fixed_groups):
-        groups = slice(group, group + num_fixed_groups)
-        fixed_GKN = right_GKN[groups].contiguous()
-        tiles = [torch.bmm(part_GTK.contiguous(), fixed_GKN) for part_GTK in left_GTK[groups].split(tile, dim=1)]
+    for part_GTK, part_GKN in zip(padded_GTK.split(num_groups), padded_GKN.split(num_groups), strict=True):
+        fixed_GKN = part_GKN.contiguous()
+        tiles = [torch.bmm(tile_GTK.contiguous(), fixed_GKN) for tile_GTK in part_GTK.split(tile, dim=1)]
         rows.append(torch.cat(tiles, dim=1))
-    return torch.cat(rows)
+    return torch.cat(rows)[: left_GTK.shape[0]]

@@ -112,6 +112,21 @@ class BlockAllocator:
         self._check()
         return BlockTable((*shared, *fresh), self.block_size)
 
+    def grow(self, table: BlockTable, num_tokens: int) -> BlockTable:
+        """Room for `num_tokens` positions in all, or for as many as before if those are more.
+
+        The new table begins with the blocks of the old one, which is not to be used any more.
+
+        Raises:
+            OutOfBlocks: fewer blocks are free than wanted. The old table stands.
+        """
+        assert self._num_tables.keys() >= set(table.blocks)
+        num_fresh = self.num_blocks_for(num_tokens) - len(table.blocks)
+        if num_fresh <= 0:
+            return table
+        fresh = self.reserve(num_fresh * self.block_size)
+        return BlockTable((*table.blocks, *fresh.blocks), self.block_size)
+
     def release(self, table: BlockTable) -> None:
         """Return every block of `table`. Releasing a table twice is a bug in the caller."""
         assert self._num_tables.keys() >= set(table.blocks)

@@ -37,6 +37,7 @@ from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDraine
 from baton.prefill_worker.gang import GangPush
 from baton.prefill_worker.scheduler import ChunkPlan, PrefillScheduler, PrefillSequence, PrefillState
 from baton.proto import kv_pb2, worker_pb2
+from baton.proto.step_wire import waiting_to_proto
 from baton.proto.wire import logprobs_to_proto
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
@@ -143,9 +144,11 @@ class PrefillWorker:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
         pushes = self._push.inventory()
         scheduler = self._scheduler
+        num_waiting = scheduler.count(PrefillState.WAITING)
         return worker_pb2.Inventory(
-            num_requests_waiting=scheduler.count(PrefillState.WAITING),
-            num_requests_running=len(self._runs) - scheduler.count(PrefillState.WAITING),
+            num_requests_waiting=num_waiting,
+            waiting=waiting_to_proto({"turn": num_waiting}),
+            num_requests_running=len(self._runs) - num_waiting,
             num_blocks=self._allocator.num_blocks,
             num_blocks_free=self._allocator.num_free,
             num_blocks_reserved=self._allocator.num_reserved,

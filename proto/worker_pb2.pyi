@@ -186,7 +186,7 @@ class HeartbeatReply(_message.Message):
     def __init__(self, known: bool = ...) -> None: ...
 
 class Inventory(_message.Message):
-    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "transfer")
+    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs")
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -208,7 +208,16 @@ class Inventory(_message.Message):
     NUM_PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OFFLOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESTORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_FULL_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    GRAPHS_FIELD_NUMBER: _ClassVar[int]
     num_requests_waiting: int
     num_requests_running: int
     num_blocks: int
@@ -230,8 +239,99 @@ class Inventory(_message.Message):
     num_prefix_hit_tokens: int
     num_prefix_hits: int
     num_blocks_cached: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+    num_offloaded_blocks: int
+    num_restored_blocks: int
+    num_host_full: int
+    num_host_blocks_used: int
     transfer: TransferCounts
-    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ...) -> None: ...
+    steps: StepCounts
+    waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
+    graphs: GraphCounts
+    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ...) -> None: ...
+
+class GraphCounts(_message.Message):
+    __slots__ = ("num_captured", "failed", "num_steps_replayed", "num_steps_eager", "num_sequences_padded")
+    class FailedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class NumStepsEagerEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NUM_CAPTURED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_EAGER_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_PADDED_FIELD_NUMBER: _ClassVar[int]
+    num_captured: int
+    failed: _containers.ScalarMap[str, str]
+    num_steps_replayed: int
+    num_steps_eager: _containers.ScalarMap[str, int]
+    num_sequences_padded: int
+    def __init__(self, num_captured: _Optional[int] = ..., failed: _Optional[_Mapping[str, str]] = ..., num_steps_replayed: _Optional[int] = ..., num_steps_eager: _Optional[_Mapping[str, int]] = ..., num_sequences_padded: _Optional[int] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ("reason", "num_requests")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    num_requests: int
+    def __init__(self, reason: _Optional[str] = ..., num_requests: _Optional[int] = ...) -> None: ...
+
+class StepCounts(_message.Message):
+    __slots__ = ("num_steps", "computed", "kept", "cut", "late", "failed", "step_seconds", "host_gap_seconds", "step_tokens", "step_sequences")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HOST_GAP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    computed: RowCounts
+    kept: RowCounts
+    cut: RowCounts
+    late: RowCounts
+    failed: RowCounts
+    step_seconds: Distribution
+    host_gap_seconds: Distribution
+    step_tokens: Distribution
+    step_sequences: Distribution
+    def __init__(self, num_steps: _Optional[int] = ..., computed: _Optional[_Union[RowCounts, _Mapping]] = ..., kept: _Optional[_Union[RowCounts, _Mapping]] = ..., cut: _Optional[_Union[RowCounts, _Mapping]] = ..., late: _Optional[_Union[RowCounts, _Mapping]] = ..., failed: _Optional[_Union[RowCounts, _Mapping]] = ..., step_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., host_gap_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., step_tokens: _Optional[_Union[Distribution, _Mapping]] = ..., step_sequences: _Optional[_Union[Distribution, _Mapping]] = ...) -> None: ...
+
+class RowCounts(_message.Message):
+    __slots__ = ("num_rows", "num_tokens", "proposed_at", "accepted_at")
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_AT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_AT_FIELD_NUMBER: _ClassVar[int]
+    num_rows: int
+    num_tokens: int
+    proposed_at: _containers.RepeatedScalarFieldContainer[int]
+    accepted_at: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_rows: _Optional[int] = ..., num_tokens: _Optional[int] = ..., proposed_at: _Optional[_Iterable[int]] = ..., accepted_at: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Distribution(_message.Message):
+    __slots__ = ("bounds", "counts", "total")
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    total: float
+    def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., total: _Optional[float] = ...) -> None: ...
 
 class TransferCounts(_message.Message):
     __slots__ = ("transfers", "bytes", "seconds", "exposed_seconds", "frames", "resent", "late_dropped", "corrupt", "quarantined_blocks", "fallbacks", "credit_stall_seconds", "paths")

@@ -80,7 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         stats = StreamStats(self._clock, self._metrics, received_s)
         try:
             num_choices = min(max(request.sampling.n, 1), MAX_CHOICES)
-            with self._admission.slot(num_choices), self._metrics.num_requests_running.track_inprogress():
+            with self._admission.slot(num_choices), self._metrics.num_streams_open.track_inprogress():
                 admitted = await self._admit(request, received_s, context.time_remaining())
                 await self._stream(admitted, request.request_id or admitted.key.request_id, stats, context)
         except BatonError as error:

@@ -13,7 +13,9 @@ from typing import Final
 from baton.core.clock import Clock
 from baton.core.errors import InvalidRequest, Overloaded
 from baton.core.metrics import TransferTotals
+from baton.core.worker_metrics import GraphTotals, WorkerTotals
 from baton.proto import worker_pb2
+from baton.proto.step_wire import report_from_proto
 
 ALIVE_S: Final = 1.5
 MAX_GAP_S: Final = 0.25  # of the time between two looks at the table, no more than this counts as silence
@@ -67,7 +69,7 @@ class Members:
         """Take a worker's report; returns whether this life was known and alive until now.
 
         Raises:
-            InvalidRequest: the report lacks what the table needs.
+            InvalidRequest: the report lacks what the table needs, or its numbers do not fit together.
             Overloaded: more workers than the table holds.
         """
         _check(state)
@@ -137,6 +139,10 @@ class Members:
         """What live workers report of the hand-off. Any thread."""
         return [_transfer_totals(member.state) for member in self.all() if member.alive]
 
+    def totals(self) -> list[WorkerTotals]:
+        """What live workers report of their requests, blocks and steps. Any thread."""
+        return [_worker_totals(member.state) for member in self.all() if member.alive]
+
     @property
     def serving(self) -> bool:
         """Whether a request could be served: a live worker of each role."""
@@ -165,6 +171,8 @@ def _check(state: worker_pb2.WorkerState) -> None:
     for name, wrong in problems.items():
         if wrong:
             raise InvalidRequest(f"a heartbeat without a usable {name}", field=name, worker_id=state.worker_id)
+    if state.inventory.HasField("steps"):
+        report_from_proto(state.inventory.steps)
 
 
 def _transfer_totals(state: worker_pb2.WorkerState) -> TransferTotals:
@@ -183,4 +191,34 @@ def _transfer_totals(state: worker_pb2.WorkerState) -> TransferTotals:
         quarantined_blocks=counts.quarantined_blocks,
         fallbacks=counts.fallbacks,
         credit_stall_seconds=counts.credit_stall_seconds,
+    )
+
+
+def _worker_totals(state: worker_pb2.WorkerState) -> WorkerTotals:
+    held = state.inventory
+    return WorkerTotals(
+        worker=state.worker_id,
+        role=state.role,
+        num_running=held.num_requests_running,
+        num_waiting={item.reason: item.num_requests for item in held.waiting},
+        kv_cache_usage=1 - held.num_blocks_free / held.num_blocks if held.num_blocks else 0.0,
+        steps=report_from_proto(held.steps) if held.HasField("steps") else None,
+        giving_way={
+            "preemptions": held.num_preemptions,
+            "recomputed_tokens": held.num_recomputed_tokens,
+            "offloaded_blocks": held.num_offloaded_blocks,
+            "restored_blocks": held.num_restored_blocks,
+            "host_kv_full": held.num_host_full,
+        }
+        if state.role == "decode"
+        else None,
+        graphs=_graph_totals(held.graphs) if held.HasField("graphs") else None,
+    )
+
+
+def _graph_totals(counts: worker_pb2.GraphCounts) -> GraphTotals:
+    return GraphTotals(
+        num_captured=counts.num_captured,
+        num_failed=len(counts.failed),
+        num_steps={"replayed": counts.num_steps_replayed, **counts.num_steps_eager},
     )

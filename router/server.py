@@ -69,6 +69,7 @@ class RouterServer:
         self.metrics = RouterMetrics()
         self.members = Members(self._clock, config.alive_s)
         self.metrics.watch_transfers(self.members.transfers)
+        self.metrics.watch_workers(self.members.totals)
         self.refusals = Refusals(self.members)
         self._channels = Channels(self.members, self._background.spawn)
         self.port = 0

@@ -91,6 +91,3 @@ class StreamStats:
             self.counted = True
             metrics.requests_finished.labels(reason).inc()
             metrics.prompt_tokens.inc(stats.prompt_len)
-        metrics.spec_decode_num_drafts.inc(stats.num_verify_steps)
-        metrics.spec_decode_num_draft_tokens.inc(stats.num_draft_tokens)
-        metrics.spec_decode_num_accepted_tokens.inc(stats.num_accepted_tokens)

@@ -50,7 +50,9 @@ def test_generate_has_every_documented_flag():
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("command", ["serve", "generate", "bench kv", "status", "doctor", "top", "plan"])
+@pytest.mark.parametrize(
+    "command", ["serve", "generate", "bench kv", "bench decode", "status", "doctor", "top", "plan"]
+)
 def test_every_command_exists_and_has_json(command):
     assert "--json" in flags_of(command)
 
@@ -61,6 +63,16 @@ def test_every_command_exists_and_has_json(command):
     [
         (["bench", "kv", "--systems", "pigeon"], 2, "ConfigInvalid"),
         (["bench", "kv", "--pace", "4"], 2, "ConfigInvalid"),
+        (["bench", "decode", "--shape", "9b"], 2, "ConfigInvalid"),
+        (["bench", "decode", "--batch", "1,x"], 2, "ConfigInvalid"),
+        (["bench", "decode", "--mtp", "9"], 2, "ConfigInvalid"),
+        (["bench", "decode", "--scheduling", "never"], 2, "ConfigInvalid"),
+        (["bench", "decode", "--rate", "1.5"], 2, "ConfigInvalid"),
+        (["bench", "decode", "--temperature", "-1"], 2, "ConfigInvalid"),
+        (["bench", "decode", "--steps", "0"], 2, "ConfigInvalid"),
+        (["bench", "decode", "--device", "tpu"], 2, "ConfigInvalid"),
+        (["bench", "decode", "--dtype", "int8"], 2, "ConfigInvalid"),
+        (["bench", "decode", "--shape", "tiny", "--device", "cpu", "--prompt-len", "5000"], 2, "ConfigInvalid"),
         (["top"], 3, "FeatureNotBuilt"),
         (["plan", "--rate", "3"], 3, "FeatureNotBuilt"),
         (["serve", "--tp-prefill", "3"], 2, "ConfigInvalid"),

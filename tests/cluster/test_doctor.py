@@ -11,6 +11,7 @@ from baton.cluster.actors import error_from_ray
 from baton.cluster.outcome import ExitCode, Output, exit_code_of, next_step, run_command
 from baton.cluster.table import format_table
 from baton.core import errors
+from baton.proto import admin_pb2, worker_pb2
 
 pytestmark = pytest.mark.fast
 
@@ -49,6 +50,23 @@ def test_a_port_in_use_is_a_warning():
         listener.listen()
         assert doctor.check_port(listener.getsockname()[1]).level == "warn"
     assert doctor.check_port(0).level == "ok"
+
+
+def test_graphs_that_could_not_be_captured_are_told():
+    state = worker_pb2.WorkerState(worker_id="d0", inventory=worker_pb2.Inventory())
+    status = admin_pb2.StatusReply(workers=[admin_pb2.WorkerStatus(alive=True, state=state)])
+    assert doctor.check_graphs(status) == []
+    graphs = status.workers[0].state.inventory.graphs
+    graphs.num_captured, graphs.num_steps_replayed, graphs.num_steps_eager["too wide"] = 3, 40, 2
+    [fine] = doctor.check_graphs(status)
+    assert (fine.level, fine.detail) == ("ok", "3 captured; steps: 40 replayed, 2 too wide")
+    graphs.failed["verify 4 x 3"] = "no memory"
+    [found] = doctor.check_graphs(status)
+    assert found.level == "warn"
+    assert found.detail.endswith("1 not captured, such as verify 4 x 3: no memory")
+    assert found.next
+    status.workers[0].alive = False
+    assert doctor.check_graphs(status) == []
 
 
 def test_foreign_names_are_not_ours(monkeypatch):

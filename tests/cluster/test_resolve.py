@@ -98,6 +98,20 @@ def test_scheduling_is_asynchronous_unless_asked_otherwise(model):
         ServeConfig.from_mapping({"scheduling": "later"})
 
 
+def test_graphs_are_for_gpus_and_fit_the_worker(model):
+    def resolved(device, **asked):
+        config = ServeConfig.from_mapping({"model": str(model), "max_num_seqs": 8, **asked})
+        return resolve.resolve_worker(config, resolve.find_model(str(model)), worker_id="d", device=device).graphs
+
+    assert resolved("cpu").mode == resolved("cuda").mode == "auto"
+    assert resolved("cuda", cuda_graphs="off").mode == "off"
+    assert resolved("cuda", cuda_graph_sizes="1,2,8").sizes == (1, 2, 8)
+    with pytest.raises(ConfigInvalid, match="the device is cpu"):
+        resolved("cpu", cuda_graph_sizes="1")
+    with pytest.raises(ConfigInvalid, match="cuda_graph_sizes: 9 exceeds max_num_seqs, 8"):
+        resolved("cuda", cuda_graph_sizes="1,9")
+
+
 def test_dtype_follows_the_device():
     assert resolve.resolve_dtype("auto", "cuda") == "bfloat16"
     assert resolve.resolve_dtype("auto", "cpu") == "float32"

@@ -46,6 +46,11 @@ def test_defaults_hold():
         ({"chunk_len": 10**30}, ["chunk_len"]),
         ({"max_model_len": 10**30}, ["max_model_len"]),
         ({"model": ""}, ["model"]),
+        ({"cuda_graphs": "on"}, ["cuda_graphs"]),
+        ({"cuda_graph_sizes": "1,two"}, ["cuda_graph_sizes"]),
+        ({"cuda_graph_sizes": "4,2"}, ["cuda_graph_sizes"]),
+        ({"cuda_graph_sizes": "0"}, ["cuda_graph_sizes"]),
+        ({"cuda_graph_sizes": "1,2", "cuda_graphs": "off"}, ["cuda_graph_sizes"]),
         ({"host": ""}, ["host"]),
     ],
 )

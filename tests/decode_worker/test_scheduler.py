@@ -5,6 +5,7 @@ import pytest
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
 from baton.decode_worker.scheduler import MAX_ENDED, DecodeScheduler, DecodeSequence, DecodeState
+from baton.engine.preemption import MAX_PREEMPTIONS
 from baton.engine.prefill import SequenceStart
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvtransfer.landing import ReserveWanted
@@ -132,3 +133,113 @@ def test_what_a_step_in_flight_has_stays_its_own_until_it_is_over():
     assert plan.num_slots_in_use == 1
     assert plan.next_grant() is items[2]
     assert allocator.num_free == 0
+
+
+# Preemption.
+
+
+def running(plan, *names, prompt_len=16, capacity_len=64):
+    items = [sequence(name, prompt_len, capacity_len) for name in names]
+    for item in items:
+        plan.add(item)
+        plan.want(want(item.key.request_id, capacity_len))
+        assert plan.next_grant() is item
+        plan.seal(item, sealed=None, start=START)
+        if plan.next_admission() is not None:
+            item.start = None
+    return items
+
+
+def overcommitted(num_blocks=8, max_num_seqs=2):
+    allocator = BlockAllocator(num_blocks, 16)
+    return DecodeScheduler(allocator, max_num_seqs, overcommit=True), allocator
+
+
+def test_a_grant_is_of_blocks_for_the_prompt_and_a_step_and_leaves_some_for_those_that_run():
+    plan, allocator = overcommitted(num_blocks=8, max_num_seqs=3)
+    items = running(plan, "a", "b")
+    assert [len(item.table.blocks) for item in items] == [2, 2]
+    assert allocator.num_free == 4
+    running(plan, "c")
+    plan.add(sequence("d"))
+    plan.want(want("d"))
+    assert plan.next_grant() is None, "two are free, and three may each need one soon"
+    growth = plan.add_blocks(items[0], 9)
+    assert (growth.slot, growth.first, len(growth.blocks)) == (0, 2, 2), "never more than it may ever need"
+
+
+def test_a_preempted_sequence_is_served_before_any_reserve():
+    plan, _ = overcommitted(num_blocks=8)
+    a, b = running(plan, "a", "b")
+    b.token_ids += [5] * 20
+    plan.add_blocks(b, 1)
+    plan.add(sequence("new", 8, 16))
+    plan.want(want("new", 16))
+    plan.give_way(b)
+    assert plan.running() == [a]
+    assert plan.num_coming == 3
+    free = plan.preempt(b)
+    assert (b.state, b.slot, b.table) == (DecodeState.PREEMPTED, -1, None)
+    assert plan.candidates() == [a]
+    assert plan.next_grant() is None, "first the preempted one"
+    assert plan.next_return() is None, "its old slot is not free yet"
+    assert plan.num_slots_in_use == 2
+    free()
+    assert plan.num_coming == 0
+    assert plan.next_return() is b
+    assert (b.state, b.slot, len(b.table.blocks)) == (DecodeState.COMPUTING, 1, 3)
+    assert plan.computing() == (b,)
+    plan.run(b)
+    assert plan.running() == [a, b]
+    assert plan.computing() == ()
+    assert plan.next_grant().key.request_id == "new"
+
+
+def test_blocks_that_others_wait_for_start_nobody():
+    plan, _ = overcommitted(num_blocks=7, max_num_seqs=3)
+    running(plan, "a")
+    plan.add(sequence("b"))
+    plan.want(want("b"))
+    plan.claim(3)
+    assert plan.next_grant() is None
+    plan.claim(0)
+    assert plan.next_grant() is not None
+
+
+def test_the_ready_give_way_too_and_the_protected_do_not():
+    plan, allocator = overcommitted(num_blocks=8, max_num_seqs=1)
+    a, b = running(plan, "a", "b")
+    assert (a.state, b.state) == (DecodeState.RUNNING, DecodeState.READY)
+    assert plan.candidates() == [a, b]
+    a.num_preemptions = MAX_PREEMPTIONS
+    assert plan.candidates() == [b]
+    b.num_preemptions = 1
+    plan.preempt(b)()
+    assert plan.dropped() == [b.key]
+    assert plan.dropped() == []
+    assert b.start is None, "it was not saved"
+    assert plan.next_admission() is None
+    b.num_preemptions = MAX_PREEMPTIONS
+    plan.remove(a)
+    assert plan.next_return() is b
+    assert len(b.table.blocks) == 4, "with every block that it may need"
+    plan.remove(b)
+    assert allocator.num_free == 8
+    assert plan.num_slots_in_use == 0
+
+
+@pytest.mark.parametrize("when", ["giving way", "preempted", "computing"])
+def test_one_that_ends_while_it_is_away_leaves_nothing(when):
+    plan, allocator = overcommitted()
+    a, b = running(plan, "a", "b")
+    plan.give_way(b)
+    if when != "giving way":
+        plan.preempt(b)()
+    if when == "computing":
+        assert plan.next_return() is b
+    plan.remove(b)
+    plan.remove(a)
+    assert allocator.num_free == 8
+    assert plan.num_slots_in_use == plan.num_coming == 0
+    assert plan.sequences() == ()
+    assert plan.next_return() is None

@@ -61,6 +61,10 @@ class Job:
     block_size: int
     chunk_len: int
     transfer: KVTransferConfig
+    host_kv_bytes: int = 0
+    overcommit: bool = False
+    preempt_at: tuple[int, ...] = ()
+    max_num_seqs: int = 16
 
 
 class PipeSink:
@@ -125,7 +129,7 @@ class Rank:
         self.common = {
             "tokenizer": tokenizer,
             "limits": self.limits,
-            "max_num_seqs": 16,
+            "max_num_seqs": job.max_num_seqs,
             "max_queue_len": 1024,
             "clock": MonotonicClock(),
             "on_fatal": self.fatal,
@@ -213,10 +217,19 @@ def decode_rank(rank, receive):
         path, nonce = json.loads(rank.group.broadcast_bytes(b""))
         region = SharedRegion.attach(Path(path), nonce)
     pool = rank.pool(region.pool(job.rank))
-    runner = DecodeRunner(rank.model, pool, 16, NUM_DRAFTS, rank.group, grammars=rank.grammars)
+    runner = DecodeRunner(
+        rank.model,
+        pool,
+        job.max_num_seqs,
+        NUM_DRAFTS,
+        rank.group,
+        grammars=rank.grammars,
+        host_kv_bytes=job.host_kv_bytes,
+    )
+    prefill = PrefillRunner(rank.model, pool, rank.group)
     if job.rank > 0:
         tables_NM = runner._table._tables_NM
-        rank.follow(FollowDecode(runner, rank.channel).run, lambda: tables_NM.bitwise_xor_(1))
+        rank.follow(FollowDecode(runner, rank.channel, prefill).run, lambda: tables_NM.bitwise_xor_(1))
         return
     setup = LandingSetup(
         epoch=job.epoch,
@@ -227,8 +240,18 @@ def decode_rank(rank, receive):
         config=job.transfer,
     )
     landing = LandingService.in_process(region, setup)
-    runner = LeadDecode(runner, rank.channel) if job.size > 1 else runner
-    worker = DecodeWorker(runner=runner, pool=pool, landing=landing, **rank.common)
+    if job.size > 1:
+        runner, prefill = LeadDecode(runner, rank.channel), LeadPrefill(prefill, rank.channel)
+    worker = DecodeWorker(
+        runner=runner,
+        pool=pool,
+        landing=landing,
+        prefill=prefill,
+        chunk_len=job.chunk_len,
+        overcommit=job.overcommit,
+        preempt_at=job.preempt_at,
+        **rank.common,
+    )
     rank.serve(worker)
     rank.send(("serving", None, (landing.address, landing.epoch)))
     serve(rank, worker, receive)

@@ -123,6 +123,9 @@ class GangTopology:
         numerics=Numerics.DEFAULT,
         block_sizes=(16, 16),
         chunk_len=48,
+        max_num_seqs=16,
+        num_decode_blocks=None,
+        **decode_options,
     ):
         self._processes = processes
         self._lane = lane
@@ -142,8 +145,12 @@ class GangTopology:
                 "num_blocks": 4096 // block_size,
                 "block_size": block_size,
                 "chunk_len": chunk_len,
+                "max_num_seqs": max_num_seqs,
                 **shared,
+                **(decode_options if role == "decode" else {}),
             }
+            if role == "decode" and num_decode_blocks is not None:
+                job["num_blocks"] = num_decode_blocks
             self.epochs[role] = job["epoch"]
             ranks[0].pipe.send(Job(rank=0, seat=None, **job))
             for rank, process in enumerate(ranks[1:], start=1):

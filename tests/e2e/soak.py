@@ -39,6 +39,7 @@ from baton.tests.engine.toy_engine import EOS
 MAX_ATTEMPTS = 6
 END_S = 20.0
 HUNT_S = 1.0
+LOOK_S = 0.002  # more often, and those who look would be the load
 LEASE_S = 0.8
 MAX_LANDING_DEATHS = 3  # of one decode worker; then it is replaced, for the pauses between its lives grow
 CONFIG = ToyConfig(vocab_size=24, max_model_len=MAX_MODEL_LEN)
@@ -271,7 +272,7 @@ class Soak:
                 if state_of(prefill, decode, key) == state:
                     self._strike(fault, key, prefill, decode)
                     return
-            time.sleep(0.0005)
+            time.sleep(LOOK_S)
 
     def _candidates(self, state):
         if state != "draining":
@@ -336,7 +337,7 @@ class Soak:
             if is_disturbed:
                 return
             assert time.monotonic() - start_s < 10, f"{attempt} is held for 10 s after its cancel in {state}"
-            time.sleep(0.0002)
+            time.sleep(LOOK_S)
         if state is not None:
             self.cancels_ms.append((1e3 * (time.monotonic() - start_s), state))
 

@@ -1,4 +1,4 @@
-"""`python -m baton.tests.e2e.soak_run [--requests 10000] [--seed 1] [--out FILE]`: the whole soak, and its report.
+"""The whole soak and its report: `python -m baton.tests.e2e.soak_run [--requests 10000] [--seed 1] [--out FILE]`.
 
 Cells differ in transport, lane, place of the landing and prefix caching; the last ones measure, with the times of a
 product and no other faults, how long blocks stay taken after a client went away.
@@ -165,6 +165,7 @@ def main():
     parser.add_argument("--cell", help="only cells with this in their name")
     parser.add_argument("--factor", type=float, default=1.0, help="of all rates")
     parser.add_argument("--hunt-every", type=int, default=15)
+    parser.add_argument("--only-disconnects", action="store_true", help="all requests go to the last cells")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -172,8 +173,9 @@ def main():
     cells = [(name, share, {**where, "hunt_every": arguments.hunt_every}) for name, share, where in cells]
     gone = [cell for cell in DISCONNECTS if not arguments.cell or arguments.cell in cell[0]]
     rates = {name: arguments.factor * rate for name, rate in RATES.items()}
-    rows = run_cells(arguments.requests, arguments.seed, cells, **rates)
-    rows_gone = run_cells(0.2 * arguments.requests, arguments.seed + 5, gone, **NO_RATES)
+    share_gone = 1.0 if arguments.only_disconnects else 0.2
+    rows = [] if arguments.only_disconnects else run_cells(arguments.requests, arguments.seed, cells, **rates)
+    rows_gone = run_cells(share_gone * arguments.requests, arguments.seed + 5, gone, **NO_RATES)
     for row in rows_gone:
         row["cell"] = f"disconnects alone: {row['cell']}"
     report = result("soak", rows + rows_gone, rates=rates, total=total(rows))

@@ -1,16 +1,26 @@
 """Asynchronous scheduling gives what synchronous scheduling does: the same tokens, accepted step by step alike.
 
-In float64, in the one-process engine, over drafts, ways to choose tokens, ways to end and chunk sizes. The
-decode worker's own tests run it asynchronously, as it does by default.
+In float64, in the one-process engine, over drafts, ways to choose tokens, ways to end and chunk sizes; and for all that
+a request may ask, also preempted and over ranks, compared with one plain run: no drafts, no chunks, no preemption, one
+rank, one step after the other. The decode worker's own tests run it asynchronously, as it does by default.
 """
 
 import itertools
+import json
+import shutil
+from functools import cache
 
 import pytest
+import torch
 
+from baton.core.numerics import Numerics
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.core.sampling import SamplingParams
 from baton.engine.local import LocalEngine
+from baton.model.loader import load_model
+from baton.tests.e2e import features
+from baton.tests.e2e.conftest import TINY
+from baton.tests.e2e.gang_engine import run_over_ranks
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import pairwise
 from baton.tests.engine import reference
@@ -23,15 +33,20 @@ GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
 CUT = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
 CHOICES = {"greedy": (GREEDY,), "sampled": (SAMPLED, CUT), "mixed": (GREEDY, SAMPLED, CUT)}
 ENDS = ("length", "room", "stop token", "stop string", "eos")
-CELLS = list(itertools.product(DRAFTS, CHOICES, ENDS, CHUNKS))
+PREEMPTED = {
+    "whole": {},
+    "recompute": {"overcommit": True, "preempt_at": (4,)},
+    "offload": {"overcommit": True, "preempt_at": (1, 6), "host_kv_bytes": 1 << 20},
+}
+CELLS = list(itertools.product(DRAFTS, CHOICES, ENDS, CHUNKS, PREEMPTED))
 PAIRWISE = pairwise(CELLS)
 TOY = ToyModel(sharpness=2.0)
 MAX_TOKENS = 13
 
 
 def cell_id(cell):
-    k, choice, end, chunk_len = cell
-    return f"k{k}-{choice}-{end.replace(' ', '_')}-{chunk_len}"
+    k, choice, end, chunk_len, preempted = cell
+    return f"k{k}-{choice}-{end.replace(' ', '_')}-{chunk_len}-{preempted}"
 
 
 def sampling_for(choice, end, at, prompt_len, max_model_len):
@@ -52,7 +67,7 @@ def sampling_for(choice, end, at, prompt_len, max_model_len):
 
 
 def toy_requests(cell):
-    k, choice, end, _ = cell
+    k, choice, end, _, _ = cell
     requests = []
     for at in range(5 if end == "room" else 10):
         prompt_len = 70 + at if end == "room" else (1, 2, 5, 9, 20)[at % 5]
@@ -70,14 +85,22 @@ def toy_requests(cell):
     return requests
 
 
-def run(monkeypatch, model, tokenizer, requests, *, scheduling, k, chunk_len, **sizes):
-    """(tokens, finish reason, counts) of each request, and (proposed, accepted, emitted) of each of its steps."""
+def generate(monkeypatch, engine, requests):
+    """Results, and (proposed, accepted, emitted) of each step of each request."""
     steps, add_step = {}, SpeculationCounts.add_step
 
     def traced_add_step(self, **numbers):
         steps.setdefault(id(self), []).append(tuple(numbers.values()))
         add_step(self, **numbers)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(SpeculationCounts, "add_step", traced_add_step)
+        results = engine.generate(requests)
+    return results, [steps.get(id(result.counts), []) for result in results]
+
+
+def run(monkeypatch, model, tokenizer, requests, *, scheduling, k, chunk_len, **sizes):
+    """(tokens, finish reason, counts) of each request, and (proposed, accepted, emitted) of each of its steps."""
     engine = LocalEngine(
         model,
         tokenizer,
@@ -86,22 +109,24 @@ def run(monkeypatch, model, tokenizer, requests, *, scheduling, k, chunk_len, **
         scheduling=scheduling,
         **({"num_blocks": 70, "block_size": 4, "max_num_sequences": 4} | sizes),
     )
-    with monkeypatch.context() as patch:
-        patch.setattr(SpeculationCounts, "add_step", traced_add_step)
-        results = engine.generate(requests)
-    for result in results:
-        counts = result.counts
-        mine = steps.get(id(counts), [])
-        assert counts.num_emitted_tokens == len(result.token_ids) == 1 + sum(emitted for _, _, emitted in mine)
-        assert counts.num_draft_tokens == sum(proposed for proposed, _, _ in mine)
-        assert counts.num_accepted_tokens == sum(accepted for _, accepted, _ in mine) == sum(counts.num_accepted_at)
-        for place, count in enumerate(counts.num_accepted_at):
-            assert count == sum(accepted > place for _, accepted, _ in mine)
-    return [(result.token_ids, result.finish_reason, steps.get(id(result.counts), [])) for result in results]
+    results, steps = generate(monkeypatch, engine, requests)
+    for result, mine in zip(results, steps, strict=True):
+        check_counts(result, mine)
+    return [(result.token_ids, result.finish_reason, mine) for result, mine in zip(results, steps, strict=True)]
+
+
+def check_counts(result, mine):
+    """What is counted of a request is what its steps say."""
+    counts = result.counts
+    assert counts.num_emitted_tokens == len(result.token_ids) == 1 + sum(emitted for _, _, emitted in mine)
+    assert counts.num_draft_tokens == sum(proposed for proposed, _, _ in mine)
+    assert counts.num_accepted_tokens == sum(accepted for _, accepted, _ in mine) == sum(counts.num_accepted_at)
+    for place, count in enumerate(counts.num_accepted_at):
+        assert count == sum(accepted > place for _, accepted, _ in mine)
 
 
 def check_toy(monkeypatch, cell):
-    k, _, end, chunk_len = cell
+    k, _, end, chunk_len, preempted = cell
     made = {
         scheduling: run(
             monkeypatch,
@@ -111,6 +136,7 @@ def check_toy(monkeypatch, cell):
             scheduling=scheduling,
             k=k,
             chunk_len=chunk_len,
+            **(PREEMPTED[preempted] if scheduling == "async" else {}),
         )
         for scheduling in ("sync", "async")
     }
@@ -163,3 +189,115 @@ def test_the_bundled_model_in_float64(k, sampled, chunk_len, load_tiny, tokenize
     assert made[0] == made[1]
     if k:
         assert any(accepted for _, _, steps in made[0] for _, accepted, _ in steps)
+
+
+PREEMPTIONS = {
+    "stays": {},
+    "computed again": {"overcommit": True, "preempt_at": (1, 6)},
+    "to host memory": {"overcommit": True, "preempt_at": (1, 6), "host_kv_bytes": 64 << 20},
+}
+FEATURE_CELLS = list(itertools.product(features.FEATURES, DRAFTS, PREEMPTIONS, (16, 4096), (1, 2)))
+FEATURE_PAIRWISE = pairwise(FEATURE_CELLS)
+MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": True}
+
+
+def feature_id(cell):
+    feature, k, preemption, chunk_len, tp = cell
+    return f"{feature}-k{k}-{preemption}-{chunk_len}-tp{tp}".replace(" ", "_").replace(",", "")
+
+
+@pytest.fixture(scope="module")
+def short_model(tmp_path_factory):
+    """The bundled model, for sequences that soon reach its end."""
+    path = tmp_path_factory.mktemp("short")
+    for item in TINY.iterdir():
+        shutil.copy(item, path)
+    config = json.loads((TINY / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": features.MAX_MODEL_LEN}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(short_model, tokenizer):
+    model = load_model(short_model, **MODEL)
+    return lambda **options: LocalEngine(model, tokenizer, **options)
+
+
+@pytest.fixture(scope="module")
+def feature_prompts(tokenizer):
+    [ids] = token_prompts(tokenizer, 1, max_len=60)[:1]
+    long = token_prompts(tokenizer, 8, max_len=60)[7]
+    return [ids, *(long[:length] for length in features.PROMPT_LENS[1:])]
+
+
+def sizes_of(k, chunk_len, **options):
+    return {
+        "num_blocks": 48,
+        "block_size": 16,
+        "num_draft_tokens": k,
+        "chunk_len": chunk_len,
+        "max_num_sequences": 4,
+        **options,
+    }
+
+
+@pytest.fixture(scope="module")
+def one_plain_run(on_one_rank, feature_prompts):
+    """Results of a feature without drafts, chunks, preemption, ranks and steps in flight."""
+
+    @cache
+    def run_once(feature):
+        plain = None if feature == "plain" else [result.token_ids for result in run_once("plain")]
+        engine = on_one_rank(**sizes_of(0, 4096, scheduling="sync"))
+        return engine.generate(features.requests_for(feature, feature_prompts, 0, plain))
+
+    return run_once
+
+
+def check_feature(monkeypatch, cell, on_one_rank, one_plain_run, feature_prompts, short_model, tokenizer):
+    feature, k, preemption, chunk_len, tp = cell
+    plain = None if feature == "plain" else [result.token_ids for result in one_plain_run("plain")]
+    requests = features.requests_for(feature, feature_prompts, k, plain)
+    taken = {}
+    for scheduling in ("sync", "async"):
+        options = sizes_of(k, chunk_len, scheduling=scheduling, **PREEMPTIONS[preemption])
+
+        def work(engine):
+            made = generate(monkeypatch, engine, requests)
+            return *made, engine.preemptions
+
+        if tp == 1:
+            results, steps, preempted = work(on_one_rank(**options))
+        else:
+            options["model"] = {"numerics": Numerics.DEFAULT}
+            results, steps, preempted = run_over_ranks(tp, short_model, tokenizer, work, **options)
+        for result, expected, mine in zip(results, one_plain_run(feature), steps, strict=True):
+            features.check_same(result, expected)
+            if preemption == "stays":
+                check_counts(result, mine)
+        taken[scheduling] = steps
+        assert (preempted.num_preemptions > 0) == (preemption != "stays")
+        assert (preempted.num_offloaded_blocks > 0) == (preemption == "to host memory")
+    if preemption == "stays":
+        assert taken["async"] == taken["sync"]
+
+
+@pytest.mark.parametrize("cell", FEATURE_PAIRWISE, ids=feature_id)
+def test_every_feature(cell, monkeypatch, on_one_rank, one_plain_run, feature_prompts, short_model, tokenizer):
+    check_feature(monkeypatch, cell, on_one_rank, one_plain_run, feature_prompts, short_model, tokenizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [cell for cell in FEATURE_CELLS if cell not in FEATURE_PAIRWISE], ids=feature_id)
+def test_every_feature_in_every_other_cell(
+    cell, monkeypatch, on_one_rank, one_plain_run, feature_prompts, short_model, tokenizer
+):
+    check_feature(monkeypatch, cell, on_one_rank, one_plain_run, feature_prompts, short_model, tokenizer)
+
+
+def test_features_change_the_answer(one_plain_run):
+    plain = [result.token_ids for result in one_plain_run("plain")]
+    for feature in features.FEATURES:
+        if feature in ("plain", "logprobs"):
+            continue
+        assert [result.token_ids for result in one_plain_run(feature)] != plain, feature

@@ -59,6 +59,18 @@ def test_disaggregated_answers_are_those_of_one_process(temperature, load_tiny, 
             jsonschema.validate(json.loads(tokenizer.decode(outcome.token_ids)), SCHEMA)
 
 
+@pytest.mark.parametrize("host_kv_bytes", [0, 1 << 26], ids=["recompute", "offload"])
+def test_preempted_answers_go_on_in_their_grammar(host_kv_bytes, load_tiny, tokenizer, prompts):
+    expected = local_tokens(load_tiny(), tokenizer, requests_for(prompts, 0, 1.0))
+    options = {"preempt_at": (3, 9), "host_kv_bytes": host_kv_bytes}
+    with Topology(load_tiny(), tokenizer, num_drafts=2, **options) as deployment:
+        outcomes = deployment.generate(requests_for(prompts, 2, 1.0))
+        deployment.wait_idle()
+        assert deployment.inventories()[-1].num_preemptions > len(prompts)
+    assert [outcome.error for outcome in outcomes] == [None] * len(prompts)
+    assert [outcome.token_ids for outcome in outcomes] == expected
+
+
 def test_grammars_that_are_bad_or_too_hard_cost_their_own_request(load_tiny, tokenizer, prompts):
     heavy = GrammarSpec("regex", "(((((a{1,30}){1,30}){1,30}){1,30}){1,30})x")
     with Topology(load_tiny(), tokenizer, num_drafts=2) as deployment:

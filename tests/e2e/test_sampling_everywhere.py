@@ -137,3 +137,20 @@ def test_the_same_when_split(load_tiny, tokenizer, prompt, kinds, expected):
     alone = engine.generate([request_of(prompt, several, 0, "alone")])
     assert [tuple(outcome.token_ids) for outcome in split] == [result.token_ids for result in alone]
     assert len({result.token_ids for result in alone}) == 3
+
+
+@pytest.mark.parametrize("host_kv_bytes", [0, 1 << 26], ids=["recompute", "offload"])
+def test_the_same_when_preempted_on_a_decode_worker(host_kv_bytes, load_tiny, tokenizer, prompt, kinds, expected):
+    """Penalties, bad words, minimal lengths and reports go on after the token that was known; none is said twice."""
+    options = {"preempt_at": (5,), "host_kv_bytes": host_kv_bytes}
+    with Topology(load_tiny(), tokenizer, num_drafts=2, **options) as deployment:
+        outcomes = deployment.generate(requests_of(prompt, kinds, 2))
+        deployment.wait_idle()
+        counts = deployment.inventories()[-1]
+    assert counts.num_preemptions > len(outcomes) * 2 / 3
+    assert (counts.num_recomputed_tokens > 0) == (host_kv_bytes == 0)
+    for outcome, other in zip(outcomes, expected, strict=True):
+        assert outcome.error is None
+        assert tuple(outcome.token_ids) == other.token_ids, other.key
+        check_reports(outcome.logprobs, other.logprobs or ())
+        check_reports(outcome.prompt_logprobs, other.prompt_logprobs or ())

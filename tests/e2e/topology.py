@@ -104,8 +104,23 @@ class PrefillSide:
 class DecodeSide:
     """One decode worker and its parts."""
 
-    def __init__(self, model, tokenizer, *, epoch, num_blocks, block_size, num_drafts, max_num_seqs, transfer, fatal):
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        *,
+        epoch,
+        num_blocks,
+        block_size,
+        num_drafts,
+        max_num_seqs,
+        transfer,
+        fatal,
+        host_kv_bytes=0,
+        **options,
+    ):
         clock = MonotonicClock()
+        eos_token_ids = tokenizer.eos_token_ids
         self.epoch = epoch
         self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
         self.landing = LandingService.on_thread(
@@ -122,8 +137,9 @@ class DecodeSide:
                 self.pool,
                 max_num_seqs,
                 num_drafts,
-                eos_token_ids=tokenizer.eos_token_ids,
+                eos_token_ids=eos_token_ids,
                 grammars=GrammarCompiler(tokenizer, model.config.vocab_size),
+                host_kv_bytes=host_kv_bytes,
             ),
             pool=self.pool,
             tokenizer=tokenizer,
@@ -133,6 +149,8 @@ class DecodeSide:
             max_queue_len=1024,
             clock=clock,
             on_fatal=fatal,
+            prefill=PrefillRunner(model, self.pool, eos_token_ids=eos_token_ids),
+            **options,
         )
         self.worker.start()
 
@@ -159,6 +177,7 @@ class Topology:
         transfer=None,
         num_prefill_blocks=None,
         prefix_cache=True,
+        **decode_options,
     ):
         self.fatal = []
         transfer = transfer or KVTransferConfig()
@@ -175,7 +194,15 @@ class Topology:
             for index in range(num_prefill)
         ]
         self.decode = [
-            DecodeSide(model, tokenizer, epoch=200 + index, num_drafts=num_drafts, max_num_seqs=max_num_seqs, **common)
+            DecodeSide(
+                model,
+                tokenizer,
+                epoch=200 + index,
+                num_drafts=num_drafts,
+                max_num_seqs=max_num_seqs,
+                **common,
+                **decode_options,
+            )
             for index in range(num_decode)
         ]
         self._turn = itertools.count()

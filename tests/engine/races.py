@@ -11,11 +11,14 @@ import random
 import threading
 import time
 
+import numpy as np
 import torch
 
-from baton.engine import decode, lane
+from baton.engine import lane
+from baton.engine.batch import decode_batch
 from baton.engine.decode import DecodeRunner
 from baton.engine.host_future import HostFuture, ResultBuffers
+from baton.engine.kv_offload import KVOffload
 from baton.engine.lane import ThreadLane
 from baton.engine.length_bounds import LengthBounds
 from baton.engine.prepare import Prepared, StepPreparer
@@ -81,7 +84,10 @@ def pause_lane(patch, pause):
     patch.setattr(lane, "_do", do_with_pauses)
 
 
-def hunt(patch, *, seed=0, num_requests=24, longest_s=2e-3, prepare_ahead=False, plant=None):
+PREEMPT = {"overcommit": True, "host_kv_bytes": 8 * 3 * 2 * 2 * 4 * 8, "preempt_at": (2, 7)}  # eight host blocks
+
+
+def hunt(patch, *, seed=0, num_requests=24, longest_s=2e-3, prepare_ahead=False, plant=None, preempt=False):
     """Run and compare; returns the number of steps. `plant` is called with `patch` before the engine is made."""
     poison(patch)
     pause_lane(patch, Pauses(seed, longest_s))
@@ -90,7 +96,8 @@ def hunt(patch, *, seed=0, num_requests=24, longest_s=2e-3, prepare_ahead=False,
         plant(patch)
     rng = random.Random(seed)
     requests = some_requests(rng, num_requests)
-    engine = toy_engine(MODEL, num_blocks=16, block_size=4, k=3, chunk_len=5, max_num_sequences=3)
+    sizes = {"num_blocks": 12 if preempt else 16, "block_size": 4, "chunk_len": 5, "max_num_sequences": 3}
+    engine = toy_engine(MODEL, k=3, **sizes, **(PREEMPT if preempt else {}))
     if prepare_ahead:
         engine._decode._preparer = StepPreparer(engine.pool)
     for layer in range(engine.pool.layout.num_layers):
@@ -289,11 +296,50 @@ def prepared_from_shared_rows(patch):
         ticket = launch(self, moving_B, *arguments)
         value = ticket.result()
         moving_B += 1
-        late = decode.decode_batch(moving_B, *arguments, self._pool)
+        late = decode_batch(moving_B, *arguments, self._pool)
         ticket._value = Prepared(value.maker, value.generation, late)
         return ticket
 
     patch.setattr(StepPreparer, "launch", launch_late)
+
+
+def preempted_in_flight(patch):
+    """A sequence gives its blocks away while a step has it."""
+    patch.setattr(StepPipeline, "has", lambda self, sequence: False)
+    patch.setattr(DecodeRunner, "_running_step", lambda self, slot: None)
+
+
+def freed_before_copied(patch):
+    """Blocks are given away while they are being copied to the host."""
+    patch.setattr(StepPipeline, "give_back_after", lambda self, ending, give_back: give_back())
+
+
+def copied_back_out_of_turn(patch):
+    """What is on the host comes back before it is there."""
+    load = KVOffload.load
+
+    def load_at_once(self, blocks, first, slot):
+        load(self, blocks, first, slot)
+        with torch.inference_mode():
+            for host_NX, pool_NX in self._layers:
+                pool_NX.index_copy_(0, torch.tensor(blocks), host_NX[first : first + len(blocks)])
+
+    patch.setattr(KVOffload, "load", load_at_once)
+    run = ThreadLane.run
+    patch.setattr(
+        ThreadLane, "run", lambda self, work: None if "KVOffload.load" in work.__qualname__ else run(self, work)
+    )
+
+
+def room_for_the_least(patch):
+    """Tables grow by what is certain, and not by what a step in flight may add."""
+
+    def short_of_room(self, slots_B, most_B):
+        wanted_B = np.minimum(self._least_N[slots_B] + most_B - 1, self._last_N[slots_B])
+        places = np.flatnonzero(wanted_B > self._limit_N[slots_B])
+        return [(int(place), int(wanted_B[place])) for place in places]
+
+    patch.setattr(LengthBounds, "short_of_room", short_of_room)
 
 
 PLANTED = (
@@ -310,14 +356,15 @@ PLANTED = (
     steps_overtake,
 )
 PLANTED_IN_PREPARE = (prepared_for_the_last_step, prepared_unchecked, prepared_from_shared_rows)
+PLANTED_IN_PREEMPTION = (preempted_in_flight, freed_before_copied, copied_back_out_of_turn, room_for_the_least)
 
 
-def is_caught(make_patch, plant, *, prepare_ahead=False, num_rounds=25):
+def is_caught(make_patch, plant, *, prepare_ahead=False, num_rounds=25, preempt=False):
     """Whether some round of the hunt fails with the race planted."""
     for seed in range(num_rounds):
         with make_patch() as patch, contextlib.ExitStack():
             try:
-                hunt(patch, seed=seed, plant=plant, longest_s=4e-3, prepare_ahead=prepare_ahead)
+                hunt(patch, seed=seed, plant=plant, longest_s=4e-3, prepare_ahead=prepare_ahead, preempt=preempt)
             except Exception as error:  # noqa: BLE001  whatever it breaks, it was noticed  # noqa: BLE001  (whatever it is, it was noticed)
                 print(f"{plant.__name__}: round {seed}: {type(error).__name__}: {str(error)[:200]}")
                 return True

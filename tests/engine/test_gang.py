@@ -9,7 +9,7 @@ from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
 from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine.decision import Decisions, digest
+from baton.engine.decision import Decisions, digest, digest_weights
 from baton.engine.decode import DecodeRunner
 from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
 from baton.engine.grammar import GrammarCompiler
@@ -213,6 +213,7 @@ def test_the_digest_sees_every_place():
             seen |= {int(digest([other, whole], CPU)), int(digest([whole, other], CPU))}
     seen.add(int(digest([whole.flip(0), whole], CPU)))
     assert len(seen) == 12 * 4 * 2 + 2
+    assert int(digest([whole, whole], CPU, digest_weights(100, CPU))) == int(digest([whole, whole], CPU))
 
 
 @pytest.mark.fast

@@ -29,6 +29,21 @@ def test_a_refused_reservation_takes_nothing():
     assert allocator.num_free == 2
 
 
+def test_a_table_grows_at_its_end_or_stands():
+    allocator = BlockAllocator(num_blocks=5, block_size=4)
+    table = allocator.reserve(6)
+    other = allocator.reserve(1)
+    grown = allocator.grow(table, 13)
+    assert grown.blocks[:2] == table.blocks
+    assert grown.capacity_len == 16
+    assert allocator.grow(grown, 16) is grown
+    with pytest.raises(OutOfBlocks, match="wanted 1 KV blocks, 0 are free"):
+        allocator.grow(grown, 17)
+    allocator.release(grown)
+    allocator.release(other)
+    assert allocator.num_free == 5
+
+
 def test_slots_follow_the_table_not_the_pool():
     allocator = BlockAllocator(num_blocks=3, block_size=4)
     first = allocator.reserve(4)

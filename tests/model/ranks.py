@@ -9,22 +9,22 @@ from baton.engine.plan import PlanChannel, plan_codec
 from baton.engine.tp_group import GlooGroup, open_store
 
 
-def on_ranks(size, work, timeout_s=30.0):
-    """`work(communicator)` at every rank at once; results in rank order, or the first error."""
-    stores = [open_store(0, size, 0, timeout_s)]
-    stores += [open_store(rank, size, stores[0].port, timeout_s) for rank in range(1, size)]
+def on_ranks(size, work, timeout_s=30.0, num_groups=1):
+    """`work(communicator, ...)` at every rank at once; results in rank order, or the first error."""
+    stores = [_stores(size, timeout_s) for _ in range(num_groups)]
     results, errors = [None] * size, []
 
     def run(rank):
-        group = None
+        groups = []
         try:
-            group = GlooGroup(rank, size, stores[rank], timeout_s)
+            for of_group in stores:
+                groups.append(GlooGroup(rank, size, of_group[rank], timeout_s))
             with torch.inference_mode():
-                results[rank] = work(group)
+                results[rank] = work(*groups)
         except Exception as error:  # noqa: BLE001
             errors.append(error)
         finally:
-            if group is not None:
+            for group in groups:
                 group.close()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -35,6 +35,11 @@ def on_ranks(size, work, timeout_s=30.0):
     if errors:
         raise errors[0]
     return results
+
+
+def _stores(size, timeout_s):
+    first = open_store(0, size, 0, timeout_s)
+    return [first, *(open_store(rank, size, first.port, timeout_s) for rank in range(1, size))]
 
 
 def channel_of(group, codec=None):

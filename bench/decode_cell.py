@@ -1,0 +1,210 @@
+"""One cell of `baton bench decode`: sequences that stand at the end of their prompt are decoded for some steps.
+
+The runner is the product's (`engine.decode.DecodeRunner`), driven as its callers drive it: with `sync` each step is
+read before the next is launched, with `async` the next is launched first. There is no scheduler, no stream and no end
+of a sequence, so that what is measured is the step. KV is random numbers in scattered blocks.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from baton.bench.decode_options import BLOCK_SIZE, WARM_STEPS, DecodeOptions
+from baton.bench.stamped_lane import StampedLane
+from baton.core.config import SchedulingName
+from baton.core.sampling import SamplingParams
+from baton.engine.decode import DecodeRunner
+from baton.engine.gang import LeadDecode
+from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
+from baton.engine.step_ticket import StepTicket
+from baton.kvcache.allocator import BlockTable
+from baton.model.model import Model
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cell:
+    """What is measured: with which scheduling, how many drafts a step, how many sequences."""
+
+    scheduling: SchedulingName
+    num_drafts: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One cell in one round.
+
+    Attributes:
+        tpot_ms: of one sequence's token.
+        tokens_per_s: of all sequences.
+        step_ms: from one step to the next, by the host's clock.
+        launch_ms: of it, the host's time to set the step off.
+        device_ms: from a step's begin on the device to its end.
+        idle_ms: on the device, from a step's end to the next one's begin.
+        tokens_per_step: of one sequence.
+        context_len: positions of a sequence, on average.
+    """
+
+    tpot_ms: float
+    tokens_per_s: float
+    step_ms: float
+    launch_ms: float
+    device_ms: float
+    idle_ms: float
+    tokens_per_step: float
+    context_len: float
+
+
+class DecodeCells:
+    """All cells on one runner, whose slots are filled anew for each turn.
+
+    Args:
+        runner: with `max(options.batches)` slots and `max(options.drafts)` drafts; at rank 0 of a gang its lead.
+        lane: of the runner.
+        model: the runner's.
+        options: of the run.
+    """
+
+    def __init__(
+        self, runner: DecodeRunner | LeadDecode, lane: StampedLane, model: Model, options: DecodeOptions
+    ) -> None:
+        self._runner = runner
+        self._lane = lane
+        self._model = model
+        self._options = options
+        self._tables = block_tables(options)
+        self._rng = np.random.default_rng(options.seed)
+
+    def measure(self, cell: Cell) -> Turn:
+        """One round of a cell."""
+        slots = self.fill(cell)
+        run = _Run(self._runner, slots, cell.scheduling)
+        num_warm = run.steps(WARM_STEPS)
+        self._lane.take()
+        num_steps, run.launch_s = self._options.steps, 0.0
+        begin_s = time.perf_counter()
+        num_tokens = run.steps(num_steps)
+        took_s = time.perf_counter() - begin_s
+        within, between = self._lane.take()
+        self.empty(slots)
+        num_each = num_tokens / cell.batch
+        return Turn(
+            tpot_ms=1e3 * took_s / num_each,
+            tokens_per_s=num_tokens / took_s,
+            step_ms=1e3 * took_s / num_steps,
+            launch_ms=1e3 * run.launch_s / num_steps,
+            device_ms=sum(within) / len(within),
+            idle_ms=sum(between) / max(len(between), 1),
+            tokens_per_step=num_each / num_steps,
+            context_len=self._options.prompt_len + 1 + num_warm / cell.batch + num_each / 2,
+        )
+
+    def device_work(self, cell: Cell) -> tuple[float, float]:
+        """On a GPU, of a step: milliseconds in which kernels and copies ran, and how many there were."""
+        slots = self.fill(cell)
+        run = _Run(self._runner, slots, cell.scheduling)
+        run.steps(WARM_STEPS)
+        self._lane.take()
+        num_steps = min(8, self._options.steps)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run.steps(num_steps)
+            self._lane.take()
+        self.empty(slots)
+        events = [event for event in profile.events() or () if event.device_type.name == "CUDA"]
+        busy_us = sum(event.time_range.elapsed_us() for event in events)
+        return busy_us / num_steps / 1e3, len(events) / num_steps
+
+    def fill(self, cell: Cell) -> list[int]:
+        """Put a cell's sequences, at the end of their prompt, into the first slots."""
+        options, config = self._options, self._model.config
+        for slot in range(cell.batch):
+            first, draft = self._rng.integers(config.vocab_size, size=2).tolist()
+            hidden_D = torch.from_numpy(self._rng.standard_normal(config.hidden_size)).to(self._model.dtype)
+            start = SequenceStart(
+                first_token=first,
+                draft_token=draft if cell.num_drafts else None,
+                hidden_D=hidden_D if cell.num_drafts else None,
+                prompt_len=options.prompt_len,
+            )
+            sampling = SamplingParams(
+                max_tokens=options.capacity_len, temperature=options.temperature, seed=slot, ignore_eos=True
+            )
+            self._runner.admit(slot, start, options.prompt_len, sampling, self._tables[slot], cell.num_drafts)
+        return list(range(cell.batch))
+
+    def empty(self, slots: list[int]) -> None:
+        """Take them out again; no step is running."""
+        for slot in slots:
+            self._runner.release(slot)
+
+
+class _Run:
+    """Steps of the same sequences."""
+
+    def __init__(self, runner: DecodeRunner | LeadDecode, slots: list[int], scheduling: SchedulingName) -> None:
+        self._runner = runner
+        self._slots = slots
+        self._num_ahead = 1 if scheduling == "async" else 0
+        self.launch_s = 0.0
+
+    def steps(self, count: int) -> int:
+        """Run so many and read them all; the tokens they emitted."""
+        num_tokens = 0
+        in_flight: deque[StepTicket] = deque()
+        for _ in range(count):
+            begin_s = time.perf_counter()
+            in_flight.append(self._runner.launch(self._slots))
+            self.launch_s += time.perf_counter() - begin_s
+            if len(in_flight) > self._num_ahead:
+                num_tokens += _num_emitted(in_flight.popleft())
+        return num_tokens + sum(_num_emitted(ticket) for ticket in in_flight)
+
+
+def _num_emitted(ticket: StepTicket) -> int:
+    return sum(map(len, ticket.result().token_ids))
+
+
+def block_tables(options: DecodeOptions) -> list[BlockTable]:
+    """Of every slot, scattered over the pool as in one that has been used for a while."""
+    num_each, num_sequences = blocks_each(options), max(options.batches)
+    order = np.random.default_rng(options.seed).permutation(num_each * num_sequences)
+    return [BlockTable(tuple(row), BLOCK_SIZE) for row in order.reshape(num_sequences, num_each).tolist()]
+
+
+def blocks_each(options: DecodeOptions) -> int:
+    """Blocks of one sequence."""
+    return -(-options.capacity_len // BLOCK_SIZE)
+
+
+def measure_ttft_ms(runner: PrefillRunner, options: DecodeOptions, vocab_size: int, *, with_mtp: bool) -> float:
+    """From the begin of an idle engine's prefill to the first token on the host: one prompt, chunk by chunk.
+
+    The MTP head runs over every chunk but the last before the first token is there, as in the engine.
+    """
+    table = block_tables(options)[0]
+    rng = np.random.default_rng(options.seed)
+    prompt = tuple(rng.integers(vocab_size, size=options.prompt_len).tolist())
+    sampling = SamplingParams(max_tokens=2, temperature=options.temperature, ignore_eos=True)
+    begin_s = time.perf_counter()
+    for start in range(0, options.prompt_len, options.chunk_len):
+        chunk = PrefillChunk(
+            prompt_token_ids=prompt,
+            start=start,
+            length=min(options.chunk_len, options.prompt_len - start),
+            table=table,
+            sampling=sampling,
+            draft_cap=int(with_mtp),
+        )
+        forward = runner.forward([chunk], _ignore_layer)
+        if chunk.is_last:
+            assert forward.first_tokens[0] is not None
+        elif with_mtp:
+            runner.draft(forward, _ignore_layer)
+    return 1e3 * (time.perf_counter() - begin_s)
+
+
+def _ignore_layer(layer: int) -> None:
+    """Nothing is pushed."""

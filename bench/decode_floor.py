@@ -1,0 +1,78 @@
+"""The least time a decode step can take on a device: what it must read, at the rate the device was measured to copy.
+
+Weights are counted once for every pass that needs them (the caches are smaller), the KV of each sequence once for each
+pass, activations not at all. Of a mixture of experts, those that uniform routing is expected to touch.
+"""
+
+import math
+import time
+from statistics import median
+
+import torch
+
+from baton.model.config import ModelConfig
+from baton.model.tensor_spec import tensor_spec
+
+_COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
+_NUM_COPIES = 7
+
+
+def copy_gbps(device: torch.device) -> float:
+    """Bytes read and written a nanosecond by a plain copy within the device's memory: the median of some."""
+    num_bytes = _COPY_BYTES[device.type]
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    rates: list[float] = []
+    for _ in range(_NUM_COPIES):
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record(torch.cuda.current_stream(device))
+            target.copy_(source)
+            end.record(torch.cuda.current_stream(device))
+            torch.cuda.synchronize(device)
+            took_s = float(begin.elapsed_time(end)) / 1e3
+        else:
+            begin_s = time.perf_counter()
+            target.copy_(source)
+            took_s = time.perf_counter() - begin_s
+        rates.append(2 * num_bytes / took_s / 1e9)
+    return median(rates)
+
+
+def step_bytes(
+    config: ModelConfig, dtype: torch.dtype, *, num_drafts: int, batch: int, context_len: float, num_ranks: int = 1
+) -> float:
+    """Bytes that one step must read, at each rank of a group.
+
+    Args:
+        config: of the model.
+        dtype: of weights and KV.
+        num_drafts: K; the MTP head runs K - 1 times to draft and once over what was accepted.
+        batch: sequences.
+        context_len: positions of each, on average.
+        num_ranks: that share the trunk and the MTP layer; heads and embeddings are whole at each.
+    """
+    trunk = mtp = head = 0.0
+    for name, shape in tensor_spec(config, with_mtp=num_drafts > 0).required.items():
+        size = float(math.prod(shape))
+        if ".experts." in name:
+            rows = batch if name.startswith("mtp.") and num_drafts > 1 else batch * (num_drafts + 1)
+            size *= _share_of_experts(config, rows)
+        if name == "model.embed_tokens.weight":
+            head += size if config.tie_word_embeddings else 0.0
+        elif name == "lm_head.weight":
+            head += size
+        elif name.startswith("mtp."):
+            mtp += size
+        else:
+            trunk += size
+    layer_kv = 2.0 * batch * context_len * config.num_kv_heads * config.head_dim
+    num_head_passes = 1 + (num_drafts if config.draft_vocab_size is None else 0)
+    weights = (trunk + num_drafts * mtp) / num_ranks + num_head_passes * head
+    kv = (config.num_layers + num_drafts) * layer_kv / num_ranks
+    return (weights + kv) * dtype.itemsize
+
+
+def _share_of_experts(config: ModelConfig, num_rows: int) -> float:
+    """Part of the experts that at least one of so many rows is sent to."""
+    return 1.0 - (1.0 - config.num_experts_per_token / config.num_experts) ** num_rows

@@ -1,0 +1,173 @@
+"""One rank of a gang that is measured, in a process of its own: NCCL on a GPU of its own each, gloo on CPUs.
+
+`bench.actor.SpawnedRemote` serves it. `meet` and everything after it is for all ranks at the same time.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from baton.bench.decode import floors, identity, load_shape, make_pool, measured, measured_turns, stamp_lane
+from baton.bench.decode_cell import DecodeCells
+from baton.bench.decode_floor import copy_gbps
+from baton.bench.decode_options import DecodeOptions
+from baton.engine import gang_join
+from baton.engine.decision import Decisions
+from baton.engine.decode import DecodeRunner
+from baton.engine.gang import FollowDecode, LeadDecode
+from baton.engine.plan import PlanChannel, plan_codec
+from baton.engine.tp_group import GlooGroup, open_store
+from baton.model.parallel import Communicator
+
+MEET_TIMEOUT_S = 120.0
+_WARM = 20
+_IN_GRAPH = 100
+_REPLAYS = 20
+
+
+class GangRank:
+    """See the module.
+
+    Args:
+        rank: this one.
+        size: of the gang.
+        device_type: "cuda" or "cpu".
+    """
+
+    def __init__(self, rank: int, size: int, device_type: str) -> None:
+        self._rank, self._size = rank, size
+        self._device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+        if device_type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(1)
+        self._store: TCPStore | None = None
+        self._listener: gang_join.Listener | None = None
+        self._channel: PlanChannel | None = None
+
+    def open(self) -> tuple[int, str, str]:
+        """Rank 0: where the others come."""
+        self._store = open_store(0, self._size, 0)
+        self._listener = gang_join.Listener(plan_codec(), self._size)
+        return self._store.port, self._listener.address, self._listener.token
+
+    def meet(self, port: int, address: str, token: str) -> None:
+        """Become a gang."""
+        if self._listener is not None:
+            link = self._listener.accept(MEET_TIMEOUT_S)
+        else:
+            self._store = open_store(self._rank, self._size, port)
+            link = gang_join.join(plan_codec(), self._rank, self._size, address, token)
+        assert self._store is not None
+        group: Communicator
+        if self._device.type == "cuda":
+            from baton.engine.nccl_group import NcclGroup  # CPUs have no use for it
+
+            group = NcclGroup(self._rank, self._size, self._store, self._device)
+        else:
+            group = GlooGroup(self._rank, self._size, self._store)
+        self._channel = PlanChannel(link, group)
+
+    @torch.inference_mode()
+    def time_decisions(self, batch: int, num_drafts: int, num_blocks: int, count: int) -> dict[str, float]:
+        """Microseconds of a decision message of such a step, and of its broadcast alone; on GPUs in a graph, too.
+
+        Args:
+            batch: sequences.
+            num_drafts: K.
+            num_blocks: entries of each block table.
+            count: messages that are launched one by one.
+        """
+        assert self._channel is not None
+        group = self._channel.communicator
+        decisions = Decisions(group)
+        values = torch.arange(batch * (num_drafts + 3), device=self._device).view(batch, -1)
+        numbers = [torch.arange(batch, device=self._device) for _ in range(4)]
+        state = [*numbers, torch.arange(batch * num_blocks, device=self._device).view(batch, -1)]
+        packed = torch.zeros(values.numel() + 3, dtype=torch.int32, device=self._device)
+
+        def agree() -> torch.Tensor:
+            return decisions.agree(values, state)
+
+        def broadcast() -> torch.Tensor:
+            return group.broadcast(packed)
+
+        found: dict[str, float] = {}
+        for name, work in (("decision", agree), ("broadcast", broadcast)):
+            for _ in range(_WARM):
+                work()
+            self._wait()
+            begin_s = time.perf_counter()
+            for _ in range(count):
+                work()
+            self._wait()
+            found[f"{name}_eager_us"] = 1e6 * (time.perf_counter() - begin_s) / count
+            if self._device.type == "cuda":
+                found[f"{name}_graph_us"] = self._time_graph(work)
+        return found
+
+    @torch.inference_mode()
+    def measure_decode(self, options: DecodeOptions) -> list[dict[str, Any]]:
+        """Rank 0: the rows of every cell, by a gang; nothing at the others, which follow."""
+        assert self._channel is not None
+        group = self._channel.communicator
+        model = load_shape(options, communicator=group, device=self._device)
+        pool = make_pool(options, model, rank=self._rank, size=self._size)
+        gbps = copy_gbps(self._device)
+        runner = DecodeRunner(
+            model,
+            pool,
+            max(options.batches),
+            max(options.drafts),
+            group,
+            verification=options.verification_config,
+        )
+        if self._rank > 0:
+            FollowDecode(runner, self._channel).run()
+            return []
+        lane = stamp_lane(runner, self._device)
+        lead = LeadDecode(runner, self._channel)
+        turns = measured_turns(DecodeCells(lead, lane, model, options), options)
+        lead.close()
+        return [
+            {
+                **identity(options, cell),
+                "tp": self._size,
+                **measured(found),
+                **floors(options, model, cell, found, gbps, num_ranks=self._size),
+            }
+            for cell, found in turns.items()
+        ]
+
+    def close(self) -> None:
+        """Leave the gang."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel.communicator.close()
+
+    def _time_graph(self, work: Any) -> float:
+        """Of `work` within a graph that holds it many times."""
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            work()
+        self._wait()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            kept = [work() for _ in range(_IN_GRAPH)]
+        graph.replay()
+        self._wait()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(torch.cuda.current_stream(self._device))
+        for _ in range(_REPLAYS):
+            graph.replay()
+        end.record(torch.cuda.current_stream(self._device))
+        self._wait()
+        assert len(kept) == _IN_GRAPH
+        return float(1e3 * begin.elapsed_time(end) / _REPLAYS / _IN_GRAPH)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,57 @@
+"""Which host blocks hold the KV of sequences that gave up their place in the pool: contiguous runs, first fit.
+
+A run crosses between host and device in one copy a layer, so a sequence's blocks lie side by side. Like
+`kvcache.allocator` this deals in indices; the memory is `engine.kv_offload`'s. One thread uses it.
+"""
+
+import bisect
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class HostRange:
+    """Host blocks `first` ... `first + length - 1`."""
+
+    first: int
+    length: int
+
+
+class HostRanges:
+    """Lends ranges of `num_blocks` host blocks; none of them if that is 0."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 0
+        self.num_blocks = num_blocks
+        self._free = [HostRange(0, num_blocks)] if num_blocks else []  # in order, no two touch
+        self._num_free = num_blocks
+
+    @property
+    def num_used(self) -> int:
+        """Host blocks that are lent."""
+        return self.num_blocks - self._num_free
+
+    def take(self, length: int) -> HostRange | None:
+        """The first run of so many free blocks, now the caller's; None if there is none."""
+        assert length > 0
+        for place, free in enumerate(self._free):
+            if free.length >= length:
+                rest = HostRange(free.first + length, free.length - length)
+                self._free[place : place + 1] = [rest] if rest.length else []
+                self._num_free -= length
+                return HostRange(free.first, length)
+        return None
+
+    def give_back(self, taken: HostRange) -> None:
+        """Nobody needs what is there any more. Giving a range back twice is a bug in the caller."""
+        place = bisect.bisect(self._free, taken)
+        before = self._free[place - 1] if place else None
+        after = self._free[place] if place < len(self._free) else None
+        assert before is None or before.first + before.length <= taken.first
+        assert after is None or taken.first + taken.length <= after.first
+        self._num_free += taken.length
+        first, end, start, stop = taken.first, taken.first + taken.length, place, place
+        if before is not None and before.first + before.length == first:
+            first, start = before.first, place - 1
+        if after is not None and after.first == end:
+            end, stop = after.first + after.length, place + 1
+        self._free[start:stop] = [HostRange(first, end - first)]

@@ -1,0 +1,196 @@
+"""The decode benchmark: its options, its rows, what its numbers mean, and a gang's."""
+
+import json
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from baton.bench import decode, decode_cell, decode_floor, decode_gang, stamped_lane
+from baton.bench.decode_cell import Cell, DecodeCells
+from baton.bench.decode_options import read_options
+from baton.bench.model_shapes import write_shape
+from baton.bench.stamped_lane import StampedLane
+from baton.cluster.bench import format_decode
+from baton.core.errors import ConfigInvalid
+from baton.engine.decode import DecodeRunner
+from baton.engine.lane import ThreadLane
+from baton.model.config import ModelConfig
+from baton.model.loader import load_model
+
+CPU = torch.device("cpu")
+QUICK = {"shape": "tiny", "layers": 1, "dtype": "float32", "device": "cpu", "prompt_len": 20, "steps": 3, "rounds": 2}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setitem(decode_floor._COPY_BYTES, "cpu", 1 << 20)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.fast
+def test_rows_name_what_was_measured():
+    data = decode.bench_decode(read_options(**QUICK, batch="1,3", mtp="0,2"))
+    assert data["bench"] == "decode"
+    assert [(row["scheduling"], row["mtp_k"], row["batch"]) for row in data["rows"]] == [
+        (scheduling, k, batch) for scheduling in ("sync", "async") for k in (0, 2) for batch in (1, 3)
+    ]
+    for row in data["rows"]:
+        named = [row[key] for key in ("system", "model", "dtype", "prompt_len")]
+        assert named == ["baton", "tiny", "float32", 20]
+        for key in ("ttft_ms", "tpot_ms", "tokens_per_s", "floor_ms", "step_ms", "launch_ms", "device_ms"):
+            assert 0 < row[f"{key}_min"] <= row[key] <= row[f"{key}_max"]
+        assert row["device_ms"] <= row["step_ms_max"]
+        tokens = row["tokens_per_step"]
+        assert tokens == 1 if row["mtp_k"] == 0 else 1 <= tokens <= 3
+    json.dumps(data)
+    text = format_decode(data)
+    assert "TPOT ms" in text
+    assert text.count("async") == 4
+
+
+@pytest.mark.fast
+def test_numbers_of_a_turn_belong_together(monkeypatch):
+    """By a step whose time and tokens are known."""
+    options = read_options(**QUICK | {"steps": 5}, batch="2", mtp="3", rate=1.0)
+    model = decode.load_shape(options)
+    calls = []
+
+    def slow_step(*arguments):
+        calls.append(time.sleep(0.02))
+        return decode_step(*arguments)
+
+    from baton.engine.decode_step import decode_step
+
+    pool = decode.make_pool(options, model)
+    runner = DecodeRunner(model, pool, 2, 3, verification=options.verification_config, step=slow_step)
+    cells = DecodeCells(runner, decode.stamp_lane(runner, CPU), model, options)
+    with torch.inference_mode():
+        turn = cells.measure(Cell("async", 3, 2))
+        again = cells.measure(Cell("sync", 3, 1))
+    runner.close()
+    assert len(calls) == 2 * (5 + decode_cell.WARM_STEPS)
+    assert turn.tokens_per_step == again.tokens_per_step == 4.0  # every draft stands
+    assert turn.step_ms >= turn.device_ms >= 20.0
+    assert turn.tpot_ms == pytest.approx(turn.step_ms / 4)
+    assert turn.tokens_per_s == pytest.approx(2 * 4e3 / turn.step_ms)
+    assert turn.context_len == 20 + 1 + 4 * decode_cell.WARM_STEPS + 4 * 5 / 2
+
+
+@pytest.mark.fast
+def test_stamps_tell_steps_from_what_lies_between(monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(stamped_lane, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    lane = StampedLane(ThreadLane(), CPU)
+    target = torch.zeros(1)
+
+    def work():
+        now_s[0] += 0.01
+        return torch.ones(1)
+
+    for turn in range(3):
+        lane.submit(work, target).get()
+        now_s[0] += 0.03 * (turn + 1)
+    assert lane.take() == (pytest.approx([10.0, 10.0, 10.0]), pytest.approx([30.0, 60.0]))
+    assert lane.take() == ([], [])
+    lane.close()
+    assert target.item() == 1.0
+
+
+@pytest.mark.fast
+def test_the_floor_counts_what_a_step_reads(tmp_path):
+    path = write_shape("qwen3-8b", tmp_path, num_hidden_layers=2, vocab_size=1000)
+    config = ModelConfig.from_directory(path, made_weights="x")
+    layer = 4096 * (32 + 8 + 8) * 128 + 4096 * 4096 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    head, kv = 1000 * 4096, 2 * 8 * 128
+    plain = decode_floor.step_bytes(config, torch.bfloat16, num_drafts=0, batch=3, context_len=100)
+    assert plain == 2 * (2 * layer + 4096 + head + 3 * 100 * 2 * kv)
+    mtp = layer + 2 * 4096 * 4096 + 3 * 4096
+    drafting = decode_floor.step_bytes(config, torch.bfloat16, num_drafts=2, batch=3, context_len=100)
+    assert drafting == 2 * (2 * layer + 4096 + 3 * head + 2 * mtp + 3 * 100 * 4 * kv)
+    halved = decode_floor.step_bytes(config, torch.bfloat16, num_drafts=0, batch=3, context_len=100, num_ranks=2)
+    assert halved == pytest.approx(plain / 2 + head)
+
+
+@pytest.mark.fast
+def test_the_floor_is_what_a_model_holds(tmp_path):
+    path = write_shape("tiny", tmp_path)
+    model = load_model(
+        path, dtype=torch.float32, device=CPU, numerics=read_options(**QUICK).numerics, with_mtp=True, random_seed=0
+    )
+    held = sum(tensor.numel() for tensor in tensors_of(model, set())) * 4
+    # So many rows touch every expert; the rotary frequencies are no weights.
+    read = decode_floor.step_bytes(model.config, torch.float32, num_drafts=1, batch=10_000, context_len=0)
+    head = model.config.vocab_size * model.config.hidden_size * 4
+    assert math.isclose(read - head, held, rel_tol=1e-4)
+
+
+def tensors_of(value, seen):
+    """Every tensor that an object holds, once."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item, seen)
+    elif type(value).__module__.startswith("baton.model") or type(value).__name__ == "ExpertWeights":
+        names = getattr(value, "__slots__", ()) or vars(value)
+        for name in names:
+            yield from tensors_of(getattr(value, name), seen)
+
+
+@pytest.mark.fast
+def test_options_are_checked():
+    options = read_options(**QUICK, batch="16,1,16", mtp="2,0", scheduling="async,sync")
+    assert (options.batches, options.drafts, options.schedulings) == ((1, 16), (0, 2), ("sync", "async"))
+    assert options.verification_config.acceptance_rates == pytest.approx((0.8, 0.64))
+    assert read_options(**QUICK | {"shape": "8b"}).shape == "qwen3-8b"
+    with pytest.raises(ConfigInvalid, match="are free"):
+        decode.load_shape(read_options(**QUICK | {"shape": "32b", "layers": 64, "dtype": "float64"}))
+    with pytest.raises(ConfigInvalid, match="2048"):
+        decode.load_shape(read_options(**QUICK | {"prompt_len": 2040}))
+
+
+class ThreadRemote:
+    """A rank on a thread of this process, in place of a process of its own."""
+
+    def __init__(self, factory, *arguments):
+        self._served = factory(*arguments)
+        self._pool = ThreadPoolExecutor(1)
+
+    def post(self, method, *arguments):
+        return self._pool.submit(getattr(self._served, method), *arguments).result
+
+    def call(self, method, *arguments):
+        return self.post(method, *arguments)()
+
+    def end(self):
+        self._pool.shutdown()
+
+
+def check_gang():
+    options = read_options(**QUICK | {"steps": 2, "rounds": 1}, batch="1,2", mtp="0,1")
+    data = decode_gang.bench_decode_gang(options, 2, num_decisions=10)
+    assert [(row["tp"], row["scheduling"], row["mtp_k"], row["batch"]) for row in data["rows"]] == [
+        (2, scheduling, k, batch) for scheduling in ("sync", "async") for k in (0, 1) for batch in (1, 2)
+    ]
+    assert all(row["tpot_ms"] > row["floor_ms"] > 0 for row in data["rows"])
+    assert all(row["decision_eager_us"] > 0 and row["broadcast_eager_us"] > 0 for row in data["decisions"])
+
+
+def test_a_gang_is_measured(monkeypatch):
+    monkeypatch.setattr(decode_gang, "SpawnedRemote", ThreadRemote)
+    check_gang()
+
+
+@pytest.mark.slow
+def test_a_gang_of_processes_is_measured():
+    check_gang()

@@ -1,0 +1,35 @@
+"""Runners and engines whose steps are replayed from recorded graphs."""
+
+import torch
+
+from baton.engine.graph_key import GraphSizes
+from baton.engine.graphed_step import GraphedStep
+from baton.tests.engine.recorder import RecorderBackend
+
+NO_LIMIT = 1 << 40
+
+
+def graphed(model, pool, *, k, sizes, widths=None, backend=None, group=None, max_entries=NO_LIMIT):
+    """A captured step."""
+    widths = widths or (2, -(-model.config.max_model_len // pool.layout.block_size))
+    all_sizes = GraphSizes(sizes=sizes, widths=widths, num_draft_tokens=k, max_entries=max_entries)
+    step = GraphedStep(model, pool, all_sizes, backend or RecorderBackend(), group)
+    with torch.inference_mode():
+        step.capture()
+    return step
+
+
+def with_graphs(engine, *, sizes=(1, 3, 4), **options):
+    """The engine, its decode steps replayed from now on."""
+    runner = engine._decode
+    assert runner.graphs is None
+    step = graphed(runner._model, engine.pool, k=runner.num_draft_tokens, sizes=sizes, **options)
+    runner._step = runner.graphs = step
+    return engine
+
+
+def assert_all_replayed(engine):
+    counts = engine._decode.graphs.counts
+    assert counts.num_steps_replayed > 0
+    assert not any(counts.num_steps_eager.values())
+    assert not counts.failed

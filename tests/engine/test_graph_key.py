@@ -1,0 +1,103 @@
+"""Which graphs are captured, and which one a step takes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.cuda_graphs import CudaGraphConfig
+from baton.core.errors import ConfigInvalid
+from baton.engine.graph_key import (
+    EagerReason,
+    GraphKey,
+    GraphKind,
+    GraphSizes,
+    default_sizes,
+    default_widths,
+    max_invariant_entries,
+)
+
+pytestmark = pytest.mark.fast
+counts = st.integers(1, 40)
+ascending = st.sets(counts, min_size=1, max_size=5).map(lambda values: tuple(sorted(values)))
+all_sizes = st.builds(
+    GraphSizes, sizes=ascending, widths=ascending, num_draft_tokens=st.integers(0, 4), max_entries=st.integers(1, 900)
+)
+
+
+@given(all_sizes)
+def test_every_graph_once_and_the_largest_first(sizes):
+    keys = list(sizes.keys())
+    assert len({str(key) for key in keys}) == len(set(keys)) == len(keys)
+    entries = [key.num_sequences * key.width for key in keys]
+    assert entries == sorted(entries, reverse=True)
+    assert not entries or entries[0] <= sizes.max_entries
+
+
+@given(all_sizes, counts, counts, st.integers(0, 5))
+def test_a_step_takes_the_next_size_and_all_its_graphs_are_captured(sizes, num_sequences, num_blocks, num_drafts):
+    shape = sizes.shape_for(num_sequences, num_blocks)
+    if isinstance(shape, EagerReason):
+        fits = num_sequences <= sizes.sizes[-1]
+        assert shape is (EagerReason.CONTEXT if fits else EagerReason.SEQUENCES)
+        return
+    size, width = shape
+    assert size >= num_sequences
+    assert not any(num_sequences <= other < size for other in sizes.sizes)
+    assert width >= num_blocks
+    assert not any(num_blocks <= other < width for other in sizes.widths)
+    keys = sizes.step_keys(shape, num_drafts)
+    if num_drafts > sizes.num_draft_tokens:
+        assert keys is EagerReason.DRAFTS
+        return
+    assert set(keys) <= set(sizes.keys())
+    kinds = {0: 1, 1: 2}.get(num_drafts, 3)
+    assert len({key.kind for key in keys}) == len(keys) == kinds
+
+
+def test_a_kind_is_said_and_not_read_off_the_sizes():
+    sizes = GraphSizes(sizes=(2,), widths=(4,), num_draft_tokens=2, max_entries=8)
+    one_row = {key.kind for key in sizes.keys() if key.num_rows == 1}
+    assert one_row == {GraphKind.VERIFY, GraphKind.DRAFT}
+    assert str(GraphKey(GraphKind.DRAFT, 1, 2, 4)) == "draft of 2 x 1 rows over 4 blocks"
+
+
+def test_defaults():
+    assert default_sizes(1) == (1,)
+    assert default_sizes(5) == (1, 2, 4, 5)
+    assert default_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    assert default_sizes(100) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
+    assert default_widths(3) == (3,)
+    assert default_widths(16) == (16,)
+    assert default_widths(100) == (16, 32, 64, 100)
+    assert max_invariant_entries(36, 16) == 184
+    assert max_invariant_entries(1000, 64) == 16
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes", "message"),
+    [
+        ("auto", "1,x", "not written like"),
+        ("auto", "1,", "not written like"),
+        ("auto", ",", "not written like"),
+        ("auto", "0,1", "do not rise"),
+        ("auto", "4,2", "do not rise"),
+        ("auto", "2,2", "do not rise"),
+        ("off", "1", "is off"),
+    ],
+)
+def test_sizes_that_are_none_are_refused(mode, sizes, message):
+    with pytest.raises(ConfigInvalid, match=message) as caught:
+        CudaGraphConfig.parse(mode, sizes)
+    assert caught.value.fields["keys"] == ["cuda_graph_sizes"]
+
+
+def test_sizes_that_do_not_fit_a_worker_are_refused():
+    config = CudaGraphConfig.parse("auto", "1, 4,16")
+    assert config.sizes == (1, 4, 16)
+    config.require_fits(device="cuda", max_num_seqs=16)
+    with pytest.raises(ConfigInvalid, match="device is cpu"):
+        config.require_fits(device="cpu", max_num_seqs=16)
+    with pytest.raises(ConfigInvalid, match="16 exceeds max_num_seqs, 8"):
+        config.require_fits(device="cuda", max_num_seqs=8)
+    for mode in ("auto", "off"):
+        CudaGraphConfig.parse(mode, "").require_fits(device="cpu", max_num_seqs=1)

@@ -1,0 +1,130 @@
+"""KV on the host and back: every byte, in the order of steps, at every rank."""
+
+import threading
+
+import pytest
+import torch
+
+from baton.core.errors import ConfigInvalid
+from baton.engine.kv_offload import KVOffload
+from baton.engine.lane import ThreadLane
+from baton.engine.slots import Growth, SlotTable
+from baton.kvcache.allocator import BlockTable
+from baton.kvcache.layout import KVLayout
+from baton.kvcache.pool import KVPool
+from baton.model.parallel import Alone
+from baton.tests.model.ranks import on_ranks
+
+pytestmark = pytest.mark.fast
+CPU = torch.device("cpu")
+LAYOUT = KVLayout(model_hash="x", num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
+NUM_BLOCKS = 12
+
+
+class Side:
+    """One rank's pool, slots and host memory."""
+
+    def __init__(self, communicator=None, num_host_blocks=8):
+        group = communicator or Alone()
+        self.pool = KVPool(LAYOUT, NUM_BLOCKS, CPU, rank=group.rank, size=group.size)
+        self.pool.data_bytes.copy_(torch.arange(len(self.pool.data_bytes)) * (group.rank * 2 + 7) % 251)
+        self.table = SlotTable(
+            num_slots=3, max_blocks=6, hidden_size=5, vocab_size=9, eos_token_ids=(), dtype=torch.float64, device=CPU
+        )
+        self.lane = ThreadLane()
+        block_bytes = sum(layer.block_bytes for layer in self.pool.geometry.layers)
+        num_bytes = num_host_blocks * block_bytes + block_bytes - 1
+        self.offload = KVOffload(self.pool, num_bytes, self.lane, self.table, group)
+        assert self.offload.num_blocks == num_host_blocks
+
+    def content(self, blocks):
+        return [self.pool.blocks(layer)[list(blocks)].clone() for layer in range(LAYOUT.num_layers)]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_comes_back_is_what_was_there_and_nothing_else_changes():
+    side = Side()
+    hidden_D = torch.arange(5, dtype=torch.float64)
+    side.table.place(1, last_token=3, draft_token=8, hidden_D=hidden_D, length=7)
+    before, others = side.content((5, 2, 9)), side.content((0, 1, 3, 4, 6, 7, 8, 10, 11, 12))
+    future = side.offload.save((5, 2, 9), 4, 1)
+    side.lane.run(lambda: [side.pool.blocks(layer).index_fill_(0, torch.tensor([5, 2, 9]), 0) for layer in range(3)])
+    future.get()
+    assert future.is_done
+    side.offload.load((9, 5, 2), 4, 0)
+    side.lane.drain()
+    assert same(side.content((9, 5, 2)), before)
+    assert same(side.content((0, 1, 3, 4, 6, 7, 8, 10, 11, 12)), others)
+    draft, hidden = side.table.draft_of(0)
+    assert int(draft) == 8
+    assert torch.equal(hidden, hidden_D)
+
+
+def test_copies_lie_between_the_steps_around_them_and_ranges_may_be_used_again_at_once():
+    side, gate = Side(num_host_blocks=2), threading.Event()
+    first, second = side.content((3, 4)), side.content((6, 7))
+    side.lane.run(gate.wait)
+    futures = [side.offload.save((3, 4), 0, None)]
+    side.offload.load((0, 1), 0, 2)
+    futures.append(side.offload.save((6, 7), 0, None))
+    side.lane.run(lambda: [side.pool.blocks(layer).index_fill_(0, torch.tensor([6, 7]), 0) for layer in range(3)])
+    side.offload.load((6, 7), 0, 2)
+    assert not any(future.is_done for future in futures)
+    gate.set()
+    side.lane.drain()
+    assert all(future.is_done for future in futures)
+    assert same(side.content((0, 1)), first)
+    assert same(side.content((6, 7)), second)
+
+
+def test_a_draft_belongs_to_what_was_saved_last():
+    side = Side()
+    side.table.place(1, last_token=3, draft_token=8, hidden_D=None, length=7)
+    side.offload.save((5,), 0, 1)
+    side.offload.save((6,), 0, None)  # of a sequence that had no slot
+    side.table.place(0, last_token=1, draft_token=2, hidden_D=None, length=3)
+    side.offload.load((7,), 0, 0)
+    side.lane.drain()
+    assert int(side.table.draft_of(0)[0]) == 2
+
+
+def test_memory_for_no_block_or_more_than_there_is_is_refused():
+    with pytest.raises(ConfigInvalid, match="hold no KV block"):
+        Side(num_host_blocks=0)
+    with pytest.raises(ConfigInvalid, match="cannot be had"):
+        Side(num_host_blocks=1 << 52)
+
+
+def test_rank_0_hears_of_a_copy_when_every_rank_has_made_it():
+    copied = threading.Event()
+
+    def work(group):
+        side = Side(group)
+        before = side.content((1, 2))
+        if group.rank == 1:
+            side.lane.run(lambda: copied.wait(0.2))  # late, and nobody says when it is done but the sum
+            side.lane.run(copied.set)
+        future = side.offload.save((1, 2), 0, None)
+        future.get()
+        assert copied.is_set()
+        side.offload.load((4, 3), 0, 0)
+        side.lane.drain()
+        side.lane.close()
+        return same(side.content((4, 3)), before)
+
+    assert on_ranks(2, work) == [True, True]
+
+
+def test_tables_grow_on_the_device():
+    side = Side()
+    table = BlockTable((4, 2), 4)
+    for slot in (0, 2):
+        side.table.configure(slot, table=table, limit=8, scratch_block=12, draft_cap=1)
+    side.table.grow([Growth(2, 2, (7,)), Growth(0, 2, (9, 3, 5, 6, 8))], [12, 24])
+    rows = [side.table.gather(torch.tensor([slot]), 6)[1] for slot in (0, 2)]
+    assert rows[0].block_tables_BM.tolist() == [[4, 2, 9, 3, 5, 6]], "the widest table has six"
+    assert rows[1].block_tables_BM.tolist() == [[4, 2, 7, 12, 12, 12]]
+    assert [int(row.limit_B) for row in rows] == [24, 12]

@@ -1,0 +1,58 @@
+"""What ranks on GPUs do in tests of graphs. Importable by the processes."""
+
+import torch
+
+from baton.core.numerics import Numerics
+from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
+from baton.engine.graph_backend import CudaBackend
+from baton.engine.graph_key import GraphSizes
+from baton.engine.graphed_step import GraphedStep
+from baton.engine.plan_messages import Stop
+from baton.tests.engine.test_gang import generate, load, runners_of
+
+
+class OneRankFails(CudaBackend):
+    """Captures every second graph at one rank only."""
+
+    def __init__(self, device, group, what):
+        super().__init__(device, group)
+        self._is_failing, self._what, self._number = group.rank == 1, what, 0
+
+    def require(self, num_bytes):
+        super().require(num_bytes)
+        self._number += 1
+        self._fail("require")
+
+    def capture(self, work):
+        def work_or_fail():
+            work()
+            self._fail("capture")
+
+        return super().capture(work_or_fail)
+
+    def _fail(self, what):
+        if self._is_failing and what == self._what and self._number % 2:
+            raise RuntimeError("not at this rank")
+
+
+def use_graphs(channel, device, path, what):
+    group, k = channel.communicator, 2
+    model = load(path, group, torch.float32, Numerics.INVARIANT, device)
+    prefill, decode = runners_of(model, k, group)
+    backend = CudaBackend(device, group) if what is None else OneRankFails(device, group, what)
+    sizes = GraphSizes(sizes=(2, 3), widths=(4, 32), num_draft_tokens=k, max_entries=1 << 20)
+    step = GraphedStep(model, decode._pool, sizes, backend, group)
+    step.capture()
+    decode._step = decode.graphs = step
+    tokens = None
+    if group.rank == 0:
+        lead = LeadDecode(decode, channel)
+        tokens = generate(LeadPrefill(prefill, channel), lead, k, "coupled")
+        lead.close()
+    else:
+        follow, decode_ranks = FollowPrefill(prefill, channel), FollowDecode(decode, channel)
+        while not isinstance(plan := channel.hear(), Stop):
+            assert follow.take(plan, lambda layer: None) or decode_ranks.take(plan)
+            decode_ranks.look()
+    counts = step.counts
+    return tokens, counts.num_captured, counts.failed, counts.num_steps_replayed, sum(counts.num_steps_eager.values())

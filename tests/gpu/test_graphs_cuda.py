@@ -1,0 +1,183 @@
+"""CUDA graphs of decode steps: the bits of launched passes, no waiting, and all ranks or none."""
+
+import functools
+
+import pytest
+import torch
+
+from baton.core.cuda_graphs import CudaGraphConfig
+from baton.core.numerics import Numerics
+from baton.core.tokenizer import Tokenizer
+from baton.engine.batch import DecodeRows
+from baton.engine.decode_step import DecodePlan
+from baton.engine.graph_backend import CallBackend, CudaBackend
+from baton.engine.graph_key import GraphKind, GraphSizes
+from baton.engine.graphed_step import GraphedStep
+from baton.engine.local import LocalEngine
+from baton.engine.sampler import sampling_rows
+from baton.engine.slots import DecodeState
+from baton.engine.verify import CoupledVerifier
+from baton.model.loader import load_model
+from baton.model.parallel import Alone
+from baton.tests.e2e.conftest import TINY
+from baton.tests.e2e.prompts import requests_for, token_prompts
+from baton.tests.engine.pass_matrix import PREFIXES, SIZE, Side, check_kind
+from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runners_of
+from baton.tests.gpu.gang_ranks import GpuRanks
+from baton.tests.gpu.graph_ranks import use_graphs
+from baton.tests.model.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda", 0)
+SHAPES = {
+    "dense": {"kind": "qwen3", "num_heads": 8, "num_kv_heads": 2, "tie": False},
+    "moe": {"kind": "qwen3_moe"},
+}
+SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95}
+
+
+@functools.cache
+def tiny(dtype, numerics):
+    return load_model(TINY, dtype=dtype, device=DEVICE, numerics=numerics, with_mtp=True)
+
+
+@pytest.fixture
+def model_of(tmp_path):
+    def make(shape, dtype, numerics):
+        path = write_checkpoint(tmp_path / shape, **SHAPES[shape])
+        return load_model(path, dtype=dtype, device=DEVICE, numerics=numerics, with_mtp=True)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    started = GpuRanks()
+    yield started
+    started.close()
+
+
+def kinds_of(num_rows):
+    return [kind for kind in GraphKind if kind is not GraphKind.DRAFT or num_rows == 1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", range(1, 9))
+def test_replayed_bits_are_those_launched(num_rows, dtype, shape, model_of):
+    model = model_of(shape, dtype, Numerics.INVARIANT)
+    for kind in kinds_of(num_rows):
+        check_kind(model, CudaBackend(DEVICE, Alone()), kind, num_rows)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", range(1, 9))
+def test_default_numerics_have_the_bits_of_the_same_padded_shape(num_rows, dtype, shape, model_of):
+    model = model_of(shape, dtype, Numerics.DEFAULT)
+    for kind in kinds_of(num_rows):
+        called, captured = Side(model), Side(model)
+        graphs = [
+            called.graph(kind, num_rows, CallBackend()),
+            captured.graph(kind, num_rows, CudaBackend(DEVICE, Alone())),
+        ]
+        for prefix in PREFIXES:
+            for count in range(SIZE, 0, -1):
+                wanted = called.replayed(graphs[0], count, prefix)
+                assert torch.equal(captured.replayed(graphs[1], count, prefix), wanted), (kind, count, prefix)
+        for kv, other in zip(captured.kv(), called.kv(), strict=True):
+            assert torch.equal(kv, other)
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize("k", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "numerics"), [(torch.float32, Numerics.INVARIANT), (torch.float64, Numerics.DEFAULT)]
+)
+def test_the_same_tokens_and_accepted_lengths(dtype, numerics, k, scheduling):
+    tokenizer = Tokenizer.from_directory(TINY)
+    prompts = token_prompts(tokenizer, 12, max_len=100)
+    made = []
+    for graphs in (None, CudaGraphConfig(sizes=(1, 3, 5))):
+        engine = LocalEngine(
+            tiny(dtype, numerics),
+            tokenizer,
+            num_blocks=128,
+            block_size=16,
+            num_draft_tokens=k,
+            chunk_len=48,
+            max_num_sequences=5,
+            scheduling=scheduling,
+            graphs=graphs,
+        )
+        results = engine.generate(requests_for(prompts, sampled=True, num_drafts=k, max_tokens=24))
+        made.append([(result.token_ids, result.counts) for result in results])
+    assert made[0] == made[1]
+    counts = engine._decode.graphs.counts
+    assert counts.num_steps_replayed > 0
+    assert not any(counts.num_steps_eager.values())
+    assert not counts.failed
+    print(f"{counts.num_captured} graphs, {counts.num_sequences_padded} sequences of padding")
+
+
+@torch.inference_mode()
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_replayed_step_never_waits(sampled, k):
+    model = tiny(torch.bfloat16, Numerics.DEFAULT)
+    side = Side(model)
+    sizes = GraphSizes(sizes=(4,), widths=(4, 8), num_draft_tokens=k, max_entries=1 << 20)
+    step = GraphedStep(model, side.pool, sizes, CudaBackend(DEVICE, Alone()))
+    step.capture()
+    limit_B = torch.full((3,), 100, device=DEVICE)
+    rows = DecodeRows(block_tables_BM=side.tables[:3, :3], limit_B=limit_B, draft_cap_B=torch.full_like(limit_B, k))
+    hidden_BD = side.hidden[:3]
+    state = DecodeState(
+        last_token_B=side.tokens[:3, 0], draft_token_B=side.tokens[:3, 1], hidden_BD=hidden_BD, length_B=limit_B - 70
+    )
+    params = [request.sampling for request in requests_for([(1, 2)] * 3, sampled=True, num_drafts=k, max_tokens=9)]
+    sampling = sampling_rows(params, DEVICE) if sampled else None
+    plan = DecodePlan(num_drafts=k, max_context_len=40, sampling=sampling)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            state, verified = step(state, rows, plan, model, side.pool, CoupledVerifier())
+            state = DecodeState(
+                last_token_B=state.last_token_B,
+                draft_token_B=state.draft_token_B,
+                hidden_BD=state.hidden_BD,
+                length_B=limit_B - 70,
+            )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert step.counts.num_steps_replayed == 3
+    assert (verified.accepted_len_B <= k).all()
+
+
+def test_a_graph_that_cannot_be_captured_leaves_the_others_usable():
+    """A read of the host breaks its capture, and nothing after it."""
+    side = Side(tiny(torch.float32, Numerics.DEFAULT))
+    backend = CudaBackend(DEVICE, Alone())
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError):
+            backend.capture(lambda: side.hidden.sum().item())
+        static = side.graph(GraphKind.VERIFY, 2, backend)
+        wanted = side.eager(GraphKind.VERIFY, SIZE, 20, 2)
+        assert torch.allclose(side.replayed(static, SIZE, 20), wanted, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("what", [None, "require", "capture"])
+def test_two_gpus_replay_together_or_not_at_all(what, tiny_checkpoint, ranks):
+    path = tiny_checkpoint(**CHECKPOINT)
+    one = load(path, None, torch.float32, Numerics.INVARIANT, DEVICE)
+    wanted = generate(*runners_of(one, 2), 2, "coupled")
+    (tokens, *lead), (_, *follower) = ranks.run(use_graphs, path, what)
+    assert tokens == wanted
+    assert lead == follower
+    num_captured, failed, num_replayed, num_eager = lead
+    assert len(failed) == (0 if what is None else (num_captured + len(failed)) // 2)
+    assert num_replayed > 0 if what is None else num_eager > 0
