@@ -23,7 +23,7 @@ def ranks():
 
 
 def test_the_group_adds_broadcasts_and_carries_bytes(ranks):
-    for total, told, said, parts, broadcast_us in ranks.run(use_group):
+    for total, parts, told, said, broadcast_us in ranks.run(use_group):
         assert total == [3.0]
         assert parts == [[[0, 7]], [[1, 7]]]
         assert told == [0, 1, 2, 3]
