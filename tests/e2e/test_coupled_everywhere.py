@@ -1,8 +1,8 @@
 """Coupled sampling: seeded requests at temperature 1 give the same tokens however they are run.
 
 With 0, 1, 2 or 4 drafts, one at a time or 32 together, on one rank or two, in one process or handed over from prefill
-to decode workers. In float64, and in float32 with invariant numerics. The reference is the one-process engine, one
-request at a time, without drafts and without chunks.
+to decode workers. In float64, and in float32 with invariant numerics. The reference is the one-process engine, some
+requests at a time, without drafts and without chunks.
 """
 
 import itertools
@@ -32,6 +32,7 @@ from baton.tests.model.ranks import channel_of, on_ranks
 
 CPU = torch.device("cpu")
 ALL, FEW = (200, 10), (8, 6)  # requests, and tokens of each
+REFERENCE_BATCH = 11  # none of those below
 WAVE = 50  # requests handed over at once; the last of them waits for all others
 NUM_BLOCKS, BLOCK_SIZE, CHUNK_LEN = 512, 16, 48
 DRAFTS, BATCHES, RANKS, PLACES = (0, 1, 2, 4), (1, 32), (1, 2), ("local", "handed over")
@@ -89,7 +90,7 @@ def wanted(load_tiny, tokenizer):
         if (numerics, size) not in made:
             model = load_tiny(*NUMERICS[numerics], with_mtp=False)
             requests = requests_with(tokenizer, 0, size)
-            made[numerics, size] = in_one_process(model, tokenizer, requests, 0, 1, chunk_len=WHOLE)
+            made[numerics, size] = in_one_process(model, tokenizer, requests, 0, REFERENCE_BATCH, chunk_len=WHOLE)
         return made[numerics, size]
 
     return get
