@@ -13,6 +13,7 @@ from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import MAX_CHOICES, SamplingParams
 from baton.core.tokenizer import StopMatcher, Tokenizer
 from baton.engine.local import GenerationResult, LocalEngine
+from baton.engine.speculation import Speculation
 from baton.proto import wire
 from baton.worker.loading import load_worker
 
@@ -46,6 +47,9 @@ class LocalCompleter:
             clock=self._clock,
             scheduling=worker.scheduling,
             verification=worker.verification,
+            speculation=Speculation(
+                worker.num_draft_tokens, None if worker.auto_drafts else worker.num_draft_tokens, self._clock
+            ),
         )
 
     def complete(self, asked: Asked, on_text: OnText) -> Completion:

@@ -23,6 +23,7 @@ from baton.core.verification import (
 )
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
+MAX_DRAFTS = 4  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many
 TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
 SchedulingName = Literal["async", "sync"]
 
@@ -100,8 +101,8 @@ class ServeConfig(BaseModel):
             problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
             keys = [str(item["loc"][0]) for item in error.errors() if item["loc"]]
             raise ConfigInvalid("; ".join(problems), keys=keys) from error
-        if isinstance(config.mtp, int) and not 0 <= config.mtp <= 4:
-            raise ConfigInvalid(f"mtp: {config.mtp} is not in 0 ... 4", keys=["mtp"])
+        if isinstance(config.mtp, int) and not 0 <= config.mtp <= MAX_DRAFTS:
+            raise ConfigInvalid(f"mtp: {config.mtp} is not in 0 ... {MAX_DRAFTS}", keys=["mtp"])
         return config
 
     def verification_config(self) -> VerificationConfig:
@@ -193,6 +194,7 @@ class WorkerConfig:
     host: str
     router_address: str
     num_threads: int
+    auto_drafts: bool = False  # each step's k is chosen by measurement, up to num_draft_tokens
     prefix_cache: bool = True
     weights: str = "checkpoint"
     tp_size: int = 1

@@ -23,6 +23,7 @@ from baton.engine.finish import FinishChecker
 from baton.engine.gang import LeadDecode
 from baton.engine.grammar import check_compiles
 from baton.engine.prefill import SequenceStart
+from baton.engine.speculation import Speculation
 from baton.engine.step_pipeline import StepPipeline
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
@@ -52,9 +53,11 @@ class DecodeWorker:
         clock: Clock,
         on_fatal: Callable[[BaseException], None],
         scheduling: SchedulingName = "async",
+        speculation: Speculation | None = None,
     ) -> None:
         self._runner = runner
-        self._steps = StepPipeline[DecodeSequence](runner, scheduling)
+        self.speculation = speculation or Speculation(runner.num_draft_tokens, runner.num_draft_tokens, clock)
+        self._steps = StepPipeline[DecodeSequence](runner, scheduling, self.speculation)
         self._pool = pool
         self._tokenizer = tokenizer
         self._landing = landing

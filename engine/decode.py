@@ -47,9 +47,11 @@ class _Batch:
     slots_B: torch.Tensor
     host_slots_B: Ints
     sampling: tuple[SamplingParams, ...]
-    draft_caps: tuple[int, ...]
-    most_B: Ints  # tokens each may emit
+    draft_caps: tuple[int, ...]  # drafts that each may ever use
+    proposed_lens: tuple[int, ...]  # of those, in this step
+    most_B: Ints  # tokens each may emit in it
     num_drafts: int
+    keeps_mtp: bool
     num_tops: tuple[int | None, ...]  # likeliest tokens each reports; None: no log-probabilities at all
     num_reporting: int
     num_top: int
@@ -64,7 +66,7 @@ class DecodeRunner:
         model: its device is where steps run.
         pool: of the same device.
         max_num_sequences: slots.
-        num_draft_tokens: drafts a step may make.
+        num_draft_tokens: drafts a step may ever make; it makes so many until `set_num_drafts` says otherwise.
         communicator: if this is one rank of a group.
         eos_token_ids: what `min_tokens` holds back beside a request's own stop tokens.
         verification: of drafts; coupled if None.
@@ -95,6 +97,7 @@ class DecodeRunner:
         self.max_num_sequences = max_num_sequences
         self.hidden_size = model.config.hidden_size
         self.num_draft_tokens = num_draft_tokens
+        self._num_drafts = num_draft_tokens
         self.grammars = grammars
         self._states: dict[int, GrammarState] = {}  # of slots with a grammar; belongs to the lane
         self._emitted: EmittedTokens | None = None  # by the step before, where a grammar has not taken it yet
@@ -209,6 +212,21 @@ class DecodeRunner:
         self._lane.run(leave)
         return self._running_step(slot)
 
+    def set_num_drafts(self, num_drafts: int) -> None:
+        """Steps launched from now on make at most this many drafts, 0 to `num_draft_tokens`.
+
+        With 0 a step of sequences that may draft still runs the MTP head over what it emits, so that later drafts are
+        as good as if there had been some all the time.
+        """
+        assert 0 <= num_drafts <= self.num_draft_tokens
+        if num_drafts != self._num_drafts:
+            self._num_drafts = num_drafts
+            self._batch = None  # what it says of drafts is another now
+
+    def draft_caps(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Drafts that each of these sequences may use, however many are made now."""
+        return self._batch_of(slots).draft_caps
+
     def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Those of `slots` that may need another step, as far as can be said before all results are read.
 
@@ -265,7 +283,7 @@ class DecodeRunner:
 
         ticket = StepTicket(
             batch.slots,
-            batch.draft_caps,
+            batch.proposed_lens,
             future,
             on_read,
             num_columns,
@@ -295,6 +313,7 @@ class DecodeRunner:
         grammar = self._grammar_rows(batch)
         plan = DecodePlan(
             num_drafts=batch.num_drafts,
+            keeps_mtp=batch.keeps_mtp,
             max_context_len=max_context_len,
             sampling=self._table.sampling.rows(batch.slots, batch.sampling),
             grammar=grammar,
@@ -336,6 +355,7 @@ class DecodeRunner:
         if self._batch is None or self._batch.slots != slots:
             assert len(set(slots)) == len(slots)
             draft_caps = tuple(self._draft_caps[slot] for slot in slots)
+            proposed_lens = tuple(min(cap, self._num_drafts) for cap in draft_caps)
             num_tops = tuple(self._sampling[slot].logprobs for slot in slots)
             reported = [num_top for num_top in num_tops if num_top is not None]
             self._batch = _Batch(
@@ -344,8 +364,10 @@ class DecodeRunner:
                 host_slots_B=np.array(slots, dtype=np.int64),
                 sampling=tuple(self._sampling[slot] for slot in slots),
                 draft_caps=draft_caps,
-                most_B=np.array(draft_caps, dtype=np.int64) + 1,
-                num_drafts=max(draft_caps, default=0),
+                proposed_lens=proposed_lens,
+                most_B=np.array(proposed_lens, dtype=np.int64) + 1,
+                num_drafts=max(proposed_lens, default=0),
+                keeps_mtp=max(draft_caps, default=0) > 0,  # k may rise while these sequences run
                 num_tops=num_tops,
                 num_reporting=len(reported),
                 num_top=min(max(reported, default=0), self._model.config.vocab_size),

@@ -21,6 +21,7 @@ from baton.engine.finish import FinishChecker
 from baton.engine.grammar import GrammarCompiler
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
 from baton.engine.prefill import PrefillRunner
+from baton.engine.speculation import Speculation
 from baton.engine.step_pipeline import StepPipeline
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
@@ -69,7 +70,8 @@ class LocalEngine:
     """Runs requests to completion on one model.
 
     With `scheduling="async"` a decode step is launched before the results of the one before are read; the tokens, and
-    how many drafts are accepted in each step, are those of "sync".
+    how many drafts are accepted in each step, are those of "sync". `speculation` says how many drafts each step makes,
+    `num_draft_tokens` if it is None; it may be told another number while the engine runs.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class LocalEngine:
         clock: Clock | None = None,
         scheduling: SchedulingName = "async",
         verification: VerificationConfig | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
@@ -104,7 +107,8 @@ class LocalEngine:
             verification=verification,
             grammars=self._grammars,
         )
-        self._steps = StepPipeline[LocalSequence](self._decode, scheduling)
+        self.speculation = speculation or Speculation(num_draft_tokens, num_draft_tokens, self._clock)
+        self._steps = StepPipeline[LocalSequence](self._decode, scheduling, self.speculation)
         self._in_step = False
         self._unread: dict[AttemptKey, list[TokenEvent]] = {}
         self._num_open: dict[AttemptKey, int] = {}  # answers that have not ended
@@ -206,6 +210,7 @@ class LocalEngine:
         planned = self._scheduler.next_chunks()
         if not planned:
             return
+        self.speculation.disturb()
         forward = self._prefill.forward([chunk for _, chunk in planned], _ignore_layer)
         rows = zip(planned, forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
         for (sequence, chunk), token, logprobs, prompt_logprobs in rows:

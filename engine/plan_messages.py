@@ -130,6 +130,13 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class SetDrafts:
+    """`DecodeRunner.set_num_drafts`: the k of the steps told after this."""
+
+    num_drafts: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """`DecodeRunner.launch`.
 
@@ -165,4 +172,4 @@ class Draft:
 
 
 CONTROL_KINDS: dict[int, type] = {1: Join, 2: Beat, 3: Ready, 4: Farewell, 5: Stop}
-COMPUTE_KINDS: dict[int, type] = {16: Admit, 17: Release, 18: Step, 24: Forward, 25: Draft}
+COMPUTE_KINDS: dict[int, type] = {16: Admit, 17: Release, 18: Step, 20: SetDrafts, 24: Forward, 25: Draft}
