@@ -50,7 +50,7 @@ def test_generate_has_every_documented_flag():
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("command", ["serve", "generate", "bench kv", "status", "doctor", "top", "plan"])
+@pytest.mark.parametrize("command", ["serve", "generate", "bench kv", "status", "speculation", "doctor", "top", "plan"])
 def test_every_command_exists_and_has_json(command):
     assert "--json" in flags_of(command)
 
