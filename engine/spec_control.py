@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 MAX_TIME_S = 1e6  # a step longer than this is a broken clock
 MIN_VAR = 1e-12
+LATE = 4  # steps after which a trial's result is not waited for any more
 GUESSED_SLOPE = 0.15  # of step time per draft, before anything is known
 
 
@@ -106,7 +107,7 @@ class _Rate:
 class _Arm:
     """Step time of one k at one bucket of batch sizes, relative to the bucket's scale."""
 
-    __slots__ = ("error", "is_guess", "num_outliers", "num_seen", "relative", "step", "var")
+    __slots__ = ("error", "is_guess", "num_outliers", "num_seen", "relative", "step", "tried_step", "var")
 
     def __init__(self, relative: float, var: float, step: int, *, is_guess: bool) -> None:
         self.relative = relative
@@ -116,6 +117,11 @@ class _Arm:
         self.error = 0.0
         self.num_outliers = 0
         self.num_seen = 0
+        self.tried_step = -LATE
+
+    def is_tried(self, step: int) -> bool:
+        """Whether a trial's result is still to come; one that has not come for long never will."""
+        return self.tried_step > self.step and step - self.tried_step < LATE
 
 
 class _Bucket:
@@ -150,24 +156,35 @@ class SpeculationControl:
         self._spent_s = [0.0] * (max_drafts + 1)  # by trials of each k
         self._allowed_s = 0.0
         self._last_grant_step = 0
-        self._last = (-1, 0)  # bucket and k of the last decision
+        self._last: tuple[int, tuple[float, ...]] = (-1, ())  # bucket and shares of the last decision
+        self._kept = 0  # its k, for so many steps more:
         self._num_kept = 0
         self.num_trials = 0
         self.num_switches = 0
 
-    def choose(self, batch_size: int) -> int:
-        """The k of the next step of `batch_size` sequences, 0 ... max_drafts."""
+    def choose(self, batch_size: int, num_capable: Sequence[int] | None = None) -> int:
+        """The k of the next step.
+
+        Results of steps that were chosen before may still be outstanding.
+
+        Args:
+            batch_size: its sequences.
+            num_capable: of those, the ones that may use draft j, for each j that any of them may; all, if None.
+        """
         assert batch_size >= 1
-        if self.max_drafts == 0:
+        shares = (1.0,) * self.max_drafts
+        if num_capable is not None:
+            shares = tuple(number / batch_size for number in num_capable[: self.max_drafts])
+        if not shares:
             return 0
         name = bucket_of(batch_size)
-        if self._last[0] == name and self._num_kept > 0:
+        if self._last == (name, shares) and self._num_kept > 0:
             self._num_kept -= 1
-            return self._last[1]
+            return self._kept
         bucket = self._bucket(name)
-        k = self._decide(bucket)
-        self._last = (name, bucket.in_use)
-        self._num_kept = self._options.decide_every - 1 if k == bucket.in_use else 0
+        k, in_use = self._decide(bucket, shares)
+        self._last, self._kept = (name, shares), in_use
+        self._num_kept = self._options.decide_every - 1 if k == in_use else 0
         return k
 
     def observe(
@@ -311,18 +328,19 @@ class SpeculationControl:
 
     # Decisions.
 
-    def _decide(self, bucket: _Bucket) -> int:
+    def _decide(self, bucket: _Bucket, shares: tuple[float, ...]) -> tuple[int, int]:
+        """The next step's k, and the k that is in use where that is none but a trial."""
         options, step = self._options, self._step
+        in_use = min(bucket.in_use, len(shares))
         if bucket.scale_s <= 0.0:
-            return bucket.in_use
-        arms, rates = bucket.arms, self._rates
+            return in_use, in_use
+        arms, rates = bucket.arms[: len(shares) + 1], self._rates
         tokens, stands = [1.0], 1.0
-        for rate in rates:
+        for share, rate in zip(shares, rates, strict=False):
             stands *= rate.mean
-            tokens.append(tokens[-1] + stands)
+            tokens.append(tokens[-1] + share * stands)
         speed = [count / arm.relative for count, arm in zip(tokens, arms, strict=True)]
         best = max(range(len(speed)), key=speed.__getitem__)
-        in_use = bucket.in_use
         if best != in_use and speed[best] > speed[in_use] * (1.0 + options.margin):
             self.num_switches += 1
             bucket.in_use = in_use = best
@@ -336,7 +354,7 @@ class SpeculationControl:
                 continue
             gap = max(0.0, 1.0 - speed[k] / speed[in_use])
             cost_s = max(gap, options.least_cost) * arm.relative * bucket.scale_s
-            if arm.step >= found_step or cost_s > share_s - self._spent_s[k]:
+            if arm.step >= found_step or cost_s > share_s - self._spent_s[k] or arm.is_tried(step):
                 continue
             var = arm.var + options.time_doubt * (step - arm.step) + arms[in_use].var
             slope = self._slopes(tokens, k)
@@ -347,7 +365,8 @@ class SpeculationControl:
         if found != in_use:
             self._spent_s[found] += found_cost_s
             self.num_trials += 1
-        return found
+            arms[found].tried_step = step
+        return found, in_use
 
     def _slopes(self, tokens: list[float], k: int) -> list[float]:
         """Relative change of E_k with each acceptance."""

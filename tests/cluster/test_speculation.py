@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from baton.cluster import cli
 from baton.core.errors import InvalidRequest
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
-from baton.proto.wire import to_status
+from baton.proto.wire import ERROR_KEY
 
 pytestmark = pytest.mark.fast
 
@@ -35,7 +35,9 @@ class Admin(admin_pb2_grpc.AdminServicer):
     def SetSpeculation(self, request, context):
         self.modes.append(request.mode)
         if request.mode.num_draft_tokens > 2:
-            context.abort_with_status(to_status(InvalidRequest("at most 2", field="num_draft_tokens")))
+            error = InvalidRequest("at most 2", field="num_draft_tokens")
+            context.set_trailing_metadata(((ERROR_KEY, error.to_wire()),))
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         self.now.auto = request.mode.auto
         self.now.num_draft_tokens = request.mode.num_draft_tokens
         told = [admin_pb2.WorkerSpeculation(worker_id="decode-0", speculation=self.now)]

@@ -8,6 +8,7 @@ What the controller is shown is noisy: times by 5 to 10 %, acceptance by drawing
 
 import math
 import random
+from collections import deque
 from dataclasses import dataclass
 
 NUM_CELLS = 256
@@ -78,12 +79,16 @@ def make_regime(seed, num_steps=2000):
     return regime
 
 
-def run(regime, control):
-    """Time for all the work under `control`, and its k of each step."""
+def run(regime, control, num_late=1):
+    """Time for all the work under `control`, and its k of each step.
+
+    Results come `num_late` steps late: 1 where a step is launched before the result of the one before is read.
+    """
     rng = random.Random(regime.seed + 1)
     draw, gauss = rng.random, rng.gauss
     tokens = [regime.tokens(cell) for cell in range(NUM_CELLS)]
     done, total, per_work, chosen = 0.0, 0.0, NUM_CELLS / regime.work, []
+    outstanding = deque()
     while done < regime.work:
         cell = int(done * per_work)
         size = regime.batch[cell]
@@ -104,7 +109,10 @@ def run(regime, control):
             if left == 0:
                 break
         shown = time * max(1.0 + regime.noise * gauss(0.0, 1.0), 0.2)
-        control.observe(batch_size=size, num_drafts=k, step_s=shown, tested=tested, accepted=accepted)
+        seen = {"batch_size": size, "num_drafts": k, "step_s": shown, "tested": tested, "accepted": accepted}
+        outstanding.append(seen)
+        if len(outstanding) > num_late:
+            control.observe(**outstanding.popleft())
     return total, chosen
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.spec_control import SpeculationControl, bucket_of
-from baton.engine.speculation import Speculation
 from baton.tests.engine.spec_regimes import MAX_DRAFTS, make_regime, run
 
 NUM_REGIMES = 200
@@ -144,21 +143,3 @@ def test_buckets_are_ordered_and_grow_with_the_batch():
     assert buckets == sorted(buckets)
     assert len(set(buckets)) == 20
     assert all(bucket_of(2 * size) == bucket_of(size) + 2 for size in range(1, 513))
-
-
-@pytest.mark.fast
-def test_a_position_counts_only_where_it_was_tested():
-    class Control:
-        def observe(self, **seen):
-            self.seen = seen
-
-    speculation = Speculation(4, 3)
-    speculation._control = Control()
-    speculation.observe(3, [4, 3, 1, 0], 0.5, [3, 1, 1, 0])
-    assert speculation._control.seen == {
-        "batch_size": 4,
-        "num_drafts": 3,
-        "step_s": 0.5,
-        "tested": [3, 2, 1],
-        "accepted": [3, 1, 1],
-    }
