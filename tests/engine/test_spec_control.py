@@ -143,3 +143,26 @@ def test_buckets_are_ordered_and_grow_with_the_batch():
     assert buckets == sorted(buckets)
     assert len(set(buckets)) == 20
     assert all(bucket_of(2 * size) == bucket_of(size) + 2 for size in range(1, 513))
+
+
+@pytest.mark.fast
+def test_a_trial_is_not_repeated_while_its_result_is_outstanding():
+    control = SpeculationControl(4)
+    drive(control, 1, DEAR, BAD)
+    chosen = [control.choose(8) for _ in range(3)]
+    tried = [k for k in chosen if k != 1]
+    assert len(set(tried)) == len(tried)
+
+
+@pytest.mark.fast
+def test_what_few_sequences_may_use_is_worth_little():
+    control = SpeculationControl(4)
+    times = [1.0, 1.05, 1.1, 1.15, 1.2]
+    drive(control, 300, times, GOOD, 64)
+    assert control.choose(64) == 4
+    few = [control.choose(64, (64, 1, 1, 1)) for _ in range(100)]
+    assert few.count(1) >= 95
+    assert [control.choose(64, (1, 1, 1, 1)) for _ in range(100)].count(0) >= 95
+    assert max(control.choose(64, (64, 64)) for _ in range(100)) == 2
+    assert control.choose(64, ()) == 0
+    assert [control.choose(64) for _ in range(100)].count(4) >= 95, "what others may not use is not forgotten"
