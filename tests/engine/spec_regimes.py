@@ -3,7 +3,8 @@
 A regime is a fixed amount of *work*, tokens per sequence; everything about it (batch size, step times, acceptance) is
 a function of the work done, so that every policy meets the same load. A policy's time for the work is the sum of mean
 step times over the steps it takes, each doing its expected tokens of work: what is compared is decisions, not luck.
-What the controller is shown is noisy: times by 5 to 10 %, acceptance by drawing it for each sequence.
+What the controller is shown is noisy: times by 5 to 10 % and, in half of the regimes, one in a hundred longer by up to
+nine times (somebody else used the machine); acceptance by drawing it for each sequence.
 """
 
 import math
@@ -28,6 +29,7 @@ class Regime:
     times: list
     accept: list
     noise: float
+    strays: float
     seed: int
 
     def tokens(self, cell):
@@ -69,6 +71,7 @@ def make_regime(seed, num_steps=2000):
         times=times,
         accept=accept,
         noise=rng.uniform(0.05, 0.10),
+        strays=rng.choice((0.0, 0.01)),
         seed=seed,
     )
     num_tokens = 0.0
@@ -109,6 +112,8 @@ def run(regime, control, num_late=1):
             if left == 0:
                 break
         shown = time * max(1.0 + regime.noise * gauss(0.0, 1.0), 0.2)
+        if draw() < regime.strays:
+            shown *= draw() * 8.0 + 1.0
         seen = {"batch_size": size, "num_drafts": k, "step_s": shown, "tested": tested, "accepted": accepted}
         outstanding.append(seen)
         if len(outstanding) > num_late:
