@@ -31,7 +31,7 @@ def random_ks(seed, limit, length=97):
     rng = random.Random(seed)
     ks = []
     while len(ks) < length:
-        ks += [rng.randint(0, limit)] * rng.choice((1, 1, 1, 2, 5))
+        ks += [rng.randint(0, limit)] * rng.choice((1, 1, 1, 3))
     return ks
 
 
