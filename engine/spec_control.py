@@ -49,6 +49,7 @@ class ControlOptions:
     plausible: float = 2.5
     worth_trying: float = 0.015
     least_cost: float = 0.002
+    hope: float = 1.0
     decide_every: int = 2
     times: TimeOptions = TimeOptions()
     acceptance: AcceptanceOptions = AcceptanceOptions()
@@ -216,14 +217,19 @@ class SpeculationControl:
                 continue
             gap = max(0.0, 1.0 - math.exp(speed[k] - speed[in_use]))
             cost_s = max(gap, options.least_cost) * math.exp(min(log, 50.0))
-            if cost_s > share_s - self._spent_s[k]:
+            left_s = share_s - self._spent_s[k]
+            if left_s <= 0.0 or (options.hope == 0.0 and cost_s > left_s):
                 continue
             var = time_var[k][k] + time_var[in_use][in_use] - 2.0 * time_var[k][in_use]
             slope = [ours - theirs for ours, theirs in zip(self._slopes(tokens, k), slope_in_use, strict=True)]
             for ours, row in zip(slope, self._acceptance.var, strict=True):
                 if ours:
                     var += ours * sum([value * theirs for value, theirs in zip(row, slope, strict=True)])
-            if options.plausible * math.sqrt(max(var, 0.0)) - gap > options.worth_trying:
+            spread = math.sqrt(max(var, 0.0))
+            hoped = max(0.0, 1.0 - math.exp(speed[k] + options.hope * spread - speed[in_use]))
+            if hoped * math.exp(min(log, 50.0)) > left_s:
+                continue
+            if options.plausible * spread - gap > options.worth_trying:
                 found, found_step, found_cost_s = k, bucket.seen_step[k], cost_s
         if found != in_use:
             self._spent_s[found] += found_cost_s

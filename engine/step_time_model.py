@@ -27,11 +27,12 @@ class TimeOptions:
         slope_var: and how much that may vary from one draft to the next,
         own_var: and what any time may differ beside.
         level_drift: growth of the variance of what all times share, per step.
-        walk_doubt: growth of the variance of ratios between neighbouring numbers of drafts, per step that shows neither,
+        walk_doubt: growth of the variance of ratios between neighbours among the k, per step that shows neither,
         own_doubt: and of each time beside that.
         local_share: of these doubts, what belongs to each size of batch alone.
         size_var: variance of a ratio between sizes of batch next to each other.
         jump_share: of the square of a jump, what other times are doubted by; the rest moves all of them.
+        most_jump: but by no more than this.
         strays: how many times are stray,
         stray_width: and over how wide a range of logarithms.
         lean: mean error, in standard deviations, that is taken for a jump.
@@ -45,7 +46,8 @@ class TimeOptions:
     own_doubt: float = 2e-5
     local_share: float = 0.1
     size_var: float = 0.002
-    jump_share: float = 0.25
+    jump_share: float = 0.4
+    most_jump: float = 1.0
     strays: float = 0.01
     stray_width: float = 2.0
     lean: float = 1.0
@@ -125,7 +127,7 @@ class StepTimeModel:
         num_sizes = len(self._places)
         self._var_XX += square
         apart_AA = np.minimum(_apart(self._num_arms, num_drafts), 1.0) * 0.5 + _others(self._num_arms, num_drafts) * 0.5
-        self._var_XX += np.tile(min(square * share, 0.25) * apart_AA, (num_sizes, num_sizes))
+        self._var_XX += np.tile(min(square * share, self._options.most_jump) * apart_AA, (num_sizes, num_sizes))
 
     def _add(self, size: int, num_drafts: int, log_s: float) -> None:
         """A new size of batch: like the nearest that is known, with doubt; the first by what is known beforehand."""

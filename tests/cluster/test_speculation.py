@@ -58,8 +58,8 @@ def admin():
 
 
 def speculation(admin, *arguments):
-    result = CliRunner().invoke(cli.app, ["speculation", *arguments, "--address", admin.address])
-    return result.exit_code, result.output
+    result = CliRunner().invoke(cli.app, ["speculation", "--address", admin.address, *arguments], standalone_mode=False)
+    return result.exit_code or result.return_value, result.output
 
 
 def test_shows_what_live_decode_workers_do(admin):
