@@ -15,7 +15,7 @@ Legend: k drafts of a step, j draft position from 0, c_j acceptance of position 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.engine.acceptance_model import AcceptanceModel, AcceptanceOptions
 from baton.engine.step_time_model import StepTimeModel, TimeOptions
@@ -51,8 +51,8 @@ class ControlOptions:
     least_cost: float = 0.002
     hope: float = 1.0
     decide_every: int = 2
-    times: TimeOptions = TimeOptions()
-    acceptance: AcceptanceOptions = AcceptanceOptions()
+    times: TimeOptions = field(default_factory=TimeOptions)
+    acceptance: AcceptanceOptions = field(default_factory=AcceptanceOptions)
 
 
 class _Bucket:

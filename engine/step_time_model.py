@@ -162,7 +162,8 @@ class StepTimeModel:
         self._doubts_AXX = []
         for arm in range(num_arms):
             doubt_AA = options.walk_doubt * _apart(num_arms, arm) + options.own_doubt * _others(num_arms, arm)
-            self._doubts_AXX.append(np.kron(sizes_NN, doubt_AA) + options.level_drift)
+            doubts_XX: Floats = np.kron(sizes_NN, doubt_AA) + options.level_drift
+            self._doubts_AXX.append(doubts_XX)
 
 
 def _apart(num_arms: int, arm: int) -> Floats:
