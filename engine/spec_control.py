@@ -211,7 +211,8 @@ class SpeculationControl:
         # Each k has a share of its own: cheap trials of one as good as another would use up a common budget for ever.
         share_s = (self._allowed_s + options.trial_share * self._elapsed_s) / self.max_drafts
         slope_in_use = self._slopes(tokens, in_use)
-        found, found_step, found_cost_s = in_use, step + 1, 0.0
+        # What is in use is measured before it is doubted.
+        found, found_step, found_cost_s = in_use, bucket.seen_step[in_use], 0.0
         for k, log in enumerate(log_s[: len(tokens)]):
             if k == in_use or bucket.seen_step[k] >= found_step or bucket.is_tried(k, step):
                 continue
