@@ -33,8 +33,8 @@ class AcceptanceOptions:
     var: float = 0.08
     likeness: float = 0.8
     drift: float = 4e-6
-    doubt: float = 2e-4
-    shared_doubt: float = 2e-4
+    doubt: float = 1e-4
+    shared_doubt: float = 1e-4
     most_var: float = 0.12
     lean: float = 3.0
 
@@ -69,15 +69,16 @@ class AcceptanceModel:
     def _doubt(self, num_tested: int) -> None:
         options = self._options
         size = len(self.mean)
-        is_doubted = num_tested < size and self.var[-1][-1] < options.most_var
+        doubted = [place for place in range(num_tested, size) if self.var[place][place] < options.most_var]
         for i, row in enumerate(self.var):
             likeness = self._likeness[i]
             for j in range(size):
                 row[j] += options.drift * likeness[j]
-            if is_doubted and i >= num_tested:
-                row[i] += options.doubt
-                for j in range(num_tested, size):
-                    row[j] += options.shared_doubt * likeness[j]
+        for i in doubted:
+            row, likeness = self.var[i], self._likeness[i]
+            row[i] += options.doubt
+            for j in doubted:
+                row[j] += options.shared_doubt * likeness[j]
 
     def _learn(self, place: int, num_tested: int, num_accepted: int) -> bool:
         options, mean = self._options, self.mean[place]

@@ -7,8 +7,8 @@ is a budget, a small share of all time. It reads no clock, draws no random numbe
 observations give equal answers.
 
 `E_k = 1 + c_1 + c_1 c_2 + ...` tokens per sequence and step; `t_k` seconds; rate `E_k / t_k`. Another k is used when
-it looks better by a margin. A trial is of the k that has waited longest among those that may plausibly be better than
-the one in use, in standard deviations, and only within the budget.
+it looks better by a margin. A trial is of a k that may plausibly be better than the one in use, in standard deviations:
+of those, the one that has waited longest for its cost, and only within the budget.
 
 Legend: k drafts of a step, j draft position from 0, c_j acceptance of position j where it was tested.
 """
@@ -31,25 +31,30 @@ class ControlOptions:
 
     Attributes:
         margin: how much better another k must look before it is used.
-        trial_share: share of all time that trials are expected to lose, all k together.
+        trial_share: share of all time that trials are expected to lose, all k together; each k has an equal part of it,
+        borrow: and may use so many parts while others leave theirs.
         first_trials: loss allowed to the first trials, in steps; half of it again after a change was seen.
         grant_every: steps between two such allowances.
         plausible: a k that is worse by this many standard deviations is not tried,
         worth_trying: nor one that so many of them would make better by less than this.
         least_cost: what a trial is charged at least, in steps.
+        hope: standard deviations by which a trial may turn out better, where it is asked whether it is affordable.
+        surprise: how much better a k must look, when it comes into use, to say that something has changed.
         decide_every: steps between two decisions, while the batch stays alike.
         times: of the model of step times.
         acceptance: of the model of acceptance.
     """
 
     margin: float = 0.005
-    trial_share: float = 0.005
+    trial_share: float = 0.004
     first_trials: float = 4.0
     grant_every: int = 400
     plausible: float = 2.5
     worth_trying: float = 0.015
     least_cost: float = 0.002
     hope: float = 1.0
+    borrow: float = 2.0
+    surprise: float = 0.1
     decide_every: int = 2
     times: TimeOptions = field(default_factory=TimeOptions)
     acceptance: AcceptanceOptions = field(default_factory=AcceptanceOptions)
@@ -145,10 +150,14 @@ class SpeculationControl:
             if self._elapsed_s == 0.0:
                 self._allowed_s = self._options.first_trials * usual_s
             self._elapsed_s += min(step_s, 4.0 * usual_s)
-            if jumped and self._step - self._last_grant_step >= self._options.grant_every:
-                # Something has changed: look around at once, but not at every change of a restless load.
-                self._last_grant_step = self._step
-                self._allowed_s += 0.5 * self._options.first_trials * usual_s
+            if jumped:
+                self._grant_trials(usual_s)
+
+    def _grant_trials(self, usual_s: float) -> None:
+        """Something has changed: look around at once, but not at every change of a restless load."""
+        if self._step - self._last_grant_step >= self._options.grant_every:
+            self._last_grant_step = self._step
+            self._allowed_s += 0.5 * self._options.first_trials * usual_s
 
     def expected_tokens(self, num_drafts: int) -> float:
         """Tokens that a step with this k is expected to emit per sequence."""
@@ -194,6 +203,8 @@ class SpeculationControl:
         best = max(range(len(speed)), key=speed.__getitem__)
         if best != in_use and speed[best] > speed[in_use] + options.margin:
             self.num_switches += 1
+            if speed[best] > speed[in_use] + options.surprise:
+                self._grant_trials(math.exp(min(log_s[best], 50.0)))
             bucket.in_use = in_use = best
         found = self._find_trial(bucket, in_use, tokens, log_s, speed, time_var)
         return found, in_use
@@ -208,18 +219,21 @@ class SpeculationControl:
         time_var: list[list[float]],
     ) -> int:
         options, step = self._options, self._step
-        # Each k has a share of its own: cheap trials of one as good as another would use up a common budget for ever.
-        share_s = (self._allowed_s + options.trial_share * self._elapsed_s) / self.max_drafts
+        # Each k has a part of its own: cheap trials of one as good as another would use up a common budget for ever.
+        budget_s = self._allowed_s + options.trial_share * self._elapsed_s
+        part_s = options.borrow * budget_s / self.max_drafts
+        whole_left_s = budget_s - sum(self._spent_s)
         slope_in_use = self._slopes(tokens, in_use)
         # What is in use is measured before it is doubted.
-        found, found_step, found_cost_s = in_use, bucket.seen_step[in_use], 0.0
+        found, found_score, found_cost_s = in_use, 0.0, 0.0
         for k, log in enumerate(log_s[: len(tokens)]):
-            if k == in_use or bucket.seen_step[k] >= found_step or bucket.is_tried(k, step):
+            age = step - bucket.seen_step[k]
+            if k == in_use or bucket.seen_step[k] >= bucket.seen_step[in_use] or bucket.is_tried(k, step):
                 continue
             gap = max(0.0, 1.0 - math.exp(speed[k] - speed[in_use]))
             cost_s = max(gap, options.least_cost) * math.exp(min(log, 50.0))
-            left_s = share_s - self._spent_s[k]
-            if left_s <= 0.0 or (options.hope == 0.0 and cost_s > left_s):
+            left_s = min(part_s - self._spent_s[k], whole_left_s)
+            if left_s <= 0.0 or age <= found_score * cost_s:
                 continue
             var = time_var[k][k] + time_var[in_use][in_use] - 2.0 * time_var[k][in_use]
             slope = [ours - theirs for ours, theirs in zip(self._slopes(tokens, k), slope_in_use, strict=True)]
@@ -231,7 +245,7 @@ class SpeculationControl:
             if hoped * math.exp(min(log, 50.0)) > left_s:
                 continue
             if options.plausible * spread - gap > options.worth_trying:
-                found, found_step, found_cost_s = k, bucket.seen_step[k], cost_s
+                found, found_score, found_cost_s = k, age / cost_s, cost_s
         if found != in_use:
             self._spent_s[found] += found_cost_s
             self.num_trials += 1

@@ -42,8 +42,8 @@ class TimeOptions:
     slope_var: float = 0.04
     own_var: float = 0.01
     level_drift: float = 1e-5
-    walk_doubt: float = 2e-5
-    own_doubt: float = 2e-5
+    walk_doubt: float = 1e-5
+    own_doubt: float = 1e-5
     local_share: float = 0.1
     size_var: float = 0.002
     jump_share: float = 0.4
