@@ -39,6 +39,7 @@ class ControlOptions:
         worth_trying: nor one that so many of them would make better by less than this.
         least_cost: what a trial is charged at least, in steps.
         hope: standard deviations by which a trial may turn out better, where it is asked whether it is affordable.
+        patience: the larger, the less it matters what a trial costs, and the more how long a k has waited for one.
         surprise: how much better a k must look, when it comes into use, to say that something has changed.
         decide_every: steps between two decisions, while the batch stays alike.
         times: of the model of step times.
@@ -46,7 +47,7 @@ class ControlOptions:
     """
 
     margin: float = 0.005
-    trial_share: float = 0.004
+    trial_share: float = 0.003
     first_trials: float = 4.0
     grant_every: int = 400
     plausible: float = 2.5
@@ -54,6 +55,7 @@ class ControlOptions:
     least_cost: float = 0.002
     hope: float = 1.0
     borrow: float = 2.0
+    patience: float = 0.1
     surprise: float = 0.1
     decide_every: int = 2
     times: TimeOptions = field(default_factory=TimeOptions)
@@ -233,7 +235,8 @@ class SpeculationControl:
             gap = max(0.0, 1.0 - math.exp(speed[k] - speed[in_use]))
             cost_s = max(gap, options.least_cost) * math.exp(min(log, 50.0))
             left_s = min(part_s - self._spent_s[k], whole_left_s)
-            if left_s <= 0.0 or age <= found_score * cost_s:
+            score = age / (gap + options.patience)
+            if left_s <= 0.0 or score <= found_score:
                 continue
             var = time_var[k][k] + time_var[in_use][in_use] - 2.0 * time_var[k][in_use]
             slope = [ours - theirs for ours, theirs in zip(self._slopes(tokens, k), slope_in_use, strict=True)]
@@ -245,7 +248,7 @@ class SpeculationControl:
             if hoped * math.exp(min(log, 50.0)) > left_s:
                 continue
             if options.plausible * spread - gap > options.worth_trying:
-                found, found_score, found_cost_s = k, age / cost_s, cost_s
+                found, found_score, found_cost_s = k, score, cost_s
         if found != in_use:
             self._spent_s[found] += found_cost_s
             self.num_trials += 1

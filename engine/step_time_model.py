@@ -39,13 +39,13 @@ class TimeOptions:
     """
 
     slope: float = 0.13
-    slope_var: float = 0.04
-    own_var: float = 0.01
-    level_drift: float = 1e-5
+    slope_var: float = 0.12
+    own_var: float = 0.02
+    level_drift: float = 3e-5
     walk_doubt: float = 1e-5
     own_doubt: float = 1e-5
     local_share: float = 0.1
-    size_var: float = 0.002
+    size_var: float = 0.006
     jump_share: float = 0.4
     most_jump: float = 1.0
     strays: float = 0.01
