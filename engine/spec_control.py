@@ -46,7 +46,7 @@ class ControlOptions:
         acceptance: of the model of acceptance.
     """
 
-    margin: float = 0.005
+    margin: float = 0.003
     trial_share: float = 0.003
     first_trials: float = 4.0
     grant_every: int = 400

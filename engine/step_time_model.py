@@ -35,7 +35,8 @@ class TimeOptions:
         most_jump: but by no more than this.
         strays: how many times are stray,
         stray_width: and over how wide a range of logarithms.
-        lean: mean error, in standard deviations, that is taken for a jump.
+        lean: mean error, in standard deviations, that is taken for a jump;
+        sure: or one, if the time was shorter than it should be.
     """
 
     slope: float = 0.13
@@ -51,6 +52,7 @@ class TimeOptions:
     strays: float = 0.01
     stray_width: float = 2.0
     lean: float = 1.0
+    sure: float = 5.0
 
 
 class StepTimeModel:
@@ -102,7 +104,7 @@ class StepTimeModel:
                 self.noise_var = min(max(self.noise_var + 0.02 * (bounded - self.noise_var), 1e-6), 0.09)
             scaled = max(-4.0, min(4.0, error / spread))
             self._error_X[at] += 0.125 * (scaled - self._error_X[at])
-            jumped = abs(self._error_X[at]) > options.lean
+            jumped = abs(self._error_X[at]) > options.lean or error < -options.sure * spread
         if jumped:
             self._jump(num_drafts, error)
             self._error_X[at], self._num_outliers_X[at], trust = 0.0, 0, 1.0
