@@ -41,7 +41,6 @@ class ControlOptions:
         hope: standard deviations by which a trial may turn out better, where it is asked whether it is affordable.
         patience: the larger, the less it matters what a trial costs, and the more how long a k has waited for one.
         surprise: how much better a k must look, when it comes into use, to say that something has changed.
-        decide_every: steps between two decisions, while the batch stays alike.
         times: of the model of step times.
         acceptance: of the model of acceptance.
     """
@@ -57,7 +56,6 @@ class ControlOptions:
     borrow: float = 2.0
     patience: float = 0.1
     surprise: float = 0.1
-    decide_every: int = 2
     times: TimeOptions = field(default_factory=TimeOptions)
     acceptance: AcceptanceOptions = field(default_factory=AcceptanceOptions)
 
@@ -97,9 +95,6 @@ class SpeculationControl:
         self._spent_s = [0.0] * (max_drafts + 1)  # by trials of each k
         self._allowed_s = 0.0
         self._last_grant_step = 0
-        self._last: tuple[int, tuple[float, ...]] = (-1, ())  # bucket and shares of the last decision
-        self._kept = 0  # its k, for so many steps more:
-        self._num_kept = 0
         self.num_trials = 0
         self.num_switches = 0
 
@@ -119,13 +114,7 @@ class SpeculationControl:
         if not shares:
             return 0
         name = bucket_of(batch_size)
-        if self._last == (name, shares) and self._num_kept > 0:
-            self._num_kept -= 1
-            return self._kept
-        k, in_use = self._decide(name, self._bucket(name), shares)
-        self._last, self._kept = (name, shares), in_use
-        self._num_kept = self._options.decide_every - 1 if k == in_use else 0
-        return k
+        return self._decide(name, self._bucket(name), shares)
 
     def observe(
         self, *, batch_size: int, num_drafts: int, step_s: float, tested: Sequence[int], accepted: Sequence[int]
@@ -187,12 +176,12 @@ class SpeculationControl:
             bucket = self._buckets[name] = _Bucket(in_use, self.max_drafts + 1)
         return bucket
 
-    def _decide(self, name: int, bucket: _Bucket, shares: tuple[float, ...]) -> tuple[int, int]:
-        """The next step's k, and the k that is in use where that is none but a trial."""
+    def _decide(self, name: int, bucket: _Bucket, shares: tuple[float, ...]) -> int:
+        """The k in use, another one from now on if that is better, or a trial."""
         options = self._options
         in_use = min(bucket.in_use, len(shares))
         if not self._times.knows(name):
-            return in_use, in_use
+            return in_use
         log_s, time_var = self._times.times(name)
         # More drafts never take less time; what is in use is known best.
         known = log_s[in_use]
@@ -208,8 +197,7 @@ class SpeculationControl:
             if speed[best] > speed[in_use] + options.surprise:
                 self._grant_trials(math.exp(min(log_s[best], 50.0)))
             bucket.in_use = in_use = best
-        found = self._find_trial(bucket, in_use, tokens, log_s, speed, time_var)
-        return found, in_use
+        return self._find_trial(bucket, in_use, tokens, log_s, speed, time_var)
 
     def _find_trial(
         self,
