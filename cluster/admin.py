@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 
 from baton.client.messages import OPTIONS, checked_text
 from baton.core.errors import BatonError, MalformedMessage, StartupError, from_wire
-from baton.proto import admin_pb2, admin_pb2_grpc
+from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
 
 ERROR_KEY = "baton-error"
 TIMEOUT_S = 5.0
@@ -68,6 +68,27 @@ def fetch_inventory(address: str, timeout_s: float = TIMEOUT_S) -> admin_pb2.Inv
         try:
             reply: admin_pb2.InventoryReply = admin_pb2_grpc.AdminStub(channel).Inventory(
                 admin_pb2.InventoryRequest(), timeout=timeout_s
+            )
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, address) from error
+    return reply
+
+
+def set_speculation(
+    address: str, num_draft_tokens: int | None, timeout_s: float = TIMEOUT_S
+) -> admin_pb2.SetSpeculationReply:
+    """Change how many drafts the decode workers' steps make; None lets measurements decide.
+
+    Raises:
+        BatonError: nothing answers there, or it answers with an error.
+    """
+    mode = worker_pb2.SpeculationMode(auto=True)
+    if num_draft_tokens is not None:
+        mode = worker_pb2.SpeculationMode(num_draft_tokens=num_draft_tokens)
+    with open_channel(address) as channel:
+        try:
+            reply: admin_pb2.SetSpeculationReply = admin_pb2_grpc.AdminStub(channel).SetSpeculation(
+                admin_pb2.SetSpeculationRequest(mode=mode), timeout=timeout_s
             )
         except grpc.RpcError as error:
             raise error_from_rpc(error, address) from error

@@ -39,7 +39,7 @@ def serve(
     decode: Annotated[Count, _option("decode workers  [1]")] = None,
     tp_prefill: Annotated[Count, _option("ranks per prefill worker, 1, 2, 4 or 8  [1]")] = None,
     tp_decode: Annotated[Count, _option("ranks per decode worker, 1, 2, 4 or 8  [1]")] = None,
-    mtp: Annotated[Text, _option("draft tokens per step, 0 to 4, or auto  [2]")] = None,
+    mtp: Annotated[Text, _option("draft tokens per step, 0 to 4, or auto: what measurements advise  [2]")] = None,
     verification: Annotated[Text, _option("coupled|rejection: how drafts are verified  [coupled]")] = None,
     draft_sample_method: Annotated[Text, _option("with rejection: probabilistic|greedy  [probabilistic]")] = None,
     transport: Annotated[Text, _option("auto|zmq|grpc|shm|nvlink|nixl  [auto]")] = None,
@@ -124,7 +124,7 @@ def generate(
     json_object: Annotated[bool, typer.Option("--json-object", help="answer with any JSON object")] = False,
     timeout: Annotated[float, typer.Option(help="seconds until the request is given up")] = 600.0,
     model: Annotated[Text, _option("with --local: model directory, or tiny  [tiny]")] = None,
-    mtp: Annotated[Text, _option("with --local: draft tokens per step  [2]")] = None,
+    mtp: Annotated[Text, _option("with --local: draft tokens per step, 0 to 4, or auto  [2]")] = None,
     verification: Annotated[Text, _option("with --local: coupled|rejection  [coupled]")] = None,
     numerics: Annotated[Text, _option("with --local: default|invariant  [default]")] = None,
     dtype: Annotated[Text, _option("with --local: auto|float64|float32|bfloat16  [auto]")] = None,
@@ -172,6 +172,24 @@ def status(
         from baton.cluster.status import status
 
         return status(address, output)
+
+    return run_command(json, body)
+
+
+@app.command()
+def speculation(
+    mode: Annotated[
+        Text, typer.Argument(help="draft tokens per step, or auto; without it, show the present one")
+    ] = None,
+    address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
+    json: Json = False,
+) -> int:
+    """Show or change how many drafts the decode workers make, while they serve."""
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.speculation import speculation
+
+        return speculation(address, mode, output)
 
     return run_command(json, body)
 

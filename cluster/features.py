@@ -15,8 +15,6 @@ COMMANDS = {
 def missing_features(config: ServeConfig) -> list[tuple[str, str]]:
     """(key, sentence) for every option of `config` that is not built."""
     missing = []
-    if config.mtp == "auto":
-        missing.append(("mtp", "--mtp auto comes in a later version; a number from 0 to 4 is built."))
     if config.http_port is not None:
         missing.append(("http_port", "--http-port comes in a later version; gRPC is served on --grpc-port."))
     return missing

@@ -14,6 +14,7 @@ from baton.core.sampling import MAX_CHOICES, SamplingParams
 from baton.core.tokenizer import StopMatcher, Tokenizer
 from baton.engine.generation import GenerationResult
 from baton.engine.local import LocalEngine
+from baton.engine.speculation import Speculation
 from baton.proto import wire
 from baton.worker.loading import load_worker
 
@@ -49,6 +50,9 @@ class LocalCompleter:
             verification=worker.verification,
             overcommit=worker.overcommit,
             host_kv_bytes=worker.host_kv_bytes,
+            speculation=Speculation(
+                worker.num_draft_tokens, None if worker.auto_drafts else worker.num_draft_tokens, self._clock
+            ),
         )
 
     def complete(self, asked: Asked, on_text: OnText) -> Completion:

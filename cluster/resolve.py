@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from baton.core.config import KVTransferConfig, ServeConfig, WorkerConfig
+from baton.core.config import MAX_DRAFTS, KVTransferConfig, ServeConfig, WorkerConfig
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PortInUse
 
 BUNDLED_MODELS = ("tiny", "tiny-pruned")
@@ -152,7 +152,6 @@ def resolve_worker(
     Raises:
         ConfigInvalid: `max_model_len` exceeds the model's own length, or CUDA graphs that a worker cannot have.
     """
-    assert isinstance(config.mtp, int), "features.refuse_missing_features comes first"
     device = resolve_device(config.device) if device is None else device
     max_model_len = model.max_model_len if config.max_model_len is None else config.max_model_len
     if max_model_len > model.max_model_len:
@@ -164,7 +163,8 @@ def resolve_worker(
         worker_id=worker_id,
         model_path=str(model.path),
         model_name=model.name,
-        num_draft_tokens=config.mtp,
+        num_draft_tokens=MAX_DRAFTS if config.mtp == "auto" else config.mtp,
+        auto_drafts=config.mtp == "auto",
         numerics=config.numerics,
         dtype=resolve_dtype(config.dtype, device),
         device=device,

@@ -24,6 +24,7 @@ from baton.core.verification import (
 )
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
+MAX_DRAFTS = 4  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many
 TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
 SchedulingName = Literal["async", "sync"]
 
@@ -112,8 +113,8 @@ class ServeConfig(BaseModel):
             problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
             keys = [str(item["loc"][0]) for item in error.errors() if item["loc"]]
             raise ConfigInvalid("; ".join(problems), keys=keys) from error
-        if isinstance(config.mtp, int) and not 0 <= config.mtp <= 4:
-            raise ConfigInvalid(f"mtp: {config.mtp} is not in 0 ... 4", keys=["mtp"])
+        if isinstance(config.mtp, int) and not 0 <= config.mtp <= MAX_DRAFTS:
+            raise ConfigInvalid(f"mtp: {config.mtp} is not in 0 ... {MAX_DRAFTS}", keys=["mtp"])
         config.graph_config()
         return config
 
@@ -214,6 +215,7 @@ class WorkerConfig:
     host: str
     router_address: str
     num_threads: int
+    auto_drafts: bool = False  # each step's k is chosen by measurement, up to num_draft_tokens
     prefix_cache: bool = True
     overcommit: bool = True
     host_kv_bytes: int = 0  # of one rank

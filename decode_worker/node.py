@@ -12,7 +12,7 @@ import torch
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, InvalidRequest
 from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
@@ -20,6 +20,7 @@ from baton.engine.gang import FollowDecode, LeadDecode, LeadPrefill
 from baton.engine.graphed_step import graphed_step
 from baton.engine.plan import PlanChannel, plan_codec
 from baton.engine.prefill import PrefillRunner
+from baton.engine.speculation import Speculation
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.landing import LandingService, landing_region
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
@@ -96,6 +97,9 @@ class DecodeNode:
             prefill=prefill if channel is None else LeadPrefill(prefill, channel),
             chunk_len=config.chunk_len,
             overcommit=config.overcommit,
+            speculation=Speculation(
+                config.num_draft_tokens, None if config.auto_drafts else config.num_draft_tokens, clock
+            ),
         )
         service = DecodeService(self.worker, self.epoch, clock)
 
@@ -106,7 +110,9 @@ class DecodeNode:
             channel.start(LOAD_TIMEOUT_S)
             channel.link.on_fail = self._on_fatal
         self.worker.start()
-        self.host = WorkerHost(config.host, register, self.state, config.router_address, self._on_fatal)
+        self.host = WorkerHost(
+            config.host, register, self.state, config.router_address, self._on_fatal, self.set_speculation
+        )
         self.host.start()
 
     def _load(self) -> tuple[LoadedWorker, LandingService]:
@@ -161,11 +167,31 @@ class DecodeNode:
             dtype=self.config.dtype,
             inventory=self.worker.inventory(),
             rank_pids=self.rank_pids(),
+            speculation=self._speculation(),
         )
 
     def rank_pids(self) -> list[int]:
         """Process ids, in rank order."""
         return [os.getpid(), *([] if self._channel is None else self._channel.link.pids.values())]
+
+    def set_speculation(self, mode: worker_pb2.SpeculationMode) -> worker_pb2.Speculation:
+        """Change how many drafts the steps make; any thread.
+
+        Raises:
+            InvalidRequest: it names no mode, or more drafts than this worker can make.
+        """
+        match mode.WhichOneof("mode"):
+            case "num_draft_tokens":
+                self.worker.speculation.set_mode(mode.num_draft_tokens)
+            case "auto" if mode.auto:
+                self.worker.speculation.set_mode(None)
+            case _:
+                raise InvalidRequest("neither a number of draft tokens nor auto", field="mode")
+        return self._speculation()
+
+    def _speculation(self) -> worker_pb2.Speculation:
+        now = self.worker.speculation
+        return worker_pb2.Speculation(auto=now.is_auto, num_draft_tokens=now.num_drafts, limit=now.limit)
 
     def about(self) -> dict[str, object]:
         """Identity for whoever started it."""

@@ -80,6 +80,7 @@ class Returns:
         assert self._recompute is not None
         self._runner.drain()  # copies of KV, too
         self._runner.meter.interrupt()
+        self._steps.disturb()
         for sequence, start in self._recompute.step(computing):
             self._run(sequence, start)
         return True

@@ -28,6 +28,7 @@ from baton.engine.gang import LeadDecode
 from baton.engine.grammar import check_compiles
 from baton.engine.preemption import Preemption
 from baton.engine.prefill import SequenceStart
+from baton.engine.speculation import Speculation
 from baton.engine.step_pipeline import StepPipeline
 from baton.engine.step_tally import Dropped, Fate, StepTally
 from baton.kvcache.allocator import BlockAllocator
@@ -66,10 +67,12 @@ class DecodeWorker:
         chunk_len: int = 256,
         overcommit: bool = False,
         preempt_at: Sequence[int] = (),
+        speculation: Speculation | None = None,
     ) -> None:
         assert prefill is not None or not (overcommit or preempt_at), "what is dropped must be computed again"
         self._runner = runner
-        self._steps = StepPipeline[DecodeSequence](runner, scheduling)
+        self.speculation = speculation or Speculation(runner.num_draft_tokens, runner.num_draft_tokens, clock)
+        self._steps = StepPipeline[DecodeSequence](runner, scheduling, self.speculation)
         self._pool = pool
         self._tokenizer = tokenizer
         self._landing = landing

@@ -7,7 +7,6 @@ Legend: B sequences, K draft tokens of a step, Q = K + 1 rows.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,38 +24,22 @@ from baton.engine.history import SampledSequence
 from baton.engine.host_future import ResultBuffers
 from baton.engine.kv_offload import KVOffload
 from baton.engine.lane import lane_for
-from baton.engine.length_bounds import Ints, LengthBounds
+from baton.engine.length_bounds import LengthBounds
 from baton.engine.logprobs import num_packed
 from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
 from baton.engine.slots import Growth, SlotTable
+from baton.engine.step_batch import StepBatch
 from baton.engine.step_meter import StepMeter
 from baton.engine.step_ticket import DecodeOutput, StepTicket
 from baton.engine.verifiers import make_verifier
 from baton.engine.verify import DraftLaw
-from baton.kernels.copies import to_device
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
 
 __all__ = ["DecodeOutput", "DecodePlan", "DecodeRunner", "StepTicket", "decode_step"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
-    """Which sequences a step runs: kept, on the host and on the device, while the next step runs the same."""
-
-    slots: tuple[int, ...]
-    slots_B: torch.Tensor
-    host_slots_B: Ints
-    sampling: tuple[SamplingParams, ...]
-    draft_caps: tuple[int, ...]
-    most_B: Ints  # tokens each may emit
-    num_drafts: int
-    num_tops: tuple[int | None, ...]  # likeliest tokens each reports; None: no log-probabilities at all
-    num_reporting: int
-    num_top: int
 
 
 class DecodeRunner:
@@ -68,7 +51,7 @@ class DecodeRunner:
         model: its device is where steps run.
         pool: of the same device.
         max_num_sequences: slots.
-        num_draft_tokens: drafts a step may make.
+        num_draft_tokens: drafts a step may ever make; it makes so many until `set_num_drafts` says otherwise.
         communicator: if this is one rank of a group.
         eos_token_ids: what `min_tokens` holds back beside a request's own stop tokens.
         verification: of drafts; coupled if None.
@@ -103,6 +86,7 @@ class DecodeRunner:
         self.max_num_sequences = max_num_sequences
         self.hidden_size = model.config.hidden_size
         self.num_draft_tokens = num_draft_tokens
+        self._num_drafts = num_draft_tokens
         self.grammars = grammars
         self._states: dict[int, GrammarState] = {}  # of slots with a grammar; belongs to the lane
         self._emitted: EmittedTokens | None = None  # by the step before, where a grammar has not taken it yet
@@ -119,7 +103,7 @@ class DecodeRunner:
         self._sampling: dict[int, SamplingParams] = {}  # of occupied slots
         self._draft_caps: dict[int, int] = {}
         self._lengths = LengthBounds(max_num_sequences)
-        self._batch: _Batch | None = None
+        self._batch: StepBatch | None = None
         self._num_launched = 0
         self._last_step_N = np.zeros(max_num_sequences, dtype=np.int64)
         self._unread: dict[int, StepTicket] = {}
@@ -228,9 +212,12 @@ class DecodeRunner:
         return self._running_step(slot)
 
     def short_of_room(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """(slot, positions) of those whose block tables must `grow` to so many before they are launched again."""
+        """(slot, positions) of those whose block tables must `grow` to so many before they are launched again.
+
+        It is enough for any number of drafts that they may use: k may rise before the launch.
+        """
         batch = self._batch_of(slots)
-        short = self._lengths.short_of_room(batch.host_slots_B, batch.most_B)
+        short = self._lengths.short_of_room(batch.host_slots_B, batch.room_B)
         return [(batch.slots[place], wanted_len) for place, wanted_len in short]
 
     def grow(self, growths: Sequence[Growth]) -> None:
@@ -240,6 +227,21 @@ class DecodeRunner:
         for growth, limit in zip(growths, limits, strict=True):
             self._lengths.grow(growth.slot, limit)
         self._lane.run(lambda: self._table.grow(growths, limits))
+
+    def set_num_drafts(self, num_drafts: int) -> None:
+        """Steps launched from now on make at most this many drafts, 0 to `num_draft_tokens`.
+
+        With 0 a step of sequences that may draft still runs the MTP head over what it emits, so that later drafts are
+        as good as if there had been some all the time.
+        """
+        assert 0 <= num_drafts <= self.num_draft_tokens
+        if num_drafts != self._num_drafts:
+            self._num_drafts = num_drafts
+            self._batch = None  # what it says of drafts is another now
+
+    def draft_caps(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Drafts that each of these sequences may use, however many are made now."""
+        return self._batch_of(slots).draft_caps
 
     def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Those of `slots` that may need another step, as far as can be said before all results are read.
@@ -299,7 +301,7 @@ class DecodeRunner:
 
         ticket = StepTicket(
             batch.slots,
-            batch.draft_caps,
+            batch.proposed_lens,
             future,
             on_read,
             num_columns,
@@ -324,11 +326,12 @@ class DecodeRunner:
         if self._preparer is not None:
             self._preparer.close()
 
-    def _run(self, batch: _Batch, max_context_len: int) -> torch.Tensor:
+    def _run(self, batch: StepBatch, max_context_len: int) -> torch.Tensor:
         """The step, in its turn on the lane; int64 [B * (K + 3)], and behind it the bits of log-probabilities."""
         grammar = self._grammar_rows(batch)
         plan = DecodePlan(
             num_drafts=batch.num_drafts,
+            keeps_mtp=batch.keeps_mtp,
             max_context_len=max_context_len,
             sampling=self._table.sampling.rows(batch.slots, batch.sampling),
             grammar=grammar,
@@ -349,7 +352,7 @@ class DecodeRunner:
             return decided
         return torch.cat([decided, verified.logprobs_LQX.contiguous().view(torch.int64).flatten()])
 
-    def _grammar_rows(self, batch: _Batch) -> GrammarRows | None:
+    def _grammar_rows(self, batch: StepBatch) -> GrammarRows | None:
         if not self._states:
             return None
         states = {row: self._states[slot] for row, slot in enumerate(batch.slots) if slot in self._states}
@@ -358,7 +361,7 @@ class DecodeRunner:
         emitted, self._emitted = self._emitted, None
         return GrammarRows(states, self._pool.device, emitted)
 
-    def _grammar_errors(self, batch: _Batch) -> dict[int, BatonError]:
+    def _grammar_errors(self, batch: StepBatch) -> dict[int, BatonError]:
         """What ended sequences of a step that is over, by their place in it."""
         found: dict[int, BatonError] = {}
         for row, slot in enumerate(batch.slots) if self._states else ():
@@ -367,24 +370,16 @@ class DecodeRunner:
                 found[row] = state.error
         return found
 
-    def _batch_of(self, slots: Sequence[int]) -> _Batch:
+    def _batch_of(self, slots: Sequence[int]) -> StepBatch:
         slots = tuple(slots)
         if self._batch is None or self._batch.slots != slots:
-            assert len(set(slots)) == len(slots)
-            draft_caps = tuple(self._draft_caps[slot] for slot in slots)
-            num_tops = tuple(self._sampling[slot].logprobs for slot in slots)
-            reported = [num_top for num_top in num_tops if num_top is not None]
-            self._batch = _Batch(
-                slots=slots,
-                slots_B=to_device(torch.tensor(slots, dtype=torch.int64), self._pool.device),
-                host_slots_B=np.array(slots, dtype=np.int64),
+            self._batch = StepBatch.of(
+                slots,
                 sampling=tuple(self._sampling[slot] for slot in slots),
-                draft_caps=draft_caps,
-                most_B=np.array(draft_caps, dtype=np.int64) + 1,
-                num_drafts=max(draft_caps, default=0),
-                num_tops=num_tops,
-                num_reporting=len(reported),
-                num_top=min(max(reported, default=0), self._model.config.vocab_size),
+                draft_caps=tuple(self._draft_caps[slot] for slot in slots),
+                num_drafts=self._num_drafts,
+                vocab_size=self._model.config.vocab_size,
+                device=self._pool.device,
             )
         return self._batch
 

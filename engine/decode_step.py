@@ -36,13 +36,16 @@ class DecodePlan:
     """What the host decides about a step.
 
     Attributes:
-        num_drafts: K; 0 is a plain step that leaves the MTP head alone.
+        num_drafts: K; 0 is a plain step.
+        keeps_mtp: run the MTP head over the emitted rows, so that a later step finds its KV without holes and a draft
+            in hand. K > 0 needs it; a step whose sequences never draft leaves the head alone.
         max_context_len: bound of every row's position + 1.
         sampling: what sequences ask beyond the likeliest token, None if all are greedy and plain.
         grammar: the sequences that have a grammar, None if none has. It sees the drafts on the host and masks logits.
     """
 
     num_drafts: int
+    keeps_mtp: bool
     max_context_len: int
     sampling: SamplingRows | None
     grammar: GrammarRows | None = None
@@ -71,8 +74,11 @@ def step_through(
 ) -> tuple[DecodeState, Verified]:
     """`decode_step` by these passes. Of `model` only its heads are used here."""
     num_drafts = plan.num_drafts
+    assert plan.keeps_mtp or num_drafts == 0
     first_B = state.length_B - 1
-    source = DraftSource.of_step(verifier.draft_law, plan.sampling, state.length_B, num_drafts, model)
+    source = DraftSource.of_step(
+        verifier.draft_law, plan.sampling, state.length_B, num_drafts, model, drafts_next=plan.keeps_mtp
+    )
     drafts, draft_probs = _draft(passes, state, plan, source, model)
     if plan.grammar is not None:
         plan.grammar.take(drafts.ids_BK)
@@ -106,7 +112,7 @@ def step_through(
         last_token_B=verified.token_ids_BQ.gather(1, accepted_B1)[:, 0],
         length_B=state.length_B + verified.accepted_len_B + 1,
     )
-    if num_drafts == 0:
+    if not plan.keeps_mtp:
         return state, verified
     # Entries L-1 ... L-1+K again, now from the trunk's own hidden; the row of the last emitted token makes the draft.
     mtp_TD = passes.draft_prefill(verified.token_ids_BQ, trunk_TD, first_B)

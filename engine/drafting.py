@@ -54,9 +54,25 @@ class DraftSource:
 
     @classmethod
     def of_step(
-        cls, law: DraftLaw, sampling: SamplingRows | None, position_B: torch.Tensor, num_drafts: int, model: Model
+        cls,
+        law: DraftLaw,
+        sampling: SamplingRows | None,
+        position_B: torch.Tensor,
+        num_drafts: int,
+        model: Model,
+        *,
+        drafts_next: bool = True,
     ) -> "DraftSource":
-        """The draws of the step whose first token will stand at `position_B`."""
+        """The draws of the step whose first token will stand at `position_B`.
+
+        Args:
+            law: how drafts are chosen.
+            sampling: the sampled sequences.
+            position_B: int64.
+            num_drafts: K.
+            model: that drafts.
+            drafts_next: the step also makes the first draft of the one after.
+        """
         if sampling is None or sampling.num_sampled == 0 or law is DraftLaw.LIKELIEST:
             return cls(law=law, sampling=sampling)
         if law is DraftLaw.SAMPLED:
@@ -64,7 +80,7 @@ class DraftSource:
             uniform_SK = uniform(sampling.seed_S, sampling.choice_S, position_S, Purpose.DRAFT, num_drafts)
             return cls(law=law, sampling=sampling, uniform_SK=uniform_SK)
         # One draw for every position this step may choose a token for: drafts, verification, the next draft share it.
-        num_positions = num_drafts + 2 if num_drafts else 1
+        num_positions = num_drafts + 1 + drafts_next
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         width = model.vocab.width(model.config.vocab_size)
         noise_SPV = draw_noise(sampling, position_B, num_positions, width, dtype, model.vocab)

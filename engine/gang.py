@@ -14,7 +14,7 @@ from baton.engine.decode import DecodeOutput, DecodeRunner
 from baton.engine.host_future import HostFuture
 from baton.engine.kv_offload import KVOffload
 from baton.engine.plan import PlanChannel
-from baton.engine.plan_messages import Admit, Draft, Forward, Grow, Load, Release, Save, Step, Stop
+from baton.engine.plan_messages import Admit, Draft, Forward, Grow, Load, Release, Save, SetDrafts, Step, Stop
 from baton.engine.prefill import PrefillChunk, PrefillForward, PrefillRunner, SequenceStart
 from baton.engine.slots import Growth
 from baton.engine.step_limit import StepLimit
@@ -137,6 +137,7 @@ class LeadDecode:
         self.kv_offload = LeadOffload(runner.kv_offload, channel)
         self.meter = runner.meter
         self.graphs = runner.graphs
+        self._num_drafts = runner.num_draft_tokens
 
     def admit(
         self,
@@ -182,6 +183,17 @@ class LeadDecode:
         self._channel.tell(Grow(tuple(growths)))
         self._runner.grow(growths)
 
+    def set_num_drafts(self, num_drafts: int) -> None:
+        """As `DecodeRunner.set_num_drafts`, at every rank, from the next step that is told."""
+        if num_drafts != self._num_drafts:
+            self._channel.tell(SetDrafts(num_drafts))
+            self._num_drafts = num_drafts
+            self._runner.set_num_drafts(num_drafts)
+
+    def draft_caps(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """As `DecodeRunner.draft_caps`."""
+        return self._runner.draft_caps(slots)
+
     def unfinished(self, slots: Sequence[int]) -> tuple[int, ...]:
         """As `DecodeRunner.unfinished`."""
         return self._runner.unfinished(slots)
@@ -194,7 +206,7 @@ class LeadDecode:
         """As `DecodeRunner.launch`, at every rank."""
         if not slots:
             return self._runner.launch(slots)
-        num_rows = len(slots) * (self.num_draft_tokens + 1)
+        num_rows = len(slots) * (self._num_drafts + 1)
         limit_s = self._limit.limit_s(num_rows)
         max_context_len = self._runner.max_context_len(slots)
         self._channel.tell(Step(tuple(slots), max_context_len, limit_s))
@@ -257,6 +269,8 @@ class FollowDecode:
                 last = self._runner.release(plan.slot)
                 if last is not None:
                     self._leaving[plan.slot] = last
+            case SetDrafts():
+                self._runner.set_num_drafts(plan.num_drafts)
             case Step():
                 self._channel.follow_step(plan.limit_s)
                 self._launched.append(self._runner.launch(plan.slots, plan.max_context_len))

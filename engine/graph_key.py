@@ -75,7 +75,7 @@ class GraphSizes:
         for size, width in sorted(shapes, key=lambda shape: (-shape[0] * shape[1], -shape[0])):
             for num_drafts in range(self.num_draft_tokens, -1, -1):
                 yield GraphKey(GraphKind.VERIFY, num_drafts + 1, size, width)
-                if num_drafts >= 1:
+                if self.num_draft_tokens >= 1:  # with no drafts now, too: the MTP head sees every token
                     yield GraphKey(GraphKind.DRAFT_PREFILL, num_drafts + 1, size, width)
             if self.num_draft_tokens >= 2:
                 yield GraphKey(GraphKind.DRAFT, 1, size, width)
@@ -95,7 +95,7 @@ class GraphSizes:
         if num_drafts > self.num_draft_tokens:
             return EagerReason.DRAFTS
         keys = [GraphKey(GraphKind.VERIFY, num_drafts + 1, *shape)]
-        if num_drafts >= 1:
+        if self.num_draft_tokens >= 1:
             keys.append(GraphKey(GraphKind.DRAFT_PREFILL, num_drafts + 1, *shape))
         if num_drafts >= 2:
             keys.append(GraphKey(GraphKind.DRAFT, 1, *shape))

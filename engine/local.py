@@ -26,6 +26,7 @@ from baton.engine.graphed_step import graphed_step
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
 from baton.engine.preemption import Preemption, PreemptionCounts
 from baton.engine.prefill import PrefillRunner, SequenceStart
+from baton.engine.speculation import Speculation
 from baton.engine.step_pipeline import StepPipeline
 from baton.engine.step_tally import Dropped, Fate, StepTally
 from baton.kvcache.allocator import BlockAllocator
@@ -55,6 +56,8 @@ class LocalEngine:
         preempt_at: also preempt every sequence once at each of these output lengths, or when steps have passed it; 0 is
             in the prompt, where that takes several chunks. For tests.
         graphs: which CUDA graphs to capture; none if None.
+        speculation: how many drafts each step makes, which may be changed while the engine runs; `num_draft_tokens` if
+            None.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class LocalEngine:
         host_kv_bytes: int = 0,
         preempt_at: Sequence[int] = (),
         graphs: CudaGraphConfig | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
@@ -105,7 +109,8 @@ class LocalEngine:
             ),
         )
         self._tally = StepTally(num_draft_tokens)
-        self._steps = StepPipeline[LocalSequence](self._decode, scheduling)
+        self.speculation = speculation or Speculation(num_draft_tokens, num_draft_tokens, self._clock)
+        self._steps = StepPipeline[LocalSequence](self._decode, scheduling, self.speculation)
         self._preemption = Preemption(allocator, self._scheduler, self._decode, self._steps)
         self._preempt_at = sorted(preempt_at)
         self._in_step = False
@@ -229,6 +234,7 @@ class LocalEngine:
         if not planned:
             return
         self._decode.meter.interrupt()
+        self.speculation.disturb()
         forward = self._prefill.forward([chunk for _, chunk in planned], _ignore_layer)
         rows = zip(planned, forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
         for (sequence, chunk), token, logprobs, prompt_logprobs in rows:

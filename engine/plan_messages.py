@@ -131,6 +131,13 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class SetDrafts:
+    """`DecodeRunner.set_num_drafts`: the k of the steps told after this."""
+
+    num_drafts: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """`DecodeRunner.launch`.
 
@@ -195,6 +202,7 @@ COMPUTE_KINDS: dict[int, type] = {
     16: Admit,
     17: Release,
     18: Step,
+    20: SetDrafts,
     24: Forward,
     25: Draft,
     28: Grow,

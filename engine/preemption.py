@@ -256,6 +256,7 @@ class Preemption(Generic[S]):
                     log.warning("host memory for KV is full: preempted sequences are computed again; said once")
                 self.counts.num_host_full += 1
             else:
+                self._steps.disturb()
                 copied = self._runner.kv_offload.save(table.blocks[:num_blocks], saved.first, slot)
                 self.counts.num_offloaded_blocks += num_blocks
         sequence.saved, sequence.num_lost = saved, 0 if saved else sequence.num_kv
@@ -279,6 +280,7 @@ class Preemption(Generic[S]):
         """Bring the KV of a saved sequence, and its draft, back to the blocks and the slot that it has now."""
         saved = sequence.saved
         assert saved is not None
+        self._steps.disturb()
         self._runner.kv_offload.load(table_of(sequence).blocks[: saved.length], saved.first, slot)
         self.counts.num_restored_blocks += saved.length
         self.forget(sequence)

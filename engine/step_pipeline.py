@@ -4,7 +4,8 @@ With synchronous scheduling a step is read before the next is planned. With asyn
 and launched first, by what is certain without the result, and results are read one step late. So a step may run a
 sequence that turns out to have ended: its rows are for the owner to drop, and what it holds is given back only when
 the last step that runs it is over. A sequence that must leave without losing a token is no longer launched, and let go
-once no step in flight `has` it. One thread uses a pipeline. It knows no queue, no request and no tensor.
+once no step in flight `has` it. How many drafts a step makes is decided when it is launched, by what was read before.
+One thread uses a pipeline. It knows no queue, no request and no tensor.
 """
 
 from collections import deque
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from baton.core.config import SchedulingName
+from baton.engine.speculation import PlannedStep, Speculation
 from baton.engine.step_ticket import Emitted, StepTicket
 
 S = TypeVar("S")
@@ -43,6 +45,14 @@ class Runner(Protocol):
         """Set off a step."""
         ...
 
+    def draft_caps(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Drafts that each may use."""
+        ...
+
+    def set_num_drafts(self, num_drafts: int) -> None:
+        """From the next step on make at most so many."""
+        ...
+
     def release(self, slot: int) -> StepTicket | None:
         """Forget a sequence; the step that still has it."""
         ...
@@ -58,12 +68,14 @@ class StepPipeline(Generic[S]):
     Args:
         runner: that computes them.
         scheduling: `async` keeps one step in flight, `sync` none.
+        speculation: how many drafts each step makes.
     """
 
-    def __init__(self, runner: Runner, scheduling: SchedulingName) -> None:
+    def __init__(self, runner: Runner, scheduling: SchedulingName, speculation: Speculation) -> None:
         self._runner = runner
+        self._speculation = speculation
         self._num_ahead = 1 if scheduling == "async" else 0
-        self._in_flight: deque[tuple[StepTicket, Sequence[S]]] = deque()
+        self._in_flight: deque[tuple[StepTicket, Sequence[S], PlannedStep]] = deque()
         self._leaving: list[tuple[Ending, Callable[[], None]]] = []
 
     @property
@@ -78,7 +90,7 @@ class StepPipeline(Generic[S]):
 
     def has(self, sequence: S) -> bool:
         """Whether a step that was not read runs this sequence."""
-        return any(item is sequence for _, sequences in self._in_flight for item in sequences)
+        return any(item is sequence for _, sequences, _ in self._in_flight for item in sequences)
 
     def launch(self, slots: Sequence[int], sequences: Sequence[S], make_room: MakeRoom[S]) -> bool:
         """Set off a step of `sequences`, each in its slot, but for those that can only be finished. False if of none.
@@ -104,7 +116,9 @@ class StepPipeline(Generic[S]):
                 going, sequences = kept, _those(kept, going, sequences)
         if not going:
             return False
-        self._in_flight.append((self._runner.launch(going), sequences))
+        planned = self._speculation.plan(self._runner.draft_caps(going))
+        self._runner.set_num_drafts(planned.num_drafts)
+        self._in_flight.append((self._runner.launch(going), sequences, planned))
         return True
 
     def collect(self, *, has_launched: bool) -> Iterator[Row[S]]:
@@ -115,6 +129,8 @@ class StepPipeline(Generic[S]):
         """
         if len(self._in_flight) > (self._num_ahead if has_launched else 0):
             yield from self._read()
+        if not has_launched and not self._in_flight:
+            self._speculation.pause()
 
     def retire(self, slot: int, give_back: Callable[[], None]) -> None:
         """Run this slot's sequence no more; `give_back` is called when no step runs it: now, or by `collect`."""
@@ -123,6 +139,10 @@ class StepPipeline(Generic[S]):
             give_back()
         else:
             self._leaving.append((ticket, give_back))
+
+    def disturb(self) -> None:
+        """The device does something else beside steps: the time of the step in flight says nothing of its k."""
+        self._speculation.disturb()
 
     def give_back_after(self, ending: Ending, give_back: Callable[[], None]) -> None:
         """`give_back` is called by `settle`, or by `collect`, when something other than a step is over."""
@@ -149,11 +169,13 @@ class StepPipeline(Generic[S]):
         if self._leaving:
             self._runner.drain()
             self.settle()
+        self._speculation.pause()
 
     def _read(self) -> Iterator[Row[S]]:
-        ticket, sequences = self._in_flight.popleft()
+        ticket, sequences, planned = self._in_flight.popleft()
         output = ticket.result()
         self.settle()
+        self._speculation.read(planned, output.proposed_lens, output.accepted_lens)
         yield from zip(sequences, output.rows(), strict=True)
 
 

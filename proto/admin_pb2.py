@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.proto import worker_pb2 as baton_dot_proto_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/proto/admin.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/proto/worker.proto\"\x0f\n\rStatusRequest\"\xaa\x02\n\x0bStatusReply\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x1c\n\x14num_requests_running\x18\x04 \x01(\r\x12\x1d\n\x15num_requests_finished\x18\x05 \x01(\x04\x12\x1b\n\x13num_requests_failed\x18\x06 \x01(\x04\x12\x1b\n\x13num_tokens_streamed\x18\x07 \x01(\x04\x12\'\n\x07workers\x18\x08 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12,\n\rrefused_pairs\x18\x14 \x03(\x0b\x32\x15.baton.v1.RefusedPair\x12\x1b\n\x13num_handoff_retries\x18\x15 \x01(\x04\"L\n\x0bRefusedPair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"p\n\x0cWorkerStatus\x12$\n\x05state\x18\x01 \x01(\x0b\x32\x15.baton.v1.WorkerState\x12\r\n\x05\x61live\x18\x02 \x01(\x08\x12\x17\n\x0fheartbeat_age_s\x18\x03 \x01(\x01\x12\x12\n\nnum_epochs\x18\x04 \x01(\r\"\x12\n\x10InventoryRequest\"9\n\x0eInventoryReply\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.WorkerStatus2\x84\x01\n\x05\x41\x64min\x12\x38\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x15.baton.v1.StatusReply\x12\x41\n\tInventory\x12\x1a.baton.v1.InventoryRequest\x1a\x18.baton.v1.InventoryReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/proto/admin.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/proto/worker.proto\"\x0f\n\rStatusRequest\"\xaa\x02\n\x0bStatusReply\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x1c\n\x14num_requests_running\x18\x04 \x01(\r\x12\x1d\n\x15num_requests_finished\x18\x05 \x01(\x04\x12\x1b\n\x13num_requests_failed\x18\x06 \x01(\x04\x12\x1b\n\x13num_tokens_streamed\x18\x07 \x01(\x04\x12\'\n\x07workers\x18\x08 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12,\n\rrefused_pairs\x18\x14 \x03(\x0b\x32\x15.baton.v1.RefusedPair\x12\x1b\n\x13num_handoff_retries\x18\x15 \x01(\x04\"L\n\x0bRefusedPair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"p\n\x0cWorkerStatus\x12$\n\x05state\x18\x01 \x01(\x0b\x32\x15.baton.v1.WorkerState\x12\r\n\x05\x61live\x18\x02 \x01(\x08\x12\x17\n\x0fheartbeat_age_s\x18\x03 \x01(\x01\x12\x12\n\nnum_epochs\x18\x04 \x01(\r\"\x12\n\x10InventoryRequest\"9\n\x0eInventoryReply\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\"@\n\x15SetSpeculationRequest\x12\'\n\x04mode\x18\x01 \x01(\x0b\x32\x19.baton.v1.SpeculationMode\"C\n\x13SetSpeculationReply\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.baton.v1.WorkerSpeculation\"a\n\x11WorkerSpeculation\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12*\n\x0bspeculation\x18\x02 \x01(\x0b\x32\x15.baton.v1.Speculation\x12\r\n\x05\x65rror\x18\x03 \x01(\t2\xd6\x01\n\x05\x41\x64min\x12\x38\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x15.baton.v1.StatusReply\x12\x41\n\tInventory\x12\x1a.baton.v1.InventoryRequest\x1a\x18.baton.v1.InventoryReply\x12P\n\x0eSetSpeculation\x12\x1f.baton.v1.SetSpeculationRequest\x1a\x1d.baton.v1.SetSpeculationReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,6 +44,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INVENTORYREQUEST']._serialized_end=591
   _globals['_INVENTORYREPLY']._serialized_start=593
   _globals['_INVENTORYREPLY']._serialized_end=650
-  _globals['_ADMIN']._serialized_start=653
-  _globals['_ADMIN']._serialized_end=785
+  _globals['_SETSPECULATIONREQUEST']._serialized_start=652
+  _globals['_SETSPECULATIONREQUEST']._serialized_end=716
+  _globals['_SETSPECULATIONREPLY']._serialized_start=718
+  _globals['_SETSPECULATIONREPLY']._serialized_end=785
+  _globals['_WORKERSPECULATION']._serialized_start=787
+  _globals['_WORKERSPECULATION']._serialized_end=884
+  _globals['_ADMIN']._serialized_start=887
+  _globals['_ADMIN']._serialized_end=1101
 # @@protoc_insertion_point(module_scope)

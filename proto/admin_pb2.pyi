@@ -65,3 +65,25 @@ class InventoryReply(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+
+class SetSpeculationRequest(_message.Message):
+    __slots__ = ("mode",)
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    mode: _worker_pb2.SpeculationMode
+    def __init__(self, mode: _Optional[_Union[_worker_pb2.SpeculationMode, _Mapping]] = ...) -> None: ...
+
+class SetSpeculationReply(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerSpeculation]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerSpeculation, _Mapping]]] = ...) -> None: ...
+
+class WorkerSpeculation(_message.Message):
+    __slots__ = ("worker_id", "speculation", "error")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    speculation: _worker_pb2.Speculation
+    error: str
+    def __init__(self, worker_id: _Optional[str] = ..., speculation: _Optional[_Union[_worker_pb2.Speculation, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...

@@ -44,6 +44,11 @@ class AdminStub(object):
                 request_serializer=baton_dot_proto_dot_admin__pb2.InventoryRequest.SerializeToString,
                 response_deserializer=baton_dot_proto_dot_admin__pb2.InventoryReply.FromString,
                 _registered_method=True)
+        self.SetSpeculation = channel.unary_unary(
+                '/baton.v1.Admin/SetSpeculation',
+                request_serializer=baton_dot_proto_dot_admin__pb2.SetSpeculationRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_admin__pb2.SetSpeculationReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -62,6 +67,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetSpeculation(self, request, context):
+        """Changes how many drafts steps make, from the next step on. Asked of the router: every decode worker's, those that
+        start later too; asked of a decode worker: its own. Requests may ask for fewer, never for more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +87,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Inventory,
                     request_deserializer=baton_dot_proto_dot_admin__pb2.InventoryRequest.FromString,
                     response_serializer=baton_dot_proto_dot_admin__pb2.InventoryReply.SerializeToString,
+            ),
+            'SetSpeculation': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetSpeculation,
+                    request_deserializer=baton_dot_proto_dot_admin__pb2.SetSpeculationRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_admin__pb2.SetSpeculationReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +148,33 @@ class Admin(object):
             '/baton.v1.Admin/Inventory',
             baton_dot_proto_dot_admin__pb2.InventoryRequest.SerializeToString,
             baton_dot_proto_dot_admin__pb2.InventoryReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetSpeculation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/SetSpeculation',
+            baton_dot_proto_dot_admin__pb2.SetSpeculationRequest.SerializeToString,
+            baton_dot_proto_dot_admin__pb2.SetSpeculationReply.FromString,
             options,
             channel_credentials,
             insecure,

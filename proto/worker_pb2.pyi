@@ -146,7 +146,7 @@ class DecodeStats(_message.Message):
     def __init__(self, num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., kv_bytes_landed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., handoff_ms: _Optional[float] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids")
+    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,7 @@ class WorkerState(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     epoch: int
@@ -177,13 +178,34 @@ class WorkerState(_message.Message):
     dtype: str
     kv_epoch: int
     rank_pids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ...) -> None: ...
+    speculation: Speculation
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("known",)
+    __slots__ = ("known", "speculation")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     known: bool
-    def __init__(self, known: bool = ...) -> None: ...
+    speculation: SpeculationMode
+    def __init__(self, known: bool = ..., speculation: _Optional[_Union[SpeculationMode, _Mapping]] = ...) -> None: ...
+
+class SpeculationMode(_message.Message):
+    __slots__ = ("num_draft_tokens", "auto")
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AUTO_FIELD_NUMBER: _ClassVar[int]
+    num_draft_tokens: int
+    auto: bool
+    def __init__(self, num_draft_tokens: _Optional[int] = ..., auto: bool = ...) -> None: ...
+
+class Speculation(_message.Message):
+    __slots__ = ("auto", "num_draft_tokens", "limit")
+    AUTO_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    auto: bool
+    num_draft_tokens: int
+    limit: int
+    def __init__(self, auto: bool = ..., num_draft_tokens: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class Inventory(_message.Message):
     __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs")

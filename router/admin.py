@@ -9,11 +9,14 @@ import grpc
 import grpc.aio
 
 from baton.core.clock import Clock
+from baton.core.errors import BatonError
 from baton.core.metrics import RouterMetrics
-from baton.proto import admin_pb2, admin_pb2_grpc
+from baton.proto import admin_pb2, admin_pb2_grpc, wire
 from baton.router.channels import Channels
-from baton.router.members import Member, Members
+from baton.router.members import DECODE, Member, Members
+from baton.router.policy import require
 from baton.router.refusals import Refusals
+from baton.router.speculation import SpeculationWish
 
 INVENTORY_TIMEOUT_S: Final = 1.0
 
@@ -30,6 +33,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         channels: Channels,
         metrics: RouterMetrics,
         num_running: Callable[[], int],
+        speculation: SpeculationWish,
         clock: Clock,
     ) -> None:
         self._model = model
@@ -38,6 +42,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._channels = channels
         self._metrics = metrics
         self._num_running = num_running
+        self._speculation = speculation
         self._clock = clock
         self._start_s = clock.now_s()
 
@@ -75,6 +80,31 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         live = [member for member in self._members.all() if member.alive]
         asking = [self._ask(member, self._channels.to(member)) for member in live]
         return admin_pb2.InventoryReply(workers=await asyncio.gather(*asking))
+
+    async def SetSpeculation(
+        self, request: admin_pb2.SetSpeculationRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.SetSpeculationReply:
+        """Tell every live decode worker now, and with its heartbeats every one that cannot be told now."""
+        live = self._members.live(DECODE)
+        try:
+            require(live, DECODE)
+            self._speculation.set_mode(request.mode, [member.state.num_draft_tokens for member in live])
+        except BatonError as error:
+            await wire.abort_with(context, error)
+        telling = [self._tell(member, self._channels.to(member), request) for member in live]
+        return admin_pb2.SetSpeculationReply(workers=await asyncio.gather(*telling))
+
+    async def _tell(
+        self, member: Member, channel: grpc.aio.Channel, request: admin_pb2.SetSpeculationRequest
+    ) -> admin_pb2.WorkerSpeculation:
+        worker_id = member.state.worker_id
+        try:
+            reply = await admin_pb2_grpc.AdminStub(channel).SetSpeculation(request, timeout=INVENTORY_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            message = error.details() or error.code().name
+            return admin_pb2.WorkerSpeculation(worker_id=worker_id, speculation=member.state.speculation, error=message)
+        speculation = reply.workers[0].speculation if reply.workers else member.state.speculation
+        return admin_pb2.WorkerSpeculation(worker_id=worker_id, speculation=speculation)
 
     async def _ask(self, member: Member, channel: grpc.aio.Channel) -> admin_pb2.WorkerStatus:
         stub = admin_pb2_grpc.AdminStub(channel)

@@ -7,14 +7,16 @@ import grpc.aio
 
 from baton.core.errors import BatonError, ModelNotFound
 from baton.proto import wire, worker_pb2, worker_pb2_grpc
-from baton.router.members import Members
+from baton.router.members import DECODE, Members
+from baton.router.speculation import SpeculationWish
 
 
 class MembershipService(worker_pb2_grpc.MembershipServicer):
     """Takes reports of workers that serve this model; refuses others."""
 
-    def __init__(self, members: Members, model: str) -> None:
+    def __init__(self, members: Members, model: str, speculation: SpeculationWish) -> None:
         self._members = members
+        self._speculation = speculation
         self._model = model
 
     async def Heartbeat(
@@ -25,6 +27,8 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
             if request.model != self._model:
                 message = f"{request.worker_id} serves {request.model!r}, this router {self._model!r}"
                 raise ModelNotFound(message, model=request.model)
-            return worker_pb2.HeartbeatReply(known=self._members.heartbeat(request))
+            known = self._members.heartbeat(request)
+            wish = self._speculation.mode if request.role == DECODE else None
+            return worker_pb2.HeartbeatReply(known=known, speculation=wish)
         except BatonError as error:
             await wire.abort_with(context, error)

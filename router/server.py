@@ -27,6 +27,7 @@ from baton.router.membership import MembershipService
 from baton.router.policy import RoundRobin
 from baton.router.refusals import Refusals
 from baton.router.served_model import ServedModel
+from baton.router.speculation import SpeculationWish
 
 TICK_S: Final = 0.05
 STOP_GRACE_S: Final = 1.0
@@ -100,6 +101,7 @@ class RouterServer:
 
     def _register(self, server: Any) -> None:
         admission = Admission(self._config.max_queue_len)
+        speculation = SpeculationWish()
         inference = InferenceService(
             model=self._model,
             host=self._config.host,
@@ -120,11 +122,12 @@ class RouterServer:
             channels=self._channels,
             metrics=self.metrics,
             num_running=lambda: admission.num_in_flight,
+            speculation=speculation,
             clock=self._clock,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
-        membership = MembershipService(self.members, self._model.name)
+        membership = MembershipService(self.members, self._model.name, speculation)
         worker_pb2_grpc.add_MembershipServicer_to_server(membership, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         files = (inference_pb2, admin_pb2)

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from baton.core.errors import PortInUse
-from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.core.errors import BatonError, InvalidRequest, PortInUse
+from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
 from baton.proto.unreadable import RefuseUnreadable
 
 HEARTBEAT_S = 0.25
@@ -24,6 +24,8 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
 
+SetSpeculation = Callable[[worker_pb2.SpeculationMode], worker_pb2.Speculation]
+
 log = logging.getLogger(__name__)
 
 
@@ -35,6 +37,7 @@ class WorkerHost:
         register: adds the role's servicer to the server; called on the host's event loop.
         state: the worker's current state; called from the host's thread.
         router_address: where heartbeats go; empty sends none (tests that need no router).
+        set_speculation: changes how many drafts its steps make, if it makes any; any thread.
         on_fatal: told, on the host's thread, what ended it: a worker that nobody can reach must not live on.
     """
 
@@ -45,7 +48,9 @@ class WorkerHost:
         state: Callable[[], worker_pb2.WorkerState],
         router_address: str,
         on_fatal: Callable[[BaseException], None],
+        set_speculation: SetSpeculation | None = None,
     ) -> None:
+        self._set_speculation = set_speculation
         self._on_fatal = on_fatal
         self._host = host
         self._register = register
@@ -95,7 +100,7 @@ class WorkerHost:
     async def _serve(self) -> None:
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RefuseUnreadable(),))
         self._register(server)
-        admin_pb2_grpc.add_AdminServicer_to_server(_WorkerAdmin(self._state), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(_WorkerAdmin(self._state, self._set_speculation), server)
         try:
             port = server.add_insecure_port(f"{self._host}:0")
         except RuntimeError as error:
@@ -122,20 +127,33 @@ class WorkerHost:
             membership = worker_pb2_grpc.MembershipStub(channel)
             while True:
                 try:
-                    await membership.Heartbeat(self._state(), timeout=HEARTBEAT_TIMEOUT_S)
+                    reply = await membership.Heartbeat(self._state(), timeout=HEARTBEAT_TIMEOUT_S)
                     reached = True
+                    self._follow(reply)
                 except grpc.aio.AioRpcError as error:
                     if reached:
                         log.warning("the router at %s does not answer: %s", self._router_address, error.code())
                     reached = False
                 await asyncio.sleep(HEARTBEAT_S)
 
+    def _follow(self, reply: worker_pb2.HeartbeatReply) -> None:
+        """A worker that was not there when an operator set something hears of it with its heartbeats."""
+        if self._set_speculation is None or not reply.HasField("speculation"):
+            return
+        try:
+            self._set_speculation(reply.speculation)
+        except BatonError as error:
+            log.warning("the router wants what this worker cannot do: %s", error.message)
+
 
 class _WorkerAdmin(admin_pb2_grpc.AdminServicer):
     """A worker's own Admin: what it holds right now."""
 
-    def __init__(self, state: Callable[[], worker_pb2.WorkerState]) -> None:
+    def __init__(
+        self, state: Callable[[], worker_pb2.WorkerState], set_speculation: SetSpeculation | None = None
+    ) -> None:
         self._state = state
+        self._set_speculation = set_speculation
 
     async def Inventory(
         self, request: admin_pb2.InventoryRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -143,3 +161,16 @@ class _WorkerAdmin(admin_pb2_grpc.AdminServicer):
         """This worker's state, freshly counted."""
         status = admin_pb2.WorkerStatus(state=self._state(), alive=True)
         return admin_pb2.InventoryReply(workers=[status])
+
+    async def SetSpeculation(
+        self, request: admin_pb2.SetSpeculationRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.SetSpeculationReply:
+        """Change this worker's k, if it is a decode worker."""
+        try:
+            if self._set_speculation is None:
+                raise InvalidRequest("this worker makes no drafts: it is no decode worker")
+            speculation = self._set_speculation(request.mode)
+        except BatonError as error:
+            await wire.abort_with(context, error)
+        worker = admin_pb2.WorkerSpeculation(worker_id=self._state().worker_id, speculation=speculation)
+        return admin_pb2.SetSpeculationReply(workers=[worker])

@@ -51,7 +51,7 @@ def test_generate_has_every_documented_flag():
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    "command", ["serve", "generate", "bench kv", "bench decode", "status", "doctor", "top", "plan"]
+    "command", ["serve", "generate", "bench kv", "bench decode", "status", "speculation", "doctor", "top", "plan"]
 )
 def test_every_command_exists_and_has_json(command):
     assert "--json" in flags_of(command)
@@ -77,13 +77,11 @@ def test_every_command_exists_and_has_json(command):
         (["plan", "--rate", "3"], 3, "FeatureNotBuilt"),
         (["serve", "--tp-prefill", "3"], 2, "ConfigInvalid"),
         (["serve", "--tp-decode", "16"], 2, "ConfigInvalid"),
-        (["serve", "--mtp", "auto"], 3, "FeatureNotBuilt"),
         (["serve", "--http-port", "8000"], 3, "FeatureNotBuilt"),
         (["generate", "--prompt", "x", "--logit-bias", "7"], 2, "InvalidSampling"),
         (["generate", "--prompt", "x", "--bad-words", "7;8"], 2, "InvalidSampling"),
         (["generate", "--prompt", "x", "--allowed-token-ids", ""], 2, "InvalidSampling"),
         (["generate", "--prompt", "x", "--n", str(2**31)], 2, "InvalidSampling"),
-        (["generate", "--local", "--prompt", "x", "--mtp", "auto"], 3, "FeatureNotBuilt"),
         (["serve", "--mtp", "5"], 2, "ConfigInvalid"),
         (["serve", "--prefill", "0"], 2, "ConfigInvalid"),
         (["serve", "--transport", "pigeon"], 2, "ConfigInvalid"),

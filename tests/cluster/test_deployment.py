@@ -66,7 +66,7 @@ def test_what_can_be_refused_is_refused_before_anything_starts(model, tmp_path):
         assert refused.value.fields["port"] == listener.getsockname()[1]
     with pytest.raises(ModelMissing), make(tmp_path / "nowhere"):
         pass
-    with pytest.raises(FeatureNotBuilt, match="--mtp auto"), make(model, mtp="auto"):
+    with pytest.raises(FeatureNotBuilt, match="--http-port"), make(model, http_port=0):
         pass
     assert our_processes() == before
 

@@ -105,7 +105,7 @@ def test_generate_reports_a_timeout_as_one(monkeypatch, capsys):
 
 def test_missing_features_are_refused():
     with pytest.raises(FeatureNotBuilt):
-        LocalCompleter(ServeConfig.from_mapping({"mtp": "auto"}))
+        LocalCompleter(ServeConfig.from_mapping({"http_port": 8000}))
 
 
 def test_the_reference_process_gives_the_same_tokens(completer):
@@ -113,3 +113,9 @@ def test_the_reference_process_gives_the_same_tokens(completer):
     reference = ReferenceProcess(ServeConfig.from_mapping(CONFIG), asked)
     here = [completer.complete(one, lambda text: None) for one in asked]
     assert [list(one.token_ids) for one in here] == [one["token_ids"] for one in reference.completions(60)]
+
+
+def test_auto_gives_the_same_tokens(completer):
+    asked = Asked(prompt="def f(x):\n", max_tokens=20)
+    auto = LocalCompleter(ServeConfig.from_mapping(CONFIG | {"mtp": "auto"}))
+    assert auto.complete(asked, lambda text: None).token_ids == completer.complete(asked, lambda text: None).token_ids

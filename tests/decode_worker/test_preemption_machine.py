@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.core.clock import VirtualClock
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
 from baton.decode_worker.recompute import Recompute
@@ -14,15 +15,23 @@ from baton.decode_worker.returns import Returns, admit
 from baton.decode_worker.scheduler import DecodeScheduler, DecodeSequence, DecodeState
 from baton.engine.preemption import MAX_PREEMPTIONS, Preemption
 from baton.engine.prefill import SequenceStart
+from baton.engine.speculation import Speculation
 from baton.engine.step_pipeline import StepPipeline
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvtransfer.landing import ReserveWanted
-from baton.tests.engine.test_preemption_machine import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, Runner
+from baton.tests.engine.test_preemption_machine import BLOCK_SIZE, MOST_DRAFTS, NUM_BLOCKS, NUM_SLOTS, Runner
 
 PROMPT_LENS, MAX_TOKENS = st.integers(1, 20), st.integers(2, 18)
 
 
+class Meter:
+    def interrupt(self):
+        pass
+
+
 class WorkerRunner(Runner):
+    meter = Meter()
+
     def admit(self, slot, start, *, prompt_len, sampling, table, draft_cap, prompt_token_ids, output_len, choice):
         assert slot not in self.length
         assert start.prompt_len == prompt_len == len(prompt_token_ids)
@@ -56,7 +65,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
         self.scheduler = DecodeScheduler(self.allocator, NUM_SLOTS, overcommit=True)
         self.runner = WorkerRunner(self, num_host_blocks)
-        self.steps = StepPipeline(self.runner, scheduling)
+        self.steps = StepPipeline(self.runner, scheduling, Speculation(MOST_DRAFTS, MOST_DRAFTS, VirtualClock()))
         self.preemption = Preemption(self.allocator, self.scheduler, self.runner, self.steps)
         recompute = Recompute(Prefill(), 8)
         self.returns = Returns(self.scheduler, self.preemption, self.steps, self.runner, recompute, ())

@@ -31,7 +31,7 @@ class LedEngine(LocalEngine):
         self.pool = prefill._pool
         self._prefill = LeadPrefill(prefill, channel)
         self._decode = LeadDecode(decode, channel)
-        self._steps = StepPipeline(self._decode, scheduling)
+        self._steps = StepPipeline(self._decode, scheduling, self.speculation)
         self._preemption = Preemption(self._scheduler._allocator, self._scheduler, self._decode, self._steps)
 
 

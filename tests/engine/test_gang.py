@@ -65,8 +65,12 @@ def runners_of(model, k, group=None, verification=None):
     return prefill, DecodeRunner(model, pool, len(LENGTHS), k, group, grammars=grammars, verification=verification)
 
 
-def generate(prefill, decode, k, mode):
-    """Tokens of every prompt: chunk by chunk, each joining the others in decode when it is done."""
+def generate(prefill, decode, k, mode, ks=()):
+    """Tokens of every prompt: chunk by chunk, each joining the others in decode when it is done.
+
+    Steps make `ks` drafts, one after the other and over again, if that is not empty.
+    """
+    ks = itertools.cycle(ks or [k])
     allocator = BlockAllocator(40, BLOCK_SIZE)
     slots = []
     tokens = []
@@ -88,8 +92,10 @@ def generate(prefill, decode, k, mode):
         decode.admit(slot, begin, length, sampling, table, k, prompt_token_ids=ids)
         slots.append(slot)
         tokens.append([begin.first_token])
+        decode.set_num_drafts(next(ks))
         step(decode, slots, tokens)
     while slots:
+        decode.set_num_drafts(next(ks))
         step(decode, slots, tokens)
         for slot in [slot for slot in slots if len(tokens[slot]) >= NUM_TOKENS]:
             decode.release(slot)
@@ -103,13 +109,13 @@ def step(decode, slots, tokens):
         tokens[slot].extend(token_ids)
 
 
-def as_gang(group, model, k, mode, verification=None):
+def as_gang(group, model, k, mode, verification=None, ks=()):
     prefill, decode = runners_of(model, k, group, verification)
     channel = channel_of(group)
     try:
         if group.rank == 0:
             lead = LeadDecode(decode, channel)
-            tokens = generate(LeadPrefill(prefill, channel), lead, k, mode)
+            tokens = generate(LeadPrefill(prefill, channel), lead, k, mode, ks)
             lead.close()
             return tokens
         follow = FollowPrefill(prefill, channel)
@@ -142,6 +148,29 @@ def test_a_gang_generates_what_one_rank_does(size, k, mode, tiny_checkpoint):
     tokens, *others = on_ranks(size, lambda group: as_gang(group, load(path, group), k, mode))
     assert tokens == wanted
     assert others == [None] * (size - 1)
+
+
+KS = (2, 0, 1, 1, 0, 0, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param("greedy", marks=pytest.mark.slow), "coupled", pytest.param("grammar", marks=pytest.mark.slow)]
+)
+def test_k_changes_at_every_rank(mode, tiny_checkpoint, monkeypatch):
+    path = tiny_checkpoint(**CHECKPOINT)
+    wanted = generate(*runners_of(load(path), 2), 2, mode)
+    launch, shapes = DecodeRunner.launch, {}
+
+    def launch_and_keep(self, slots, max_context_len=None):
+        shapes.setdefault(id(self), []).append((self._batch_of(slots).num_drafts, max_context_len))
+        return launch(self, slots, max_context_len)
+
+    monkeypatch.setattr(DecodeRunner, "launch", launch_and_keep)
+    tokens, _ = on_ranks(2, lambda group: as_gang(group, load(path, group), 2, mode, ks=KS))
+    assert tokens == wanted
+    mine, others = shapes.values()
+    assert mine == others
+    assert [k for k, _ in mine][: len(KS)] == list(KS)
 
 
 @pytest.mark.parametrize("mode", ["coupled", "everything"])

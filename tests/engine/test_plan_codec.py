@@ -16,7 +16,7 @@ from baton.core.sampling import SamplingParams
 from baton.engine.batch import PrefillChunk
 from baton.engine.plan import plan_codec
 from baton.engine.plan_codec import FRAME_HEADER_BYTES, PlanCodec, payload_len
-from baton.engine.plan_messages import COMPUTE_KINDS, CONTROL_KINDS, Admit, Beat, Forward, Release, Step
+from baton.engine.plan_messages import COMPUTE_KINDS, CONTROL_KINDS, Admit, Beat, Forward, Release, SetDrafts, Step
 from baton.engine.prefill import SequenceStart
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.push import DecodePeer, GrantInfo
@@ -209,6 +209,15 @@ def test_kinds_have_numbers_of_their_own():
     assert plan_codec().decode(CODEC.encode(Release(3), 1), 1) == Release(3)
     with pytest.raises(ProtocolError, match="unknown kind 67"):
         plan_codec().decode(CODEC.encode(_adopt(), 1), 1)
+
+
+def test_a_new_k_is_a_plan_of_decode_ranks():
+    frame = CODEC.encode(SetDrafts(3), 5)
+    assert plan_codec().decode(frame, 5) == SetDrafts(3)
+    assert HEADER.unpack_from(frame)[2] == 20  # a number on the wire is for ever
+    for changes in ({"payload": b""}, {"payload": frame[HEADER.size :] + b"\0"}, {"kind": 17}):
+        with pytest.raises(ProtocolError):
+            CODEC.decode(reseal(frame, **changes), 5)
 
 
 def _adopt():

@@ -11,15 +11,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.core.clock import VirtualClock
 from baton.engine.length_bounds import LengthBounds
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
 from baton.engine.preemption import MAX_PREEMPTIONS, Preemption, plan_room
+from baton.engine.speculation import Speculation
 from baton.engine.step_pipeline import StepPipeline
 from baton.engine.step_ticket import DecodeOutput
 from baton.kvcache.allocator import BlockAllocator
 from baton.tests.engine.toy_engine import request_of
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_SLOTS = 10, 4, 4
+MOST_DRAFTS = 2
 
 
 class Future:
@@ -88,6 +91,12 @@ class Runner:
         short = self.bounds.short_of_room(self.np.array(slots), self._most(slots))
         return [(slots[place], wanted_len) for place, wanted_len in short]
 
+    def draft_caps(self, slots):
+        return tuple(self.cap[slot] for slot in slots)
+
+    def set_num_drafts(self, num_drafts):
+        assert num_drafts <= MOST_DRAFTS
+
     def grow(self, growths):
         for growth in growths:
             assert len(self.blocks[growth.slot]) == growth.first
@@ -127,7 +136,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
         self.scheduler = LocalScheduler(self.allocator, num_slots=NUM_SLOTS, chunk_len=8, overcommit=True)
         self.runner = Runner(self, num_host_blocks)
-        self.steps = StepPipeline(self.runner, scheduling)
+        self.steps = StepPipeline(self.runner, scheduling, Speculation(MOST_DRAFTS, MOST_DRAFTS, VirtualClock()))
         self.preemption = Preemption(self.allocator, self.scheduler, self.runner, self.steps)
         self.sequences = []
         self.scripted = {}

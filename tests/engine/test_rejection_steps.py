@@ -41,12 +41,13 @@ def table(law, length):
 class Generation:
     """Sequences over one world, all of the same prompt, which is empty."""
 
-    def __init__(self, num_sequences, num_drafts, *, block, is_point=False, seed=0):
+    def __init__(self, num_sequences, num_drafts, *, block, is_point=False, seed=0, changes=False):
         self.world = reference.World(VOCAB, "steps2", zeros=0.0)
         depth = LENGTH + num_drafts + 1
         self.p = [table(self.world.p, length) for length in range(depth)]
         self.q = [table(self.world.q, length) for length in range(depth)]
         self.num_drafts = num_drafts
+        self.changes = changes  # fewer drafts in some steps, depending on what was emitted before
         self.verifier = rejection.RejectionVerifier(is_probabilistic=not is_point, block=block)
         self.tokens = torch.zeros(num_sequences, depth + num_drafts, dtype=torch.int64)
         self.length = torch.zeros(num_sequences, dtype=torch.int64)
@@ -56,14 +57,20 @@ class Generation:
         while True:
             for length in range(LENGTH):
                 rows = (self.length == length).nonzero()[:, 0]
-                if len(rows):
-                    self.step(rows, length)
+                if not self.changes:
+                    self.step(rows, length, self.num_drafts)
+                    continue
+                last = self.tokens[rows, length - 1] if length else rows % VOCAB
+                for num_drafts in range(self.num_drafts + 1):
+                    self.step(rows[last % (self.num_drafts + 1) == num_drafts], length, num_drafts)
             if (self.length >= LENGTH).all():
                 return self.tokens[:, :LENGTH]
 
-    def step(self, rows, length):
+    def step(self, rows, length, num_drafts):
         """All `rows` have `length` tokens."""
-        num_rows, num_drafts = len(rows), self.num_drafts
+        num_rows = len(rows)
+        if not num_rows:
+            return
         position = torch.full((num_rows,), FIRST + length)
         sampling = SamplingRows(
             index_S=torch.arange(num_rows),
@@ -85,7 +92,7 @@ class Generation:
                 prefix[:, length + place] = drafted.token_B
                 q_rows.append(drafted.probs_SC)
         probs = None
-        if self.verifier.draft_law is DraftLaw.SAMPLED:
+        if self.verifier.draft_law is DraftLaw.SAMPLED and num_drafts:
             probs = DraftProbs(torch.stack(q_rows, dim=1), None)
         verified = self.verifier.verify(
             VerifyInputs(
@@ -131,6 +138,11 @@ NUM_SEQUENCES = 60_000
 @pytest.mark.parametrize("num_drafts", [1, 2])
 def test_several_steps_keep_the_law(num_drafts, is_point, block):
     assert Generation(NUM_SEQUENCES, num_drafts, is_point=is_point, block=block).chi_square() < QUANTILE
+
+
+@pytest.mark.parametrize(("is_point", "block"), [(True, False), (False, True)])
+def test_steps_with_changing_numbers_of_drafts_keep_the_law(is_point, block):
+    assert Generation(NUM_SEQUENCES, 2, is_point=is_point, block=block, changes=True).chi_square() < QUANTILE
 
 
 def by_own_position(seed, choice, position, purpose, num_draws):

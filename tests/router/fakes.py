@@ -242,6 +242,13 @@ class Admin(admin_pb2_grpc.AdminServicer):
     def __init__(self, worker):
         self.worker = worker
 
+    async def SetSpeculation(self, request, context):
+        self.worker.speculation = request.mode
+        told = admin_pb2.WorkerSpeculation(worker_id=self.worker.worker_id)
+        told.speculation.auto = request.mode.auto
+        told.speculation.num_draft_tokens = request.mode.num_draft_tokens
+        return admin_pb2.SetSpeculationReply(workers=[told])
+
     async def Inventory(self, request, context):
         return admin_pb2.InventoryReply(workers=[admin_pb2.WorkerStatus(state=self.worker.state(), alive=True)])
 

@@ -1,5 +1,7 @@
 """Whole workers over real gRPC and ZMQ in this process: tokens, heartbeats, refusals, a dropped stream."""
 
+import dataclasses
+import itertools
 import os
 import signal
 import threading
@@ -13,6 +15,7 @@ import torch
 from baton.core.config import WorkerConfig
 from baton.core.errors import (
     ConfigInvalid,
+    InvalidRequest,
     MalformedMessage,
     Overloaded,
     PromptTooLong,
@@ -171,6 +174,60 @@ def test_heartbeats_tell_the_router_who_is_there(nodes, membership):
     assert decode.kv_address.startswith("tcp://127.0.0.1:")
     assert decode.epoch == nodes[1].epoch != prefill.epoch
     assert decode.inventory.num_blocks > 0
+
+
+def test_k_is_changed_while_a_sequence_runs(nodes, stubs, membership):
+    prefill_stub, decode_stub = stubs
+    with grpc.insecure_channel(nodes[1].host.address) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+
+        def set_mode(**mode):
+            request = admin_pb2.SetSpeculationRequest(mode=worker_pb2.SpeculationMode(**mode))
+            [worker] = admin.SetSpeculation(request).workers
+            return worker.speculation
+
+        wanted = request("live", max_tokens=300)
+        attending = decode_stub.Attend(attend_request(wanted, time.monotonic()))
+        running = prefill_stub.Run(prefill_request(wanted, peer_of(nodes[1]), time.monotonic()))
+        modes = itertools.cycle([{"num_draft_tokens": 0}, {"auto": True}, {"num_draft_tokens": 1}])
+        token_ids = []
+        for event in attending:
+            token_ids.extend(event.tokens.token_ids)
+            if event.HasField("tokens"):
+                now = set_mode(**next(modes))
+        assert now.limit == 2
+        first = next(running).first_token.token
+        assert set_mode(num_draft_tokens=0) == worker_pb2.Speculation(num_draft_tokens=0, limit=2)
+        for wrong in ({"num_draft_tokens": 3}, {"auto": False}, {}):
+            with pytest.raises(grpc.RpcError) as refused:
+                set_mode(**wrong)
+            assert type(error_from_rpc(refused.value)) is InvalidRequest
+        deadline_s = time.monotonic() + 5.0
+        while membership.states["decode-0"].speculation.num_draft_tokens != 0:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert set_mode(num_draft_tokens=2).num_draft_tokens == 2
+    loaded = load_worker(worker_config("reference"))
+    engine = LocalEngine(
+        loaded.model,
+        loaded.tokenizer,
+        num_blocks=64,
+        block_size=16,
+        num_draft_tokens=0,
+        chunk_len=64,
+        max_num_sequences=1,
+    )
+    plain = dataclasses.replace(wanted, num_draft_tokens=0)
+    assert list(engine.generate([plain])[0].token_ids) == [first, *token_ids]
+    wait_idle(nodes)
+
+
+def test_a_prefill_worker_has_no_k(nodes):
+    with grpc.insecure_channel(nodes[0].host.address) as channel:
+        mode = worker_pb2.SpeculationMode(auto=True)
+        with pytest.raises(grpc.RpcError) as refused:
+            admin_pb2_grpc.AdminStub(channel).SetSpeculation(admin_pb2.SetSpeculationRequest(mode=mode))
+    assert type(error_from_rpc(refused.value)) is InvalidRequest
 
 
 def test_a_dropped_stream_cancels_on_both_sides(nodes, stubs):

@@ -1,0 +1,49 @@
+"""k changed while sequences run: scripts for it, and what the steps then showed."""
+
+import itertools
+import random
+
+from baton.core.clock import VirtualClock
+from baton.engine.speculation import Speculation
+
+
+class Scripted(Speculation):
+    """Each step's k from a list, over and over; keeps (k, proposed, accepted) of every step that was read."""
+
+    def __init__(self, limit, ks):
+        super().__init__(limit, limit, VirtualClock())
+        self._ks = itertools.cycle(ks)
+        self.steps = []
+
+    def plan(self, draft_caps):
+        self.set_mode(next(self._ks))
+        return super().plan(draft_caps)
+
+    def read(self, step, proposed_lens, accepted_lens):
+        assert all(0 <= accepted <= proposed for accepted, proposed in zip(accepted_lens, proposed_lens, strict=True))
+        assert max(proposed_lens) == step.num_drafts
+        self.steps.append((step.num_drafts, tuple(proposed_lens), tuple(accepted_lens)))
+        super().read(step, proposed_lens, accepted_lens)
+
+
+def random_ks(seed, limit, length=97):
+    """Some for one step, some for several."""
+    rng = random.Random(seed)
+    ks = []
+    while len(ks) < length:
+        ks += [rng.randint(0, limit)] * rng.choice((1, 1, 1, 3))
+    return ks
+
+
+def script_everywhere(patch, seed, limit):
+    """Every `Speculation` changes its k at random from now on; returns the ks of all steps, as they are planned."""
+    plan, ks, seen = Speculation.plan, itertools.cycle(random_ks(seed, limit)), []
+
+    def scripted(self, draft_caps):
+        self.set_mode(min(next(ks), self.limit))
+        planned = plan(self, draft_caps)
+        seen.append(planned.num_drafts)
+        return planned
+
+    patch.setattr(Speculation, "plan", scripted)
+    return seen
