@@ -164,7 +164,7 @@ class StepTimeModel:
         self._doubts_AXX = []
         for arm in range(num_arms):
             doubt_AA = options.walk_doubt * _apart(num_arms, arm) + options.own_doubt * _others(num_arms, arm)
-            doubts_XX: Floats = np.kron(sizes_NN, doubt_AA) + options.level_drift
+            doubts_XX: Floats = (np.kron(sizes_NN, doubt_AA) + options.level_drift).astype(np.float64)
             self._doubts_AXX.append(doubts_XX)
 
 
