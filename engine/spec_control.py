@@ -211,7 +211,7 @@ class SpeculationControl:
         options, step = self._options, self._step
         # Each k has a part of its own: cheap trials of one as good as another would use up a common budget for ever.
         budget_s = self._allowed_s + options.trial_share * self._elapsed_s
-        part_s = options.borrow * budget_s / self.max_drafts
+        part_s = budget_s / self.max_drafts
         whole_left_s = budget_s - sum(self._spent_s)
         slope_in_use = self._slopes(tokens, in_use)
         # What is in use is measured before it is doubted.
@@ -222,7 +222,8 @@ class SpeculationControl:
                 continue
             gap = max(0.0, 1.0 - math.exp(speed[k] - speed[in_use]))
             cost_s = max(gap, options.least_cost) * math.exp(min(log, 50.0))
-            left_s = min(part_s - self._spent_s[k], whole_left_s)
+            spent_s = self._spent_s[k]
+            left_s = max(part_s - spent_s, min(options.borrow * part_s - spent_s, whole_left_s))
             score = age / (gap + options.patience)
             if left_s <= 0.0 or score <= found_score:
                 continue
