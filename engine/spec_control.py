@@ -46,10 +46,10 @@ class ControlOptions:
     """
 
     margin: float = 0.003
-    trial_share: float = 0.003
-    first_trials: float = 4.0
+    trial_share: float = 0.005
+    first_trials: float = 2.0
     grant_every: int = 400
-    plausible: float = 2.5
+    plausible: float = 3.5
     worth_trying: float = 0.015
     least_cost: float = 0.002
     hope: float = 1.0
