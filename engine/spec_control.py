@@ -33,7 +33,7 @@ class ControlOptions:
         margin: how much better another k must look before it is used.
         trial_share: share of all time that trials are expected to lose, all k together; each k has an equal part of it,
         borrow: and may use so many parts while others leave theirs.
-        first_trials: loss allowed to the first trials, in steps; half of it again after a change was seen.
+        first_trials: loss allowed to the first trials, in steps; so much again after a change was seen.
         grant_every: steps between two such allowances.
         plausible: a k that is worse by this many standard deviations is not tried,
         worth_trying: nor one that so many of them would make better by less than this.
@@ -148,7 +148,7 @@ class SpeculationControl:
         """Something has changed: look around at once, but not at every change of a restless load."""
         if self._step - self._last_grant_step >= self._options.grant_every:
             self._last_grant_step = self._step
-            self._allowed_s += 0.5 * self._options.first_trials * usual_s
+            self._allowed_s += self._options.first_trials * usual_s
 
     def expected_tokens(self, num_drafts: int) -> float:
         """Tokens that a step with this k is expected to emit per sequence."""
