@@ -33,7 +33,7 @@ class ControlOptions:
         margin: how much better another k must look before it is used.
         trial_share: share of all time that trials are expected to lose, all k together; each k has an equal part of it,
         borrow: and may use so many parts while others leave theirs.
-        first_trials: loss allowed to the first trials, in steps; half of it again after a change was seen.
+        first_trials: loss allowed to the first trials, in steps; so much again after a change was seen.
         grant_every: steps between two such allowances.
         plausible: a k that is worse by this many standard deviations is not tried,
         worth_trying: nor one that so many of them would make better by less than this.
@@ -46,10 +46,10 @@ class ControlOptions:
     """
 
     margin: float = 0.003
-    trial_share: float = 0.003
-    first_trials: float = 4.0
+    trial_share: float = 0.005
+    first_trials: float = 2.0
     grant_every: int = 400
-    plausible: float = 2.5
+    plausible: float = 3.5
     worth_trying: float = 0.015
     least_cost: float = 0.002
     hope: float = 1.0
@@ -148,7 +148,7 @@ class SpeculationControl:
         """Something has changed: look around at once, but not at every change of a restless load."""
         if self._step - self._last_grant_step >= self._options.grant_every:
             self._last_grant_step = self._step
-            self._allowed_s += 0.5 * self._options.first_trials * usual_s
+            self._allowed_s += self._options.first_trials * usual_s
 
     def expected_tokens(self, num_drafts: int) -> float:
         """Tokens that a step with this k is expected to emit per sequence."""
@@ -211,7 +211,7 @@ class SpeculationControl:
         options, step = self._options, self._step
         # Each k has a part of its own: cheap trials of one as good as another would use up a common budget for ever.
         budget_s = self._allowed_s + options.trial_share * self._elapsed_s
-        part_s = options.borrow * budget_s / self.max_drafts
+        part_s = budget_s / self.max_drafts
         whole_left_s = budget_s - sum(self._spent_s)
         slope_in_use = self._slopes(tokens, in_use)
         # What is in use is measured before it is doubted.
@@ -222,7 +222,8 @@ class SpeculationControl:
                 continue
             gap = max(0.0, 1.0 - math.exp(speed[k] - speed[in_use]))
             cost_s = max(gap, options.least_cost) * math.exp(min(log, 50.0))
-            left_s = min(part_s - self._spent_s[k], whole_left_s)
+            spent_s = self._spent_s[k]
+            left_s = max(part_s - spent_s, min(options.borrow * part_s - spent_s, whole_left_s))
             score = age / (gap + options.patience)
             if left_s <= 0.0 or score <= found_score:
                 continue

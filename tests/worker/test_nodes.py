@@ -186,7 +186,7 @@ def test_k_is_changed_while_a_sequence_runs(nodes, stubs, membership):
             [worker] = admin.SetSpeculation(request).workers
             return worker.speculation
 
-        wanted = request("live", max_tokens=300)
+        wanted = request("live", max_tokens=100)
         attending = decode_stub.Attend(attend_request(wanted, time.monotonic()))
         running = prefill_stub.Run(prefill_request(wanted, peer_of(nodes[1]), time.monotonic()))
         modes = itertools.cycle([{"num_draft_tokens": 0}, {"auto": True}, {"num_draft_tokens": 1}])
