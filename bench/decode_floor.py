@@ -50,7 +50,7 @@ def step_bytes(
         num_drafts: K; the MTP head runs K - 1 times to draft and once over what was accepted.
         batch: sequences.
         context_len: positions of each, on average.
-        num_ranks: that share the trunk and the MTP layer; heads and embeddings are whole at each.
+        num_ranks: that share it all, but for rows of the embedding, which count for nothing.
     """
     trunk = mtp = head = 0.0
     for name, shape in tensor_spec(config, with_mtp=num_drafts > 0).required.items():
@@ -68,7 +68,7 @@ def step_bytes(
             trunk += size
     layer_kv = 2.0 * batch * context_len * config.num_kv_heads * config.head_dim
     num_head_passes = 1 + (num_drafts if config.draft_vocab_size is None else 0)
-    weights = (trunk + num_drafts * mtp) / num_ranks + num_head_passes * head
+    weights = (trunk + num_drafts * mtp + num_head_passes * head) / num_ranks
     kv = (config.num_layers + num_drafts) * layer_kv / num_ranks
     return (weights + kv) * dtype.itemsize
 
