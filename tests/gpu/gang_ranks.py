@@ -135,7 +135,7 @@ def use_vocab(channel, device, vocab_size, num_rows):
     with torch.cuda.stream(stream):
         vocab.argmax(own_NW)
         stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             captured_N = vocab.argmax(own_NW)
         graph.replay()
         stream.synchronize()
