@@ -14,6 +14,7 @@ from baton.core.verification import VerificationConfig, VerificationMode
 from baton.engine.local import LocalEngine
 from baton.engine.speculation import Speculation
 from baton.tests.engine import reference
+from baton.tests.engine.graphs import assert_all_replayed, with_graphs
 from baton.tests.engine.live_k import Scripted, random_ks
 from baton.tests.engine.test_async_decode import PROMPTS, Side, wanted
 from baton.tests.engine.test_grammar_engine import SPECS
@@ -116,8 +117,9 @@ def requests_with(requests, k):
 
 @fast
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize("has_graphs", [False, True], ids=["launched", "replayed"])
 @pytest.mark.parametrize("mode", [VerificationMode.COUPLED, VerificationMode.REJECTION])
-def test_no_hole_is_left_where_there_were_no_drafts(mode, scheduling):
+def test_no_hole_is_left_where_there_were_no_drafts(mode, has_graphs, scheduling):
     """This model's head is right whenever its KV and hidden states are: every draft must stand, whatever k was."""
     request = request_of([3, 1, 4], k=4, max_tokens=50, temperature=0.0, ignore_eos=True)
     speculation = Scripted(4, SWITCHES)
@@ -129,12 +131,35 @@ def test_no_hole_is_left_where_there_were_no_drafts(mode, scheduling):
         speculation=speculation,
         verification=VerificationConfig(mode=mode),
     )
+    if has_graphs:
+        with_graphs(engine)
     for layer in range(engine.pool.layout.num_layers):
         engine.pool.blocks(layer).fill_(torch.nan)
     [result] = engine.generate([request])
     assert {k for k, _, _ in speculation.steps} == set(SWITCHES)
     assert all(accepted == (k,) for k, _, accepted in speculation.steps[:-1])  # the last may be past the end
     assert result.token_ids == toy_engine(PerfectToyModel(), k=0, num_blocks=60).generate([request])[0].token_ids
+    if has_graphs:
+        assert_all_replayed(engine)
+
+
+@pytest.mark.parametrize("host_kv_bytes", [0, 1 << 20], ids=["computed again", "to host memory"])
+@pytest.mark.parametrize("has_graphs", [False, True], ids=["launched", "replayed"])
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_preempted_while_k_changes(scheduling, has_graphs, host_kv_bytes):
+    requests = toy_requests(5)
+    plain = toy_engine(k=0, num_blocks=60).generate(requests_with(requests, 0))
+    speculation = Scripted(LIMIT, random_ks(5, LIMIT))
+    tight = {"num_blocks": 16, "overcommit": True, "host_kv_bytes": host_kv_bytes, "preempt_at": (3, 8)}
+    engine = toy_engine(k=LIMIT, scheduling=scheduling, speculation=speculation, **tight)
+    if has_graphs:
+        with_graphs(engine)
+    results = engine.generate(requests)
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+    assert engine.preemptions.num_preemptions > len(requests)
+    check_counts(results, speculation.steps)
+    if has_graphs:
+        assert_all_replayed(engine)
 
 
 def tiny_engine(model, tokenizer, speculation, max_num_sequences=1, scheduling="async"):
