@@ -27,8 +27,9 @@ def losses(seeds):
         yield regime.name, total / min(fixed) - 1.0, total / prophet - 1.0
 
 
-def test_never_far_behind_the_best_fixed_k():
-    found = list(losses(range(NUM_REGIMES)))
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_never_far_behind_the_best_fixed_k(every):
+    found = list(losses(range(0, NUM_REGIMES, every)))
     worst = sorted(found, key=lambda item: -item[1])[:3]
     mean = sum(loss for _, loss, _ in found) / len(found)
     print(f"behind the best fixed k: mean {mean:.4f}, worst {worst}")
@@ -41,7 +42,7 @@ def test_never_far_behind_the_best_fixed_k():
 def test_loads_that_the_constants_were_not_chosen_on():
     """A few of them are further behind: after a change that steps with the k in use do not show, trials come late."""
     found = [loss for _, loss, _ in losses(range(7_000, 7_400))]
-    assert sum(loss > ALLOWED for loss in found) <= 0.03 * len(found)
+    assert sum(loss > ALLOWED for loss in found) <= 0.01 * len(found)
     assert sum(found) / len(found) < -0.01
 
 
