@@ -347,13 +347,23 @@ def test_a_position_counts_only_where_it_was_tested():
     planned = speculation.plan((4, 3, 1, 0))
     assert control.asked == (4, (3, 2, 2, 1))
     assert planned.num_drafts == 2
-    speculation.set_mode(3)
+    control.k = 3
     planned = speculation.plan((4, 3, 1, 0))
     assert planned.num_drafts == 3
     speculation.read(planned, (3, 3, 1, 0), (3, 1, 1, 0))
     [seen] = control.seen
     assert (seen["batch_size"], seen["num_drafts"]) == (4, 3)
     assert (seen["tested"], seen["accepted"]) == ([3, 2, 1], [3, 1, 1])
+
+
+@fast
+def test_nothing_is_learnt_while_k_is_set():
+    speculation, control, _ = recorded(num_drafts=2)
+    speculation.read(speculation.plan((4, 1)), (2, 1), (1, 0))
+    assert not control.seen
+    speculation.set_mode(None)
+    speculation.read(speculation.plan((4, 1)), (2, 1), (1, 0))
+    assert len(control.seen) == 1
 
 
 @fast
