@@ -147,8 +147,8 @@ def pruned(model):
     """The model with a draft head over every third token, for a while."""
     whole = Model.__new__(Model)
     whole.__dict__ |= model.__dict__
-    whole.d2t_C = torch.arange(0, model.config.vocab_size, 3)
-    whole._draft_head_CD = model._lm_head_VD[whole.d2t_C]
+    whole.d2t_C = whole.draft_columns_C = torch.arange(0, model.config.vocab_size, 3)
+    whole._draft_head_CD = model._lm_head_WD[whole.d2t_C]
     whole._t2d_V = invert_d2t(whole.d2t_C, model.config.vocab_size)
     yield whole
 
