@@ -11,7 +11,7 @@ import dataclasses
 import math
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from baton.bench.decode_options import BLOCK_SIZE, DecodeOptions
 from baton.bench.model_shapes import write_shape
 from baton.bench.result import result, spread
 from baton.bench.stamped_lane import StampedLane
+from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import ConfigInvalid
 from baton.engine.decode import DecodeRunner
-from baton.engine.decode_step import StepFunction
+from baton.engine.graphed_step import graphed_step
 from baton.engine.prefill import PrefillRunner
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
@@ -40,35 +41,36 @@ _TURN_KEYS = tuple(field.name for field in dataclasses.fields(Turn) if field.nam
 _MEMORY_SHARE = 0.9  # of what is free
 
 
-def bench_decode(
-    options: DecodeOptions,
-    note: Callable[[str], None] = lambda text: None,
-    step: StepFunction | None = None,
-) -> dict[str, Any]:
+def bench_decode(options: DecodeOptions, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Measure every cell.
 
     Args:
         options: which.
         note: told how far it is.
-        step: what a step computes; the product's own if None.
 
     Raises:
         ConfigInvalid: the model is too short for the prompt and the steps, or the KV does not fit into memory.
+        StartupError: graphs could not be captured.
     """
     model = load_shape(options)
     pool = make_pool(options, model)
     gbps = copy_gbps(options.device)
     note(f"{options.shape} is loaded; copies move {gbps:.0f} GB/s")
-    runner = DecodeRunner(
-        model, pool, max(options.batches), max(options.drafts), verification=options.verification_config, step=step
-    )
-    cells = DecodeCells(runner, stamp_lane(runner, options.device), model, options)
     with torch.inference_mode():
+        runners = {
+            has_graphs: make_runner(options, model, pool, has_graphs=has_graphs) for has_graphs in options.graphs
+        }
+        cells = {
+            has_graphs: DecodeCells(runner, stamp_lane(runner, options.device), model, options)
+            for has_graphs, runner in runners.items()
+        }
         ttft_ms = _ttft(PrefillRunner(model, pool), options, model)
         note("times to the first token are measured")
         turns = measured_turns(cells, options, note)
-        work = {cell: cells.device_work(cell) for cell in turns} if options.device.type == "cuda" else {}
-    runner.close()
+        is_cuda = options.device.type == "cuda"
+        work = {cell: cells[cell.has_graphs].device_work(cell) for cell in turns} if is_cuda else {}
+    for runner in runners.values():
+        runner.close()
     rows = [
         {
             **identity(options, cell),
@@ -79,22 +81,29 @@ def bench_decode(
         }
         for cell in turns
     ]
-    return result("decode", rows, copy_gbps=float(f"{gbps:.4g}"), steps=options.steps, rounds=options.rounds)
+    graphs = graph_counts(runners[True]) if True in runners else None
+    return result(
+        "decode", rows, copy_gbps=float(f"{gbps:.4g}"), steps=options.steps, rounds=options.rounds, graphs=graphs
+    )
 
 
 def measured_turns(
-    cells: DecodeCells, options: DecodeOptions, note: Callable[[str], None] = lambda text: None
+    cells: Mapping[bool, DecodeCells], options: DecodeOptions, note: Callable[[str], None] = lambda text: None
 ) -> dict[Cell, list[Turn]]:
-    """Every cell once a round, in random order."""
+    """Every cell once a round, in random order; `cells` without graphs and with."""
     turns: dict[Cell, list[Turn]] = {
-        Cell(mode, k, batch): [] for mode in options.schedulings for k in options.drafts for batch in options.batches
+        Cell(mode, k, batch, has_graphs): []
+        for has_graphs in cells
+        for mode in options.schedulings
+        for k in options.drafts
+        for batch in options.batches
     }
     rng = random.Random(options.seed)
     for cell in turns:  # kernels are compiled and memory is taken
-        cells.measure(cell)
+        cells[cell.has_graphs].measure(cell)
     for number in range(options.rounds):
         for cell in rng.sample(list(turns), len(turns)):
-            turns[cell].append(cells.measure(cell))
+            turns[cell].append(cells[cell.has_graphs].measure(cell))
         note(f"round {number + 1} of {options.rounds}")
     return turns
 
@@ -175,6 +184,51 @@ def make_pool(options: DecodeOptions, model: Model, *, rank: int = 0, size: int 
     return pool
 
 
+def make_runner(
+    options: DecodeOptions, model: Model, pool: KVPool, group: Communicator | None = None, *, has_graphs: bool
+) -> DecodeRunner:
+    """The product's, for every cell; a gang's ranks make theirs at the same time.
+
+    Raises:
+        StartupError: graphs could not be captured.
+    """
+    step = None
+    if has_graphs:
+        step = graphed_step(
+            model,
+            pool,
+            CudaGraphConfig(sizes=options.batches),
+            max_num_sequences=max(options.batches),
+            num_draft_tokens=max(options.drafts),
+            max_model_len=options.capacity_len,
+            communicator=group,
+        )
+        assert step is not None
+    return DecodeRunner(
+        model,
+        pool,
+        max(options.batches),
+        max(options.drafts),
+        group,
+        verification=options.verification_config,
+        step=step,
+    )
+
+
+def graph_counts(runner: DecodeRunner) -> dict[str, Any] | None:
+    """What became of a runner's graphs."""
+    if runner.graphs is None:
+        return None
+    counts = runner.graphs.counts
+    eager = {reason.value: num for reason, num in counts.num_steps_eager.items() if num}
+    return {
+        "num_captured": counts.num_captured,
+        "failed": dict(counts.failed),
+        "num_steps_replayed": counts.num_steps_replayed,
+        "num_steps_eager": eager,
+    }
+
+
 def stamp_lane(runner: DecodeRunner, device: torch.device) -> StampedLane:
     """The runner's lane, which is stamped from now on."""
     runner._lane = lane = StampedLane(runner._lane, device)
@@ -194,6 +248,7 @@ def identity(options: DecodeOptions, cell: Cell) -> dict[str, Any]:
         "rate": options.rate,
         "temperature": options.temperature,
         "scheduling": cell.scheduling,
+        "cuda_graphs": cell.has_graphs,
         "mtp_k": cell.num_drafts,
         "batch": cell.batch,
         "prompt_len": options.prompt_len,

@@ -26,11 +26,12 @@ from baton.model.model import Model
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """What is measured: with which scheduling, how many drafts a step, how many sequences."""
+    """What is measured: which scheduling, how many drafts a step, how many sequences, whether graphs are replayed."""
 
     scheduling: SchedulingName
     num_drafts: int
     batch: int
+    has_graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,18 +39,29 @@ class Gang:
 
 def bench_decode_gang(options: DecodeOptions, size: int, num_decisions: int = 500) -> dict[str, Any]:
     """Decision messages and decode steps, as rows of the same object."""
-    gang = Gang(size, options.device.type)
-    try:
-        decisions = []
-        for batch, num_drafts in DECISIONS:
-            found = gang.call("time_decisions", batch, num_drafts, BLOCKS_EACH, num_decisions)
-            slowest = {key: float(f"{max(rank[key] for rank in found):.4g}") for key in found[0]}
-            decisions.append({"tp": size, "batch": batch, "mtp_k": num_drafts, **slowest})
-        rows: list[dict[str, Any]] = gang.call("measure_decode", options)[0]
-        gang.call("close")
-    finally:
-        gang.end()
-    return result("decode", rows, decisions=decisions, steps=options.steps, rounds=options.rounds)
+    decisions: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    graphs = None
+    for has_graphs in options.graphs:
+        gang = Gang(size, options.device.type)  # one for each: its lead lets the others go in the end
+        try:
+            if not decisions:
+                decisions = _time_decisions(gang, size, num_decisions)
+            found, graphs = gang.call("measure_decode", options, has_graphs)[0]
+            rows += found
+            gang.call("close")
+        finally:
+            gang.end()
+    return result("decode", rows, decisions=decisions, graphs=graphs, steps=options.steps, rounds=options.rounds)
+
+
+def _time_decisions(gang: Gang, size: int, count: int) -> list[dict[str, Any]]:
+    decisions = []
+    for batch, num_drafts in DECISIONS:
+        found = gang.call("time_decisions", batch, num_drafts, BLOCKS_EACH, count)
+        slowest = {key: float(f"{max(rank[key] for rank in found):.4g}") for key in found[0]}
+        decisions.append({"tp": size, "batch": batch, "mtp_k": num_drafts, **slowest})
+    return decisions
 
 
 def main() -> None:
@@ -64,6 +75,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--mtp", default="0,1")
     parser.add_argument("--batch", default="1,16,64")
+    parser.add_argument("--cuda-graphs", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
@@ -76,8 +88,9 @@ def main() -> None:
     for row in data["decisions"]:
         print(row)
     for row in data["rows"]:
+        passes = "graphs" if row["cuda_graphs"] else "eager"
         print(
-            f"B={row['batch']:<3} k={row['mtp_k']} {row['scheduling']:5} TPOT {row['tpot_ms']:.3f} ms, step "
+            f"B={row['batch']:<3} k={row['mtp_k']} {row['scheduling']:5} {passes:6} TPOT {row['tpot_ms']:.3f} ms, step "
             f"{row['step_ms']:.3f} ms, idle {row['idle_ms']:.3f} ms, {row['tokens_per_s']:.0f} tokens/s"
         )
 

@@ -19,6 +19,7 @@ BLOCK_SIZE = 16
 MAX_BATCH = 1024
 MAX_DRAFTS = 8
 WARM_STEPS = 4
+_GRAPHS = {"auto": (False, True), "on": (True,), "off": (False,)}
 _DTYPES = ("float64", "float32", "bfloat16")
 
 
@@ -35,6 +36,7 @@ class DecodeOptions:
         schedulings: a subset of SCHEDULINGS.
         drafts: numbers of drafts a step makes.
         batches: numbers of sequences.
+        graphs: whether steps are replayed from CUDA graphs: without, with, or each in turn.
         prompt_len: positions that are there before the first step.
         chunk_len: prompt tokens per prefill step.
         steps: measured in each round of each cell.
@@ -53,6 +55,7 @@ class DecodeOptions:
     schedulings: tuple[SchedulingName, ...] = SCHEDULINGS
     drafts: tuple[int, ...] = (0, 1)
     batches: tuple[int, ...] = (1, 16, 64)
+    graphs: tuple[bool, ...] = (False,)
     prompt_len: int = 1024
     chunk_len: int = 2048
     steps: int = 32
@@ -85,6 +88,7 @@ def read_options(
     scheduling: str = "sync,async",
     mtp: str = "0,1",
     batch: str = "1,16,64",
+    cuda_graphs: str = "auto",
     prompt_len: int = 1024,
     chunk_len: int = 2048,
     steps: int = 32,
@@ -102,6 +106,7 @@ def read_options(
     _one_of("dtype", dtype, _DTYPES)
     _one_of("numerics", numerics, [mode.value for mode in Numerics])
     _one_of("verification", verification, VERIFICATIONS)
+    _one_of("cuda-graphs", cuda_graphs, tuple(_GRAPHS))
     if device not in ("cpu", "cuda"):
         raise ConfigInvalid(f"--device {device}: there are auto, cpu, cuda", keys=["device"])
     if device == "cuda" and not torch.cuda.is_available():
@@ -131,6 +136,7 @@ def read_options(
         schedulings=tuple(name for name in SCHEDULINGS if name in scheduling.split(",")),
         drafts=_numbers("mtp", mtp, 0, MAX_DRAFTS),
         batches=_numbers("batch", batch, 1, MAX_BATCH),
+        graphs=_GRAPHS[cuda_graphs] if device == "cuda" else (False,),
         prompt_len=prompt_len,
         chunk_len=chunk_len,
         steps=steps,

@@ -9,13 +9,22 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from baton.bench.decode import floors, identity, load_shape, make_pool, measured, measured_turns, stamp_lane
+from baton.bench.decode import (
+    floors,
+    graph_counts,
+    identity,
+    load_shape,
+    make_pool,
+    make_runner,
+    measured,
+    measured_turns,
+    stamp_lane,
+)
 from baton.bench.decode_cell import DecodeCells
 from baton.bench.decode_floor import copy_gbps
 from baton.bench.decode_options import DecodeOptions
 from baton.engine import gang_join
 from baton.engine.decision import Decisions
-from baton.engine.decode import DecodeRunner
 from baton.engine.gang import FollowDecode, LeadDecode
 from baton.engine.plan import PlanChannel, plan_codec
 from baton.engine.tp_group import GlooGroup, open_store
@@ -109,29 +118,22 @@ class GangRank:
         return found
 
     @torch.inference_mode()
-    def measure_decode(self, options: DecodeOptions) -> list[dict[str, Any]]:
-        """Rank 0: the rows of every cell, by a gang; nothing at the others, which follow."""
+    def measure_decode(self, options: DecodeOptions, has_graphs: bool) -> tuple[list[dict[str, Any]], Any]:
+        """Rank 0: the rows of every cell without graphs, or with, and what became of them; the others follow."""
         assert self._channel is not None
         group = self._channel.communicator
         model = load_shape(options, communicator=group, device=self._device)
         pool = make_pool(options, model, rank=self._rank, size=self._size)
         gbps = copy_gbps(self._device)
-        runner = DecodeRunner(
-            model,
-            pool,
-            max(options.batches),
-            max(options.drafts),
-            group,
-            verification=options.verification_config,
-        )
+        runner = make_runner(options, model, pool, group, has_graphs=has_graphs)
         if self._rank > 0:
             FollowDecode(runner, self._channel).run()
-            return []
+            return [], None
         lane = stamp_lane(runner, self._device)
         lead = LeadDecode(runner, self._channel)
-        turns = measured_turns(DecodeCells(lead, lane, model, options), options)
+        turns = measured_turns({has_graphs: DecodeCells(lead, lane, model, options)}, options)
         lead.close()
-        return [
+        rows = [
             {
                 **identity(options, cell),
                 "tp": self._size,
@@ -140,6 +142,7 @@ class GangRank:
             }
             for cell, found in turns.items()
         ]
+        return rows, graph_counts(runner)
 
     def close(self) -> None:
         """Leave the gang."""

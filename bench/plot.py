@@ -56,16 +56,22 @@ def plot_kv(rows: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
+def _line_of(row: dict[str, Any]) -> tuple[str, int, bool]:
+    return row["scheduling"], row["mtp_k"], row["cuda_graphs"]
+
+
 def plot_decode(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time of a token over the batch, and tokens a second: a line for each (scheduling, k), floors dashed."""
+    """Time of a token over the batch, and tokens a second: a line for each (scheduling, k, graphs), floors dashed."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
-    for scheduling, k in sorted({(row["scheduling"], row["mtp_k"]) for row in rows}):
-        found = [row for row in rows if (row["scheduling"], row["mtp_k"]) == (scheduling, k)]
+    for line in sorted({_line_of(row) for row in rows}):
+        found = [row for row in rows if _line_of(row) == line]
+        scheduling, k, has_graphs = line
+        label = f"{scheduling}, k = {k}" + (", graphs" if has_graphs else "")
         found.sort(key=lambda row: row["batch"])
         batches = [row["batch"] for row in found]
         for axis, key in zip(axes, ("tpot_ms", "tokens_per_s"), strict=True):
@@ -74,7 +80,7 @@ def plot_decode(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 [row[key] - row[f"{key}_min"] for row in found],
                 [row[f"{key}_max"] - row[key] for row in found],
             ]
-            axis.errorbar(batches, values, yerr=ranges, marker="o", capsize=3, label=f"{scheduling}, k = {k}")
+            axis.errorbar(batches, values, yerr=ranges, marker="o", capsize=3, label=label)
         axes[0].plot(batches, [row["floor_ms"] for row in found], linestyle="--", color="#888888", linewidth=1)
     for axis, title in zip(axes, ("ms a token of one sequence (dashed: floors)", "tokens a second"), strict=True):
         axis.set_xscale("log", base=2)

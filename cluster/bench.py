@@ -81,16 +81,20 @@ def format_decode(data: dict[str, Any]) -> str:
             str(row["batch"]),
             str(row["mtp_k"]),
             row["scheduling"],
+            "graphs" if row["cuda_graphs"] else "eager",
             *(_range(row, key) for key, _ in _DECODE_COLUMNS),
         )
-        for row in sorted(data["rows"], key=lambda row: (row["batch"], row["mtp_k"], row["scheduling"]))
+        for row in sorted(
+            data["rows"], key=lambda row: (row["batch"], row["mtp_k"], row["cuda_graphs"], row["scheduling"])
+        )
     ]
     first = data["rows"][0]
     head = (
         f"{first['model']}, {first['dtype']} on {first['device']}, prompts of {first['prompt_len']}, verification "
         f"{first['verification']}; copies move {data['copy_gbps']:g} GB/s"
     )
-    return f"{head}\n{format_table(('batch', 'k', 'scheduling', *(title for _, title in _DECODE_COLUMNS)), rows)}"
+    header = ("batch", "k", "scheduling", "passes", *(title for _, title in _DECODE_COLUMNS))
+    return f"{head}\n{format_table(header, rows)}"
 
 
 def format_kv(data: dict[str, Any]) -> str:

@@ -274,6 +274,7 @@ def bench_decode(
     scheduling: Annotated[str, typer.Option(help="comma-separated: sync, async")] = "sync,async",
     mtp: Annotated[str, typer.Option(help="comma-separated: draft tokens per step")] = "0,1",
     batch: Annotated[str, typer.Option(help="comma-separated: sequences")] = "1,16,64",
+    cuda_graphs: Annotated[str, typer.Option(help="on, off, or auto: both on a GPU, neither on a CPU")] = "auto",
     prompt_len: Annotated[int, typer.Option(help="positions before the first step")] = 1024,
     chunk_len: Annotated[int, typer.Option(help="prompt tokens per prefill step")] = 2048,
     verification: Annotated[str, typer.Option(help="synthetic: drafts stand by chance; or coupled")] = "synthetic",

@@ -1,5 +1,6 @@
 """The decode benchmark: its options, its rows, what its numbers mean, and a gang's."""
 
+import dataclasses
 import json
 import math
 import time
@@ -20,6 +21,7 @@ from baton.engine.decode import DecodeRunner
 from baton.engine.lane import ThreadLane
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
+from baton.tests.engine.graphs import graphed
 
 CPU = torch.device("cpu")
 QUICK = {"shape": "tiny", "layers": 1, "dtype": "float32", "device": "cpu", "prompt_len": 20, "steps": 3, "rounds": 2}
@@ -53,6 +55,22 @@ def test_rows_name_what_was_measured():
     text = format_decode(data)
     assert "TPOT ms" in text
     assert text.count("async") == 4
+
+
+@pytest.mark.fast
+def test_steps_are_measured_with_graphs_and_without(monkeypatch):
+    def recorded(model, pool, config, *, max_num_sequences, num_draft_tokens, max_model_len, communicator):
+        assert (config.sizes, max_num_sequences, num_draft_tokens, communicator) == ((1, 3), 3, 1, None)
+        return graphed(model, pool, k=num_draft_tokens, sizes=config.sizes, widths=(16,))
+
+    monkeypatch.setattr(decode, "graphed_step", recorded)
+    data = decode.bench_decode(dataclasses.replace(read_options(**QUICK, batch="1,3"), graphs=(False, True)))
+    assert [row["cuda_graphs"] for row in data["rows"]] == [False] * 8 + [True] * 8
+    graphs = data["graphs"]
+    assert graphs["num_steps_replayed"] == 8 * 3 * (3 + decode_cell.WARM_STEPS)
+    assert not graphs["num_steps_eager"]
+    assert not graphs["failed"]
+    assert format_decode(data).count("graphs") == 8
 
 
 @pytest.mark.fast
