@@ -86,7 +86,8 @@ def stages_for(num_gpus: int) -> list[Stage]:
         named = [
             tests("async", ["test_async_decode_cuda"], 120),
             tests("sampling", ["test_sampling_cuda", "test_bench_decode_cuda"], 150),
-            Stage("table", (*bench, "--shape", "8b"), 180, "decode.json"),
+            tests("graphs", ["test_graphs_cuda"], 180),
+            Stage("table", (*bench, "--shape", "8b"), 240, "decode.json"),
             Stage("host", ("-m", "baton.bench.decode_host", "--json"), 90, "decode_host.json"),
             tests("invariance", ["test_invariant_ranks_cuda", "test_model_cuda", "test_random_weights_cuda"], 120),
             tests("tokens", ["test_tokens_cuda"], 120),
@@ -96,7 +97,8 @@ def stages_for(num_gpus: int) -> list[Stage]:
         gang = ("-m", "baton.bench.decode_gang", "--json", "--ranks", str(num_gpus))
         named = [
             tests("gang", ["test_gang_cuda"], 240, timeout=120),
-            Stage("gang table", (*gang, "--shape", "8b"), 150, "decode_gang.json"),
+            tests("graphs", ["test_graphs_cuda"], 120, "-k", "two_gpus"),
+            Stage("gang table", (*gang, "--shape", "8b"), 240, "decode_gang.json"),
             tests("devices", ["test_async_decode_cuda"], 90, "-k", "current_one"),
             tests("handoff", ["test_tokens_handoff", "test_handoff", "test_nvlink"], 240),
         ]
