@@ -12,7 +12,7 @@ import torch
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
-from baton.core.errors import BatonError, InvalidRequest
+from baton.core.errors import InvalidRequest
 from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
@@ -28,7 +28,7 @@ from baton.kvtransfer.lanes import NIXL, NVLINK, SHM
 from baton.kvtransfer.shared_region import SharedRegion
 from baton.kvtransfer.transports import bind_address, control_channel
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.worker.gang import LOAD_TIMEOUT_S, end_gang, follow, lead, start_error
+from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
 from baton.worker.host import WorkerHost
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
 from baton.worker.seat import RankStarter, Seat
@@ -56,24 +56,9 @@ class DecodeNode:
         self.config = config
         config.verification.require_servable()
         self.epoch = secrets.randbits(64) or 1
-        self._channel: PlanChannel | None = None
-        if config.tp_size > 1:
-            assert starter is not None
-            channel = lead(config.tp_size, self.epoch, plan_codec(), torch.device(config.device), starter)
-            self._channel = channel
-            self._on_fatal: Callable[[BaseException], None] = lambda error: end_gang(channel, error, on_fatal)
-        else:
-            self._on_fatal = on_fatal
-        try:
+        self._channel, self._on_fatal = lead_worker(config, self.epoch, plan_codec(), starter, on_fatal)
+        with closed_if_it_fails(self._channel):
             self._start()
-        except BaseException as error:
-            if self._channel is None:
-                raise
-            failure = self._channel.link.failure
-            self._channel.close(error if isinstance(error, BatonError) else None)
-            if failure is not None:
-                raise start_error(failure) from error
-            raise
 
     def _start(self) -> None:
         config, clock, channel = self.config, MonotonicClock(), self._channel
@@ -106,9 +91,7 @@ class DecodeNode:
         def register(server: grpc.aio.Server) -> None:
             worker_pb2_grpc.add_DecodeServicer_to_server(service, server)
 
-        if channel is not None:
-            channel.start(LOAD_TIMEOUT_S)
-            channel.link.on_fail = self._on_fatal
+        watch_gang(channel, self._on_fatal)
         self.worker.start()
         self.host = WorkerHost(
             config.host, register, self.state, config.router_address, self._on_fatal, self.set_speculation
@@ -225,14 +208,11 @@ class DecodeRank:
 
     def __init__(self, config: WorkerConfig, seat: Seat) -> None:
         self.channel = follow(seat, plan_codec(), torch.device(config.device))
-        try:
+        with closed_if_it_fails(self.channel):
             loaded = load_worker(config, pool_memory=self._pool_memory, communicator=self.channel.communicator)
             runner, prefill = _runners(config, loaded, self.channel)
             self._follow = FollowDecode(runner, self.channel, prefill)
             self.channel.follow()
-        except BaseException as error:
-            self.channel.close(error if isinstance(error, BatonError) else None)
-            raise
 
     def run(self) -> None:
         """Follow rank 0 until it says stop.

@@ -10,9 +10,7 @@ import torch
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
-from baton.core.errors import BatonError
 from baton.engine.gang import FollowPrefill, LeadPrefill
-from baton.engine.plan import PlanChannel
 from baton.engine.prefill import PrefillRunner
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.evidence import host_id
@@ -26,7 +24,7 @@ from baton.prefill_worker.gang_messages import prefill_codec
 from baton.prefill_worker.service import PrefillService
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.worker.gang import LOAD_TIMEOUT_S, end_gang, follow, lead, start_error
+from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
 from baton.worker.host import WorkerHost
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
 from baton.worker.seat import RankStarter, Seat
@@ -52,24 +50,9 @@ class PrefillNode:
     ) -> None:
         self.config = config
         self.epoch = secrets.randbits(64) or 1
-        self._channel: PlanChannel | None = None
-        if config.tp_size > 1:
-            assert starter is not None
-            channel = lead(config.tp_size, self.epoch, prefill_codec(), torch.device(config.device), starter)
-            self._channel = channel
-            self._on_fatal: Callable[[BaseException], None] = lambda error: end_gang(channel, error, on_fatal)
-        else:
-            self._on_fatal = on_fatal
-        try:
+        self._channel, self._on_fatal = lead_worker(config, self.epoch, prefill_codec(), starter, on_fatal)
+        with closed_if_it_fails(self._channel):
             self._start()
-        except BaseException as error:
-            if self._channel is None:
-                raise
-            failure = self._channel.link.failure
-            self._channel.close(error if isinstance(error, BatonError) else None)
-            if failure is not None:
-                raise start_error(failure) from error
-            raise
 
     def _start(self) -> None:
         config, clock, channel = self.config, MonotonicClock(), self._channel
@@ -100,9 +83,7 @@ class PrefillNode:
         def register(server: grpc.aio.Server) -> None:
             worker_pb2_grpc.add_PrefillServicer_to_server(service, server)
 
-        if channel is not None:
-            channel.start(LOAD_TIMEOUT_S)
-            channel.link.on_fail = self._on_fatal
+        watch_gang(channel, self._on_fatal)
         self.worker.start()
         self.host = WorkerHost(config.host, register, self.state, config.router_address, self._on_fatal)
         self.host.start()
@@ -160,7 +141,7 @@ class PrefillRank:
 
     def __init__(self, config: WorkerConfig, seat: Seat) -> None:
         channel = self.channel = follow(seat, prefill_codec(), torch.device(config.device))
-        try:
+        with closed_if_it_fails(channel):
             loaded = load_worker(config, communicator=channel.communicator)
             eos_token_ids = loaded.tokenizer.eos_token_ids
             runner = PrefillRunner(
@@ -169,9 +150,6 @@ class PrefillRank:
             push = _push(config, loaded, seat.epoch)
             self._follower = PrefillFollower(FollowPrefill(runner, channel), push, channel)
             channel.follow()
-        except BaseException as error:
-            channel.close(error if isinstance(error, BatonError) else None)
-            raise
 
     def run(self) -> None:
         """Follow rank 0 until it says stop.

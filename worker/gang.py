@@ -6,12 +6,14 @@ how ranks are started is the caller's (`RankStarter`), what they do then is the 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed, from_wire
 from baton.engine import gang_join
 from baton.engine.gang_link import GangLink
@@ -25,6 +27,8 @@ JOIN_TIMEOUT_S: Final = 600.0  # whoever waits for the worker has a deadline of 
 LOAD_TIMEOUT_S: Final = 3600.0  # and a large model takes its time
 
 log = logging.getLogger(__name__)
+
+OnFatal = Callable[[BaseException], None]
 
 
 def lead(size: int, epoch: int, codec: PlanCodec, device: torch.device, starter: RankStarter) -> PlanChannel:
@@ -68,13 +72,58 @@ def follow(seat: Seat, codec: PlanCodec, device: torch.device) -> PlanChannel:
     return _channel(link, open_store(seat.rank, seat.size, seat.store_port), device)
 
 
+def lead_worker(
+    config: WorkerConfig, epoch: int, codec: PlanCodec, starter: RankStarter | None, on_fatal: OnFatal
+) -> tuple[PlanChannel | None, OnFatal]:
+    """What rank 0 of a worker begins with: its channel, if it has other ranks, and what to tell when it cannot go on.
+
+    Raises:
+        StartupError: one of the ranks cannot come.
+    """
+    if config.tp_size == 1:
+        return None, on_fatal
+    assert starter is not None
+    channel = lead(config.tp_size, epoch, codec, torch.device(config.device), starter)
+    return channel, lambda error: end_gang(channel, error, on_fatal)
+
+
+@contextmanager
+def closed_if_it_fails(channel: PlanChannel | None) -> Iterator[None]:
+    """A worker that cannot start leaves its gang, and says what it has to; if another rank was first, what that said.
+
+    Raises:
+        BaseException: what happened inside, or what the other rank told of it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if channel is None:
+            raise
+        failure = channel.link.failure if channel.link.rank == 0 else None
+        channel.close(error if isinstance(error, BatonError) else None)
+        if failure is not None:
+            raise start_error(failure) from error
+        raise
+
+
+def watch_gang(channel: PlanChannel | None, on_fatal: OnFatal) -> None:
+    """From here on the ranks serve, and any that fails ends them all.
+
+    Raises:
+        WorkerLost: one of them never came so far.
+    """
+    if channel is not None:
+        channel.start(LOAD_TIMEOUT_S)
+        channel.link.on_fail = on_fatal
+
+
 def start_error(error: WorkerLost) -> BatonError:
     """What a rank that failed while the gang started has to say; its own error if it told us."""
     cause = error.fields.get("cause")
     return WorkerStartFailed(error.message, **error.fields) if cause is None else from_wire(cause)
 
 
-def end_gang(channel: PlanChannel, error: BaseException, on_fatal: Callable[[BaseException], None]) -> None:
+def end_gang(channel: PlanChannel, error: BaseException, on_fatal: OnFatal) -> None:
     """Rank 0 cannot go on, or another rank cannot: none of them may."""
     log.critical("the gang ends: %s", error)
     channel.link.kill_peers()
