@@ -39,7 +39,8 @@ from baton.tests.engine.toy_engine import EOS
 MAX_ATTEMPTS = 6
 END_S = 20.0
 HUNT_S = 1.0
-LOOK_S = 0.002  # more often, and those who look would be the load
+HUNT_LOOK_S = 0.0005
+LOOK_S = 0.002  # where times are measured: more often, and those who look would be the load
 LEASE_S = 0.8
 MAX_LANDING_DEATHS = 3  # of one decode worker; then it is replaced, for the pauses between its lives grow
 CONFIG = ToyConfig(vocab_size=24, max_model_len=MAX_MODEL_LEN)
@@ -266,13 +267,14 @@ class Soak:
         wanted = [(state, fault) for fault in faults for state in STATES if (fault, state) not in NEVER]
         least = min(self.strikes[where] for where in wanted)
         state, fault = self.rng.choice([where for where in wanted if self.strikes[where] == least])
+        look_s = LOOK_S if set(self._faults) == {Fault.CANCEL} else HUNT_LOOK_S
         end_s = time.monotonic() + HUNT_S
         while time.monotonic() < end_s and self.injector.is_on:
             for key, prefill, decode in self._candidates(state):
                 if state_of(prefill, decode, key) == state:
                     self._strike(fault, key, prefill, decode)
                     return
-            time.sleep(LOOK_S)
+            time.sleep(look_s)
 
     def _candidates(self, state):
         if state != "draining":
