@@ -17,18 +17,18 @@ check: dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pyright
-	$(BIN)/pytest -q -m "fast and not gpu" --cov --cov-report=term:skip-covered --cov-fail-under=82
+	scripts/test_halves --cov 82 $(BIN)/pytest -q -m "fast and not gpu"
 
 # The whole default suite (neither slow nor gpu).
 test: dev
-	$(BIN)/pytest -q
+	scripts/test_halves $(BIN)/pytest -q
 
 # The same with coverage of every room, which makes it half as long again.
 coverage: dev
-	$(BIN)/pytest -q --cov --cov-report=term:skip-covered --cov-fail-under=90
+	scripts/test_halves --cov 90 $(BIN)/pytest -q
 
 test-all: dev
-	$(BIN)/pytest -q -m "not gpu"
+	scripts/test_halves $(BIN)/pytest -q -m "not gpu"
 
 # `baton` must be importable as the parent of this folder sees it; .gpu/baton is the checkout.
 test-gpu:

@@ -4,6 +4,8 @@
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,6 +85,8 @@ class GangRank:
     def time_decisions(self, batch: int, num_drafts: int, num_blocks: int, count: int) -> dict[str, float]:
         """Microseconds of a decision message of such a step, and of its broadcast alone; on GPUs in a graph, too.
 
+        On GPUs also those of the two kernels that make and compare it, each alone.
+
         Args:
             batch: sequences.
             num_drafts: K.
@@ -91,10 +95,11 @@ class GangRank:
         """
         assert self._channel is not None
         group = self._channel.communicator
-        decisions = Decisions(group)
+        decisions = Decisions(group, self._device)
         values = torch.arange(batch * (num_drafts + 3), device=self._device).view(batch, -1)
-        numbers = [torch.arange(batch, device=self._device) for _ in range(4)]
-        state = [*numbers, torch.arange(batch * num_blocks, device=self._device).view(batch, -1)]
+        numbers = torch.arange(batch * 5, device=self._device).view(batch, -1).unbind(dim=1)[:3]  # as `Slots` has them
+        tables = torch.arange(batch * num_blocks, device=self._device).view(batch, -1)
+        state = [torch.arange(batch, device=self._device), *numbers, tables]
         packed = torch.zeros(values.numel() + 3, dtype=torch.int32, device=self._device)
 
         def agree() -> torch.Tensor:
@@ -103,8 +108,14 @@ class GangRank:
         def broadcast() -> torch.Tensor:
             return group.broadcast(packed)
 
+        works: dict[str, Callable[[], Any]] = {"decision": agree, "broadcast": broadcast}
+        if self._device.type == "cuda":
+            from baton.kernels.decision import compare, pack  # CPUs have no use for it
+
+            works["pack"] = partial(pack, values, state, 1)
+            works["compare"] = partial(compare, packed, packed.clone(), values)
         found: dict[str, float] = {}
-        for name, work in (("decision", agree), ("broadcast", broadcast)):
+        for name, work in works.items():
             for _ in range(_WARM):
                 work()
             self._wait()

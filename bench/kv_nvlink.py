@@ -24,6 +24,7 @@ PREFILL_GBPS = 5.6  # of one prefill worker of an 8B model on an H200
 PUSH_TUNING = (16, 16, 4096)
 LAYERS = ((16, 8, 4096), (64, 16, 4096), (132, 16, 4096))  # programs, warps, words of a tile
 OTHERS = ((16, 16, 4096), (64, 16, 4096))
+VERIFIED = ((8, 4), (16, 2), (16, 4), (16, 8))  # multiprocessors of a push without pause, and of its verification
 SHOWN = ("num_sms", "verify_sms", "gbps", "of_copy_engine", "exposed_p50_ms", "exposed_p99_ms", "step_slower")
 
 
@@ -114,6 +115,7 @@ class Measurement:
         note(f"decode step alone: {alone_ms:.3f} ms")
         paced = [(PREFILL_GBPS, 16, verify) for verify in (0, 2, 4, 8)]
         cases = paced + [(0.0, push, 0) for push in (4, 8, 16, 64)]
+        cases += [(0.0, push, verify) for push, verify in VERIFIED]
         base_ms: list[float] = []
         found: dict[Any, list[tuple[float, float, int, int]]] = {case: [] for case in cases}
         for _ in range(rounds):
@@ -122,9 +124,12 @@ class Measurement:
                 before = statistics.fmean(self.decode.call("step_times", self._num_steps, 0)["step_ms"])
                 base_ms.append(before)
                 self.decode.call("clear_words")
-                self.prefill.call("start_pushing", gbps, (push, 16, 4096))
-                during = self.decode.call("step_times", self._num_steps, verify)
+                credited = not gbps and verify > 0  # each landing is verified before its blocks are written again
+                self.prefill.call("start_pushing", gbps, (push, 16, 4096), credited)
+                during = self.decode.call("step_times", self._num_steps, verify, credited)
                 rate = self.prefill.call("stop_pushing")
+                if credited:  # it waits for credit before and after the steps: count what was verified during them
+                    rate = during["verified"] * PUSH_BYTES / sum(during["step_ms"]) / 1e6
                 slower = statistics.fmean(during["step_ms"]) / before - 1
                 found[case].append((slower, rate, during["verified"], during["wrong"]))
         self._row("decode-step", "8b-b64", **spread("step_ms", base_ms))

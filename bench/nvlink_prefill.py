@@ -13,6 +13,8 @@ from baton.bench.nvlink_shape import (
     NUM_LAYERS,
     PUSH_BYTES,
     SET_BLOCKS,
+    VERIFIED_SLOT,
+    WINDOW,
     Words,
     landing_blocks,
     pools,
@@ -149,10 +151,16 @@ class PrefillSide:
             self._stream.synchronize()
             time.sleep(0.002)
 
-    def start_pushing(self, gbps: float, tuning: tuple[int, int, int]) -> None:
-        """Push layer by layer, landing after landing, at a rate (0: as fast as it goes) until `stop_pushing`."""
+    def start_pushing(self, gbps: float, tuning: tuple[int, int, int], credited: bool = False) -> None:
+        """Push layer by layer, landing after landing, until `stop_pushing`.
+
+        Args:
+            gbps: at this rate; 0: as fast as it goes.
+            tuning: programs, warps, words of a tile.
+            credited: at most `WINDOW` landings are ahead of what the other side has verified.
+        """
         self._stop.clear()
-        self._pusher = threading.Thread(target=self._push, args=(gbps, Tuning(*tuning)))
+        self._pusher = threading.Thread(target=self._push, args=(gbps, Tuning(*tuning), credited))
         self._pusher.start()
 
     def stop_pushing(self) -> float:
@@ -162,7 +170,7 @@ class PrefillSide:
         self._pusher.join()
         return self._bytes_per_s / 1e9
 
-    def _push(self, gbps: float, tuning: Tuning) -> None:
+    def _push(self, gbps: float, tuning: Tuning, credited: bool) -> None:
         torch.cuda.set_device(self._device)
         layer_bytes = SET_BLOCKS * BLOCK_BYTES
         sources = [self._ids(source_blocks(turn, SET_BLOCKS)) for turn in range(32)]
@@ -174,6 +182,9 @@ class PrefillSide:
         # would be the limit, and the lane would idle between launches.
         step = 1 if gbps else NUM_LAYERS
         while not self._stop.is_set():
+            if credited and landing - self._words.word(VERIFIED_SLOT) >= WINDOW:
+                time.sleep(0.00002)
+                continue
             for layer in range(0, NUM_LAYERS, step):
                 if gbps:
                     due_s = start_s + pushed * layer_bytes / gbps / 1e9

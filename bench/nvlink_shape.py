@@ -25,6 +25,8 @@ DECODE_BLOCKS = BATCH * CONTEXT_LEN // 16
 SLOT_WORDS = 64
 NUM_SLOTS = 4096
 NUM_SETS = 32  # landings in the ring of `slot`
+VERIFIED_SLOT = 3000  # how many landings the decode side has verified, for a push that waits for credit
+WINDOW = 6  # landings that may be pushed and not yet verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,10 @@ class Words:
     def word(self, slot: int) -> int:
         """The sequence number in a slot."""
         return self.view[slot * SLOT_WORDS]
+
+    def set_word(self, slot: int, value: int) -> None:
+        """Say one of our own."""
+        self.view[slot * SLOT_WORDS] = value
 
     def digests(self, slot: int, count: int) -> list[int]:
         """What follows it."""

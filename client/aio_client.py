@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
-import grpc.aio
 
+from baton.client.access import Access
 from baton.client.messages import OPTIONS, ChunkCheck, Sampling, checked_text, checked_timeout_s, generate_request
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire
 
@@ -19,11 +19,14 @@ class AsyncBatonClient:
     Args:
         address: "host:port" of the router.
         timeout_s: of each call, a whole answer included; ConfigInvalid unless positive and finite.
+        access: certificates and an API key; ConfigInvalid if its files cannot be used.
     """
 
-    def __init__(self, address: str, timeout_s: float = 600.0) -> None:
+    def __init__(self, address: str, timeout_s: float = 600.0, access: Access | None = None) -> None:
         self._timeout_s = checked_timeout_s(timeout_s)
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        access = access or Access()
+        self._metadata = access.metadata
+        self._channel = access.open_aio(address, OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
 
@@ -51,7 +54,7 @@ class AsyncBatonClient:
         Closing the iterator cancels the request.
         """
         request = generate_request(prompt, token_ids, sampling, model, tenant)
-        stream: Any = self._inference.Generate(request, timeout=self._timeout_s)
+        stream: Any = self._inference.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
         check = ChunkCheck(request.sampling.n)
         try:
             async for chunk in stream:
@@ -98,6 +101,6 @@ class AsyncBatonClient:
 
     async def _call(self, method: Any, request: Any) -> Any:
         try:
-            return await method(request, timeout=self._timeout_s)
+            return await method(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise wire.error_from_rpc(error) from error

@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc
 
+from baton.client.access import Access
 from baton.client.messages import OPTIONS, ChunkCheck, Sampling, checked_text, checked_timeout_s, generate_request
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire
 
@@ -18,11 +19,14 @@ class BatonClient:
     Args:
         address: "host:port" of the router.
         timeout_s: of each call, a whole answer included; ConfigInvalid unless positive and finite.
+        access: certificates and an API key; ConfigInvalid if its files cannot be used.
     """
 
-    def __init__(self, address: str, timeout_s: float = 600.0) -> None:
+    def __init__(self, address: str, timeout_s: float = 600.0, access: Access | None = None) -> None:
         self._timeout_s = checked_timeout_s(timeout_s)
-        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        access = access or Access()
+        self._metadata = access.metadata
+        self._channel = access.open(address, OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
 
@@ -87,7 +91,7 @@ class BatonClient:
         return reply
 
     def _chunks(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateChunk]:
-        stream = self._inference.Generate(request, timeout=self._timeout_s)
+        stream = self._inference.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
         check = ChunkCheck(request.sampling.n)
         try:
             for chunk in stream:
@@ -100,6 +104,6 @@ class BatonClient:
 
     def _call(self, method: Any, request: Any) -> Any:
         try:
-            return method(request, timeout=self._timeout_s)
+            return method(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise wire.error_from_rpc(error) from error

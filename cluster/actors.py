@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from baton.cluster.gang_actors import GangPlace, RayRanks
 from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, from_wire
+from baton.core.logs import configure_logging
 
 NODE_ADDRESS = "<node>"  # a WorkerConfig.host that becomes the address of the node Ray placed the worker on
 SEE_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # "1": Ray leaves it to the worker which it sees
@@ -95,6 +96,7 @@ class DecodeActor(WorkerActor):
 
 def prepare_process(config: WorkerConfig) -> WorkerConfig:
     """What holds for every actor, before its code is imported: addresses and devices of its node."""
+    configure_logging(config.telemetry.log_format, {"worker_id": config.worker_id})
     if config.host == NODE_ADDRESS:
         config = dataclasses.replace(config, host=_node_address())
     if config.device == "cuda":

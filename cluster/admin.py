@@ -5,21 +5,25 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from baton.client.messages import OPTIONS, checked_text
+from baton.client.access import Access
+from baton.client.messages import checked_text
+from baton.cluster.access import current_access, open_with
 from baton.core.errors import BatonError, MalformedMessage, StartupError, from_wire
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
+from baton.proto.secure_channel import is_refused_certificate
 
 ERROR_KEY = "baton-error"
 TIMEOUT_S = 5.0
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """A connection to a deployment, made when first needed.
+def open_channel(address: str, access: Access | None = None) -> grpc.Channel:
+    """A connection to a deployment, made when first needed, with what the command was given to get in.
 
     Raises:
         InvalidText: the address is not Unicode text.
+        ConfigInvalid: certificates or the key cannot be used.
     """
-    return grpc.insecure_channel(checked_text(address, "the address"), options=OPTIONS)
+    return open_with(access or current_access(), checked_text(address, "the address"))
 
 
 def error_from_rpc(error: grpc.RpcError, address: str) -> BatonError:
@@ -33,22 +37,30 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> BatonError:
             except MalformedMessage as malformed:
                 return malformed
     code = error.code() if isinstance(error, grpc.Call) else None
+    if is_refused_certificate(error):
+        details = error.details() if isinstance(error, grpc.Call) else ""
+        message = f"{address} and this end do not accept each other's certificates: {details}"
+        return StartupError(message, address=address)
     if code is grpc.StatusCode.UNAVAILABLE:
-        return StartupError(f"no deployment answers at {address}; `baton serve` starts one", address=address)
+        perhaps = ", or it does not accept this certificate" if current_access().tls.is_on else ""
+        return StartupError(f"no deployment answers at {address}{perhaps}; `baton serve` starts one", address=address)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return StartupError(f"{address} did not answer in time", address=address, timed_out=True)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        message = f"{address} is not where operators come; use the admin port's address, which `baton serve` printed"
+        return StartupError(message, address=address)
     if not isinstance(error, grpc.Call):
         return BatonError(f"the call to {address} failed: {error}", address=address)
     return BatonError(f"{address} answered {error.code().name}: {error.details()}", address=address)
 
 
-def fetch_status(address: str, timeout_s: float = TIMEOUT_S) -> admin_pb2.StatusReply:
+def fetch_status(address: str, timeout_s: float = TIMEOUT_S, access: Access | None = None) -> admin_pb2.StatusReply:
     """The router's view of itself and its workers.
 
     Raises:
         BatonError: nothing answers there, or it answers with an error.
     """
-    with open_channel(address) as channel:
+    with open_channel(address, access) as channel:
         try:
             reply: admin_pb2.StatusReply = admin_pb2_grpc.AdminStub(channel).Status(
                 admin_pb2.StatusRequest(), timeout=timeout_s

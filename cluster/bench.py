@@ -1,4 +1,4 @@
-"""`baton bench kv` and `baton bench decode`: run a measurement of the bench room and print its rows."""
+"""What `baton bench` runs: a measurement of the bench room, and its rows in print."""
 
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,30 @@ def bench_decode(output: Output, *, plot: Path | None, device: str, dtype: str, 
     return ExitCode.OK
 
 
+def bench_routing(output: Output, **asked: Any) -> ExitCode:
+    """Measure policies of the router. PARTIAL when a promise is broken.
+
+    Raises:
+        ConfigInvalid: a name or value that does not exist.
+        WorkerStartFailed: a worker did not come up.
+    """
+    from baton.bench.routing import bench_routing as measure
+    from baton.bench.routing import read_options
+    from baton.cluster.resolve import find_model
+
+    options = read_options(**asked)
+    data = measure(options, find_model("tiny").path, output.note)
+    output.emit(data, format_routing(data))
+    return ExitCode.OK if all(check["holds"] for check in data["checks"]) else ExitCode.PARTIAL
+
+
+def format_routing(data: dict[str, Any]) -> str:
+    """What a person reads."""
+    keys = ("hit_rate", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "queue_mean_ms", "requests_per_s")
+    rows = [(row["system"], *(_range(row, key) for key in keys)) for row in data["rows"]]
+    return "\n".join([format_table(("policy", *keys), rows), *_verdicts(data)])
+
+
 def format_decode(data: dict[str, Any]) -> str:
     """What a person reads."""
     rows = [
@@ -125,7 +149,7 @@ def _verdicts(data: dict[str, Any]) -> list[str]:
     for check in data["checks"]:
         limit = f">= {check['at_least']}" if "at_least" in check else f"<= {check['at_most']}"
         lines.append(f"{'holds ' if check['holds'] else 'BROKEN'}  {check['name']}: {check['value']} ({limit})")
-    return lines + [f"failed: {failure['cell']}" for failure in data["failures"]]
+    return lines + [f"failed: {failure['cell']}" for failure in data.get("failures", ())]
 
 
 def _range(row: dict[str, Any], key: str) -> str:

@@ -10,7 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+from baton.cluster import bench_cli, keys_cli
+from baton.cluster.cli_types import Count, Json, Text
+from baton.cluster.cli_types import option as _option
 from baton.cluster.outcome import ExitCode, Output, run_command
+from baton.cluster.security_flags import with_access, with_serve_flags
 
 app = typer.Typer(
     add_completion=False,
@@ -22,16 +26,9 @@ app = typer.Typer(
     "4 partial, 124 timeout.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="print exactly one JSON object on stdout")]
-Text = str | None
-Count = int | None
-
-
-def _option(text: str) -> Any:
-    return typer.Option(help=text, show_default=False)
-
 
 @app.command()
+@with_serve_flags
 def serve(
     config: Annotated[Path | None, _option("YAML file with the same keys as the flags; flags override it")] = None,
     model: Annotated[Text, _option("model directory, or tiny, the bundled model  [tiny]")] = None,
@@ -51,11 +48,6 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    kv_curve_key_file: Annotated[Text, _option("ZMQ key pair of the deployment: encrypts KV, admits no other")] = None,
-    kv_tls_cert_file: Annotated[Text, _option("with --transport grpc: certificate of this host's workers")] = None,
-    kv_tls_key_file: Annotated[Text, _option("and its private key")] = None,
-    kv_tls_ca_file: Annotated[Text, _option("who signed the certificates; peers must present one")] = None,
-    kv_tls_server_name: Annotated[Text, _option("the name in the certificates, if it is not the address")] = None,
     scheduling: Annotated[Text, _option("async|sync  [async]")] = None,
     cuda_graphs: Annotated[Text, _option("auto|off: replay decode steps on a GPU  [auto]")] = None,
     cuda_graph_sizes: Annotated[Text, _option("batch sizes to capture: 1,2,4  [by itself]")] = None,
@@ -63,9 +55,10 @@ def serve(
     dtype: Annotated[Text, _option("auto|float64|float32|bfloat16  [auto]")] = None,
     weights: Annotated[Text, _option("checkpoint|random  [checkpoint]")] = None,
     device: Annotated[Text, _option("auto|cpu|cuda  [auto]")] = None,
-    host: Annotated[Text, _option("address the gRPC port binds to  [127.0.0.1]")] = None,
+    host: Annotated[Text, _option("address that gRPC and HTTP bind to  [127.0.0.1]")] = None,
     grpc_port: Annotated[Count, _option("gRPC port; 0 picks a free one  [50051]")] = None,
-    http_port: Annotated[Count, _option("OpenAI-compatible HTTP port")] = None,
+    http_port: Annotated[Count, _option("OpenAI-compatible HTTP port; 0 picks a free one  [none]")] = None,
+    chat_template: Annotated[Text, _option("for HTTP: jinja file, or chatml  [the model's own]")] = None,
     ray_address: Annotated[Text, _option("local starts a private Ray; auto or HOST:PORT joins one  [local]")] = None,
     block_size: Annotated[Count, _option("positions per KV block: 16, 32 or 64  [16]")] = None,
     kv_memory_mib: Annotated[Count, _option("KV pool per worker on a CPU  [256]")] = None,
@@ -74,16 +67,29 @@ def serve(
     gpu_memory_share: Annotated[float | None, _option("share of free GPU memory for KV  [0.8]")] = None,
     max_num_seqs: Annotated[Count, _option("sequences a decode worker runs at once  [16]")] = None,
     max_queue_len: Annotated[Count, _option("requests the router holds; more are refused  [256]")] = None,
+    routing: Annotated[Text, _option("prefix|least_cost|round_robin: how workers are chosen  [prefix]")] = None,
+    max_wait_s: Annotated[float | None, _option("requests that would wait longer are refused  [30]")] = None,
     chunk_len: Annotated[Count, _option("prompt tokens per prefill step  [256]")] = None,
     prefix_cache: Annotated[bool | None, _option("keep prompts' KV for those that begin alike  [on]")] = None,
     max_model_len: Annotated[Count, _option("shorter than the model's own length, to save memory")] = None,
     request_timeout_s: Annotated[float | None, _option("deadline of a request that has none  [600]")] = None,
+    migration: Annotated[bool | None, _option("streams that lose a worker go on at others  [on]")] = None,
+    max_migrations: Annotated[Count, _option("times that one answer may move  [2]")] = None,
+    migration_wait_s: Annotated[float | None, _option("a stream waits so long for workers to go on with  [30]")] = None,
+    drain_grace_s: Annotated[float | None, _option("streams of a drained worker move after this  [10]")] = None,
+    quarantine_deaths: Annotated[Count, _option("refuse a request that was at so many deaths; 0: none  [2]")] = None,
+    quarantine_s: Annotated[float | None, _option("how long it is refused  [600]")] = None,
     start_timeout_s: Annotated[float | None, _option("workers must report within this  [120]")] = None,
     worker_threads: Annotated[Count, _option("torch threads per worker on a CPU  [1]")] = None,
+    log_format: Annotated[Text, _option("text|json: of every process's log  [text]")] = None,
+    trace_file: Annotated[Text, _option("append spans to this file: OTLP as JSON lines")] = None,
+    trace_endpoint: Annotated[Text, _option("send spans to this OTLP/HTTP collector; needs baton-pd[otel]")] = None,
+    trace_share: Annotated[float | None, _option("trace so many of the requests that leave it open  [1]")] = None,
     json: Json = False,
+    **more: Any,
 ) -> int:
     """Start a deployment and serve until SIGINT or SIGTERM."""
-    flags = {name: value for name, value in locals().items() if name not in ("config", "json")}
+    flags = {name: value for name, value in locals().items() if name not in ("config", "json", "more")} | more
 
     def body(output: Output) -> ExitCode:
         from baton.cluster.resolve import read_config
@@ -95,6 +101,7 @@ def serve(
 
 
 @app.command()
+@with_access
 def generate(
     prompt: Annotated[Text, _option("the text to continue; - reads standard input")] = None,
     address: Annotated[Text, _option("HOST:PORT of a deployment  [127.0.0.1:50051]")] = None,
@@ -162,6 +169,7 @@ def generate(
 
 
 @app.command()
+@with_access
 def status(
     address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
     json: Json = False,
@@ -177,6 +185,7 @@ def status(
 
 
 @app.command()
+@with_access
 def speculation(
     mode: Annotated[
         Text, typer.Argument(help="draft tokens per step, or auto; without it, show the present one")
@@ -195,6 +204,46 @@ def speculation(
 
 
 @app.command()
+@with_access
+def drain(
+    worker: Annotated[str, typer.Argument(help="its name, as `baton status` shows it")],
+    grace: Annotated[
+        float | None, _option("seconds in which its streams may finish  [--drain-grace-s of serve]")
+    ] = None,
+    wait: Annotated[float, typer.Option(help="seconds to wait until it is empty; 0 only asks")] = 60.0,
+    undo: Annotated[bool, typer.Option("--undo", help="let it serve again")] = False,
+    address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
+    json: Json = False,
+) -> int:
+    """Give a worker nothing new and move its streams to others, so that it can be stopped."""
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.drain import drain
+
+        return drain(worker, address, output, grace_s=grace, wait_s=wait, undo=undo)
+
+    return run_command(json, body)
+
+
+@app.command()
+@with_access
+def quarantine(
+    clear: Annotated[Text, _option("take this request again; all takes every one")] = None,
+    address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
+    json: Json = False,
+) -> int:
+    """Show the requests that are refused because workers died of them, or pardon them."""
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.quarantine import quarantine
+
+        return quarantine(address, clear, output)
+
+    return run_command(json, body)
+
+
+@app.command()
+@with_access
 def doctor(
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="port that `baton serve` would use")] = 50051,
     selftest: Annotated[bool, typer.Option("--selftest", help="also measure whether invariant numerics hold")] = False,
@@ -234,76 +283,41 @@ def _refuse(name: str, as_json: bool) -> int:
 
 
 _LATER = {"ignore_unknown_options": True, "allow_extra_args": True}
+_PASSED_ON = _LATER | {"help_option_names": [], "allow_interspersed_args": False}
 
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.", rich_markup_mode=None)
-app.add_typer(bench_app, name="bench")
+app.add_typer(keys_cli.app, name="keys")
+app.add_typer(bench_cli.app, name="bench")
 
 
-@bench_app.command("kv")
-def bench_kv(
-    what: Annotated[str, typer.Option(help="transfer, or step: what a prefill step pays for its writer")] = "transfer",
-    systems: Annotated[Text, _option("comma-separated  [all that can run here]")] = None,
-    workloads: Annotated[str, typer.Option(help="comma-separated: a, b, c")] = "a,b,c",
-    pace: Annotated[str, typer.Option(help="time between layers in the paced phase; 0 leaves it out")] = "4ms",
-    gil_load: Annotated[str, typer.Option(help="comma-separated: none, inside, outside")] = "none",
-    digest: Annotated[str, typer.Option(help="on, off or both, of Baton's own systems")] = "both",
-    faults: Annotated[str, typer.Option(help="per frame, like drop=0.01,corrupt=0.001")] = "",
-    rounds: Annotated[int, typer.Option(help="how often everything is measured")] = 5,
-    seconds: Annotated[float, typer.Option(help="each phase of each cell lasts at least so long")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="of order, block ids and contents")] = 0,
-    calls: Annotated[bool, typer.Option(help="count system calls, if strace is there")] = True,
-    plot: Annotated[Path | None, _option("draw the rows into a .png, .svg or .pdf (needs matplotlib)")] = None,
+@app.command(context_settings=_PASSED_ON)
+def runbook(
+    context: typer.Context, name: Annotated[Text, typer.Argument(help="which; without it, list them")] = None
+) -> int:
+    """Run a runbook: `baton runbook NAME --help` tells its flags. Without a name, list them."""
+    from baton.cluster.runbooks import run_runbook
+
+    return run_runbook(name, context.args)
+
+
+@app.command()
+@with_access
+def top(
+    address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
+    interval: Annotated[
+        float, typer.Option(help="seconds between two looks; rates are of what happened between")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="print one look as text, also on a terminal")] = False,
     json: Json = False,
 ) -> int:
-    """Measure the KV hand-off, and other ways to move the same bytes, in interleaved rounds."""
-    asked = {name: value for name, value in locals().items() if name not in ("json", "calls", "plot")}
+    """Watch a deployment's load until Ctrl-C; with --once or --json, or into a pipe, print one look."""
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.bench import bench_kv
+        from baton.cluster.top import top
 
-        return bench_kv(output, plot=plot, count_calls=calls, **asked)
-
-    return run_command(json, body)
-
-
-@bench_app.command("decode")
-def bench_decode(
-    shape: Annotated[Text, _option("8b, 0.6b, 32b, 30b-a3b or tiny, with random weights  [8b; tiny on a CPU]")] = None,
-    layers: Annotated[Count, _option("so many layers of the shape  [all]")] = None,
-    scheduling: Annotated[str, typer.Option(help="comma-separated: sync, async")] = "sync,async",
-    mtp: Annotated[str, typer.Option(help="comma-separated: draft tokens per step")] = "0,1",
-    batch: Annotated[str, typer.Option(help="comma-separated: sequences")] = "1,16,64",
-    cuda_graphs: Annotated[str, typer.Option(help="on, off, or auto: both on a GPU, neither on a CPU")] = "auto",
-    prompt_len: Annotated[int, typer.Option(help="positions before the first step")] = 1024,
-    chunk_len: Annotated[int, typer.Option(help="prompt tokens per prefill step")] = 2048,
-    verification: Annotated[str, typer.Option(help="synthetic: drafts stand by chance; or coupled")] = "synthetic",
-    rate: Annotated[float, typer.Option(help="with synthetic: of each draft once those before it stand")] = 0.8,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    numerics: Annotated[str, typer.Option(help="default|invariant")] = "default",
-    dtype: Annotated[str, typer.Option(help="auto|float64|float32|bfloat16")] = "auto",
-    device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
-    steps: Annotated[int, typer.Option(help="measured in each round")] = 32,
-    rounds: Annotated[int, typer.Option(help="how often everything is measured")] = 5,
-    seed: Annotated[int, typer.Option(min=0, help="of weights, tokens, block ids and order")] = 0,
-    plot: Annotated[Path | None, _option("draw the rows into a .png, .svg or .pdf (needs matplotlib)")] = None,
-    json: Json = False,
-) -> int:
-    """Measure decode steps and the time to the first token, with random weights, in interleaved rounds."""
-    asked = {name: value for name, value in locals().items() if name not in ("json", "plot")}
-
-    def body(output: Output) -> ExitCode:
-        from baton.cluster.bench import bench_decode
-
-        return bench_decode(output, plot=plot, **asked)
+        return top(address, output, interval_s=interval, once=once)
 
     return run_command(json, body)
-
-
-@app.command(context_settings=_LATER)
-def top(json: Json = False) -> int:
-    """Watch a deployment (a later version)."""
-    return _refuse("top", json)
 
 
 @app.command(context_settings=_LATER)

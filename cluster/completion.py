@@ -9,6 +9,7 @@ import grpc
 
 from baton.client.messages import generate_request
 from baton.cluster.admin import error_from_rpc, open_channel
+from baton.cluster.waterfall import waterfall_data
 from baton.core.errors import BatonError, RequestDeadlineExceeded, StartupError, TransferFailed
 from baton.core.logprobs import TokenLogprobs
 from baton.core.sampling import MAX_CHOICES, GrammarSpec, SamplingParams
@@ -86,17 +87,24 @@ class Completion:
     kv_bytes_landed_before_prefill_end: int = 0
     num_cached_tokens: int = 0
     num_handoff_retries: int = 0
+    num_migrations: int = 0
+    num_forced_tokens: int = 0
+    path: str = ""
+    kv_lane: str = ""
+    routing: str = ""
+    num_expected_cached_tokens: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    waterfall: dict[str, Any] | None = None  # of a deployment: cluster/waterfall.py
     others: tuple["Completion", ...] = ()
 
     def as_data(self) -> dict[str, Any]:
         """JSON-able; with several answers `choices` lists all of them."""
         data = asdict(self) | {"token_ids": list(self.token_ids)}
         del data["others"]
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs", "waterfall"):
             if data[name] is None:
                 del data[name]
         if self.others:
@@ -191,8 +199,15 @@ def _completion(answer: _Answer, asked: inference_pb2.Sampling) -> Completion:
         kv_bytes_landed_before_prefill_end=stats.kv_bytes_landed_before_prefill_end,
         num_cached_tokens=stats.num_cached_tokens,
         num_handoff_retries=stats.num_handoff_retries,
+        num_migrations=stats.num_migrations,
+        num_forced_tokens=stats.num_forced_tokens,
+        path=stats.path,
+        kv_lane=stats.kv_lane,
+        routing=stats.routing,
+        num_expected_cached_tokens=stats.num_expected_cached_tokens,
         prefill_worker=stats.prefill_worker,
         decode_worker=stats.decode_worker,
+        waterfall=waterfall_data(stats),
         logprobs=tuple(answer.logprobs) if asked.HasField("logprobs") else None,
         prompt_logprobs=tuple(answer.prompt_logprobs) if answer.prompt_logprobs else None,
     )

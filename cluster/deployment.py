@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from baton.client.access import Access
 from baton.cluster import processes
 from baton.cluster.actors import (
     NODE_ADDRESS,
@@ -30,7 +32,6 @@ from baton.cluster.actors import (
     prefill_shell,
 )
 from baton.cluster.admin import as_data, fetch_status
-from baton.cluster.features import refuse_device, refuse_missing_features
 from baton.cluster.gang_actors import (
     GangPlace,
     PlacementGroups,
@@ -50,10 +51,14 @@ from baton.cluster.resolve import (
     worker_ids,
 )
 from baton.cluster.router_process import RouterProcess, router_command
+from baton.cluster.scaling import Scaling
 from baton.cluster.worker_watch import WorkerWatch
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, ConfigInvalid, WorkerStartFailed
 from baton.kvtransfer.malloc import COPY_ENVIRONMENT
+from baton.proto.secure_channel import SecureChannels
+from baton.router.api_keys import digest_of, new_key
+from baton.router.security_flags import security_of
 
 MAX_RESTARTS = 3
 SHUTDOWN_CALL_S = 2.0
@@ -80,6 +85,9 @@ class Deployment:
 
     Attributes:
         address: HOST:PORT of the gRPC front door; empty until started.
+        admin_address: HOST:PORT for operators and workers; the same, unless there is an admin port.
+        access: what gets in there.
+        http_url: of the OpenAI-compatible one; empty until started, and without it.
         workers: what each worker said when it was ready, by worker id.
     """
 
@@ -88,6 +96,10 @@ class Deployment:
     ) -> None:
         self.config = config
         self.address = ""
+        self.admin_address = ""
+        self._operator_key = new_key()
+        self.access = Access(tls=config.tls, api_key=self._operator_key if config.admin_keys_file else "")
+        self.http_url = ""
         self.workers: dict[str, dict[str, Any]] = {}
         self._on_progress = on_progress
         self._parts = parts or Parts()
@@ -97,6 +109,7 @@ class Deployment:
         self._ray: RaySession | None = None
         self._router: RouterProcess | None = None
         self._watch: WorkerWatch | None = None
+        self._scaling: Scaling | None = None
         self._dir: Path | None = None
 
     def __enter__(self) -> Self:
@@ -114,7 +127,7 @@ class Deployment:
 
     def status(self) -> dict[str, Any]:
         """The router's status as plain data."""
-        return as_data(fetch_status(self.address))
+        return as_data(fetch_status(self.admin_address, access=self.access))
 
     def worker_pids(self, timeout_s: float = 30.0) -> dict[str, int]:
         """Process id of each worker's present life; waits for workers that Ray is restarting."""
@@ -136,7 +149,7 @@ class Deployment:
         return pid
 
     def check(self) -> None:
-        """Check that the deployment can still serve.
+        """Check that the deployment can still serve, and follow what was asked of its size.
 
         Raises:
             WorkerStartFailed: the router ended.
@@ -144,9 +157,10 @@ class Deployment:
         """
         assert self._router is not None
         self._router.check()
-        if self._watch is None:
+        assert self._scaling is not None
+        if self._scaling.step() or self._watch is None:
             assert self._ray is not None
-            self._watch = WorkerWatch(self._ray.ray, self._actors, worker_ids(self.config))
+            self._watch = WorkerWatch(self._ray.ray, self._actors, self._scaling.roles)
         self._watch.check()
 
     def close(self) -> None:
@@ -172,16 +186,21 @@ class Deployment:
 
     def _start(self) -> None:
         config = self.config
-        refuse_missing_features(config)
         model = find_model(config.model, config.weights)
         resolve_worker(config, model, worker_id="check")
         device = resolve_device(config.device)
-        refuse_device(config, device)
-        require_port_free(config.host, config.grpc_port)
+        for port in (config.grpc_port, config.http_port):
+            if port is not None:
+                require_port_free(config.host, port)
+        security_of(config)
+        SecureChannels(config.tls)
         deadline_s = time.monotonic() + config.start_timeout_s
         num_total = config.prefill + config.decode + 2
         self._dir = Path(tempfile.mkdtemp(prefix="baton-", dir="/tmp"))  # short: sockets below it have long names
-        self._router = RouterProcess(self._parts.router_command(config, model), self._dir)
+        command = self._parts.router_command(config, model)
+        if config.admin_keys_file:  # only this process knows the key; the router knows its digest
+            command = [*command, "--operator-key-digest", digest_of(self._operator_key)]
+        self._router = RouterProcess(command, self._dir)
         self._on_progress(0, num_total, "starting Ray and the router")
         self._ray = RaySession(
             config.ray_address,
@@ -189,8 +208,12 @@ class Deployment:
             temp_dir=self._dir,
             num_gpus=None if device == "cuda" else 0,
         )
-        router_port = self._router.wait_port(deadline_s - time.monotonic())
-        self.address = f"{self._reachable_host(self._ray)}:{router_port}"
+        ports = self._router.wait_ports(deadline_s - time.monotonic())
+        host = self._reachable_host(self._ray)
+        self.address = f"{host}:{ports['grpc_port']}"
+        self.admin_address = f"{host}:{ports.get('admin_port', ports['grpc_port'])}"
+        if "http_port" in ports:
+            self.http_url = f"{'https' if config.tls.is_on else 'http'}://{host}:{ports['http_port']}"
         self._on_progress(2, num_total, f"router at {self.address}; starting workers")
         self._start_actors(self._ray, model, device)
         self._wait_ready(self._ray, deadline_s, num_total)
@@ -207,26 +230,32 @@ class Deployment:
         return host
 
     def _start_actors(self, session: RaySession, model: ModelDirectory, device: str) -> None:
-        config = self.config
-        ids = worker_ids(config)
+        ids = worker_ids(self.config)
         per_gpu = self._workers_per_gpu(session, ids) if device == "cuda" else 1
         self._groups = PlacementGroups(session.ray, f"baton-{self._id}")
         for worker_id, role in ids.items():
-            worker = resolve_worker(
-                config,
-                model,
-                worker_id=worker_id,
-                host="127.0.0.1" if session.is_private else NODE_ADDRESS,
-                router_address=self.address,
-                device=device,
-                workers_per_gpu=per_gpu,
-                tp_size=tp_size(config, role),
-            )
-            actor = session.ray.remote(PrefillActor if role == "prefill" else DecodeActor)
-            options = self._actor_options(session, worker_id, role, 1 / per_gpu if device == "cuda" else 0)
-            gang = self._place_gang(worker_id, role, worker.tp_size, options) if worker.tp_size > 1 else None
-            arguments = (worker, self._parts.shells[role]) if gang is None else (worker, self._parts.shells[role], gang)
-            self._actors[worker_id] = actor.options(**options).remote(*arguments)
+            self._start_actor(session, model, device, per_gpu, worker_id, role)
+        start = partial(self._start_actor, session, model, device, per_gpu)
+        self._scaling = Scaling(session.ray, self.admin_address, self._actors, ids, start, self._groups.release)
+
+    def _start_actor(
+        self, session: RaySession, model: ModelDirectory, device: str, per_gpu: int, worker_id: str, role: str
+    ) -> None:
+        worker = resolve_worker(
+            self.config,
+            model,
+            worker_id=worker_id,
+            host="127.0.0.1" if session.is_private else NODE_ADDRESS,
+            router_address=self.admin_address,
+            device=device,
+            workers_per_gpu=per_gpu,
+            tp_size=tp_size(self.config, role),
+        )
+        actor = session.ray.remote(PrefillActor if role == "prefill" else DecodeActor)
+        options = self._actor_options(session, worker_id, role, 1 / per_gpu if device == "cuda" else 0)
+        gang = self._place_gang(worker_id, role, worker.tp_size, options) if worker.tp_size > 1 else None
+        arguments = (worker, self._parts.shells[role]) if gang is None else (worker, self._parts.shells[role], gang)
+        self._actors[worker_id] = actor.options(**options).remote(*arguments)
 
     def _workers_per_gpu(self, session: RaySession, ids: Mapping[str, str]) -> int:
         """On one host workers may share a GPU, and then its memory; ranks of one worker may not."""
@@ -297,7 +326,7 @@ class Deployment:
         assert self._router is not None
         missing = set(self._actors)
         while True:
-            reply = fetch_status(self.address, timeout_s=5.0)
+            reply = fetch_status(self.admin_address, timeout_s=5.0, access=self.access)
             missing -= {worker.state.worker_id for worker in reply.workers if worker.alive}
             if not missing:
                 return

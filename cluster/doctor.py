@@ -10,6 +10,7 @@ import platform
 import resource
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -17,10 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import baton
+from baton.cluster.access import current_access
 from baton.cluster.admin import fetch_status
 from baton.cluster.decode_report import decode_data, format_decode
 from baton.cluster.doctor_paths import Path as KvPath
 from baton.cluster.doctor_paths import format_paths, paths, paths_data
+from baton.cluster.doctor_wires import Wire, is_loopback, wires
 from baton.cluster.outcome import ExitCode, Output
 from baton.cluster.ray_session import TESTED_RAY
 from baton.cluster.resolve import require_port_free
@@ -41,6 +44,7 @@ MIN_PYTHON = (3, 11)
 MIN_OPEN_FILES = 4096
 MIN_SHM_BYTES = 128 << 20
 SELFTEST_SHAPES = ((256, 256), (1024, 256), (256, 1024), (4096, 512))  # (outputs, inputs)
+RENEW_S = 14 * 86_400.0  # a certificate that ends sooner is to be replaced
 FOREIGN_NAMES = ("kernels", "proto")
 
 
@@ -67,6 +71,8 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
         findings.append(check_numerics())
     findings += [] if status is None else [*check_ranks(status), *check_graphs(status)]
     findings += [check_path(path) for path in found]
+    seen = [] if status is None or address is None else list(wires(address, status, current_access().tls.ca_file))
+    findings += [check_wire(wire) for wire in seen]
     levels = {finding.level for finding in findings}
     code = ExitCode.PRECONDITION if "fail" in levels else ExitCode.PARTIAL if "warn" in levels else ExitCode.OK
     rows = [(item.level, item.name, item.detail, item.next) for item in findings]
@@ -78,6 +84,7 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     text = format_table(("", "what", "found", "next"), rows)
     if status is not None:
         data["paths"] = paths_data(found)
+        data["wires"] = [asdict(wire) for wire in seen]
         data["decode"] = decode_data(status)
         text += "\n\n" + format_paths(found) + "\n\n" + format_decode(data["decode"])
     output.emit(data, text)
@@ -229,6 +236,20 @@ def check_path(path: KvPath) -> Finding:
     if path.is_broken:
         return Finding(name, "warn", path.why, "read the reasons; `--transport auto` takes whatever works")
     return Finding(name, "ok", path.cell() if path.has_met else path.why)
+
+
+def check_wire(wire: Wire) -> Finding:
+    """One port of a deployment. What is in clear is no fault on one host, and one on a network."""
+    name, detail = f"wire {wire.name}", f"{wire.address}: {wire.detail}"
+    if wire.is_encrypted is None:
+        return Finding(name, "warn", detail, "run doctor where the port can be reached")
+    if wire.problem or (wire.expires_s is not None and wire.expires_s - time.time() < RENEW_S):
+        return Finding(name, "warn", detail, "replace the certificate's files; they are read again by themselves")
+    if wire.is_encrypted:
+        return Finding(name, "ok", detail)
+    if is_loopback(wire.address):
+        return Finding(name, "ok", f"{detail}, on this host only")
+    return Finding(name, "warn", detail, "docs/security.md says how to encrypt it")
 
 
 def check_numerics() -> Finding:

@@ -146,6 +146,12 @@ class PlacementGroups:
             raise WorkerStartFailed(message, worker_id=worker_id, num_ranks=len(bundles))
         return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
 
+    def release(self, worker_id: str) -> None:
+        """Give the one of a worker back, if it has one."""
+        group = self._groups.pop(worker_id, None)
+        if group is not None:
+            self._ray.util.remove_placement_group(group)
+
     def remove(self) -> None:
         """Give all of them back."""
         for group in self._groups.values():

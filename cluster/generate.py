@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.cluster.completion import Asked, Completion, Interrupted, OnText, complete_remotely
-from baton.cluster.features import refuse_missing_features
 from baton.cluster.outcome import ExitCode, Output, exit_code_of
 from baton.cluster.resolve import find_model, read_config
 from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidSampling, InvalidText
@@ -131,7 +130,6 @@ def _logprob_lines(completion: Completion) -> str:
 
 def _complete_locally(asked: Asked, options: dict[str, Any], on_text: OnText) -> Completion:
     config = read_config(None, options)
-    refuse_missing_features(config)
     find_model(config.model, config.weights)
     from baton.cluster.local import LocalCompleter  # imports torch
 

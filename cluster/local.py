@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.cluster.completion import Asked, Completion, Interrupted, OnText
-from baton.cluster.features import refuse_missing_features
 from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.clock import MonotonicClock
 from baton.core.config import ServeConfig
@@ -27,7 +26,6 @@ class LocalCompleter:
     """
 
     def __init__(self, config: ServeConfig) -> None:
-        refuse_missing_features(config)
         worker = resolve_worker(config, find_model(config.model, config.weights), worker_id="local")
         loaded = load_worker(worker)
         num_blocks = loaded.pool.num_blocks

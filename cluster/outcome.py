@@ -6,11 +6,13 @@ Results go to stdout, everything else to stderr. With `--json` stdout holds exac
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
 from baton.core.errors import (
+    AccessRefused,
     BatonError,
     ConfigInvalid,
     FeatureNotBuilt,
@@ -26,6 +28,7 @@ from baton.core.errors import (
     Overloaded,
     PackageMissing,
     PortInUse,
+    PreconditionUnmet,
     RayUnavailable,
     RayVersionMismatch,
     RequestDeadlineExceeded,
@@ -33,6 +36,7 @@ from baton.core.errors import (
     WorkerLost,
     WorkerStartFailed,
 )
+from baton.core.logs import default_format, head
 
 
 class ExitCode(IntEnum):
@@ -64,6 +68,7 @@ _NEXT_STEPS: tuple[tuple[type[BatonError], str], ...] = (
     (ConfigInvalid, "correct what is named; the command's --help lists every option"),
     (StartupError, "run `baton doctor`, then try again"),
     (RequestDeadlineExceeded, "raise --timeout, or ask for fewer tokens"),
+    (AccessRefused, "give a key that may do this with --api-key-file or BATON_API_KEY; `baton keys list` shows them"),
     (Overloaded, "try again after a pause"),
     (WorkerLost, "try again; where no worker is left, find out why it died and start `baton serve` again"),
     (NoWorker, "see `baton status` for the workers that are missing"),
@@ -78,7 +83,7 @@ def exit_code_of(error: BatonError) -> ExitCode:
         return ExitCode.TIMEOUT
     if isinstance(error, (ConfigInvalid, InvalidRequest)):
         return ExitCode.USAGE
-    if isinstance(error, StartupError):
+    if isinstance(error, (StartupError, PreconditionUnmet)):
         return ExitCode.PRECONDITION
     return ExitCode.FAILED
 
@@ -93,25 +98,33 @@ class Output:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
+        self.log_format = default_format()  # of notes
         self._emitted = False
-        self._stdout = sys.stdout
+        self.stdout = sys.stdout
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether somebody looks at stdout."""
+        return self.stdout.isatty()
 
     def emit(self, data: dict[str, Any], text: str = "") -> None:
         """Print the result: `data` with `--json`, otherwise `text`. At most one object is ever printed."""
         if self.as_json:
             if not self._emitted:
-                print(json.dumps(data), file=self._stdout, flush=True)
+                print(json.dumps(data), file=self.stdout, flush=True)
         elif text:
-            print(text, file=self._stdout, flush=True)
+            print(text, file=self.stdout, flush=True)
         self._emitted = True
 
     def write(self, text: str) -> None:
         """Print a piece of text to stdout at once, unless stdout is for the JSON object."""
         if not self.as_json and text:
-            print(text, end="", file=self._stdout, flush=True)
+            print(text, end="", file=self.stdout, flush=True)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, level: str = "INFO") -> None:
         """Print a line to stderr."""
+        if self.log_format == "json":
+            text = json.dumps(head(level, "baton.cluster", text, time.time()) | {"role": "cli"})
         print(text, file=sys.stderr, flush=True)
 
     def fail(self, error: BatonError, code: ExitCode | None = None) -> ExitCode:
@@ -119,7 +132,7 @@ class Output:
         code = exit_code_of(error) if code is None else code
         step = next_step(error)
         name = type(error).__name__
-        self.note(f"baton: {name}: {error.message}\nnext: {step}")
+        self.note(f"baton: {name}: {error.message}\nnext: {step}", "ERROR")
         if self.as_json:
             data = {"error": name, "message": error.message, "fields": error.fields, "next": step, "exit_code": code}
             self.emit(data)

@@ -1,8 +1,11 @@
 """What an operator sees while workers start: a bar on a terminal, plain lines elsewhere; always on stderr."""
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int, str], None]
 
@@ -16,8 +19,11 @@ def _print_line(num_done: int, num_total: int, text: str) -> None:
 
 
 @contextmanager
-def show_progress() -> Iterator[OnProgress]:
-    """A callback `(num_done, num_total, text)` that shows how far starting has come."""
+def show_progress(*, as_log: bool = False) -> Iterator[OnProgress]:
+    """A callback `(num_done, num_total, text)` that shows how far starting has come, or logs it."""
+    if as_log:
+        yield lambda num_done, num_total, text: log.info("[%d/%d] %s", num_done, num_total, text)
+        return
     if not sys.stderr.isatty():
         yield _print_line
         return

@@ -15,6 +15,7 @@ from typing import Any
 
 from baton.core.config import MAX_DRAFTS, KVTransferConfig, ServeConfig, WorkerConfig
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PortInUse
+from baton.core.tls_files import TlsFiles
 
 BUNDLED_MODELS = ("tiny", "tiny-pruned")
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
@@ -119,21 +120,47 @@ def transfer_config(config: ServeConfig) -> KVTransferConfig:
     """Limits of the hand-off; the test hook named by BATON_TEST_HOOK is switched on.
 
     Raises:
-        ConfigInvalid: there is no hook of that name.
+        ConfigInvalid: there is no hook of that name, or KV would go in clear where everything else is encrypted.
     """
     hook = os.environ.get(TEST_HOOK_VARIABLE, "")
     if hook not in ("", "drop_pushes"):
         raise ConfigInvalid(f"{TEST_HOOK_VARIABLE}={hook}: the only hook is drop_pushes", keys=[TEST_HOOK_VARIABLE])
+    tls = kv_tls(config)
     return KVTransferConfig(
         transport=config.transport,
         digest=config.kv_digest,
         curve_key_file=config.kv_curve_key_file,
-        tls_cert_file=config.kv_tls_cert_file,
-        tls_key_file=config.kv_tls_key_file,
-        tls_ca_file=config.kv_tls_ca_file,
-        tls_server_name=config.kv_tls_server_name,
+        tls_cert_file=tls.cert_file,
+        tls_key_file=tls.key_file,
+        tls_ca_file=tls.ca_file,
+        tls_server_name=tls.server_name,
         drop_pushes=hook == "drop_pushes",
     )
+
+
+def kv_tls(config: ServeConfig) -> TlsFiles:
+    """Certificates of the hand-off over gRPC: its own, or else the workers' (all of them or none).
+
+    Raises:
+        ConfigInvalid: there are certificates, and KV would go in clear without anybody having said so.
+    """
+    own = TlsFiles(
+        cert_file=config.kv_tls_cert_file,
+        key_file=config.kv_tls_key_file,
+        ca_file=config.kv_tls_ca_file,
+        server_name=config.kv_tls_server_name,
+    )
+    if own.is_on or config.kv_plaintext or not config.tls.is_on:
+        return own
+    if config.transport == "grpc":
+        return config.tls
+    if not config.kv_curve_key_file or config.transport == "nixl":  # which knows no encryption
+        message = (
+            "tls_cert_file is set, but KV would travel in clear: give kv_curve_key_file (zmq), or transport grpc, or "
+            "say with kv_plaintext that its network is trusted"
+        )
+        raise ConfigInvalid(message, keys=["kv_curve_key_file", "transport", "kv_plaintext"])
+    return own
 
 
 def resolve_worker(
@@ -178,6 +205,7 @@ def resolve_worker(
         host=host,
         router_address=router_address,
         num_threads=config.worker_threads,
+        tls=config.tls,
         prefix_cache=config.prefix_cache,
         overcommit=config.overcommit,
         host_kv_bytes=int(config.host_kv_gib * (1 << 30)) // tp_size,
@@ -186,6 +214,7 @@ def resolve_worker(
         scheduling=config.scheduling,
         verification=config.verification_config(),
         graphs=graphs,
+        telemetry=config.telemetry_config(),
         transfer=transfer_config(config),
     )
 

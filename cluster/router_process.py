@@ -11,6 +11,7 @@ from pathlib import Path
 from baton.cluster.resolve import ModelDirectory
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, MalformedMessage, WorkerStartFailed, from_wire
+from baton.router.security_flags import flags_of
 
 STOP_GRACE_S = 3.0
 EXIT_PRECONDITION = 3  # its last line on stderr is then an error as `to_wire` writes it
@@ -25,10 +26,23 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
         "model-path": model.path,
         "weights": config.weights,
         "max-queue-len": config.max_queue_len,
+        "routing": config.routing,
+        "max-wait-s": config.max_wait_s,
         "request-timeout-s": config.request_timeout_s,
+        "max-migrations": config.max_migrations if config.migration else 0,
+        "migration-wait-s": config.migration_wait_s,
+        "drain-grace-s": config.drain_grace_s,
+        "quarantine-deaths": config.quarantine_deaths,
+        "quarantine-s": config.quarantine_s,
+        "log-format": config.log_format,
+        "trace-file": config.telemetry_config().trace_file,
+        "trace-endpoint": config.trace_endpoint,
+        "trace-share": config.trace_share,
     }
+    if config.http_port is not None:
+        flags |= {"http-port": config.http_port, "chat-template": config.chat_template}
     pairs = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    return [sys.executable, "-P", "-m", "baton.router", *pairs, "--exit-with-parent"]
+    return [sys.executable, "-P", "-m", "baton.router", *pairs, *flags_of(config), "--exit-with-parent"]
 
 
 class RouterProcess:
@@ -50,7 +64,11 @@ class RouterProcess:
         return self._process.pid
 
     def wait_port(self, timeout_s: float) -> int:
-        """The gRPC port, as soon as the router says that it listens.
+        """The gRPC port; see `wait_ports`."""
+        return self.wait_ports(timeout_s)["grpc_port"]
+
+    def wait_ports(self, timeout_s: float) -> dict[str, int]:
+        """Its ports by name, as soon as the router says that it listens.
 
         Raises:
             BatonError: the router's own error, or WorkerStartFailed if it ended or stayed silent.
@@ -60,8 +78,9 @@ class RouterProcess:
             line, newline, _ = self._out_path.read_text(encoding="utf-8", errors="replace").partition("\n")
             if newline:
                 try:
-                    return int(json.loads(line)["grpc_port"])
-                except (ValueError, KeyError, TypeError) as error:
+                    ports = {str(name): int(port) for name, port in json.loads(line).items()}
+                    return {"grpc_port": ports["grpc_port"]} | ports
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise WorkerStartFailed(f"the router printed {line[:200]!r}, not its port") from error
             self.check()
             time.sleep(0.02)

@@ -5,12 +5,13 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from baton.cluster.deployment import Deployment
 from baton.cluster.outcome import ExitCode, Output
 from baton.cluster.progress import show_progress
 from baton.core.config import ServeConfig
+from baton.core.logs import configure_logging
 
 CHECK_INTERVAL_S = 0.5
 
@@ -23,8 +24,11 @@ def serve(config: ServeConfig, output: Output) -> ExitCode:
         WorkerLost: a role has no worker left.
     """
     is_serving = False
+    if config.log_format == "json":
+        output.log_format = config.log_format
+        configure_logging(config.log_format, {"role": "cli"})
     try:
-        with terminable(), show_progress() as on_progress:
+        with terminable(), show_progress(as_log=config.log_format == "json") as on_progress:
             with Deployment(config, on_progress=on_progress) as deployment:
                 is_serving = True
                 _announce(deployment, output)
@@ -38,12 +42,33 @@ def serve(config: ServeConfig, output: Output) -> ExitCode:
 
 def _announce(deployment: Deployment, output: Output) -> None:
     config = deployment.config
-    data = {"address": deployment.address, "pid": os.getpid(), "model": config.model, "workers": deployment.workers}
+    data: dict[str, Any] = {
+        "address": deployment.address,
+        "admin_address": deployment.admin_address,
+        "pid": os.getpid(),
+        "model": config.model,
+        "workers": deployment.workers,
+    }
+    at = deployment.address
+    if deployment.http_url:
+        data["http_url"] = deployment.http_url
+        at += f" and {deployment.http_url}/v1"
     output.emit(
         data,
-        f"serving {config.model} at {deployment.address}: {config.prefill} prefill, {config.decode} decode\n"
+        f"serving {config.model} at {at}: {config.prefill} prefill, {config.decode} decode\n"
+        f"{_who_gets_in(deployment)}"
         f"try: baton generate --address {deployment.address} --prompt 'def main():'",
     )
+
+
+def _who_gets_in(deployment: Deployment) -> str:
+    config = deployment.config
+    if deployment.admin_address == deployment.address and not config.tls.is_on:
+        return ""
+    asks = ["TLS"] * config.tls.is_on
+    ca_file = config.tls_ca_file if config.admin_port is None else config.tls_client_ca_file
+    asks += ["clients' certificates"] * bool(ca_file) + ["API keys"] * bool(config.api_keys_file)
+    return f"clients need: {', '.join(asks) or 'nothing'}; operators come to {deployment.admin_address}\n"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from baton.cluster.table import format_table
 
 
 def status(address: str, output: Output) -> ExitCode:
-    """Print it. PARTIAL when a worker the router knows is not alive.
+    """Print it. PARTIAL when a worker the router knows is not alive, and was not taken out of routing before.
 
     Raises:
         BatonError: no deployment answers at `address`.
@@ -17,7 +17,7 @@ def status(address: str, output: Output) -> ExitCode:
     reply = fetch_status(address)
     data: dict[str, Any] = as_data(reply) | {"address": address, "decode": decode_data(reply)}
     output.emit(data, format_status(data))
-    return ExitCode.OK if all(worker["alive"] for worker in data["workers"]) else ExitCode.PARTIAL
+    return ExitCode.OK if all(worker["alive"] or worker["draining"] for worker in data["workers"]) else ExitCode.PARTIAL
 
 
 def format_status(data: dict[str, Any]) -> str:
@@ -42,7 +42,7 @@ def format_status(data: dict[str, Any]) -> str:
             (
                 state["worker_id"],
                 state["role"],
-                "yes" if worker["alive"] else "NO",
+                alive_cell(worker),
                 ranks_cell(state["rank_pids"]),
                 state["epoch"],
                 str(worker["num_epochs"]),
@@ -57,12 +57,22 @@ def format_status(data: dict[str, Any]) -> str:
         f"{data['model']} at {data['address']}, up {data['uptime_s']:.0f} s: "
         f"{data['num_requests_running']} requests running, {data['num_requests_finished']} finished, "
         f"{data['num_requests_failed']} failed, {data['num_tokens_streamed']} tokens, "
-        f"{data['num_handoff_retries']} hand-offs tried again"
+        f"{data['num_handoff_retries']} hand-offs tried again, {data['num_migrations']} streams moved"
     )
     lines = [summary, format_table(header, rows), *([format_decode(data["decode"])] if data["decode"] else [])]
     for pair in data["refused_pairs"]:
         lines.append(f"{pair['prefill_worker']} and {pair['decode_worker']} are not paired: {pair['reason']}")
+    for one in data["quarantined"]:
+        workers = ", ".join(one["workers"])
+        lines.append(f"request {one['fingerprint']} is refused for {one['left_s']:.0f} s: {workers} died of it")
     return "\n".join(lines)
+
+
+def alive_cell(worker: dict[str, Any]) -> str:
+    """Whether a worker serves."""
+    if not worker["alive"]:
+        return "NO"
+    return f"draining, {worker['num_streams']} streams" if worker["draining"] else "yes"
 
 
 def ranks_cell(pids: list[int]) -> str:

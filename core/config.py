@@ -15,6 +15,8 @@ from baton.core.clock import MAX_TIMEOUT_S
 from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
 from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
+from baton.core.telemetry import LogFormat, TelemetryConfig
+from baton.core.tls_files import TlsFiles
 from baton.core.verification import (
     MADE_UP_MODES,
     DraftSampleMethod,
@@ -27,6 +29,7 @@ DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
 MAX_DRAFTS = 4  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many
 TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
 SchedulingName = Literal["async", "sync"]
+RoutingName = Literal["prefix", "least_cost", "round_robin"]
 
 
 class ServeConfig(BaseModel):
@@ -57,6 +60,20 @@ class ServeConfig(BaseModel):
     kv_tls_key_file: str = Field("", description="and its private key")
     kv_tls_ca_file: str = Field("", description="who signed the certificates; peers must present one")
     kv_tls_server_name: str = Field("", description="the name in the certificates, if it is not the address")
+    kv_plaintext: bool = Field(False, description="KV may go in clear beside TLS: its network is trusted")
+    tls_cert_file: str = Field("", description="certificate of this host's router and workers (PEM)")
+    tls_key_file: str = Field("", description="and its private key")
+    tls_ca_file: str = Field("", description="who signed them; router, workers and operators must present one")
+    tls_server_name: str = Field("", description="the name in the certificates, if it is not the address")
+    tls_client_ca_file: str = Field("", description="with it, clients must present a certificate of this CA")
+    api_keys_file: str = Field("", description="with it, clients must present a key of it: `baton keys create`")
+    admin_port: int | None = Field(None, ge=0, le=65535, description="of operators and workers; 0 picks a free one")
+    admin_keys_file: str = Field("", description="with it, operators must present a key of it")
+    max_message_mib: int = Field(16, ge=1, le=1024, description="bytes of a request; longer ones are refused")
+    max_prompt_tokens: int | None = Field(None, ge=1, le=1 << 30, description="longer prompts are refused")
+    max_streams_per_connection: int | None = Field(None, ge=1, le=1 << 20, description="answers over one connection")
+    max_streams_per_tenant: int | None = Field(None, ge=1, le=1 << 20, description="answers to one tenant at once")
+    max_connections: int | None = Field(None, ge=1, le=1 << 20, description="of clients; more are closed at once")
     scheduling: SchedulingName = Field("async", description="plan a decode step while the one before it runs, or not")
     cuda_graphs: CudaGraphsName = Field("auto", description="auto: decode steps on a GPU are replayed from CUDA graphs")
     cuda_graph_sizes: str = Field("", description="batch sizes to capture: 1,2,4; chosen by itself if empty")
@@ -66,9 +83,10 @@ class ServeConfig(BaseModel):
     dtype: DTypeName = Field("auto", description="auto: bfloat16 on a GPU, float32 on a CPU")
     weights: Literal["checkpoint", "random"] = Field("checkpoint", description="random: shapes only, for speed tests")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where workers compute")
-    host: str = Field("127.0.0.1", min_length=1, description="address the gRPC port binds to")
+    host: str = Field("127.0.0.1", min_length=1, description="address that gRPC and HTTP bind to")
     grpc_port: int = Field(50051, ge=0, le=65535, description="0 picks a free one")
-    http_port: int | None = Field(None, ge=0, le=65535, description="OpenAI-compatible HTTP")
+    http_port: int | None = Field(None, ge=0, le=65535, description="OpenAI-compatible HTTP; 0 picks a free one")
+    chat_template: str = Field("", description="for HTTP: jinja file, or chatml; else the model's own")
     ray_address: str = Field("local", description="auto, local, or HOST:PORT of a running cluster")
     block_size: Literal[16, 32, 64] = Field(16, description="positions per KV block")
     kv_memory_mib: int = Field(
@@ -86,6 +104,12 @@ class ServeConfig(BaseModel):
     gpu_memory_share: float = Field(0.8, gt=0, le=0.95, description="share of GPU memory left after weights for KV")
     max_num_seqs: int = Field(16, ge=1, le=1024, description="sequences a decode worker runs at once")
     max_queue_len: int = Field(256, ge=1, le=100_000, description="requests the router holds; more are refused")
+    routing: RoutingName = Field(
+        "prefix", description="prefix: least cost with what is cached where; least_cost: by load alone; round_robin"
+    )
+    max_wait_s: float = Field(
+        30.0, gt=0, le=MAX_TIMEOUT_S, description="requests that would wait longer for their turn are refused"
+    )
     chunk_len: int = Field(256, ge=16, le=1 << 24, description="prompt tokens per prefill step")
     prefix_cache: bool = Field(True, description="prefill workers keep the KV of prompts for those that begin alike")
     max_model_len: int | None = Field(
@@ -94,8 +118,24 @@ class ServeConfig(BaseModel):
     request_timeout_s: float = Field(
         600.0, gt=0, le=MAX_TIMEOUT_S, description="a request without a deadline gets this one"
     )
+    migration: bool = Field(True, description="streams that lose a worker go on at others")
+    max_migrations: int = Field(2, ge=1, le=8, description="times that one answer may move")
+    migration_wait_s: float = Field(
+        30.0, ge=0, le=MAX_TIMEOUT_S, description="a stream waits so long for workers to go on with"
+    )
+    drain_grace_s: float = Field(
+        10.0, ge=0, le=MAX_TIMEOUT_S, description="streams of a drained worker may finish there within this, then move"
+    )
+    quarantine_deaths: int = Field(
+        2, ge=0, le=8, description="deaths of workers before a request that was there is refused; 0 refuses none"
+    )
+    quarantine_s: float = Field(600.0, gt=0, le=MAX_TIMEOUT_S, description="how long it is refused")
     start_timeout_s: float = Field(120.0, gt=0, le=MAX_TIMEOUT_S, description="workers must report within this")
     worker_threads: int = Field(1, ge=1, le=256, description="torch threads per worker on a CPU")
+    log_format: LogFormat = Field("text", description="of every process's log: text, or json, one object a line")
+    trace_file: str = Field("", description="append spans to this file, OTLP as JSON lines")
+    trace_endpoint: str = Field("", description="send spans to this OTLP/HTTP collector; needs baton-pd[otel]")
+    trace_share: float = Field(1.0, ge=0, le=1, description="trace so many of the requests whose clients leave it open")
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any]) -> "ServeConfig":
@@ -115,7 +155,11 @@ class ServeConfig(BaseModel):
             raise ConfigInvalid("; ".join(problems), keys=keys) from error
         if isinstance(config.mtp, int) and not 0 <= config.mtp <= MAX_DRAFTS:
             raise ConfigInvalid(f"mtp: {config.mtp} is not in 0 ... {MAX_DRAFTS}", keys=["mtp"])
+        if config.quarantine_deaths == 1:
+            why = "one death says nothing about who was there; 0, 2 or more"
+            raise ConfigInvalid(f"quarantine_deaths: {why}", keys=["quarantine_deaths"])
         config.graph_config()
+        config.telemetry_config().check()
         return config
 
     def graph_config(self) -> CudaGraphConfig:
@@ -126,10 +170,30 @@ class ServeConfig(BaseModel):
         """
         return CudaGraphConfig.parse(self.cuda_graphs, self.cuda_graph_sizes)
 
+    def telemetry_config(self) -> TelemetryConfig:
+        """What every process logs and traces; the file's path is absolute, for each has a directory of its own."""
+        trace_file = str(Path(self.trace_file).absolute()) if self.trace_file else ""
+        return TelemetryConfig(
+            log_format=self.log_format,
+            trace_file=trace_file,
+            trace_endpoint=self.trace_endpoint,
+            trace_share=self.trace_share,
+        )
+
     def verification_config(self) -> VerificationConfig:
         """How a decode worker verifies drafts."""
         return VerificationConfig(
             mode=VerificationMode(self.verification), draft_sample_method=DraftSampleMethod(self.draft_sample_method)
+        )
+
+    @property
+    def tls(self) -> TlsFiles:
+        """Of the router and the workers."""
+        return TlsFiles(
+            cert_file=self.tls_cert_file,
+            key_file=self.tls_key_file,
+            ca_file=self.tls_ca_file,
+            server_name=self.tls_server_name,
         )
 
     @classmethod
@@ -215,6 +279,7 @@ class WorkerConfig:
     host: str
     router_address: str
     num_threads: int
+    tls: TlsFiles = field(default_factory=TlsFiles)
     auto_drafts: bool = False  # each step's k is chosen by measurement, up to num_draft_tokens
     prefix_cache: bool = True
     overcommit: bool = True
@@ -224,4 +289,5 @@ class WorkerConfig:
     scheduling: SchedulingName = "async"
     verification: VerificationConfig = field(default_factory=VerificationConfig)
     graphs: CudaGraphConfig = field(default_factory=CudaGraphConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)

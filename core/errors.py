@@ -10,12 +10,16 @@
     │   ├── InvalidText                not UTF-8
     │   ├── MalformedMessage           not the protobuf message it should be
     │   └── ModelNotFound
+    ├── AccessRefused                  the caller must change who it is, or what it asks for
+    │   ├── Unauthenticated            no API key, an unknown, revoked or expired one
+    │   └── PermissionDenied           a key that is good, for something else
     ├── ServingError                   the request was fine; serving it was not possible
     │   ├── Overloaded                 a bounded queue is full
     │   ├── NoWorker                   no live worker of a role that is needed
     │   ├── WorkersIncompatible        live workers of both roles, but no two that may hand over
     │   ├── WorkerLost                 a worker died, was fenced or was restarted under the request
     │   ├── TransferFailed             the KV hand-off could not be completed and verified
+    │   ├── RequestQuarantined         workers died of it; refused for a while
     │   ├── RequestCancelled
     │   └── RequestDeadlineExceeded
     ├── StartupError                   a precondition of starting does not hold (exit code 3; ConfigInvalid is usage, 2)
@@ -33,6 +37,9 @@
     │   ├── RayVersionMismatch
     │   ├── WorkerStartFailed
     │   └── NumericsUnsupported
+    ├── OperationError                 a step of a runbook
+    │   ├── PreconditionUnmet          nothing was changed (exit code 3)
+    │   └── StepFailed                 what it wanted did not come about
     └── ProtocolError                  a peer broke the hand-off protocol; the frame or message is dropped
 
 Operating errors live here and carry fields; programmer errors are asserts. `to_wire` and `from_wire` carry an error
@@ -125,6 +132,24 @@ class ModelNotFound(InvalidRequest):
     http_status = 404
 
 
+class AccessRefused(BatonError):
+    """The caller may not have what it asks for."""
+
+    grpc_code = "PERMISSION_DENIED"
+    http_status = 403
+
+
+class Unauthenticated(AccessRefused):
+    """No API key was presented, or one that is unknown, revoked or expired."""
+
+    grpc_code = "UNAUTHENTICATED"
+    http_status = 401
+
+
+class PermissionDenied(AccessRefused):
+    """The caller is known, and may not do this; another tenant's requests are not its own."""
+
+
 class ServingError(BatonError):
     """A well-formed request that could not be served."""
 
@@ -159,6 +184,14 @@ class TransferFailed(ServingError):
 
     grpc_code = "ABORTED"
     retry = Retry.ELSEWHERE
+
+
+class RequestQuarantined(ServingError):
+    """This prompt with these parameters was at the deaths of several workers, and is refused for a while."""
+
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 422
+    retry = Retry.NEVER
 
 
 class RequestCancelled(ServingError):
@@ -237,6 +270,20 @@ class WorkerStartFailed(StartupError):
 
 class NumericsUnsupported(StartupError):
     """This machine failed the self-test of the numerics mode that was asked for."""
+
+
+class OperationError(BatonError):
+    """A step of a runbook did not go as it should."""
+
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class PreconditionUnmet(OperationError):
+    """What must hold before a runbook changes anything does not hold."""
+
+
+class StepFailed(OperationError):
+    """A step was taken, and what it wanted did not come about."""
 
 
 class ProtocolError(BatonError):

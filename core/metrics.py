@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from baton.core.loop_metrics import LoopCounter, LoopHistogram
 from baton.core.worker_metrics import WorkerCollector, WorkerTotals
 
 TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
@@ -24,13 +25,13 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.ttft_s = Histogram(
+        self.ttft_s = LoopHistogram(
             "baton_time_to_first_token_seconds",
             "From the request's arrival to its first token",
             buckets=TTFT_BUCKETS_S,
             registry=self._registry,
         )
-        self.itl_s = Histogram(
+        self.itl_s = LoopHistogram(
             "baton_inter_token_latency_seconds",
             "Between two chunks of one stream after the first; a chunk holds what one step emitted",
             buckets=ITL_BUCKETS_S,
@@ -40,8 +41,15 @@ class RouterMetrics:
         self.requests_finished = self._counter("requests_finished", "Requests that ended well", "reason")
         self.requests_failed = self._counter("requests_failed", "Requests that ended with an error", "error")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens streamed to clients")
+        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens whose KV the prefill worker had already")
+        self.expected_cached_tokens = self._counter(
+            "expected_cached_tokens", "Prompt tokens whose KV the router thought that it had"
+        )
+        self.generation_tokens = LoopCounter(
+            "baton_generation_tokens", "Tokens streamed to clients", registry=self._registry
+        )
         self.handoff_retries = self._counter("handoff_retries", "Attempts after a failed hand-off")
+        self.migrations = self._counter("migrations", "Answers that went on elsewhere after a lost worker", "cause")
 
     def render(self) -> str:
         """Everything in Prometheus' text format."""

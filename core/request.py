@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.sampling import SamplingParams
+from baton.core.trace_context import TraceContext
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,6 +43,10 @@ class GenerationRequest:
         num_draft_tokens: k for this request; at most the deployment's.
         tenant: whose request it is; KV is shared only within a tenant.
         choice: which of the request's `n` answers this is; every draw depends on it.
+        num_forced: the last so many of `prompt_token_ids` are the answer's first, made by earlier attempts: they are
+            prefilled, and the answer goes on behind them. `sampling` counts them as generated.
+        priority: where the router makes it wait: 0 low, 1 normal, 2 high.
+        trace: the span that this is done for; None if none is recorded.
     """
 
     key: AttemptKey
@@ -51,16 +56,24 @@ class GenerationRequest:
     num_draft_tokens: int = 0
     tenant: str = ""
     choice: int = 0
+    num_forced: int = 0
+    priority: int = 1
+    trace: TraceContext | None = None
 
     @property
     def prompt_len(self) -> int:
-        """Tokens in the prompt."""
+        """Tokens to prefill: the prompt, and what is forced."""
         return len(self.prompt_token_ids)
+
+    @property
+    def forced_token_ids(self) -> tuple[int, ...]:
+        """What earlier attempts have made of the answer."""
+        return self.prompt_token_ids[self.prompt_len - self.num_forced :]
 
     @property
     def capacity_len(self) -> int:
         """Positions its KV may ever occupy: prompt, output, and drafts past the last token."""
-        return self.prompt_len + self.sampling.max_tokens + self.num_draft_tokens
+        return self.prompt_len - self.num_forced + self.sampling.max_tokens + self.num_draft_tokens
 
 
 def choices_of(request: GenerationRequest) -> tuple[GenerationRequest, ...]:

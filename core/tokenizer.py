@@ -24,6 +24,8 @@ class Tokenizer:
         self._fast = fast
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
+        self._byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        self._added = {token_id: str(token) for token_id, token in fast.get_added_tokens_decoder().items()}
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
@@ -77,6 +79,21 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
         return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, perhaps a part of a character; of a special token, its name.
+
+        A token id beyond the tokenizer (an embedding may have more rows) stands for none.
+        """
+        if token_id in self._added:
+            return self._added[token_id].encode("utf-8")
+        piece = self._fast.id_to_token(token_id)
+        if piece is None:
+            return b""
+        try:
+            return bytes(self._byte_of[character] for character in piece)
+        except KeyError:  # not a tokenizer of bytes
+            return str(self._fast.decode([token_id])).encode("utf-8")
 
     def to_json(self) -> str:
         """The content of a `tokenizer.json` that says the same."""

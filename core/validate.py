@@ -22,6 +22,7 @@ class RequestLimits:
         num_draft_tokens: drafts a sequence may write past its last token.
         prefill_capacity_len: positions in the pool of a prefill worker, which holds the prompt.
         decode_capacity_len: positions in the pool of a decode worker, which holds prompt, output and drafts.
+        max_prompt_len: positions of the prompt that an operator allows; None: all that fit.
     """
 
     max_model_len: int
@@ -29,10 +30,13 @@ class RequestLimits:
     num_draft_tokens: int
     prefill_capacity_len: int
     decode_capacity_len: int
+    max_prompt_len: int | None = None
 
 
-def validate_request(prompt_token_ids: Sequence[int], sampling: SamplingParams, limits: RequestLimits) -> None:
-    """Check a tokenized request.
+def validate_request(
+    prompt_token_ids: Sequence[int], sampling: SamplingParams, limits: RequestLimits, *, num_forced: int = 0
+) -> None:
+    """Check a tokenized request, of whose tokens the last `num_forced` are of the answer already.
 
     Raises:
         EmptyPrompt: there is no token.
@@ -43,10 +47,12 @@ def validate_request(prompt_token_ids: Sequence[int], sampling: SamplingParams, 
     prompt_len = len(prompt_token_ids)
     if prompt_len == 0:
         raise EmptyPrompt("the prompt holds no token")
+    if limits.max_prompt_len is not None:
+        _require_len(prompt_len, limits.max_prompt_len, "the prompt", "exceeds this deployment's max_prompt_tokens,")
     _require_len(prompt_len, limits.max_model_len - 1, "the prompt", "leaves no room for an answer within the model's")
     _require_len(prompt_len, limits.prefill_capacity_len, "the prompt", "exceeds a prefill worker's whole pool of")
     sampling.validate(limits.vocab_size)
-    total_len = prompt_len + sampling.max_tokens
+    total_len = prompt_len - num_forced + sampling.max_tokens
     _require_len(total_len, limits.max_model_len, "prompt and max_tokens", "exceed the model's")
     decode_len = total_len + limits.num_draft_tokens
     what = "prompt, max_tokens and drafts"
@@ -61,9 +67,14 @@ def validate_attempt(request: GenerationRequest, limits: RequestLimits) -> None:
     """Check what a router sent to a worker: the worker trusts no peer to have checked it.
 
     Raises:
-        InvalidRequest: as `validate_request`, or more drafts than the deployment makes, or a choice beyond `n`.
+        InvalidRequest: as `validate_request`, or more drafts than the deployment makes, or a choice beyond `n`, or
+            forced tokens that leave no prompt before them or nothing to generate after them.
     """
-    validate_request(request.prompt_token_ids, request.sampling, limits)
+    num_forced = request.num_forced
+    if num_forced and not 0 < num_forced < min(request.prompt_len, request.sampling.max_tokens):
+        message = f"{num_forced} forced tokens of {request.prompt_len}, with max_tokens {request.sampling.max_tokens}"
+        raise InvalidRequest(message, field="num_forced_tokens", value=num_forced)
+    validate_request(request.prompt_token_ids, request.sampling, limits, num_forced=num_forced)
     if not 0 <= request.num_draft_tokens <= limits.num_draft_tokens:
         message = f"{request.num_draft_tokens} draft tokens; this deployment makes at most {limits.num_draft_tokens}"
         raise InvalidRequest(message, field="num_draft_tokens", value=request.num_draft_tokens)

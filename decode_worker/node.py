@@ -10,9 +10,13 @@ import grpc
 import grpc.aio
 import torch
 
+from baton.core.build import build_id
 from baton.core.clock import MonotonicClock
+from baton.core.clock_id import clock_id
 from baton.core.config import WorkerConfig
 from baton.core.errors import InvalidRequest
+from baton.core.logs import know
+from baton.core.telemetry import Telemetry
 from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.decode import DecodeRunner
@@ -54,8 +58,10 @@ class DecodeNode:
         starter: RankStarter | None = None,
     ) -> None:
         self.config = config
+        self._build = build_id()
         config.verification.require_servable()
         self.epoch = secrets.randbits(64) or 1
+        know(role="decode", epoch=f"{self.epoch:016x}")
         self._channel, self._on_fatal = lead_worker(config, self.epoch, plan_codec(), starter, on_fatal)
         with closed_if_it_fails(self._channel):
             self._start()
@@ -66,7 +72,10 @@ class DecodeNode:
         self._layout = loaded.layout
         runner, prefill = _runners(config, loaded, channel)
         self._lead = None if channel is None else LeadDecode(runner, channel)
+        about = {"worker_id": config.worker_id, "epoch": f"{self.epoch:016x}"}
+        self._telemetry = Telemetry(config.telemetry, "decode", clock, about)
         self.worker = DecodeWorker(
+            tracer=self._telemetry.tracer,
             runner=self._lead or runner,
             pool=loaded.pool,
             tokenizer=loaded.tokenizer,
@@ -94,12 +103,22 @@ class DecodeNode:
         watch_gang(channel, self._on_fatal)
         self.worker.start()
         self.host = WorkerHost(
-            config.host, register, self.state, config.router_address, self._on_fatal, self.set_speculation
+            config.host,
+            register,
+            self.state,
+            config.router_address,
+            self._on_fatal,
+            self.set_speculation,
+            tls=config.tls,
         )
         self.host.start()
 
     def _load(self) -> tuple[LoadedWorker, LandingService]:
-        """The model over a pool in shared memory, and the landing in a process of its own that writes there."""
+        """The model, and the landing in a process of its own.
+
+        On CPUs the pools of all ranks are in memory that the landing writes. On GPUs rank 0's kernels fill them from
+        what has landed in host memory.
+        """
         config = self.config
         regions: list[SharedRegion] = []
 
@@ -125,7 +144,9 @@ class DecodeNode:
                 config=config.transfer,
             )
             if loaded.pool.device.type == "cuda":
-                return loaded, LandingService.over_device(loaded.pool, setup)
+                return loaded, LandingService.over_device(
+                    loaded.pool, setup, None if group is None else group.gather_bytes
+                )
             return loaded, LandingService.in_process(regions[0], setup)
         except BaseException:
             for region in regions:
@@ -150,7 +171,10 @@ class DecodeNode:
             dtype=self.config.dtype,
             inventory=self.worker.inventory(),
             rank_pids=self.rank_pids(),
+            build=self._build,
+            clock_id=clock_id(),
             speculation=self._speculation(),
+            max_num_seqs=self.config.max_num_seqs,
         )
 
     def rank_pids(self) -> list[int]:
@@ -190,6 +214,7 @@ class DecodeNode:
         """Stop serving and release everything."""
         self.host.close()
         self.worker.close()
+        self._telemetry.close()
         if self._lead is not None and self._channel is not None:
             self._lead.close()
             self._channel.close()
@@ -210,6 +235,10 @@ class DecodeRank:
         self.channel = follow(seat, plan_codec(), torch.device(config.device))
         with closed_if_it_fails(self.channel):
             loaded = load_worker(config, pool_memory=self._pool_memory, communicator=self.channel.communicator)
+            if loaded.pool.device.type == "cuda":
+                from baton.kvtransfer.rank_pools import share_pool  # needs CUDA's bindings, which CPUs have no use for
+
+                share_pool(loaded.pool, self.channel.communicator.gather_bytes)
             runner, prefill = _runners(config, loaded, self.channel)
             self._follow = FollowDecode(runner, self.channel, prefill)
             self.channel.follow()

@@ -76,7 +76,7 @@ def _chunk(sequence: DecodeSequence, length: int) -> PrefillChunk:
         sampling=replace(request.sampling, logprobs=None, prompt_logprobs=None),  # they were reported
         draft_cap=request.num_draft_tokens,
         choice=request.choice,
-        output_len=sequence.num_output - 1,
+        output_len=request.num_forced + sequence.num_output - 1,
         next_token=sequence.token_ids[-1],
     )
 

@@ -101,7 +101,7 @@ def admit(runner: DecodeRunner | LeadDecode, sequence: DecodeSequence, start: Se
         table=table_of(sequence),
         draft_cap=request.num_draft_tokens,
         prompt_token_ids=(*request.prompt_token_ids, *sequence.token_ids[:output_len]),
-        output_len=output_len,
+        output_len=request.num_forced + output_len,
         choice=request.choice,
     )
     sequence.start = None  # from here on it moves

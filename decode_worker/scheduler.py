@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.core.request import AttemptKey, GenerationRequest, SpeculationCounts
+from baton.decode_worker.times import DecodeTimes
 from baton.engine.finish import FinishChecker
 from baton.engine.preemption import MAX_PREEMPTIONS, table_of
 from baton.engine.prefill import SequenceStart
@@ -60,7 +61,7 @@ class DecodeSequence:
     start: SequenceStart | None = None
     slot: int = -1
     order: int = -1  # of grants
-    token_ids: list[int] = field(default_factory=list)  # of the output so far, the first one included
+    token_ids: list[int] = field(default_factory=list)  # of the output so far, the first one included, none forced
     handoff_ms: float = 0.0
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     is_giving_way: bool = False
@@ -69,6 +70,7 @@ class DecodeSequence:
     num_preemptions: int = 0
     num_scripted: int = 0  # of those, some that a test asked for
     num_computed: int = 0  # positions, while it is computed again
+    times: DecodeTimes = field(default_factory=DecodeTimes)
 
     @property
     def key(self) -> AttemptKey:
@@ -77,7 +79,7 @@ class DecodeSequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens of the output so far."""
+        """Tokens of the output so far, without those of earlier attempts."""
         return len(self.token_ids)
 
     @property

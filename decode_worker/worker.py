@@ -14,6 +14,7 @@ from baton.core.config import SchedulingName
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded, TransferFailed
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest
+from baton.core.span import Tracer
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_attempt
 from baton.decode_worker.events import token_event
@@ -22,6 +23,7 @@ from baton.decode_worker.handover import check_reserve, sequence_start
 from baton.decode_worker.recompute import Prefill, Recompute
 from baton.decode_worker.returns import Returns, admit
 from baton.decode_worker.scheduler import DecodeScheduler, DecodeSequence, DecodeState, DecodeStream
+from baton.decode_worker.tracing import trace_decode
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
 from baton.engine.gang import LeadDecode
@@ -39,6 +41,8 @@ from baton.proto.step_wire import report_to_proto, waiting_to_proto
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
 from baton.worker.transfer_counts import landing_counts
+
+FINISHED = "finished"
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +72,9 @@ class DecodeWorker:
         overcommit: bool = False,
         preempt_at: Sequence[int] = (),
         speculation: Speculation | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         assert prefill is not None or not (overcommit or preempt_at), "what is dropped must be computed again"
         self._runner = runner
         self.speculation = speculation or Speculation(runner.num_draft_tokens, runner.num_draft_tokens, clock)
@@ -112,8 +118,9 @@ class DecodeWorker:
             Overloaded: too many streams are open.
         """
         self.check(request)
+        checker = FinishChecker.of(request, self._tokenizer)
         self._gate.enter()
-        self._loop.post(lambda: self._add(request, stream), always=True)
+        self._loop.post(lambda: self._add(DecodeSequence(request, stream, checker)), always=True)
 
     def check(self, request: GenerationRequest) -> None:
         """What `attend` checks first; a new grammar is compiled, which may take a while. Any thread.
@@ -122,7 +129,7 @@ class DecodeWorker:
             InvalidRequest: it can never be served here.
         """
         validate_attempt(request, self._limits)
-        check_compiles(request.sampling.grammar, self._runner.grammars)
+        check_compiles(request.sampling.grammar, self._runner.grammars, request.forced_token_ids)
 
     def cancel(self, key: AttemptKey, stream: DecodeStream | None = None) -> None:
         """Give a request up, wherever it is. Unknown keys are fine: it may have ended.
@@ -185,13 +192,14 @@ class DecodeWorker:
         self._read(has_launched)
         return worked or is_stepping
 
-    def _add(self, request: GenerationRequest, stream: DecodeStream) -> None:
-        if self._scheduler.get(request.key) is not None:
-            stream.end(RequestCancelled(f"{request.key} is already here", key=str(request.key)))
+    def _add(self, sequence: DecodeSequence) -> None:
+        key = sequence.key
+        if self._scheduler.get(key) is not None:
+            sequence.stream.end(RequestCancelled(f"{key} is already here", key=str(key)))
             self._gate.leave()
             return
-        checker = FinishChecker(request.sampling, self._tokenizer.eos_token_ids, self._tokenizer)
-        self._scheduler.add(DecodeSequence(request, stream, checker))
+        sequence.times.attended_s = self._clock.now_s()
+        self._scheduler.add(sequence)
 
     def _receive(self) -> bool:
         events = self._landing.poll()
@@ -251,6 +259,7 @@ class DecodeWorker:
                 self._fail(attending, error)
         while (sequence := self._scheduler.next_grant()) is not None:
             assert sequence.table is not None
+            sequence.times.granted_s = self._clock.now_s()
             self._landing.grant(sequence.key, sequence.table)
 
     def _admit(self) -> None:
@@ -258,7 +267,8 @@ class DecodeWorker:
             sealed, start = sequence.sealed, sequence.start
             assert sealed is not None
             assert start is not None
-            sequence.handoff_ms = 1e3 * max(self._clock.now_s() - sealed.prefill_end_s, 0.0)  # until it has a slot
+            sequence.times.admitted_s = now_s = self._clock.now_s()
+            sequence.handoff_ms = 1e3 * max(now_s - sealed.prefill_end_s, 0.0)  # until it has a slot
             admit(self._runner, sequence, start)
 
     def _sequence_start(self, sequence: DecodeSequence, sealed: Sealed) -> SequenceStart:
@@ -313,13 +323,13 @@ class DecodeWorker:
         logprobs: Sequence[TokenLogprobs],
         reason: FinishReason | None,
     ) -> None:
-        event = token_event(sequence, token_ids, logprobs, reason)
+        event = token_event(sequence, token_ids, logprobs, reason, self._clock.now_s())
         sequence.token_ids += token_ids
         sequence.stream.emit(event)
         if reason is not None:
             sequence.stream.end()
             self._num_finished += 1
-            self._give_up(sequence, "finished")
+            self._give_up(sequence, FINISHED)
 
     def _cancel(self, key: AttemptKey, stream: DecodeStream | None) -> None:
         sequence = self._scheduler.get(key)
@@ -329,13 +339,17 @@ class DecodeWorker:
     def _fail(self, sequence: DecodeSequence, error: BatonError) -> None:
         if not sequence.stream.ended:
             sequence.stream.end(error)
-            self._num_failed += not isinstance(error, RequestCancelled)
+            if not isinstance(error, RequestCancelled):
+                log.warning("%s failed: %s", sequence.key, error.message)
+                self._num_failed += 1
         self._give_up(sequence, error.message)
 
     def _give_up(self, sequence: DecodeSequence, why: str) -> None:
         """Stop working on a request. Blocks that may still be written are quarantined until the landing has drained."""
         for reserve in self._scheduler.drop_reserves(sequence.key):
             self._landing.deny(reserve.attempt, kv_pb2.Deny.STALE, why)
+        if self._tracer is not None and sequence.state is not DecodeState.ENDED:
+            trace_decode(self._tracer, sequence, self._clock.now_s(), "" if why is FINISHED else why)
         match sequence.state:
             case DecodeState.LANDING:
                 self._landing.abort(sequence.key, why)

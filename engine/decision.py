@@ -4,7 +4,7 @@ It holds the number of the decision, a digest of what was decided upon, and what
 the next draft). Every rank computes all of it by itself; they must be the same, and a rank whose differ must not go on:
 it would decode from KV that does not belong together. The digest covers what ranks know and do not exchange: slots,
 lengths, last tokens, drafts and block tables. It crosses with the communicator, so on a GPU nothing waits for the host
-until somebody reads the decision.
+until somebody reads the decision; there two kernels (`kernels.decision`) make it and compare it.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,9 @@ from typing import Final, TypeVar
 import torch
 
 from baton.core.errors import WorkerLost
+from baton.kernels.decision_reference import DIVERGED, HEAD_LEN, digest_weights, message_number, pack_reference
 from baton.model.parallel import Communicator
 
-_WEIGHT: Final = -7046029254386353131  # 2^64 / golden ratio, odd
-DIVERGED: Final = -1  # neither a token nor a count
-_HEAD_LEN: Final = 3  # number, digest in two words
 _MAX_SHOWN: Final = 32
 
 
@@ -25,12 +23,21 @@ Ints = TypeVar("Ints", bound=Sequence[int])
 
 
 class Decisions:
-    """One rank's, in order."""
+    """One rank's, in order.
 
-    def __init__(self, communicator: Communicator) -> None:
+    Args:
+        communicator: of the ranks.
+        device: where decisions will be made; its kernels are made ready now, not in the first step. None: in it.
+    """
+
+    def __init__(self, communicator: Communicator, device: torch.device | None = None) -> None:
         self._communicator = communicator
         self._num_made = 0
-        self._weights_N: torch.Tensor | None = None  # of digests; on a GPU each operation costs a launch
+        self._weights_N: torch.Tensor | None = None  # of digests on a CPU
+        if communicator.size > 1 and device is not None and device.type != "cpu":
+            from baton.kernels.decision import warm_up  # Triton takes half a second to import, and CPUs do without
+
+            warm_up(device)
 
     def agree(self, values: torch.Tensor, state: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """Decide on `values`, and return them.
@@ -48,12 +55,11 @@ class Decisions:
         if self._communicator.size == 1:
             return values
         self._num_made += 1
-        number_1 = torch.full((1,), self._num_made & 0x7FFFFFFF, dtype=torch.int32, device=values.device)
-        digest_2 = digest(state, values.device, self._weights(state, values.device)).view(torch.int32)
-        own_N = torch.cat([number_1, digest_2, values.flatten().to(torch.int32)])
-        decided_N = self._communicator.broadcast(own_N)
+        number = message_number(self._num_made)
         if values.device.type != "cpu":
-            return torch.where((decided_N == own_N).all(), values, DIVERGED)
+            return self._agree_on_gpu(values, state, number)
+        own_N = pack_reference(values, state, number, self._weights(state, values.device))
+        decided_N = self._communicator.broadcast(own_N.clone())
         if not torch.equal(decided_N, own_N):
             raise self._diverged(decided_N.tolist(), own_N.tolist())
         return values
@@ -69,6 +75,12 @@ class Decisions:
             raise WorkerLost(f"rank {rank} of {size} diverged", rank=rank, size=size, how="diverged")
         return values
 
+    def _agree_on_gpu(self, values: torch.Tensor, state: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+        from baton.kernels.decision import compare, pack
+
+        own_N, decided_N = pack(values, state, number)
+        return compare(own_N, self._communicator.broadcast(decided_N), values)
+
     def _weights(self, state: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """For a digest of the state, and of larger ones."""
         count = sum(tensor.numel() for tensor in state)
@@ -78,28 +90,9 @@ class Decisions:
 
     def _diverged(self, decided: list[int], own: list[int]) -> WorkerLost:
         rank, size = self._communicator.rank, self._communicator.size
-        values, others = own[_HEAD_LEN:], decided[_HEAD_LEN:]
+        values, others = own[HEAD_LEN:], decided[HEAD_LEN:]
         what = "number" if decided[0] != own[0] else "state" if values == others else "values"
         message = f"rank {rank} of {size} diverged in the {what} of decision {decided[0]}"
         if what == "values":
             message += f": {values[:_MAX_SHOWN]} where rank 0 has {others[:_MAX_SHOWN]}"
         return WorkerLost(message, rank=rank, size=size, how="diverged", what=what)
-
-
-def digest(state: Sequence[torch.Tensor], device: torch.device, weights_N: torch.Tensor | None = None) -> torch.Tensor:
-    """64 bits, int64 [1], that change with any element of any tensor, or when two change places.
-
-    `weights_N` are those of `digest_weights`, if they are there already; more than needed do no harm.
-    """
-    if not state:
-        return torch.zeros(1, dtype=torch.int64, device=device)
-    words_N = torch.cat([tensor.flatten().to(torch.int64) for tensor in state])
-    if weights_N is None:
-        weights_N = digest_weights(len(words_N), device)
-    return (words_N * weights_N[: len(words_N)]).sum(dim=0, keepdim=True)
-
-
-def digest_weights(count: int, device: torch.device) -> torch.Tensor:
-    """Of the places of so many words: odd, int64 [count]; each depends on its place alone."""
-    weights_N = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _WEIGHT
-    return (weights_N ^ (weights_N >> 31)) * _WEIGHT | 1

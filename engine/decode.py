@@ -90,7 +90,7 @@ class DecodeRunner:
         self.grammars = grammars
         self._states: dict[int, GrammarState] = {}  # of slots with a grammar; belongs to the lane
         self._emitted: EmittedTokens | None = None  # by the step before, where a grammar has not taken it yet
-        self._decisions = Decisions(communicator or Alone())
+        self._decisions = Decisions(communicator or Alone(), pool.device)
         self._verifier = make_verifier(verification or VerificationConfig(), num_draft_tokens)
         if self._verifier.draft_law is DraftLaw.SAMPLED:
             model.t2d()  # made before the first step, not in it

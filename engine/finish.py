@@ -6,7 +6,8 @@ stop strings, so a sequence without them is never decoded to text.
 
 from collections.abc import Iterable, Sequence
 
-from baton.core.request import FinishReason
+from baton.core.errors import InvalidRequest
+from baton.core.request import FinishReason, GenerationRequest
 from baton.core.sampling import SamplingParams
 from baton.core.tokenizer import StopMatcher, Tokenizer
 
@@ -24,6 +25,20 @@ class FinishChecker:
         self._stream = tokenizer.stream() if sampling.stop else None
         self._num_tokens = 0
         self._reason: FinishReason | None = None
+
+    @classmethod
+    def of(cls, request: GenerationRequest, tokenizer: Tokenizer) -> "FinishChecker":
+        """The checker of a request's attempt, which has taken what earlier attempts made.
+
+        Raises:
+            InvalidRequest: that ends the sequence, so there is nothing to go on with.
+        """
+        checker = cls(request.sampling, tokenizer.eos_token_ids, tokenizer)
+        kept, reason = checker.accept(request.forced_token_ids)
+        if reason is not None:
+            message = f"the answer ends at token {len(kept)} of {request.num_forced} that it is to go on from"
+            raise InvalidRequest(message, field="num_forced_tokens", at=len(kept), reason=reason.value)
+        return checker
 
     def accept(self, token_ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """Take a step's tokens; return those that belong to the answer, and why it ended if it did.

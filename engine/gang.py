@@ -117,10 +117,10 @@ class LeadOffload:
         self._channel.tell(Save(tuple(blocks), first, slot))
         return self._own.save(blocks, first, slot)
 
-    def load(self, blocks: Sequence[int], first: int, slot: int) -> None:
+    def load(self, blocks: Sequence[int], first: int, slot: int) -> HostFuture:
         """As `KVOffload.load`, at every rank."""
         self._channel.tell(Load(tuple(blocks), first, slot))
-        self._own.load(blocks, first, slot)
+        return self._own.load(blocks, first, slot)
 
 
 class LeadDecode:

@@ -311,17 +311,21 @@ class GrammarCompiler:
             return self._library_tokenizer
 
 
-def check_compiles(spec: GrammarSpec | None, grammars: GrammarCompiler | None) -> None:
-    """Check that a request's grammar, if it has one, can be followed here.
+def check_compiles(spec: GrammarSpec | None, grammars: GrammarCompiler | None, token_ids: Sequence[int] = ()) -> None:
+    """Check that a request's grammar, if it has one, can be followed here, from behind these tokens of its text.
 
     Raises:
-        InvalidGrammar: it does not compile, or nothing here compiles grammars.
+        InvalidGrammar: it does not compile, or nothing here compiles grammars, or the tokens do not fit.
     """
     if spec is None:
         return
     if grammars is None:
         raise InvalidGrammar("this worker follows no grammars", kind=spec.kind)
-    grammars.compile(spec)
+    state = grammars.start(spec, token_ids) if token_ids else None
+    if state is None:
+        grammars.compile(spec)
+    elif state.error is not None:
+        raise state.error
 
 
 def _build(tokens: Any, spec: GrammarSpec) -> Any:

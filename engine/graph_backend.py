@@ -102,8 +102,8 @@ class CudaBackend:
         self._device = device
         self._communicator = communicator
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
         self._free_cache()
+        self._enter_pool()
         self._max_bytes = torch.cuda.mem_get_info(device)[0] // 2
 
     def require(self, num_bytes: int) -> None:
@@ -132,15 +132,15 @@ class CudaBackend:
         graph, group = torch.cuda.CUDAGraph(), self._communicator
         num_before = group.num_operations
         with torch.cuda.stream(self._stream):
-            # Other threads (a landing's copies) may go on with what would break a capture of their own.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                # Other threads (a landing's copies) may go on with what would break a capture of their own.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()
                 finally:
                     graph.capture_end()
             except RuntimeError:
-                self._end_allocations()
+                self._leave_pool()
                 raise
         num_operations = group.num_operations - num_before
 
@@ -155,11 +155,27 @@ class CudaBackend:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
-    def _end_allocations(self) -> None:
-        """Let torch's allocator know that a capture which failed is over; torch before 2.12 forgets to.
+    def _enter_pool(self) -> None:
+        """Begin a pool, and keep a graph of one fill in it.
 
-        Without it the allocator would believe in a capture for ever, and keep what it was given back across streams.
+        A pool that its last graph has left cannot be entered again, and what all ranks have to drop may be its last.
+        """
+        self._pool = torch.cuda.graph_pool_handle()
+        self._anchor = torch.cuda.CUDAGraph()
+        number = torch.ones(1, device=self._device)
+        with torch.cuda.stream(self._stream):
+            self._anchor.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            number.fill_(1)
+            self._anchor.capture_end()
+
+    def _leave_pool(self) -> None:
+        """After a capture that failed: the graphs that are there keep the pool, those to come get another one.
+
+        torch before 2.12 forgets to tell its allocators that such a capture is over. The device's can be told here;
+        else it would believe in a capture for ever, and keep what it was given back across streams. The one of pinned
+        memory cannot, and refuses a second capture into the same pool.
         Source: pytorch/pytorch#180395.
         """
         with contextlib.suppress(RuntimeError):  # it knows
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        self._enter_pool()

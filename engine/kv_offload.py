@@ -2,7 +2,7 @@
 
 Copies are work of the lane, so they lie between the steps launched before and after them; a step that comes later may
 write the blocks that were copied, and a range of host blocks may be used again as soon as its `load` was given. Only
-others who write the pool (a landing) must wait for the future of `save`: at rank 0 of a group it says that *every* rank
+others who write the pool (a landing) must wait for the future of a copy: at rank 0 of a group it says that *every* rank
 has copied. Which host blocks are whose is the caller's to say (`kvcache.host_ranges`).
 
 Legend: N host blocks, n blocks of a sequence, D hidden size.
@@ -86,26 +86,34 @@ class KVOffload:
             self._drafts.pop(first, None)
             if slot is not None:
                 self._drafts[first] = self._table.draft_of(slot)
-            # Nobody's sum is there before everybody's part of it: all have come this far.
-            return self._communicator.all_sum(torch.ones(1, dtype=torch.float32, device=self._pool.device))
+            return self._all_have_come()
 
         self._on_copy()
         return self._lane.submit(copy, host_buffer(1, torch.float32, self._pool.device))
 
-    def load(self, blocks: Sequence[int], first: int, slot: int) -> None:
-        """Copy them back, into blocks that nobody uses, and the draft to `slot`, where its sequence was admitted."""
+    def load(self, blocks: Sequence[int], first: int, slot: int) -> HostFuture:
+        """Copy them back, into blocks that nobody uses, and the draft to `slot`, where its sequence was admitted.
+
+        Returns:
+            Done when every rank of the group has written the blocks.
+        """
         blocks = tuple(blocks)
 
-        def copy() -> None:
+        def copy() -> torch.Tensor:
             index_n = self._index(blocks)
             for host_NX, pool_NX in self._layers:
                 pool_NX.index_copy_(0, index_n, to_device(host_NX[first : first + len(blocks)], self._pool.device))
             draft = self._drafts.pop(first, None)
             if draft is not None:
                 self._table.put_draft(slot, draft)
+            return self._all_have_come()
 
         self._on_copy()
-        self._lane.run(copy)
+        return self._lane.submit(copy, host_buffer(1, torch.float32, self._pool.device))
+
+    def _all_have_come(self) -> torch.Tensor:
+        """Nobody's sum is there before everybody's part of it."""
+        return self._communicator.all_sum(torch.ones(1, dtype=torch.float32, device=self._pool.device))
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
         return to_device(torch.tensor(blocks, dtype=torch.int64), self._pool.device)

@@ -2,8 +2,7 @@
 
 Operations are put on the current stream and nothing here waits for them, so none of them can fail in the caller's
 hands: a rank that dies or hangs is found by whoever watches the step (`gang_link`), who ends the process. Bytes, which
-are for starting only, go through the store. NVLink multicast stays off (`NCCL_NVLS_ENABLE=0`). Not yet used on more
-than one GPU by a test of this tree.
+are for starting only, go through the store. NVLink multicast stays off (`NCCL_NVLS_ENABLE=0`).
 """
 
 import datetime
@@ -68,8 +67,8 @@ class NcclGroup:
         return gathered
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `values`, at every rank; the others give a tensor of that shape and dtype."""
-        values = values.clone(memory_format=torch.contiguous_format)
+        """Rank 0's `values`, at every rank, in place; the others give a tensor of that shape and dtype, contiguous."""
+        assert values.is_contiguous()
         options = distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._guarded(lambda: self._group.broadcast([values], options).wait())

@@ -89,7 +89,7 @@ class Offload(Protocol):
         """Copy to the host."""
         ...
 
-    def load(self, blocks: Sequence[int], first: int, slot: int) -> None:
+    def load(self, blocks: Sequence[int], first: int, slot: int) -> HostFuture:
         """Copy back."""
         ...
 
@@ -265,6 +265,8 @@ class Preemption(Generic[S]):
         if slot is not None:
             last = self._runner.release(slot)
             assert last is None, "a step has a sequence that is preempted"
+            filled = self._steps.filled(slot)  # by a copy that no step has followed
+            copied = copied or filled
         free = self._scheduler.preempt(sequence)
         if copied is None:
             free()
@@ -281,7 +283,9 @@ class Preemption(Generic[S]):
         saved = sequence.saved
         assert saved is not None
         self._steps.disturb()
-        self._runner.kv_offload.load(table_of(sequence).blocks[: saved.length], saved.first, slot)
+        self._steps.fill(
+            slot, self._runner.kv_offload.load(table_of(sequence).blocks[: saved.length], saved.first, slot)
+        )
         self.counts.num_restored_blocks += saved.length
         self.forget(sequence)
 

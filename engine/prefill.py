@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from baton.core.logprobs import TokenLogprobs
-from baton.core.sampling import GrammarSpec
 from baton.engine.batch import PrefillChunk, PrefillInputs, prefill_inputs
 from baton.engine.decision import Decisions
 from baton.engine.drafting import over_vocabulary
@@ -92,7 +91,7 @@ class PrefillRunner:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
-        self._decisions = Decisions(communicator or Alone())
+        self._decisions = Decisions(communicator or Alone(), pool.device)
         self.grammars = grammars
         self._model = model
         self._pool = pool
@@ -115,8 +114,10 @@ class PrefillRunner:
         first_token_F = inputs.last_row_F  # of length 0 where no prompt ends
         logprobs: Iterator[tuple[TokenLogprobs, ...] | None] = iter([None] * len(finished))
         if any(chunk.next_token is None for chunk in finished):
-            logits_FV = self._masked(self._model.logits(hidden_TD[inputs.last_row_F]), finished)
-            first_token_F = sample(logits_FV, sampling, self._last_position_F(inputs) + 1, None, vocab)
+            logits_FV = self._model.logits(hidden_TD[inputs.last_row_F])
+            first_token_F = sample(
+                self._masked(logits_FV, finished), sampling, self._last_position_F(inputs) + 1, None, vocab
+            )
             first_token_F = self._decisions.agree(first_token_F, _upon(inputs))
             if sampling is not None and sampling.logprobs is not None:
                 packed_L1X = step_logprobs(logits_FV[:, None], first_token_F[:, None], sampling.logprobs, vocab)
@@ -193,17 +194,18 @@ class PrefillRunner:
 
     def _masked(self, logits_FV: torch.Tensor, finished: Sequence[PrefillChunk]) -> torch.Tensor:
         """The logits of first tokens, without those that a grammar forbids."""
-        specs = {row: chunk.sampling.grammar for row, chunk in enumerate(finished) if chunk.next_token is None}
-        states = {row: self._start(spec) for row, spec in specs.items() if spec is not None}
+        chosen = {row: chunk for row, chunk in enumerate(finished) if chunk.next_token is None}
+        states = {row: self._start(chunk) for row, chunk in chosen.items() if chunk.sampling.grammar is not None}
         if not states:
             return logits_FV
         rows = GrammarRows(states, logits_FV.device)
         rows.take(logits_FV.new_empty((len(finished), 0), dtype=torch.int64))
         return rows.masks().apply(logits_FV[:, None], self._model.vocab)[:, 0]
 
-    def _start(self, spec: GrammarSpec) -> GrammarState:
+    def _start(self, chunk: PrefillChunk) -> GrammarState:
         assert self.grammars is not None
-        return self.grammars.start(spec)
+        assert chunk.sampling.grammar is not None
+        return self.grammars.start(chunk.sampling.grammar, _sequence(chunk).output_token_ids)
 
     @staticmethod
     def _last_position_F(inputs: PrefillInputs) -> torch.Tensor:

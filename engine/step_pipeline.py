@@ -77,6 +77,7 @@ class StepPipeline(Generic[S]):
         self._num_ahead = 1 if scheduling == "async" else 0
         self._in_flight: deque[tuple[StepTicket, Sequence[S], PlannedStep]] = deque()
         self._leaving: list[tuple[Ending, Callable[[], None]]] = []
+        self._filling: dict[int, Ending] = {}  # by slot
 
     @property
     def is_empty(self) -> bool:
@@ -134,11 +135,21 @@ class StepPipeline(Generic[S]):
 
     def retire(self, slot: int, give_back: Callable[[], None]) -> None:
         """Run this slot's sequence no more; `give_back` is called when no step runs it: now, or by `collect`."""
-        ticket = self._runner.release(slot)
-        if ticket is None:
+        filled = self.filled(slot)
+        last = self._runner.release(slot) or filled  # a step that has it comes after what filled its blocks
+        if last is None:
             give_back()
         else:
-            self._leaving.append((ticket, give_back))
+            self._leaving.append((last, give_back))
+
+    def fill(self, slot: int, ending: Ending) -> None:
+        """Something other than a step writes the blocks of this slot's sequence: before its next step."""
+        self._filling[slot] = ending
+
+    def filled(self, slot: int) -> Ending | None:
+        """What still writes the blocks of a sequence that leaves its slot; asked once."""
+        ending = self._filling.pop(slot, None)
+        return None if ending is None or ending.is_done else ending
 
     def disturb(self) -> None:
         """The device does something else beside steps: the time of the step in flight says nothing of its k."""

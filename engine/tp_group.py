@@ -59,9 +59,9 @@ class GlooGroup:
         return torch.stack(self._gather(x))
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `values`, at every rank; the others give a tensor of that shape and dtype."""
+        """Rank 0's `values`, at every rank, in place; the others give a tensor of that shape and dtype, contiguous."""
         assert values.device.type == "cpu"
-        values = values.clone(memory_format=torch.contiguous_format)
+        assert values.is_contiguous()
         options = distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = self._timeout

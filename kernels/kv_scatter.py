@@ -303,7 +303,11 @@ def _word_weights(head_first, its_R, column_C, P: tl.constexpr, W: tl.constexpr,
     return word_RC
 
 
-@triton.jit(do_not_specialize=["layer", "num_layers", "first", "count", "head_first", "num_heads", "sequence"])
+# Specialized code is compiled for each kind of value: heads differ by rank, and the first landing must not wait for it.
+_PLAIN = ["from_head", "to_head", "layer", "num_layers", "first", "count", "head_first", "num_heads", "sequence"]
+
+
+@triton.jit(do_not_specialize=_PLAIN)
 def _move_kernel(
     from_address: tl.int64,
     from_blocks,  # noqa: ANN001

@@ -8,11 +8,18 @@ that has rested longest first.
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from baton.kvcache.block_log import BlockLog
+
 
 class PrefixIndex:
-    """Names to blocks, one block a name and one name a block."""
+    """Names to blocks, one block a name and one name a block.
 
-    def __init__(self) -> None:
+    Args:
+        log: told of every name that comes or goes.
+    """
+
+    def __init__(self, log: BlockLog | None = None) -> None:
+        self._log = log
         self._blocks: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
         self._resting: OrderedDict[int, None] = OrderedDict()
@@ -50,6 +57,8 @@ class PrefixIndex:
             return False
         self._blocks[name] = block
         self._names[block] = name
+        if self._log is not None:
+            self._log.stored(name)
         return True
 
     def rest(self, block: int) -> bool:
@@ -67,6 +76,9 @@ class PrefixIndex:
     def evict(self) -> int:
         """Take the name of the block that has rested longest, and the block."""
         block, _ = self._resting.popitem(last=False)
-        del self._blocks[self._names.pop(block)]
+        name = self._names.pop(block)
+        del self._blocks[name]
         self.num_evicted += 1
+        if self._log is not None:
+            self._log.removed(name)
         return block

@@ -1,9 +1,10 @@
-"""What a landing asks of the engine where the pool is on a GPU, which the landing's process cannot touch.
+"""What a landing asks of the engine where pools are on GPUs, which the landing's process cannot touch.
 
 Payloads of two-sided lanes lie in *staging* blocks of host memory first. Each complete layer becomes a wish
-(`DigestWanted`): bring it from staging into the pool, if it is there, and digest it in the pool. The engine's kernels
-answer through flag words. One wish of a landing is open at a time, so that layers gather while the engine is at a
-step; once all have landed, the rest is asked for at once.
+(`DigestWanted`, one for each rank's pool): bring it from staging into the pool, if it is there, and digest it in the
+pool. The engine's kernels answer through flag words, one flag for each rank; a wish is fulfilled when all of them are
+up, and their digests are put together (`rank_digests`). One wish of a landing is open at a time, so that layers gather
+while the engine is at a step; once all have landed, the rest is asked for at once.
 
 A wish that was made is waited for: until then its staging is not used again, and its landing has not drained, because
 a kernel may still read the one and write the other.
@@ -20,11 +21,12 @@ from baton.kvtransfer.flag_page import Flag, FlagPage
 from baton.kvtransfer.landing_actions import DigestWanted
 from baton.kvtransfer.landing_table import Landing
 from baton.kvtransfer.lanes import is_one_sided
+from baton.kvtransfer.rank_digests import RankDigests
 
 FLAGS_POOL = 1  # of the shared region; staging memory is pool 0
 SLOT_WORDS = 264  # MAX_LAYERS of a launch, and the number
 MAX_LAYERS = 256
-NUM_SLOTS = 256  # wishes at a time
+NUM_SLOTS = 256  # wishes at a time, times the ranks
 SCRATCH_SLOT = NUM_SLOTS  # where launches report that nobody asks about
 
 
@@ -61,31 +63,40 @@ class _Filling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """A wish that was made."""
+    """A wish that was made.
+
+    Attributes:
+        filling: for which.
+        flags: of each rank.
+        layer: first.
+        num_layers: that it is about.
+    """
 
     filling: _Filling
-    flag: Flag
+    flags: tuple[Flag, ...]
     layer: int
     num_layers: int
 
 
 class DeviceJobs:
-    """All landings of one life of a landing process over a GPU pool.
+    """All landings of one life of a landing process over pools on GPUs.
 
     Args:
-        layout: of the pool.
+        layout: of the pools.
         num_staging_blocks: of host memory.
         flags: shared with the engine.
+        num_ranks: whose pools they are.
     """
 
-    def __init__(self, layout: KVLayout, num_staging_blocks: int, flags: FlagPage) -> None:
+    def __init__(self, layout: KVLayout, num_staging_blocks: int, flags: FlagPage, num_ranks: int = 1) -> None:
         self._layout = layout
         self._flags = flags
         self._staging = BlockAllocator(num_staging_blocks, layout.block_size)
         self._fillings: dict[AttemptKey, _Filling] = {}
         self._jobs: deque[_Job] = deque()
+        self._ranks = RankDigests(layout, num_ranks)
         geometry = PoolGeometry(layout, num_staging_blocks)
-        self._shapes = [_shape(layer) for layer in geometry.layers]
+        self._shapes = [(*_shape(layer), *self._ranks.heads(index)) for index, layer in enumerate(geometry.layers)]
 
     @property
     def is_waiting(self) -> bool:
@@ -132,9 +143,9 @@ class DeviceJobs:
         for filling in self._fillings.values():
             while filling.ready and not filling.is_over and self._may_ask(filling):
                 wanted = self._wish(filling)
-                if wanted is None:
+                if not wanted:
                     return found
-                found.append(wanted)
+                found += wanted
         return found
 
     def answers(self) -> list[tuple[int, int, int]]:
@@ -142,14 +153,16 @@ class DeviceJobs:
         found = []
         for _ in range(len(self._jobs)):
             job = self._jobs.popleft()
-            if not self._flags.is_up(job.flag):
+            if not all(self._flags.is_up(flag) for flag in job.flags):
                 self._jobs.append(job)
                 continue
-            digests = self._flags.digests(job.flag, job.num_layers)
-            self._flags.release(job.flag)
+            by_rank = [self._flags.digests(flag, job.num_layers) for flag in job.flags]
+            for flag in job.flags:  # none before all: a kernel may still be at the blocks
+                self._flags.release(flag)
             job.filling.num_open -= 1
             landing_id = job.filling.landing.landing_id
-            found += [(landing_id, job.layer + index, digest) for index, digest in enumerate(digests)]
+            for layer, digests in enumerate(zip(*by_rank, strict=True), start=job.layer):
+                found.append((landing_id, layer, self._ranks.total(layer, digests)))
         return found
 
     def is_busy(self, attempt: AttemptKey) -> bool:
@@ -175,12 +188,11 @@ class DeviceJobs:
     def _may_ask(self, filling: _Filling) -> bool:
         return not filling.num_open or filling.landing.coverage.is_complete()
 
-    def _wish(self, filling: _Filling) -> DigestWanted | None:
-        """One launch: layers of one shape that follow each other. None if there is no flag for it."""
-        flags = self._flags.claim()
+    def _wish(self, filling: _Filling) -> list[DigestWanted]:
+        """A launch for each rank: layers of one shape that follow each other. Nothing if there are no flags for it."""
+        flags = self._flags.claim(self._ranks.num_ranks)
         if flags is None:
-            return None
-        (flag,) = flags
+            return []
         filling.ready.sort()
         first = filling.ready[0]
         landing = filling.landing
@@ -194,17 +206,21 @@ class DeviceJobs:
             num_layers += 1
         del filling.ready[:num_layers]
         filling.num_open += 1
-        self._jobs.append(_Job(filling, flag, first, num_layers))
-        return DigestWanted(
-            attempt=landing.attempt,
-            flag=flag.slot,
-            sequence=flag.sequence,
-            layer=first,
-            num_layers=num_layers,
-            count=count,
-            staging=filling.staging,
-            has_digest=filling.has_digest,
-        )
+        self._jobs.append(_Job(filling, tuple(flags), first, num_layers))
+        return [
+            DigestWanted(
+                attempt=landing.attempt,
+                rank=rank,
+                flag=flag.slot,
+                sequence=flag.sequence,
+                layer=first,
+                num_layers=num_layers,
+                count=count,
+                staging=filling.staging,
+                has_digest=filling.has_digest,
+            )
+            for rank, flag in enumerate(flags)
+        ]
 
 
 def _shape(layer: LayerGeometry) -> tuple[int, ...]:

@@ -1,11 +1,10 @@
-"""The engine's part in landings whose pool is on a GPU: kernels that fill it from staging memory and verify it.
+"""The engine's part in landings whose pools are on GPUs: kernels that fill them from staging memory and verify them.
 
-Runs in the decode worker, on the loop's thread; nothing waits for the device. Launches go to one stream of their own,
-on few multiprocessors: a decode step goes on meanwhile. The memory that it shares with the landing's process - staging
-blocks, and the flags by which its kernels answer - is page-locked here.
+Runs in the decode worker, at rank 0, on the loop's thread; nothing waits for the device. One GPU launches for the pools
+of all ranks, each on a stream of its own, on few multiprocessors: a decode step goes on meanwhile. The memory that it
+shares with the landing's process - staging blocks, and the flags by which its kernels answer - is page-locked here.
 """
 
-import logging
 import mmap
 import os
 from dataclasses import dataclass
@@ -14,28 +13,19 @@ import numpy as np
 import torch
 
 from baton.core.config import KVTransferConfig
-from baton.core.request import AttemptKey
-from baton.kernels.kv_digest import kv_digest
-from baton.kernels.kv_scatter import Completion, Piece, PoolAddress, Tuning, kv_scatter
+from baton.kernels.kv_scatter import PoolAddress
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.cuda_ipc import CudaFailed, PinnedMemory, device_uuid, export
-from baton.kvtransfer.device_jobs import FLAGS_POOL, SCRATCH_SLOT, SLOT_WORDS, flag_bytes
-from baton.kvtransfer.device_stream import DeviceStream
+from baton.kvtransfer.cuda_ipc import PinnedMemory
+from baton.kvtransfer.device_jobs import FLAGS_POOL, flag_bytes
 from baton.kvtransfer.landing_actions import DigestWanted
 from baton.kvtransfer.landing_link import LandingLink
-from baton.kvtransfer.landing_setup import DeviceSetup
+from baton.kvtransfer.rank_kernels import RankKernels
+from baton.kvtransfer.rank_pools import RankPools
 from baton.kvtransfer.shared_region import DIRECTORY, SharedRegion, sweep
 
-log = logging.getLogger(__name__)
-
-_NOBODY = AttemptKey("", 0)
 MIN_STAGING_BLOCKS = 1
-
-# Measured beside the decode step of an 8B model: four multiprocessors verify 165 GB/s and slow it by less than 1 %.
-VERIFY = Tuning(num_programs=4)
-FILL = Tuning(num_programs=8)  # PCIe is the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +42,11 @@ class LandingMemory:
 
 
 class DeviceLanding:
-    """See `landing.LandingDevice`.
+    """See `landing.LandingDevice`. Each rank's launches are in order, on a stream of this GPU.
 
     Args:
-        pool: on a GPU; the whole layout's, of one rank.
+        pools: of all ranks; owned from here on.
+        own: rank 0's, on this GPU.
         num_staging_blocks: of the staging memory.
         memory: shared with the landing.
 
@@ -63,88 +54,43 @@ class DeviceLanding:
         CudaFailed: it cannot be page-locked.
     """
 
-    def __init__(self, pool: KVPool, num_staging_blocks: int, memory: LandingMemory) -> None:
-        assert pool.device.type == "cuda"
-        assert pool.geometry.size == 1, "a landing over the GPUs of several ranks is not built"
-        self._device = pool.device
-        self._layers = pool.geometry.layers
-        self._pool = PoolAddress(pool.data_bytes.data_ptr(), self._layers)
-        staging = PoolGeometry(pool.layout, num_staging_blocks)
+    def __init__(self, pools: RankPools, own: KVPool, num_staging_blocks: int, memory: LandingMemory) -> None:
+        self._device = own.device
+        self._pools = pools
+        staging = PoolGeometry(own.layout, num_staging_blocks)
         assert len(memory.staging) == staging.num_bytes
         assert len(memory.flags) == flag_bytes()
         with torch.cuda.device(self._device):
             self._pinned = [
                 PinnedMemory(np.frombuffer(part, dtype=np.uint8)) for part in (memory.staging, memory.flags)
             ]
-            self._stream = torch.cuda.Stream(self._device)
-        self._staging = PoolAddress(self._pinned[0].address, staging.layers)
-        self._flags_address = self._pinned[1].address
-        self._launches = DeviceStream(self._device)
-        self._warm_up()
+            self._streams = [torch.cuda.Stream(self._device) for _ in pools.addresses]
+        source = PoolAddress(self._pinned[0].address, staging.layers)
+        flags_address = self._pinned[1].address
+        self._ranks = [
+            RankKernels(pool, source, flags_address, self._device, len(pools.addresses)) for pool in pools.addresses
+        ]
+        for stream, kernels in zip(self._streams, self._ranks, strict=True):
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                kernels.warm_up()
+        self.drain()
 
     def launch(self, wanted: DigestWanted, table: BlockTable) -> None:
-        """One launch, or two where layers come from staging memory."""
-        piece = self._piece(wanted)
-        end = piece.first + piece.count
-        answer = self._completion(wanted.flag, wanted.sequence)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            ids = self._launches.ids(table.blocks)
-            workspace = self._launches.workspace(end)
-            if wanted.staging.blocks:
-                done = self._completion(SCRATCH_SLOT, wanted.sequence) if wanted.has_digest else answer
-                source = self._launches.ids(wanted.staging.blocks)
-                kv_scatter(self._staging, source, self._pool, ids, piece, workspace, done, FILL, with_digest=False)
-            if wanted.has_digest:
-                kv_digest(self._pool, ids, piece, workspace, answer, VERIFY)
+        """Of one rank; see `RankKernels`."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._streams[wanted.rank]):
+            self._ranks[wanted.rank].launch(wanted, table)
 
     def drain(self) -> None:
-        """Wait for the stream."""
-        self._stream.synchronize()
+        """Wait for the streams."""
+        for stream in self._streams:
+            stream.synchronize()
 
     def close(self) -> None:
-        """Wait, and unlock the memory."""
+        """Wait, and give the memory back."""
         self.drain()
         for pinned in self._pinned:
             pinned.close()
-
-    def _piece(self, wanted: DigestWanted) -> Piece:
-        layer = self._layers[wanted.layer]
-        return Piece(
-            layer=wanted.layer,
-            first=0,
-            count=wanted.count,
-            head_first=layer.head_first,
-            head_count=layer.num_heads,
-            num_layers=wanted.num_layers,
-        )
-
-    def _completion(self, slot: int, sequence: int) -> Completion:
-        return Completion(self._flags_address + slot * SLOT_WORDS * 8, sequence)
-
-    def _warm_up(self) -> None:
-        """Have kernels compiled before the first landing, by launches that move nothing."""
-        shapes = set()
-        for index, layer in enumerate(self._layers):
-            shape = (layer.num_heads, layer.num_parts, layer.rows_per_block, layer.row_bytes)
-            if shape in shapes:
-                continue
-            shapes.add(shape)
-            block = BlockTable((0,), 16)
-            for has_digest in (True, False):
-                self.launch(
-                    DigestWanted(
-                        attempt=_NOBODY,
-                        flag=SCRATCH_SLOT,
-                        sequence=0,
-                        layer=index,
-                        num_layers=1,
-                        count=0,
-                        staging=block,
-                        has_digest=has_digest,
-                    ),
-                    block,
-                )
-        self.drain()
+        self._pools.close()
 
 
 def num_staging_blocks(pool: KVPool, config: KVTransferConfig) -> int:
@@ -177,13 +123,3 @@ def device_region(pool: KVPool, num_blocks: int, config: KVTransferConfig) -> Sh
 def memory_of(region: SharedRegion) -> LandingMemory:
     """The parts of a `device_region`."""
     return LandingMemory(region.pool(0), region.pool(FLAGS_POOL))
-
-
-def device_setup(pool: KVPool, num_blocks: int) -> DeviceSetup:
-    """What the landing has to know of the pool. One that cannot be shared is reached by sockets only."""
-    try:
-        place = export(pool.data_bytes.data_ptr(), pool.device)
-    except CudaFailed as error:
-        log.warning("no nvlink: %s", error)
-        return DeviceSetup(num_blocks)
-    return DeviceSetup(num_blocks, place.handle.hex(), place.offset_bytes, device_uuid(pool.device))

@@ -33,7 +33,7 @@ from baton.kvtransfer.landing_actions import (
 from baton.kvtransfer.landing_driver import COUNT_NAMES, GAUGE_NAMES, LandingDriver
 from baton.kvtransfer.landing_host import LandingHost
 from baton.kvtransfer.landing_link import LandingLink
-from baton.kvtransfer.landing_setup import LandingSetup, Legacy, Listen
+from baton.kvtransfer.landing_setup import DeviceSetup, LandingSetup, Legacy, Listen
 from baton.kvtransfer.landing_thread import LandingThread
 from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.messages import shorten
@@ -77,10 +77,10 @@ class _Open:
 
 
 class LandingDevice(Protocol):
-    """The kernels that serve a landing whose pool is on a GPU. Called by the worker's loop."""
+    """The kernels that serve a landing whose pools are on GPUs. Called by the worker's loop."""
 
     def launch(self, wanted: DigestWanted, table: BlockTable) -> None:
-        """Post what is wanted for a landing that has these blocks; does not wait."""
+        """Post what is wanted of one rank for a landing that has these blocks; does not wait."""
         ...
 
     def drain(self) -> None:
@@ -186,27 +186,34 @@ class LandingService:
         return service
 
     @classmethod
-    def over_device(cls, pool: KVPool, setup: LandingSetup) -> "LandingService":
-        """The same over a pool on a GPU, which the process does not touch.
+    def over_device(
+        cls, pool: KVPool, setup: LandingSetup, gather: Callable[[bytes], list[bytes]] | None = None
+    ) -> "LandingService":
+        """The same over pools on GPUs, which the process does not touch.
 
         Args:
-            pool: of the only rank.
+            pool: of rank 0.
             setup: of the first life, but for `device`.
+            gather: bytes of every rank, where there are several; the others call `rank_pools.share_pool` meanwhile.
 
         Raises:
-            StartupError: it cannot serve, or there is no memory for it.
+            StartupError: it cannot serve, or there is no memory for it, or another rank's pool is not to be reached.
         """
         from baton.kvtransfer import device_landing
+        from baton.kvtransfer.rank_pools import RankPools, share_pool
 
-        num_blocks = device_landing.num_staging_blocks(pool, setup.config)
-        region = device_landing.device_region(pool, num_blocks, setup.config)
+        pools = RankPools(pool, () if gather is None else share_pool(pool, gather))
+        region: SharedRegion | None = None
         try:
-            device = device_landing.DeviceLanding(pool, num_blocks, device_landing.memory_of(region))
-            setup = replace(setup, device=device_landing.device_setup(pool, num_blocks))
+            num_blocks = device_landing.num_staging_blocks(pool, setup.config)
+            region = device_landing.device_region(pool, num_blocks, setup.config)
+            device = device_landing.DeviceLanding(pools, pool, num_blocks, device_landing.memory_of(region))
         except BaseException:
-            region.close()
+            pools.close()
+            if region is not None:
+                region.close()
             raise
-        return cls.in_process(region, setup, device)
+        return cls.in_process(region, replace(setup, device=DeviceSetup(num_blocks, pools.places)), device)
 
     @property
     def address(self) -> str:
@@ -368,9 +375,11 @@ def landing_region(geometries: Sequence[PoolGeometry], config: KVTransferConfig)
 def _staged(pool: KVPool, config: KVTransferConfig) -> tuple[LandingDevice, DeviceJobs, RankedPoolIO]:
     """What a landing on a thread has before a pool on a GPU."""
     from baton.kvtransfer import device_landing  # with it comes Triton, which CPUs have no use for
+    from baton.kvtransfer.rank_pools import RankPools
 
     num_blocks = device_landing.num_staging_blocks(pool, config)
     memory = device_landing.private_memory(pool, num_blocks)
     staging = PoolIO(np.frombuffer(memory.staging, dtype=np.uint8), PoolGeometry(pool.layout, num_blocks))
     jobs = DeviceJobs(pool.layout, num_blocks, flag_page(memory.flags))
-    return device_landing.DeviceLanding(pool, num_blocks, memory), jobs, RankedPoolIO([staging])
+    device = device_landing.DeviceLanding(RankPools(pool), pool, num_blocks, memory)
+    return device, jobs, RankedPoolIO([staging])

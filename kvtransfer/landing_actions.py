@@ -45,6 +45,7 @@ class Sealed:
         bytes_landed_before_prefill_end: those of frames that were in the pool when the first token was known.
         prefill_end_s: when that was, on this side's clock.
         sealed_s: when the completion word was set, on this side's clock; 0 until then.
+        complete_s: when everything that is verified was there, likewise; 0 if that is not known.
     """
 
     attempt: AttemptKey
@@ -55,6 +56,7 @@ class Sealed:
     bytes_landed_before_prefill_end: int
     prefill_end_s: float
     sealed_s: float = 0.0
+    complete_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,14 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class DigestWanted:
-    """Where the pool is on a GPU: layers [layer, layer + num_layers) of a landing are complete; have them verified.
+    """Where pools are on GPUs: layers [layer, layer + num_layers) of a landing are complete; have them verified.
 
-    `LandingService` answers by itself, with kernels: the last one raises the flag.
+    One is for the pool of one rank, and the heads that it holds. `LandingService` answers by itself, with kernels: the
+    last one raises the flag.
 
     Attributes:
         attempt: whose.
+        rank: whose pool.
         flag: slot of the flag page.
         sequence: the number to put there, with the digest of each layer behind it.
         layer: first.
@@ -97,6 +101,7 @@ class DigestWanted:
     """
 
     attempt: AttemptKey
+    rank: int
     flag: int
     sequence: int
     layer: int

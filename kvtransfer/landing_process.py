@@ -21,6 +21,7 @@ import numpy as np
 
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError, PackageMissing, PortInUse
+from baton.core.logs import configure_inherited
 from baton.kvtransfer.device_jobs import FLAGS_POOL, DeviceJobs, flag_page
 from baton.kvtransfer.landing_driver import LandingDriver
 from baton.kvtransfer.landing_link import LandingLink
@@ -44,7 +45,7 @@ DEATH_TIMEOUT_S: Final = 2.0
 
 def main() -> int:
     """Run one life; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_inherited("landing")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the worker decides
     tune_malloc()  # before any thread: this process does little else than take large messages
     setup, more = LandingSetup.from_json(sys.stdin.buffer.readline())
@@ -90,7 +91,7 @@ class _Life:
         jobs = None
         if setup.device is not None:
             flags = flag_page(self._region.pool(FLAGS_POOL))
-            jobs = DeviceJobs(setup.layout, setup.device.num_staging_blocks, flags)
+            jobs = DeviceJobs(setup.layout, setup.device.num_staging_blocks, flags, setup.tp_size)
         self._driver = LandingDriver(
             setup=setup,
             io=RankedPoolIO(pools),
@@ -121,7 +122,7 @@ class _Life:
         """
         lanes, device = self._setup.listen.lanes, self._setup.device
         if device is not None:
-            is_open = NVLINK in lanes and device.ipc_handle
+            is_open = NVLINK in lanes and device.pools
             return [_nvlink_offer(self._setup, device, self._region)] if is_open else []
         places = _places(self._setup, self._region)
         offers = []
@@ -188,18 +189,23 @@ def _transport(setup: LandingSetup, bind: str) -> Transport:
 
 
 def _nvlink_offer(setup: LandingSetup, device: DeviceSetup, region: SharedRegion) -> kv_pb2.LaneOffer:
-    (geometry,) = setup.geometries
-    place = kv_pb2.PoolPlace(
-        offset_bytes=device.ipc_offset_bytes,
-        num_bytes=geometry.num_bytes,
-        num_blocks=setup.num_blocks,
-        block_size=setup.layout.block_size,
-        tp_rank=0,
-        tp_size=1,
-    )
-    pool = kv_pb2.NvlinkPool(place=place, ipc_handle=bytes.fromhex(device.ipc_handle), device_uuid=device.device_uuid)
+    pools = [
+        kv_pb2.NvlinkPool(
+            place=kv_pb2.PoolPlace(
+                offset_bytes=pool.ipc_offset_bytes,
+                num_bytes=geometry.num_bytes,
+                num_blocks=setup.num_blocks,
+                block_size=setup.layout.block_size,
+                tp_rank=geometry.rank,
+                tp_size=geometry.size,
+            ),
+            ipc_handle=bytes.fromhex(pool.ipc_handle),
+            device_uuid=pool.device_uuid,
+        )
+        for pool, geometry in zip(device.pools, setup.geometries, strict=True)
+    ]
     nonce = region.nonce.to_bytes(NONCE_BYTES, "little")
-    nvlink = kv_pb2.NvlinkOffer(pools=[pool], flags_path=str(region.path), nonce=nonce)
+    nvlink = kv_pb2.NvlinkOffer(pools=pools, flags_path=str(region.path), nonce=nonce)
     return kv_pb2.LaneOffer(lane=NVLINK, nvlink=nvlink)
 
 

@@ -155,6 +155,7 @@ class LandingRules:
             return []
         if landing.writes or not landing.coverage.is_complete():
             return []
+        landing.complete_s = landing.complete_s or now_s
         wrong = self._wrong_layers(landing)
         if wrong is None:
             return []
@@ -176,6 +177,7 @@ class LandingRules:
             bytes_landed=landing.bytes_landed,
             bytes_landed_before_prefill_end=landing.bytes_before(prefill_end_s),
             prefill_end_s=prefill_end_s,
+            complete_s=landing.complete_s,
         )
         return [sealed, *self.replies.acks(landing)]
 
@@ -279,6 +281,7 @@ class LandingRules:
         if twice:
             return self.fence(landing, f"layer {min(twice)} arrived corrupt twice", now_s)
         landing.corrupt_layers |= corrupt
+        landing.complete_s = 0.0
         actions: Actions = []
         for rank, layers in wrong.items():
             part = landing.parts[rank]

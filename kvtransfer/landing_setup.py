@@ -58,20 +58,31 @@ class Legacy:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceSetup:
-    """What a landing knows of a pool that is on a GPU.
+class DevicePool:
+    """The pool of one rank on its GPU, as other processes of the host can open it.
 
     Attributes:
-        num_staging_blocks: of the shared memory's first pool; flags are in its second.
-        ipc_handle: hexadecimal, of the allocation that the pool is in; empty: it is not shared.
+        ipc_handle: hexadecimal, of the allocation that the pool is in.
         ipc_offset_bytes: of the pool in it.
         device_uuid: which GPU.
     """
 
+    ipc_handle: str
+    ipc_offset_bytes: int
+    device_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSetup:
+    """What a landing knows of pools that are on GPUs.
+
+    Attributes:
+        num_staging_blocks: of the shared memory's first pool; flags are in its second.
+        pools: of every rank, in order; none: they are not shared with prefill workers.
+    """
+
     num_staging_blocks: int
-    ipc_handle: str = ""
-    ipc_offset_bytes: int = 0
-    device_uuid: str = ""
+    pools: tuple[DevicePool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +100,7 @@ class LandingSetup:
         region_nonce: of that.
         last_address: where the life before listened; to be had again if nobody took it.
         legacies: what the lives before left.
-        device: of a pool on a GPU.
+        device: of pools on GPUs.
     """
 
     epoch: int
@@ -111,7 +122,7 @@ class LandingSetup:
 
     @property
     def host_geometries(self) -> tuple[PoolGeometry, ...]:
-        """Of the memory that payloads are written into: the pools, or the staging memory before a GPU's."""
+        """Of the memory that payloads are written into: the pools, or the staging memory before those on GPUs."""
         if self.device is None:
             return self.geometries
         return (PoolGeometry(self.layout, self.device.num_staging_blocks),)
@@ -147,10 +158,14 @@ class LandingSetup:
             listen=Listen(listen["transport"], listen["bind"], tuple(listen["lanes"])),
             config=KVTransferConfig(**{key: _hashable(value) for key, value in config.items()}),
             legacies=tuple(Legacy(AttemptKey(**legacy.pop("attempt")), **legacy) for legacy in legacies),
-            device=None if device is None else DeviceSetup(**device),
+            device=None if device is None else _device(device),
             **{key: values.pop(key) for key in _PLAIN},
         )
         return setup, values
+
+
+def _device(values: dict[str, Any]) -> DeviceSetup:
+    return DeviceSetup(values["num_staging_blocks"], tuple(DevicePool(**pool) for pool in values["pools"]))
 
 
 def _hashable(value: Any) -> Any:

@@ -99,6 +99,7 @@ class Landing:
     corrupt_layers: set[int] = field(default_factory=set)
     bytes_landed: int = 0
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # (moment, payload bytes)
+    complete_s: float = 0.0  # since when every COMMIT and every position is there; 0: something is missing
     has_failed: bool = False
     ack_to: set[str] = field(default_factory=set)
     reason: str = ""

@@ -9,15 +9,14 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 
-import grpc
-
 from baton.core.config import KVTransferConfig
 from baton.kvtransfer.over_grpc_client import GrpcClient
 from baton.kvtransfer.over_grpc_inbox import Inbox
-from baton.kvtransfer.over_grpc_options import SCHEME, client_credentials
+from baton.kvtransfer.over_grpc_options import SCHEME, client_channels
 from baton.kvtransfer.over_grpc_server import GrpcServer
 from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts
 from baton.proto import kv_pb2
+from baton.proto.secure_channel import SecureChannels
 
 MAX_BATCH = 64  # of what a `receive` returns, so that ticks and commands get their turn
 _ADDRESS = re.compile(SCHEME + r"[^\s/]{1,255}:\d{1,5}")
@@ -45,9 +44,9 @@ class GrpcTransport:
         self._inbox = Inbox()
         self._clients: dict[str, GrpcClient] = {}
         self._server: GrpcServer | None = None
-        self._credentials: grpc.ChannelCredentials | None = None
+        self._channels = SecureChannels()
         if bind is None:
-            self._credentials = client_credentials(self._config)
+            self._channels = client_channels(self._config)
         else:
             self._server = GrpcServer(bind, self._config, self._inbox, self.counts)
             self.address = self._server.address
@@ -96,7 +95,7 @@ class GrpcTransport:
             return ""
         if not _ADDRESS.fullmatch(peer):
             return f"{peer[:100]!r} is no {SCHEME} address"
-        self._clients[peer] = GrpcClient(peer, self._name, self._config, self._credentials, self._inbox, self.counts)
+        self._clients[peer] = GrpcClient(peer, self._name, self._config, self._channels, self._inbox, self.counts)
         return ""
 
     def receive(self, timeout_s: float) -> list[Delivery | PayloadDone]:

@@ -18,8 +18,10 @@ from baton.kvtransfer.over_grpc_inbox import Inbox, StreamReader
 from baton.kvtransfer.over_grpc_options import BULK, KIND_KEY, METHOD, NAME_KEY, SCHEME, channel_options
 from baton.kvtransfer.over_grpc_outbox import Outbox
 from baton.kvtransfer.transport import TransportCounts
+from baton.proto.secure_channel import SecureChannels
 
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 1.0
+MAX_CHANNELS = 2  # the other stream may still use the one before
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ class GrpcClient:
         peer: its address.
         name: under which it knows this side, over all connections.
         config: limits and times.
-        credentials: None for no encryption.
+        channels: opens them; after the certificates have changed, streams that are made again use a new one.
         inbox: where everything that arrives goes.
         counts: of the transport.
     """
@@ -41,7 +43,7 @@ class GrpcClient:
         peer: str,
         name: str,
         config: KVTransferConfig,
-        credentials: grpc.ChannelCredentials | None,
+        channels: SecureChannels,
         inbox: Inbox,
         counts: TransportCounts,
     ) -> None:
@@ -51,21 +53,18 @@ class GrpcClient:
             ("grpc.max_reconnect_backoff_ms", int(MAX_RETRY_S * 1e3)),
             ("grpc.initial_reconnect_backoff_ms", 100),
         ]
-        if config.tls_server_name:
-            options.append(("grpc.ssl_target_name_override", config.tls_server_name))
-        target = peer.removeprefix(SCHEME)
-        self._channel = (
-            grpc.insecure_channel(target, options)
-            if credentials is None
-            else grpc.secure_channel(target, credentials, options)
-        )
+        self._secure = channels
+        self._target = peer.removeprefix(SCHEME)
+        self._options = options
+        self._version = channels.version
+        self._channels = [channels.open(self._target, options)]
 
         def open_control() -> _Stream:
             reader = StreamReader(peer, inbox, 0, takes_frames=False)
-            return _Stream(self._channel, ((NAME_KEY, name),), Outbox(0), reader)
+            return _Stream(self._newest(), ((NAME_KEY, name),), Outbox(0), reader)
 
         def open_bulk() -> _Stream:
-            return _Stream(self._channel, ((NAME_KEY, name), (KIND_KEY, BULK)), Outbox(2 * config.window_bytes), None)
+            return _Stream(self._newest(), ((NAME_KEY, name), (KIND_KEY, BULK)), Outbox(2 * config.window_bytes), None)
 
         self._control = _Link(peer, open_control, counts)
         self._bulk = _Link(peer, open_bulk, counts)
@@ -96,7 +95,18 @@ class GrpcClient:
         """End both streams; no payload is read any more."""
         self._control.close()
         self._bulk.close()
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
+
+    def _newest(self) -> grpc.Channel:
+        version = self._secure.version
+        if version != self._version:
+            self._version = version
+            self._channels.append(self._secure.open(self._target, self._options))
+            for channel in self._channels[:-MAX_CHANNELS]:
+                channel.close()
+            del self._channels[:-MAX_CHANNELS]
+        return self._channels[-1]
 
 
 class _Link:

@@ -1,12 +1,12 @@
 """What both ends of the hand-off over gRPC agree on: the method, the channel's limits and times, and its keys."""
 
-from pathlib import Path
-
 import grpc
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigInvalid
+from baton.core.tls_files import TlsFiles, TlsWatch
 from baton.kvtransfer.over_grpc_packet import PART_BYTES
+from baton.proto.secure_channel import SecureChannels, server_credentials
 
 SERVICE, NAME = "baton.v1.KvTransfer", "Exchange"
 METHOD = f"/{SERVICE}/{NAME}"
@@ -41,45 +41,33 @@ def channel_options(config: KVTransferConfig) -> Options:
     ]
 
 
-def client_credentials(config: KVTransferConfig) -> grpc.ChannelCredentials | None:
-    """None if nothing is to be encrypted.
+def client_channels(config: KVTransferConfig) -> SecureChannels:
+    """Opens channels, encrypted if certificates are named; those that are opened later follow the files.
 
     Raises:
         ConfigInvalid: the files do not go together, or cannot be read.
     """
-    if not config.tls_ca_file and not config.tls_cert_file:
-        return None
-    if not config.tls_ca_file:
+    files = tls_files(config)
+    if files.is_on and not files.ca_file:
         raise ConfigInvalid("tls_cert_file without tls_ca_file: peers' certificates could not be checked")
-    key, chain = _key_pair(config)
-    return grpc.ssl_channel_credentials(_read(config.tls_ca_file, "tls_ca_file"), key, chain)
+    return SecureChannels(files)
 
 
-def server_credentials(config: KVTransferConfig) -> grpc.ServerCredentials | None:
-    """None if nothing is to be encrypted. With a CA, clients must present a certificate of it.
+def listener_credentials(config: KVTransferConfig) -> grpc.ServerCredentials | None:
+    """None if nothing is to be encrypted. They follow the files; with a CA, clients must present a certificate of it.
 
     Raises:
         ConfigInvalid: the files do not go together, or cannot be read.
     """
-    if not config.tls_ca_file and not config.tls_cert_file:
-        return None
-    key, chain = _key_pair(config)
-    if key is None or chain is None:
-        raise ConfigInvalid("tls_ca_file without tls_cert_file: a decode worker needs a certificate")
-    ca = _read(config.tls_ca_file, "tls_ca_file") if config.tls_ca_file else None
-    return grpc.ssl_server_credentials([(key, chain)], ca, require_client_auth=ca is not None)
+    files = tls_files(config)
+    return server_credentials(TlsWatch(files)) if files.is_on else None
 
 
-def _key_pair(config: KVTransferConfig) -> tuple[bytes | None, bytes | None]:
-    if bool(config.tls_key_file) != bool(config.tls_cert_file):
-        raise ConfigInvalid("tls_cert_file and tls_key_file go together")
-    if not config.tls_key_file:
-        return None, None
-    return _read(config.tls_key_file, "tls_key_file"), _read(config.tls_cert_file, "tls_cert_file")
-
-
-def _read(path: str, name: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigInvalid(f"{name} {path}: {error.strerror}", keys=[name]) from error
+def tls_files(config: KVTransferConfig) -> TlsFiles:
+    """Those of the hand-off."""
+    return TlsFiles(
+        cert_file=config.tls_cert_file,
+        key_file=config.tls_key_file,
+        ca_file=config.tls_ca_file,
+        server_name=config.tls_server_name,
+    )

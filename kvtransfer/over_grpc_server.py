@@ -27,7 +27,7 @@ from baton.kvtransfer.over_grpc_options import (
     SCHEME,
     SERVICE,
     channel_options,
-    server_credentials,
+    listener_credentials,
 )
 from baton.kvtransfer.over_grpc_outbox import Outbox
 from baton.kvtransfer.transport import TransportCounts
@@ -62,7 +62,7 @@ class GrpcServer:
         self._lock = threading.Lock()
         self._streams: dict[tuple[str, bool], _Stream] = {}  # by name, and whether nothing is answered on it
         self._is_closed = False
-        credentials = server_credentials(config)
+        credentials = listener_credentials(config)
         options = [*channel_options(config), ("grpc.so_reuseport", 0)]
         self._pool = futures.ThreadPoolExecutor(MAX_STREAMS, "kv-grpc-send")
         self._server = grpc.server(self._pool, options=options, maximum_concurrent_rpcs=MAX_STREAMS)

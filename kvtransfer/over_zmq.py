@@ -63,6 +63,7 @@ class ZmqTransport:
         self._secret = secrets.token_hex(8)
         self._router: zmq.Socket[bytes] | None = None
         self._receiver: RawReceiver | None = None
+        self._is_unbound = False  # while keys change; the port may be free only at the next try
         if bind is not None:
             self._listen(bind)
 
@@ -147,6 +148,8 @@ class ZmqTransport:
         """Of each connection at most MAX_BATCH messages, or about MAX_BATCH_BYTES."""
         for peer in tuple(self._written):
             self._post_written(peer)
+        if self._sockets.keys_changed() or self._is_unbound:
+            self._follow_keys()
         arrived: Arrived = []
         for lane in self._senders.values():
             lane.tick()
@@ -211,6 +214,26 @@ class ZmqTransport:
             host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
             is_known = self._known.__contains__
             self._receiver = RawReceiver(host, self._config, self._poller, self.counts, is_known)
+
+    def _follow_keys(self) -> None:
+        """Have every connection made again with the new keys; what is on its way is lost, and asked for again."""
+        for peer, dealer in self._dealers.items():
+            self._sockets.rearm(dealer, is_server=False)
+            dealer.disconnect(peer)
+            dealer.connect(peer)
+        if self._router is None:
+            return
+        if not self._is_unbound:
+            self._router.unbind(self.address)
+            self._is_unbound = True
+        self._sockets.rearm(self._router, is_server=True)
+        try:
+            self._router.bind(self.address)
+        except zmq.ZMQError as error:
+            log.debug("%s is not free again yet: %s", self.address, error)
+            return
+        self._is_unbound = False
+        log.info("the CURVE key has changed: connections are made again with the new one")
 
     def _connect(self, peer: str) -> None:
         socket = self._sockets.network_socket(zmq.DEALER, is_server=False)

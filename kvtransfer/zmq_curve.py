@@ -1,9 +1,14 @@
 """CURVE on ZMQ sockets: everything is encrypted, and only holders of the deployment's key get in.
 
 One key pair serves a deployment: every worker has the file, a listening side admits no client with another key. The
-raw lane knows no encryption, so it is not to be had together with this.
+raw lane knows no encryption, so it is not to be had together with this. A file that changes is read again: connections
+are then made anew, those of a host whose file is still the old one wait until it has the new one, and what was lost on
+the way is asked for again.
 """
 
+import logging
+import os
+import time
 from pathlib import Path
 
 import zmq
@@ -15,6 +20,9 @@ from baton.core.errors import ConfigInvalid
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _MAX_REQUESTS = 64  # in one turn
+CHECK_S = 0.5  # the file is looked at no more often
+
+log = logging.getLogger(__name__)
 
 
 class CurveKeys:
@@ -39,9 +47,36 @@ class CurveKeys:
         if secret is None:
             raise ConfigInvalid(f"curve_key_file {path} holds no secret key", keys=["curve_key_file"])
         self._secret = secret
+        self._path = path
+        self._signature = _signature(path)
+        self._checked_s = time.monotonic()
+
+    def renew(self) -> bool:
+        """Whether the file holds another key pair than when it was last looked at; then that one is in use.
+
+        It is looked at no more often than every CHECK_S. What cannot be used is logged once and not taken.
+        """
+        now_s = time.monotonic()
+        if now_s - self._checked_s < CHECK_S:
+            return False
+        self._checked_s = now_s
+        signature = _signature(self._path)
+        if signature == self._signature:
+            return False
+        self._signature = signature
+        try:
+            public, secret = zmq.auth.load_certificate(self._path)
+        except (OSError, ValueError):
+            public, secret = self._public, None
+        if secret is None:
+            log.error("the changed curve_key_file %s holds no key pair; the one before stays in use", self._path)
+            return False
+        is_new = (public, secret) != (self._public, self._secret)
+        self._public, self._secret = public, secret
+        return is_new
 
     def arm(self, socket: "zmq.Socket[bytes]", *, is_server: bool) -> None:
-        """Encrypt a socket that is not connected yet."""
+        """Encrypt what a socket binds or connects to from now on."""
         socket.set(zmq.CURVE_PUBLICKEY, self._public)
         socket.set(zmq.CURVE_SECRETKEY, self._secret)
         if is_server:
@@ -70,3 +105,11 @@ class CurveKeys:
             num_refused += not is_ours
             assert version == _ZAP_VERSION
         return num_refused
+
+
+def _signature(path: Path) -> object:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        return error.errno
+    return found.st_mtime_ns, found.st_size, found.st_ino

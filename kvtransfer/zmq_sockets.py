@@ -58,6 +58,15 @@ class ZmqSockets:
             self._keys.arm(socket, is_server=is_server)
         return socket
 
+    def keys_changed(self) -> bool:
+        """Whether there are new keys, for which `rearm` has not been called."""
+        return self._keys is not None and self._keys.renew()
+
+    def rearm(self, socket: "zmq.Socket[bytes]", *, is_server: bool) -> None:
+        """Encrypt what a socket binds or connects to from now on with the newest keys."""
+        assert self._keys is not None
+        self._keys.arm(socket, is_server=is_server)
+
     def attend(self, source: "zmq.Socket[bytes] | int") -> bool:
         """Do what a readable socket or file asks for, if it is one of those that carry no messages of peers."""
         if source == self._waker:

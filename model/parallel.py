@@ -49,7 +49,7 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `values`, at every rank; the others give a tensor of that shape and dtype."""
+        """Rank 0's `values`, at every rank, in place; the others give a tensor of that shape and dtype, contiguous."""
         ...
 
     def gather_bytes(self, data: bytes) -> list[bytes]:

@@ -8,8 +8,12 @@ import grpc
 import grpc.aio
 import torch
 
+from baton.core.build import build_id
 from baton.core.clock import MonotonicClock
+from baton.core.clock_id import clock_id
 from baton.core.config import WorkerConfig
+from baton.core.logs import know
+from baton.core.telemetry import Telemetry
 from baton.engine.gang import FollowPrefill, LeadPrefill
 from baton.engine.prefill import PrefillRunner
 from baton.kvcache.pool import KVPool
@@ -49,7 +53,9 @@ class PrefillNode:
         starter: RankStarter | None = None,
     ) -> None:
         self.config = config
+        self._build = build_id()
         self.epoch = secrets.randbits(64) or 1
+        know(role="prefill", epoch=f"{self.epoch:016x}")
         self._channel, self._on_fatal = lead_worker(config, self.epoch, prefill_codec(), starter, on_fatal)
         with closed_if_it_fails(self._channel):
             self._start()
@@ -63,7 +69,10 @@ class PrefillNode:
             loaded.model, loaded.pool, group, eos_token_ids=loaded.tokenizer.eos_token_ids, grammars=loaded.grammars
         )
         push = _push(config, loaded, self.epoch)
+        about = {"worker_id": config.worker_id, "epoch": f"{self.epoch:016x}"}
+        self._telemetry = Telemetry(config.telemetry, "prefill", clock, about)
         self.worker = PrefillWorker(
+            tracer=self._telemetry.tracer,
             runner=runner if channel is None else LeadPrefill(runner, channel),
             pool=loaded.pool,
             tokenizer=loaded.tokenizer,
@@ -78,14 +87,14 @@ class PrefillNode:
             clock=clock,
             on_fatal=self._on_fatal,
         )
-        service = PrefillService(self.worker, clock)
+        service = PrefillService(self.worker, clock, self.epoch)
 
         def register(server: grpc.aio.Server) -> None:
             worker_pb2_grpc.add_PrefillServicer_to_server(service, server)
 
         watch_gang(channel, self._on_fatal)
         self.worker.start()
-        self.host = WorkerHost(config.host, register, self.state, config.router_address, self._on_fatal)
+        self.host = WorkerHost(config.host, register, self.state, config.router_address, self._on_fatal, tls=config.tls)
         self.host.start()
 
     def state(self) -> worker_pb2.WorkerState:
@@ -104,6 +113,11 @@ class PrefillNode:
             dtype=self.config.dtype,
             inventory=self.worker.inventory(),
             rank_pids=self.rank_pids(),
+            prefix_naming=self.worker.names.naming,
+            max_num_seqs=self.config.max_num_seqs,
+            kv_bytes_per_position=self._layout.bytes_per_block / self._layout.block_size,
+            build=self._build,
+            clock_id=clock_id(),
         )
 
     def rank_pids(self) -> list[int]:
@@ -124,6 +138,7 @@ class PrefillNode:
         """Stop serving and release everything."""
         self.host.close()
         self.worker.close()
+        self._telemetry.close()
         if self._channel is not None:
             self._channel.close()
 

@@ -45,12 +45,20 @@ class PrefillSequence:
     num_cached: int = 0  # prompt tokens whose KV was there when the blocks were reserved
     num_computed: int = 0  # those, and what was computed since
     marks_s: dict[str, float] = field(default_factory=dict)  # moments, by name, on the worker's clock
+    chunks: list[tuple[float, float, int, int]] = field(default_factory=list)  # traced: begin, end, first, length
+    error: str = ""  # what ended it, if it ended badly
     seen: tuple[PrefillState, float] | None = None  # the state the scheduler last saw it in, and since when
 
     @property
     def key(self) -> AttemptKey:
         """Identity of the attempt."""
         return self.request.key
+
+    def computed(self, length: int, start_s: float, end_s: float) -> None:
+        """A step has computed the next `length` tokens."""
+        if self.request.trace is not None:
+            self.chunks.append((start_s, end_s, self.num_computed, length))
+        self.num_computed += length
 
     @property
     def num_left(self) -> int:
@@ -107,6 +115,16 @@ class PrefillScheduler:
     def count(self, *states: PrefillState) -> int:
         """Sequences in any of `states`."""
         return sum(sequence.state in states for sequence in tuple(self._sequences.values()))
+
+    def num_tokens_queued(self) -> int:
+        """Prompt tokens that are to be computed; what waits takes what it would find cached now. Any thread."""
+        num_tokens = 0
+        for sequence in tuple(self._sequences.values()):
+            if sequence.state in (PrefillState.WAITING, PrefillState.RESERVING, PrefillState.READY):
+                num_tokens += sequence.num_left
+            if sequence.state is PrefillState.WAITING:
+                num_tokens -= len(self._match(sequence)) * self._allocator.block_size
+        return num_tokens
 
     def next_to_reserve(self, now_s: float) -> PrefillSequence | None:
         """The sequence that may ask for its landing now; its blocks are then held. None if it is nobody's turn."""

@@ -1,26 +1,31 @@
 """The prefill worker's RPCs: bytes in, events out; every decision is the worker's."""
 
 import asyncio
-from typing import Any
+import contextlib
+from typing import Any, Final
 
 import grpc
 import grpc.aio
 
 from baton.core.clock import Clock
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, WorkerLost
 from baton.kvtransfer.push import DecodePeer
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.proto.block_wire import change_to_proto
 from baton.proto.wire import abort_with, request_from_prefill
 from baton.worker.stream import EventStream
+
+GATHER_S: Final = 0.005  # changes of the prefix cache within so long are told together
 
 
 class PrefillService(worker_pb2_grpc.PrefillServicer):
     """`baton.v1.Prefill` over one PrefillWorker."""
 
-    def __init__(self, worker: PrefillWorker, clock: Clock) -> None:
+    def __init__(self, worker: PrefillWorker, clock: Clock, epoch: int) -> None:
         self._worker = worker
         self._clock = clock
+        self._epoch = epoch
 
     async def Run(self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Prefill one attempt. A stream that the router drops cancels it."""
@@ -41,3 +46,28 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         finally:
             if not stream.ended:
                 self._worker.cancel(attempt.key, stream)
+
+    async def WatchPrefixes(
+        self, request: worker_pb2.WatchPrefixesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Tell a reader what it misses, now and whenever something changes; a slow one gets larger changes."""
+        if request.epoch != self._epoch:
+            await abort_with(context, WorkerLost("this worker was restarted", epoch=self._epoch))
+        loop, log, version = asyncio.get_running_loop(), self._worker.block_log, request.version
+        while True:
+            changed = asyncio.Event()
+
+            def wake(changed: asyncio.Event = changed) -> None:
+                with contextlib.suppress(RuntimeError):  # the host has closed its event loop: nobody reads any more
+                    loop.call_soon_threadsafe(changed.set)
+
+            forget = log.call_at_change(wake)
+            try:
+                for change in log.since(version):  # after the registration, so that no change is missed
+                    await context.write(change_to_proto(change))
+                    version = change.version
+                if log.version == version:
+                    await changed.wait()
+            finally:
+                forget()
+            await asyncio.sleep(GATHER_S)

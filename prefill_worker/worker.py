@@ -11,18 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.core.block_hash import block_hashes
 from baton.core.clock import Clock
 from baton.core.errors import (
     BatonError,
-    Overloaded,
-    PromptTooLong,
     RequestCancelled,
     RequestDeadlineExceeded,
     TransferFailed,
 )
 from baton.core.logprobs import TokenLogprobs
+from baton.core.rate import RateMeter
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest
+from baton.core.span import Tracer
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_attempt
 from baton.engine.finish import FinishChecker
@@ -30,19 +29,22 @@ from baton.engine.gang import LeadPrefill
 from baton.engine.grammar import check_compiles
 from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
 from baton.kvcache.allocator import BlockAllocator
-from baton.kvcache.layout import PayloadKind
+from baton.kvcache.block_log import BlockLog
 from baton.kvcache.pool import KVPool
+from baton.kvcache.prefix_index import PrefixIndex
 from baton.kvtransfer.async_writer import PushPart
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
+from baton.prefill_worker.denial import error_of
 from baton.prefill_worker.gang import GangPush
+from baton.prefill_worker.inventory import prefill_inventory
+from baton.prefill_worker.prefix_names import PrefixNames
 from baton.prefill_worker.scheduler import ChunkPlan, PrefillScheduler, PrefillSequence, PrefillState
+from baton.prefill_worker.tracing import trace_prefill
 from baton.proto import kv_pb2, worker_pb2
-from baton.proto.step_wire import waiting_to_proto
 from baton.proto.wire import logprobs_to_proto
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
 from baton.worker.stream import EventSink
-from baton.worker.transfer_counts import push_counts
 
 MAX_RESERVE_WAIT_S = 3600.0
 
@@ -78,16 +80,18 @@ class PrefillWorker:
         prefix_cache: bool = True,
         clock: Clock,
         on_fatal: Callable[[BaseException], None],
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._runner = runner
         self._tokenizer = tokenizer
         self._push = push
         self._clock = clock
-        self._layout = pool.layout
-        # A recurrent state is that of its last position alone: it cannot be cut to a shorter prompt.
-        has_state = any(layer.kind is PayloadKind.STATE for layer in pool.layout.layers)
-        self._prefix_cache = prefix_cache and not has_state
-        self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size)
+        self.names = PrefixNames(pool.layout, with_mtp=runner.has_mtp, enabled=prefix_cache)
+        self.block_log = BlockLog()
+        index = PrefixIndex(self.block_log)
+        self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size, index)
+        self._rate = RateMeter()
         self._scheduler = PrefillScheduler(self._allocator, chunk_len, max_num_seqs)
         capacity_len = pool.num_blocks * pool.layout.block_size
         self._limits = dataclasses.replace(limits, prefill_capacity_len=capacity_len)
@@ -119,7 +123,7 @@ class PrefillWorker:
         """
         self.check(request)
         self._gate.enter()
-        names = self._block_names(request)
+        names = self.names.of(request)
         self._loop.post(lambda: self._add(request, peer, stream, names), always=True)
 
     def check(self, request: GenerationRequest) -> None:
@@ -129,7 +133,8 @@ class PrefillWorker:
             InvalidRequest: it can never be served here.
         """
         validate_attempt(request, self._limits)
-        check_compiles(request.sampling.grammar, self._runner.grammars)
+        check_compiles(request.sampling.grammar, self._runner.grammars, request.forced_token_ids)
+        FinishChecker.of(request, self._tokenizer)
 
     def cancel(self, key: AttemptKey, stream: PrefillStream | None = None) -> None:
         """Give a request up, wherever it is. Unknown keys are fine: it may have ended.
@@ -142,39 +147,14 @@ class PrefillWorker:
 
     def inventory(self) -> worker_pb2.Inventory:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
-        pushes = self._push.inventory()
-        scheduler = self._scheduler
-        num_waiting = scheduler.count(PrefillState.WAITING)
-        return worker_pb2.Inventory(
-            num_requests_waiting=num_waiting,
-            waiting=waiting_to_proto({"turn": num_waiting}),
-            num_requests_running=len(self._runs) - num_waiting,
-            num_blocks=self._allocator.num_blocks,
-            num_blocks_free=self._allocator.num_free,
-            num_blocks_reserved=self._allocator.num_reserved,
-            num_landings=pushes["num_pushes"],
-            num_attends=len(self._runs),
-            num_requests_finished=self._num_finished,
-            num_requests_failed=self._num_failed,
-            kv_bytes=pushes["bytes_pushed"],
-            num_prefix_tokens=scheduler.num_prefix_tokens,
-            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
-            num_prefix_hits=scheduler.num_prefix_hits,
-            num_blocks_cached=len(self._allocator.index),
-            transfer=push_counts(pushes, self._push.paths(), self._push.lanes()),
-        )
-
-    def _block_names(self, request: GenerationRequest) -> tuple[bytes, ...]:
-        # Log-probabilities of the prompt need every position computed.
-        if not self._prefix_cache or request.sampling.prompt_logprobs is not None:
-            return ()
-        layout = self._layout
-        return block_hashes(
-            request.prompt_token_ids,
-            model=layout.model_hash,
-            tenant=request.tenant,
-            block_size=layout.block_size,
-            with_mtp=self._runner.has_mtp,
+        return prefill_inventory(
+            self._scheduler,
+            self._allocator,
+            self._push,
+            self._rate,
+            num_requests=len(self._runs),
+            num_finished=self._num_finished,
+            num_failed=self._num_failed,
         )
 
     # The loop: receive -> reserve -> schedule -> forward -> publish. Everything below runs on the loop thread.
@@ -227,22 +207,16 @@ class PrefillWorker:
                 self._push.push_cached(run.sequence.key, 0, run.sequence.num_cached)
 
     def _denied(self, run: _Run, event: Denied) -> None:
-        error: BatonError
-        if event.reason == kv_pb2.Deny.BUSY:
-            error = Overloaded(f"the decode worker has no room: {event.detail}")
-        elif event.reason == kv_pb2.Deny.TOO_LONG:
-            error = PromptTooLong(f"the decode worker's pool is too small: {event.detail}")
-        else:
-            error = TransferFailed(f"the decode worker refused the landing: {event.detail}")
-            if event.reason == kv_pb2.Deny.LAYOUT:
-                error.fields["pair_refused"] = event.detail  # the router pairs these two no more
-        self._end(run, error)
+        self._end(run, error_of(event))
         self._forget(run)
 
     def _acked(self, run: _Run, event: Acked) -> None:
         # An abort may have crossed the acknowledgement; then the stream has ended already.
         if not run.stream.ended:
-            done = worker_pb2.PrefillDone(kv_bytes_pushed=event.bytes_pushed, handed_off=True)
+            lane = self._push.lanes().get(run.peer.kv_address)
+            done = worker_pb2.PrefillDone(
+                kv_bytes_pushed=event.bytes_pushed, handed_off=True, kv_lane="" if lane is None else lane.lane
+            )
             run.stream.emit(worker_pb2.PrefillEvent(done=done))
             run.stream.end()
             self._num_finished += 1
@@ -293,12 +267,13 @@ class PrefillWorker:
             first_token_s = self._clock.now_s()
             reports = zip(forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
             for chunk, (first_token, logprobs, prompt_logprobs) in zip(plan, reports, strict=True):
-                chunk.sequence.num_computed += chunk.length
+                chunk.sequence.computed(chunk.length, start_s, first_token_s)
                 if prompt_logprobs:
                     self._publish_prompt_logprobs(self._runs[chunk.sequence.key], prompt_logprobs)
                 if first_token is not None:
                     self._publish_first_token(self._runs[chunk.sequence.key], first_token, logprobs, first_token_s)
             starts = self._runner.draft(forward, step.submit)
+        self._rate.add(sum(chunk.length for chunk in plan), self._clock.now_s() - start_s)
         for chunk in plan:
             self._scheduler.name_blocks(chunk)
         for chunk, start in zip(plan, starts, strict=True):
@@ -318,6 +293,7 @@ class PrefillWorker:
             sampling=request.sampling,
             draft_cap=request.num_draft_tokens,
             choice=request.choice,
+            output_len=request.num_forced,
         )
 
     def _publish_prompt_logprobs(self, run: _Run, reports: Sequence[TokenLogprobs]) -> None:
@@ -326,8 +302,7 @@ class PrefillWorker:
 
     def _publish_first_token(self, run: _Run, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
         marks, request = run.sequence.marks_s, run.sequence.request
-        checker = FinishChecker(request.sampling, self._tokenizer.eos_token_ids, self._tokenizer)
-        _, reason = checker.accept([token])
+        _, reason = FinishChecker.of(request, self._tokenizer).accept([token])
         first = worker_pb2.FirstToken(
             token=token,
             finish_reason=reason.value if reason else "",
@@ -338,6 +313,7 @@ class PrefillWorker:
             sent_ns=int(1e9 * now_s),
             num_cached_tokens=run.sequence.num_cached,
             logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
+            index=request.num_forced,
         )
         run.stream.emit(worker_pb2.PrefillEvent(first_token=first))
         if reason is not None:
@@ -352,7 +328,9 @@ class PrefillWorker:
         self._give_up(run, "ended at its first token")
 
     def _hand_over(self, run: _Run, start: SequenceStart, first_token_s: float) -> None:
-        state = kv_pb2.SequenceState(first_token=start.first_token, num_draws=1)
+        run.sequence.marks_s["handed over"] = now_s = self._clock.now_s()
+        draft_ms = 1e3 * (now_s - first_token_s)
+        state = kv_pb2.SequenceState(first_token=start.first_token, num_draws=1, draft_ms=draft_ms)
         if start.draft_token is not None:
             assert start.hidden_D is not None
             state.draft_tokens.append(start.draft_token)
@@ -373,7 +351,10 @@ class PrefillWorker:
     def _end(self, run: _Run, error: BatonError) -> None:
         if not run.stream.ended:
             run.stream.end(error)
-            self._num_failed += not isinstance(error, RequestCancelled)
+            run.sequence.error = error.message
+            if not isinstance(error, RequestCancelled):
+                log.warning("%s failed: %s", run.sequence.key, error.message)
+                self._num_failed += 1
 
     def _give_up(self, run: _Run, why: str) -> None:
         """Stop working on a request. Blocks that a push may still read are freed when it has drained."""
@@ -386,6 +367,8 @@ class PrefillWorker:
         self._push.abort(run.sequence.key, why)
 
     def _forget(self, run: _Run) -> None:
+        if self._tracer is not None:
+            trace_prefill(self._tracer, run.sequence, self._clock.now_s())
         del self._runs[run.sequence.key]
         self._scheduler.remove(run.sequence)
         self._gate.leave()

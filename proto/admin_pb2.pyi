@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "version", "uptime_s", "num_requests_running", "num_requests_finished", "num_requests_failed", "num_tokens_streamed", "workers", "refused_pairs", "num_handoff_retries")
+    __slots__ = ("model", "version", "uptime_s", "num_requests_running", "num_requests_finished", "num_requests_failed", "num_tokens_streamed", "workers", "refused_pairs", "num_handoff_retries", "num_migrations", "quarantined", "max_queue_len", "scale")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,10 @@ class StatusReply(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_PAIRS_FIELD_NUMBER: _ClassVar[int]
     NUM_HANDOFF_RETRIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUE_LEN_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     uptime_s: float
@@ -32,7 +36,11 @@ class StatusReply(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     refused_pairs: _containers.RepeatedCompositeFieldContainer[RefusedPair]
     num_handoff_retries: int
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_requests_running: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., num_tokens_streamed: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., refused_pairs: _Optional[_Iterable[_Union[RefusedPair, _Mapping]]] = ..., num_handoff_retries: _Optional[int] = ...) -> None: ...
+    num_migrations: int
+    quarantined: _containers.RepeatedCompositeFieldContainer[Quarantined]
+    max_queue_len: int
+    scale: ScaleRequest
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_requests_running: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., num_tokens_streamed: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., refused_pairs: _Optional[_Iterable[_Union[RefusedPair, _Mapping]]] = ..., num_handoff_retries: _Optional[int] = ..., num_migrations: _Optional[int] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., max_queue_len: _Optional[int] = ..., scale: _Optional[_Union[ScaleRequest, _Mapping]] = ...) -> None: ...
 
 class RefusedPair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "reason")
@@ -45,16 +53,60 @@ class RefusedPair(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("state", "alive", "heartbeat_age_s", "num_epochs")
+    __slots__ = ("state", "alive", "heartbeat_age_s", "num_epochs", "draining", "num_streams")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     NUM_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
     state: _worker_pb2.WorkerState
     alive: bool
     heartbeat_age_s: float
     num_epochs: int
-    def __init__(self, state: _Optional[_Union[_worker_pb2.WorkerState, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., num_epochs: _Optional[int] = ...) -> None: ...
+    draining: bool
+    num_streams: int
+    def __init__(self, state: _Optional[_Union[_worker_pb2.WorkerState, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., num_epochs: _Optional[int] = ..., draining: bool = ..., num_streams: _Optional[int] = ...) -> None: ...
+
+class Quarantined(_message.Message):
+    __slots__ = ("fingerprint", "workers", "left_s")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    left_s: float
+    def __init__(self, fingerprint: _Optional[str] = ..., workers: _Optional[_Iterable[str]] = ..., left_s: _Optional[float] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("worker_id", "grace_ms", "undo")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    GRACE_MS_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    grace_ms: int
+    undo: bool
+    def __init__(self, worker_id: _Optional[str] = ..., grace_ms: _Optional[int] = ..., undo: bool = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("draining", "num_streams")
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    draining: bool
+    num_streams: int
+    def __init__(self, draining: bool = ..., num_streams: _Optional[int] = ...) -> None: ...
+
+class ClearQuarantineRequest(_message.Message):
+    __slots__ = ("fingerprint",)
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    def __init__(self, fingerprint: _Optional[str] = ...) -> None: ...
+
+class ClearQuarantineReply(_message.Message):
+    __slots__ = ("num_cleared",)
+    NUM_CLEARED_FIELD_NUMBER: _ClassVar[int]
+    num_cleared: int
+    def __init__(self, num_cleared: _Optional[int] = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
     __slots__ = ()
@@ -87,3 +139,45 @@ class WorkerSpeculation(_message.Message):
     speculation: _worker_pb2.Speculation
     error: str
     def __init__(self, worker_id: _Optional[str] = ..., speculation: _Optional[_Union[_worker_pb2.Speculation, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class RestartRequest(_message.Message):
+    __slots__ = ("worker_id", "epoch")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class RestartReply(_message.Message):
+    __slots__ = ("ending",)
+    ENDING_FIELD_NUMBER: _ClassVar[int]
+    ending: bool
+    def __init__(self, ending: bool = ...) -> None: ...
+
+class SetAdmissionRequest(_message.Message):
+    __slots__ = ("max_queue_len",)
+    MAX_QUEUE_LEN_FIELD_NUMBER: _ClassVar[int]
+    max_queue_len: int
+    def __init__(self, max_queue_len: _Optional[int] = ...) -> None: ...
+
+class SetAdmissionReply(_message.Message):
+    __slots__ = ("max_queue_len", "previous", "num_in_flight")
+    MAX_QUEUE_LEN_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    NUM_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    max_queue_len: int
+    previous: int
+    num_in_flight: int
+    def __init__(self, max_queue_len: _Optional[int] = ..., previous: _Optional[int] = ..., num_in_flight: _Optional[int] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("num_prefill", "num_decode")
+    NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
+    num_prefill: int
+    num_decode: int
+    def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ...) -> None: ...
+
+class ScaleReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

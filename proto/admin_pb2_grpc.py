@@ -49,6 +49,31 @@ class AdminStub(object):
                 request_serializer=baton_dot_proto_dot_admin__pb2.SetSpeculationRequest.SerializeToString,
                 response_deserializer=baton_dot_proto_dot_admin__pb2.SetSpeculationReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.v1.Admin/Drain',
+                request_serializer=baton_dot_proto_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_admin__pb2.DrainReply.FromString,
+                _registered_method=True)
+        self.ClearQuarantine = channel.unary_unary(
+                '/baton.v1.Admin/ClearQuarantine',
+                request_serializer=baton_dot_proto_dot_admin__pb2.ClearQuarantineRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_admin__pb2.ClearQuarantineReply.FromString,
+                _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/baton.v1.Admin/Restart',
+                request_serializer=baton_dot_proto_dot_admin__pb2.RestartRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_admin__pb2.RestartReply.FromString,
+                _registered_method=True)
+        self.SetAdmission = channel.unary_unary(
+                '/baton.v1.Admin/SetAdmission',
+                request_serializer=baton_dot_proto_dot_admin__pb2.SetAdmissionRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_admin__pb2.SetAdmissionReply.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/baton.v1.Admin/Scale',
+                request_serializer=baton_dot_proto_dot_admin__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_admin__pb2.ScaleReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -75,6 +100,43 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Asked of the router: give a worker nothing new; streams that are there after the grace move to other workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearQuarantine(self, request, context):
+        """Asked of the router: take requests again that were refused because workers died of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restart(self, request, context):
+        """Ends a life of a worker; Ray starts another. What it was serving is lost: drain it first. Asked of the router: the
+        worker that is named; asked of a worker: itself. Does nothing if that life is over already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetAdmission(self, request, context):
+        """Asked of the router: hold so many requests at once, until it is restarted. Those it has stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Asked of the router: so many workers there should be. It starts none itself: the process of `baton serve` follows,
+        one worker at a time, and drains those that it takes away.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +154,31 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetSpeculation,
                     request_deserializer=baton_dot_proto_dot_admin__pb2.SetSpeculationRequest.FromString,
                     response_serializer=baton_dot_proto_dot_admin__pb2.SetSpeculationReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=baton_dot_proto_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_admin__pb2.DrainReply.SerializeToString,
+            ),
+            'ClearQuarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearQuarantine,
+                    request_deserializer=baton_dot_proto_dot_admin__pb2.ClearQuarantineRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_admin__pb2.ClearQuarantineReply.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=baton_dot_proto_dot_admin__pb2.RestartRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_admin__pb2.RestartReply.SerializeToString,
+            ),
+            'SetAdmission': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAdmission,
+                    request_deserializer=baton_dot_proto_dot_admin__pb2.SetAdmissionRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_admin__pb2.SetAdmissionReply.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=baton_dot_proto_dot_admin__pb2.ScaleRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_admin__pb2.ScaleReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +262,141 @@ class Admin(object):
             '/baton.v1.Admin/SetSpeculation',
             baton_dot_proto_dot_admin__pb2.SetSpeculationRequest.SerializeToString,
             baton_dot_proto_dot_admin__pb2.SetSpeculationReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Drain',
+            baton_dot_proto_dot_admin__pb2.DrainRequest.SerializeToString,
+            baton_dot_proto_dot_admin__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ClearQuarantine',
+            baton_dot_proto_dot_admin__pb2.ClearQuarantineRequest.SerializeToString,
+            baton_dot_proto_dot_admin__pb2.ClearQuarantineReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Restart',
+            baton_dot_proto_dot_admin__pb2.RestartRequest.SerializeToString,
+            baton_dot_proto_dot_admin__pb2.RestartReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAdmission(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/SetAdmission',
+            baton_dot_proto_dot_admin__pb2.SetAdmissionRequest.SerializeToString,
+            baton_dot_proto_dot_admin__pb2.SetAdmissionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Scale',
+            baton_dot_proto_dot_admin__pb2.ScaleRequest.SerializeToString,
+            baton_dot_proto_dot_admin__pb2.ScaleReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,13 +12,14 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "sampling", "request_id", "num_draft_tokens", "tenant")
+    __slots__ = ("model", "text", "token_ids", "sampling", "request_id", "num_draft_tokens", "priority", "tenant")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
@@ -26,8 +27,9 @@ class GenerateRequest(_message.Message):
     sampling: Sampling
     request_id: str
     num_draft_tokens: int
+    priority: int
     tenant: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_p", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "allowed_token_ids", "min_tokens", "logprobs", "prompt_logprobs", "n", "grammar")
@@ -136,7 +138,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., stats: _Optional[_Union[RequestStats, _Mapping]] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("prompt_len", "output_len", "seed", "prefill_worker", "decode_worker", "ttft_ms", "tpot_ms", "num_verify_steps", "num_draft_tokens", "num_accepted_tokens", "kv_bytes_pushed", "kv_bytes_landed_before_prefill_end", "queue_ms", "landing_ms", "prefill_ms", "publish_ms", "handoff_ms", "num_decode_tokens", "router_ms", "num_cached_tokens", "num_handoff_retries")
+    __slots__ = ("prompt_len", "output_len", "seed", "prefill_worker", "decode_worker", "ttft_ms", "tpot_ms", "num_verify_steps", "num_draft_tokens", "num_accepted_tokens", "kv_bytes_pushed", "kv_bytes_landed_before_prefill_end", "queue_ms", "landing_ms", "prefill_ms", "publish_ms", "handoff_ms", "num_decode_tokens", "router_ms", "num_cached_tokens", "num_handoff_retries", "num_migrations", "num_forced_tokens", "path", "kv_lane", "routing", "num_expected_cached_tokens", "second", "shared_clock")
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_LEN_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +160,14 @@ class RequestStats(_message.Message):
     ROUTER_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_HANDOFF_RETRIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    KV_LANE_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECOND_FIELD_NUMBER: _ClassVar[int]
+    SHARED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     prompt_len: int
     output_len: int
     seed: int
@@ -179,7 +189,35 @@ class RequestStats(_message.Message):
     router_ms: float
     num_cached_tokens: int
     num_handoff_retries: int
-    def __init__(self, prompt_len: _Optional[int] = ..., output_len: _Optional[int] = ..., seed: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., kv_bytes_pushed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., queue_ms: _Optional[float] = ..., landing_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., publish_ms: _Optional[float] = ..., handoff_ms: _Optional[float] = ..., num_decode_tokens: _Optional[int] = ..., router_ms: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_handoff_retries: _Optional[int] = ...) -> None: ...
+    num_migrations: int
+    num_forced_tokens: int
+    path: str
+    kv_lane: str
+    routing: str
+    num_expected_cached_tokens: int
+    second: SecondToken
+    shared_clock: bool
+    def __init__(self, prompt_len: _Optional[int] = ..., output_len: _Optional[int] = ..., seed: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., kv_bytes_pushed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., queue_ms: _Optional[float] = ..., landing_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., publish_ms: _Optional[float] = ..., handoff_ms: _Optional[float] = ..., num_decode_tokens: _Optional[int] = ..., router_ms: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_handoff_retries: _Optional[int] = ..., num_migrations: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., path: _Optional[str] = ..., kv_lane: _Optional[str] = ..., routing: _Optional[str] = ..., num_expected_cached_tokens: _Optional[int] = ..., second: _Optional[_Union[SecondToken, _Mapping]] = ..., shared_clock: bool = ...) -> None: ...
+
+class SecondToken(_message.Message):
+    __slots__ = ("total_ms", "retry_ms", "draft_ms", "transfer_ms", "verification_ms", "admission_ms", "step_ms", "publish_ms")
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    RETRY_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_MS_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_MS_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_MS_FIELD_NUMBER: _ClassVar[int]
+    total_ms: float
+    retry_ms: float
+    draft_ms: float
+    transfer_ms: float
+    verification_ms: float
+    admission_ms: float
+    step_ms: float
+    publish_ms: float
+    def __init__(self, total_ms: _Optional[float] = ..., retry_ms: _Optional[float] = ..., draft_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., verification_ms: _Optional[float] = ..., admission_ms: _Optional[float] = ..., step_ms: _Optional[float] = ..., publish_ms: _Optional[float] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text")

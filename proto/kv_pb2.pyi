@@ -305,16 +305,18 @@ class Deny(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., reason: _Optional[_Union[Deny.Reason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class SequenceState(_message.Message):
-    __slots__ = ("first_token", "draft_tokens", "hidden", "num_draws")
+    __slots__ = ("first_token", "draft_tokens", "hidden", "num_draws", "draft_ms")
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAWS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_MS_FIELD_NUMBER: _ClassVar[int]
     first_token: int
     draft_tokens: _containers.RepeatedScalarFieldContainer[int]
     hidden: bytes
     num_draws: int
-    def __init__(self, first_token: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., hidden: _Optional[bytes] = ..., num_draws: _Optional[int] = ...) -> None: ...
+    draft_ms: float
+    def __init__(self, first_token: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., hidden: _Optional[bytes] = ..., num_draws: _Optional[int] = ..., draft_ms: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("epoch", "landing_id", "attempt", "prompt_len", "num_layers", "layer_digests", "state", "prefill_end_ns", "payload_bytes", "round", "tp_rank", "tp_size", "next_seq")

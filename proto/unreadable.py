@@ -21,7 +21,14 @@ Handler = Any  # the stubs make the class generic; at run time it is not
 
 
 class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends an RPC whose request does not parse with MalformedMessage, or InvalidText if only its UTF-8 is wrong."""
+    """Ends an RPC whose request does not parse with MalformedMessage, or InvalidText if only its UTF-8 is wrong.
+
+    Args:
+        on_call: told the caller's address of each call.
+    """
+
+    def __init__(self, on_call: Callable[[str], None] = lambda peer: None) -> None:
+        self._on_call = on_call
 
     async def intercept_service(
         self,
@@ -41,12 +48,14 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler.response_streaming:
             # The methods write to the context, so that a cancel reaches them wherever they wait.
             async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+                self._on_call(context.peer())
                 await (refuse if isinstance(request, InvalidRequest) else method)(request, context)
 
             make = grpc.unary_stream_rpc_method_handler
             return make(stream, request_deserializer=parse, response_serializer=handler.response_serializer)
 
         async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self._on_call(context.peer())
             return await (refuse if isinstance(request, InvalidRequest) else method)(request, context)
 
         make_unary = grpc.unary_unary_rpc_method_handler

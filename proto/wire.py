@@ -20,9 +20,11 @@ from baton.core.errors import (
     MalformedMessage,
     ModelNotFound,
     Overloaded,
+    PermissionDenied,
     PromptTooLong,
     RequestCancelled,
     RequestDeadlineExceeded,
+    Unauthenticated,
     WorkerLost,
     from_wire,
 )
@@ -30,7 +32,9 @@ from baton.core.grammar_check import GRAMMAR_KINDS, JSON_OBJECT
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import GrammarSpec, SamplingParams
+from baton.core.trace_context import of_attempt, parse_sampled
 from baton.proto import inference_pb2, kv_pb2, worker_pb2
+from baton.proto.retry_info import retry_details
 
 ERROR_KEY: Final = "baton-error"
 MAX_ERROR_BYTES: Final = 4096  # gRPC refuses metadata beyond 8 KiB
@@ -121,7 +125,11 @@ def grammar_from_proto(message: inference_pb2.Grammar) -> GrammarSpec | None:
 
 
 def sampling_from_client(
-    message: inference_pb2.Sampling, *, room_len: int, draw_seed: Callable[[], int]
+    message: inference_pb2.Sampling,
+    *,
+    room_len: int,
+    draw_seed: Callable[[], int],
+    default_max_tokens: int = DEFAULT_MAX_TOKENS,
 ) -> SamplingParams:
     """What a client asked, completed by the server: nothing is checked.
 
@@ -129,11 +137,12 @@ def sampling_from_client(
         message: as the client sent it.
         room_len: positions left for the answer; an absent `max_tokens` takes no more than these.
         draw_seed: called when the client gave no seed.
+        default_max_tokens: for an absent `max_tokens`, if they fit.
     """
     completed = inference_pb2.Sampling()
     completed.CopyFrom(message)
     if not completed.HasField("max_tokens"):
-        completed.max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room_len))
+        completed.max_tokens = max(1, min(default_max_tokens, room_len))
     if not completed.HasField("seed"):
         completed.seed = draw_seed()
     return sampling_from_proto(completed)
@@ -173,6 +182,8 @@ def prefill_request(request: GenerationRequest, decode: worker_pb2.Peer, now_s: 
         timeout_ms=_timeout_ms(request, now_s),
         tenant=request.tenant,
         choice=request.choice,
+        num_forced_tokens=request.num_forced,
+        traceparent=of_attempt(request.trace, request.key.request_id, request.key.attempt),
     )
 
 
@@ -185,6 +196,8 @@ def attend_request(request: GenerationRequest, now_s: float) -> worker_pb2.Atten
         num_draft_tokens=request.num_draft_tokens,
         timeout_ms=_timeout_ms(request, now_s),
         choice=request.choice,
+        num_forced_tokens=request.num_forced,
+        traceparent=of_attempt(request.trace, request.key.request_id, request.key.attempt),
     )
 
 
@@ -209,9 +222,11 @@ def request_from_attend(message: worker_pb2.AttendRequest, now_s: float) -> Gene
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
-    """End an RPC with a typed error: its gRPC code, its message, and all of it in trailing metadata."""
+    """End an RPC with a typed error: its gRPC code, its message, and all of it in trailing metadata, with RetryInfo."""
     code = grpc.StatusCode[error.grpc_code]
-    await context.abort(code, _short(error.message), ((ERROR_KEY, _bounded_wire(error)),))
+    message = _short(error.message)
+    details = retry_details(error, code.value[0], message)
+    await context.abort(code, message, ((ERROR_KEY, _bounded_wire(error)), *details))
     raise AssertionError("abort returns by raising")
 
 
@@ -244,6 +259,8 @@ _KIND_OF_CODE: Final[dict[grpc.StatusCode, type[BatonError]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 
 
@@ -259,6 +276,8 @@ def _request(message: worker_pb2.PrefillRequest | worker_pb2.AttendRequest, now_
         deadline_s=now_s + message.timeout_ms / 1e3,
         num_draft_tokens=message.num_draft_tokens,
         choice=message.choice,
+        num_forced=message.num_forced_tokens,
+        trace=parse_sampled(message.traceparent),
     )
 
 

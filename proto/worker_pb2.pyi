@@ -18,7 +18,7 @@ class Peer(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., kv_address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "sampling", "decode", "num_draft_tokens", "timeout_ms", "tenant", "choice")
+    __slots__ = ("attempt", "prompt_token_ids", "sampling", "decode", "num_draft_tokens", "timeout_ms", "tenant", "choice", "num_forced_tokens", "traceparent")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,8 @@ class PrefillRequest(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    NUM_FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     attempt: _kv_pb2.Attempt
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _inference_pb2.Sampling
@@ -35,7 +37,9 @@ class PrefillRequest(_message.Message):
     timeout_ms: int
     tenant: str
     choice: int
-    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., decode: _Optional[_Union[Peer, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., choice: _Optional[int] = ...) -> None: ...
+    num_forced_tokens: int
+    traceparent: str
+    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., decode: _Optional[_Union[Peer, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., choice: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("first_token", "done", "prompt_logprobs")
@@ -54,7 +58,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token", "finish_reason", "queue_ms", "landing_ms", "prefill_ms", "sent_ns", "received_ns", "num_cached_tokens", "logprobs")
+    __slots__ = ("token", "finish_reason", "queue_ms", "landing_ms", "prefill_ms", "sent_ns", "received_ns", "num_cached_tokens", "logprobs", "index")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +68,7 @@ class FirstToken(_message.Message):
     RECEIVED_NS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     token: int
     finish_reason: str
     queue_ms: float
@@ -73,31 +78,74 @@ class FirstToken(_message.Message):
     received_ns: int
     num_cached_tokens: int
     logprobs: _inference_pb2.TokenLogprobs
-    def __init__(self, token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., queue_ms: _Optional[float] = ..., landing_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., sent_ns: _Optional[int] = ..., received_ns: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+    index: int
+    def __init__(self, token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., queue_ms: _Optional[float] = ..., landing_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., sent_ns: _Optional[int] = ..., received_ns: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("kv_bytes_pushed", "handed_off")
+    __slots__ = ("kv_bytes_pushed", "handed_off", "kv_lane")
     KV_BYTES_PUSHED_FIELD_NUMBER: _ClassVar[int]
     HANDED_OFF_FIELD_NUMBER: _ClassVar[int]
+    KV_LANE_FIELD_NUMBER: _ClassVar[int]
     kv_bytes_pushed: int
     handed_off: bool
-    def __init__(self, kv_bytes_pushed: _Optional[int] = ..., handed_off: bool = ...) -> None: ...
+    kv_lane: str
+    def __init__(self, kv_bytes_pushed: _Optional[int] = ..., handed_off: bool = ..., kv_lane: _Optional[str] = ...) -> None: ...
+
+class WatchPrefixesRequest(_message.Message):
+    __slots__ = ("epoch", "version")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    version: int
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class PrefixChange(_message.Message):
+    __slots__ = ("after", "version", "cleared", "stored", "removed", "name_bytes", "part")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    NAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    version: int
+    cleared: bool
+    stored: bytes
+    removed: bytes
+    name_bytes: int
+    part: int
+    def __init__(self, after: _Optional[int] = ..., version: _Optional[int] = ..., cleared: bool = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., name_bytes: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
+
+class PrefixNaming(_message.Message):
+    __slots__ = ("model", "block_size", "with_mtp")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    WITH_MTP_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    block_size: int
+    with_mtp: bool
+    def __init__(self, model: _Optional[str] = ..., block_size: _Optional[int] = ..., with_mtp: bool = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "sampling", "num_draft_tokens", "timeout_ms", "choice")
+    __slots__ = ("attempt", "prompt_token_ids", "sampling", "num_draft_tokens", "timeout_ms", "choice", "num_forced_tokens", "traceparent")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    NUM_FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     attempt: _kv_pb2.Attempt
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _inference_pb2.Sampling
     num_draft_tokens: int
     timeout_ms: int
     choice: int
-    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
+    num_forced_tokens: int
+    traceparent: str
+    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., choice: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("attending", "tokens")
@@ -114,18 +162,36 @@ class Attending(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class DecodeTokens(_message.Message):
-    __slots__ = ("index", "token_ids", "finish_reason", "stats", "logprobs")
+    __slots__ = ("index", "token_ids", "finish_reason", "stats", "logprobs", "start")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: str
     stats: DecodeStats
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., stats: _Optional[_Union[DecodeStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    start: DecodeStart
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., stats: _Optional[_Union[DecodeStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., start: _Optional[_Union[DecodeStart, _Mapping]] = ...) -> None: ...
+
+class DecodeStart(_message.Message):
+    __slots__ = ("draft_ms", "transfer_ms", "landed_ns", "verification_ms", "admission_ms", "step_ms")
+    DRAFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    LANDED_NS_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_MS_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_MS_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    draft_ms: float
+    transfer_ms: float
+    landed_ns: int
+    verification_ms: float
+    admission_ms: float
+    step_ms: float
+    def __init__(self, draft_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., landed_ns: _Optional[int] = ..., verification_ms: _Optional[float] = ..., admission_ms: _Optional[float] = ..., step_ms: _Optional[float] = ...) -> None: ...
 
 class DecodeStats(_message.Message):
     __slots__ = ("num_verify_steps", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "kv_bytes_landed", "kv_bytes_landed_before_prefill_end", "handoff_ms")
@@ -146,7 +212,7 @@ class DecodeStats(_message.Message):
     def __init__(self, num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., kv_bytes_landed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., handoff_ms: _Optional[float] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation")
+    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "clock_id")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +229,11 @@ class WorkerState(_message.Message):
     KV_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_NAMING_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_ID_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     epoch: int
@@ -179,7 +250,12 @@ class WorkerState(_message.Message):
     kv_epoch: int
     rank_pids: _containers.RepeatedScalarFieldContainer[int]
     speculation: Speculation
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ...) -> None: ...
+    prefix_naming: PrefixNaming
+    max_num_seqs: int
+    kv_bytes_per_position: float
+    build: str
+    clock_id: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., clock_id: _Optional[str] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("known", "speculation")
@@ -208,7 +284,7 @@ class Speculation(_message.Message):
     def __init__(self, auto: bool = ..., num_draft_tokens: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class Inventory(_message.Message):
-    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs")
+    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs", "num_prefill_tokens_queued", "prefill_tokens_per_s")
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +316,8 @@ class Inventory(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     GRAPHS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_TOKENS_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     num_requests_waiting: int
     num_requests_running: int
     num_blocks: int
@@ -271,7 +349,9 @@ class Inventory(_message.Message):
     steps: StepCounts
     waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
     graphs: GraphCounts
-    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ...) -> None: ...
+    num_prefill_tokens_queued: int
+    prefill_tokens_per_s: float
+    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ..., num_prefill_tokens_queued: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class GraphCounts(_message.Message):
     __slots__ = ("num_captured", "failed", "num_steps_replayed", "num_steps_eager", "num_sequences_padded")

@@ -39,6 +39,11 @@ class PrefillStub(object):
                 request_serializer=baton_dot_proto_dot_worker__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=baton_dot_proto_dot_worker__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.WatchPrefixes = channel.unary_stream(
+                '/baton.v1.Prefill/WatchPrefixes',
+                request_serializer=baton_dot_proto_dot_worker__pb2.WatchPrefixesRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_worker__pb2.PrefixChange.FromString,
+                _registered_method=True)
 
 
 class PrefillServicer(object):
@@ -51,6 +56,13 @@ class PrefillServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchPrefixes(self, request, context):
+        """Which blocks of prompts this life holds, from what the reader knows on; never ends by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +70,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=baton_dot_proto_dot_worker__pb2.PrefillRequest.FromString,
                     response_serializer=baton_dot_proto_dot_worker__pb2.PrefillEvent.SerializeToString,
+            ),
+            'WatchPrefixes': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchPrefixes,
+                    request_deserializer=baton_dot_proto_dot_worker__pb2.WatchPrefixesRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_worker__pb2.PrefixChange.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +104,33 @@ class Prefill(object):
             '/baton.v1.Prefill/Run',
             baton_dot_proto_dot_worker__pb2.PrefillRequest.SerializeToString,
             baton_dot_proto_dot_worker__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Prefill/WatchPrefixes',
+            baton_dot_proto_dot_worker__pb2.WatchPrefixesRequest.SerializeToString,
+            baton_dot_proto_dot_worker__pb2.PrefixChange.FromString,
             options,
             channel_credentials,
             insecure,

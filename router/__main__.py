@@ -12,12 +12,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from prometheus_client import start_http_server
-
-from baton.core.errors import BatonError, PortInUse
+from baton.core.clock import MonotonicClock
+from baton.core.errors import BatonError
+from baton.core.fleet_metrics import SpanCollector
+from baton.core.logs import configure_logging
+from baton.core.telemetry import Telemetry, TelemetryConfig
+from baton.router.metrics_port import serve_metrics
+from baton.router.migration import MigrationConfig
+from baton.router.openai.chat_template import ChatTemplate
+from baton.router.openai.front import HttpConfig, advised_sampling
+from baton.router.routing import PREFIX, ROUTINGS
+from baton.router.security_flags import add_flags, security_of
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 
@@ -35,9 +43,31 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--weights", choices=("checkpoint", "random"), default="checkpoint", help="what workers load")
     parser.add_argument("--max-queue-len", type=_positive_int, default=256, help="requests in flight; more are refused")
     parser.add_argument("--request-timeout-s", type=_positive_float, default=600.0, help="longest life of a request")
+    _add_migration(parser)
+    parser.add_argument("--routing", choices=ROUTINGS, default=PREFIX, help="how workers are chosen")
+    parser.add_argument("--max-wait-s", type=_positive_float, default=30.0, help="longest wait for a turn")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics over HTTP here; 0 picks a free one")
+    add_flags(parser)
+    parser.add_argument("--http-port", type=int, help="serve OpenAI's HTTP API here; 0 picks a free one")
+    parser.add_argument("--chat-template", default="", help="jinja file, or chatml; else the model's own")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log on stderr")
+    parser.add_argument("--trace-file", default="", help="append spans to this file: OTLP as JSON lines")
+    parser.add_argument("--trace-endpoint", default="", help="send spans to this OTLP/HTTP collector")
+    parser.add_argument("--trace-share", type=float, default=1.0, help="of requests whose clients leave it open")
     parser.add_argument("--exit-with-parent", action="store_true", help="end when stdin closes")
     return parser.parse_args(arguments)
+
+
+def _add_migration(parser: argparse.ArgumentParser) -> None:
+    own = MigrationConfig()
+    add = parser.add_argument
+    add("--max-migrations", type=_count, default=own.max_migrations, help="of one answer; 0: a lost worker ends it")
+    add("--migration-wait-s", type=_duration, default=own.wait_s, help="for workers to go on with")
+    add("--drain-grace-s", type=_duration, default=own.drain_grace_s, help="then a drained worker's streams move")
+    add(
+        "--quarantine-deaths", type=_deaths, default=own.quarantine_deaths, help="blame a request after these; 0: never"
+    )
+    add("--quarantine-s", type=_positive_float, default=own.quarantine_s, help="how long it is refused")
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -52,20 +82,41 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         port=options.port,
         max_queue_len=options.max_queue_len,
         request_timeout_s=options.request_timeout_s,
+        migration=MigrationConfig(
+            max_migrations=options.max_migrations,
+            wait_s=options.migration_wait_s,
+            drain_grace_s=options.drain_grace_s,
+            quarantine_deaths=options.quarantine_deaths,
+            quarantine_s=options.quarantine_s,
+        ),
+        routing=options.routing,
+        max_wait_s=options.max_wait_s,
+        security=security_of(options),
+        http=_http_config(options),
     )
-    router = RouterServer(config, model)
+    telemetry = Telemetry(_telemetry(options), "router", MonotonicClock())
+    router = RouterServer(config, model, tracer=telemetry.tracer)
+    if telemetry.tracer is not None:
+        router.metrics.registry.register(SpanCollector(lambda: telemetry.num_dropped))
     await router.start()
     try:
         ports = {"grpc_port": router.port}
+        if config.security.admin_port is not None:
+            ports["admin_port"] = router.admin_port
+        if router.http_port is not None:
+            ports["http_port"] = router.http_port
         close_metrics = None
         if options.metrics_port is not None:
-            ports["metrics_port"], close_metrics = _serve_metrics(options.host, options.metrics_port, router)
+            ports["metrics_port"], close_metrics = serve_metrics(
+                options.host, options.metrics_port, router.metrics.registry, config.security.tls
+            )
         print(json.dumps(ports), flush=True)
         await stop.wait()
         if close_metrics is not None:
             close_metrics()
     finally:
         await router.stop()
+        telemetry.close()
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -86,7 +137,8 @@ async def run(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The process."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging(options.log_format, {"role": "router"})
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         asyncio.run(run(options))
     except BatonError as error:
@@ -102,23 +154,50 @@ def _wait_for_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> No
         loop.call_soon_threadsafe(stop.set)
 
 
-def _serve_metrics(host: str, port: int, router: RouterServer) -> tuple[int, Callable[[], None]]:
-    try:
-        server, _ = start_http_server(port, addr=host, registry=router.metrics.registry)
-    except OSError as error:
-        raise PortInUse(f"metrics port {port} on {host}: {error.strerror}", host=host, port=port) from error
+def _http_config(options: argparse.Namespace) -> HttpConfig | None:
+    if options.http_port is None:
+        return None
+    return HttpConfig(
+        port=options.http_port,
+        template=ChatTemplate.load(options.model_path, options.chat_template),
+        defaults=advised_sampling(options.model_path),
+    )
 
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
 
-    return server.server_port, close
+def _telemetry(options: argparse.Namespace) -> TelemetryConfig:
+    return TelemetryConfig(
+        log_format=options.log_format,
+        trace_file=options.trace_file,
+        trace_endpoint=options.trace_endpoint,
+        trace_share=options.trace_share,
+    )
 
 
 def _positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _deaths(text: str) -> int:
+    value = _count(text)
+    if value == 1:
+        raise argparse.ArgumentTypeError("one death says nothing about who was there; 0, 2 or more")
+    return value
+
+
+def _duration(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is no duration")
     return value
 
 

@@ -1,7 +1,7 @@
 """`baton.v1.Admin` of the router: what it knows of itself and its workers."""
 
 import asyncio
-from collections.abc import Callable
+import logging
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -9,20 +9,25 @@ import grpc
 import grpc.aio
 
 from baton.core.clock import Clock
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, InvalidRequest, WorkerLost
 from baton.core.metrics import RouterMetrics
 from baton.proto import admin_pb2, admin_pb2_grpc, wire
+from baton.router.admission import Admission
 from baton.router.channels import Channels
-from baton.router.members import DECODE, Member, Members
+from baton.router.members import DECODE, MAX_WORKERS, Member, Members
+from baton.router.migration import Migration
+from baton.router.operations import Operations
 from baton.router.policy import require
 from baton.router.refusals import Refusals
 from baton.router.speculation import SpeculationWish
 
 INVENTORY_TIMEOUT_S: Final = 1.0
 
+log = logging.getLogger(__name__)
 
-class AdminService(admin_pb2_grpc.AdminServicer):
-    """Status from heartbeats, Inventory asked afresh."""
+
+class AdminService(Operations):
+    """Status from heartbeats, Inventory asked afresh; and what operators change."""
 
     def __init__(
         self,
@@ -32,19 +37,22 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         refusals: Refusals,
         channels: Channels,
         metrics: RouterMetrics,
-        num_running: Callable[[], int],
+        admission: Admission,
         speculation: SpeculationWish,
+        migration: Migration,
         clock: Clock,
     ) -> None:
+        super().__init__(members, migration, clock)
         self._model = model
         self._members = members
         self._refusals = refusals
         self._channels = channels
         self._metrics = metrics
-        self._num_running = num_running
+        self._admission = admission
         self._speculation = speculation
         self._clock = clock
         self._start_s = clock.now_s()
+        self._scale: admin_pb2.ScaleRequest | None = None
 
     async def Status(
         self, request: admin_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -54,7 +62,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             model=self._model,
             version=_version(),
             uptime_s=self._clock.now_s() - self._start_s,
-            num_requests_running=self._num_running(),
+            num_requests_running=self._admission.num_in_flight,
             num_requests_finished=self._metrics.total("requests_finished"),
             num_requests_failed=self._metrics.total("requests_failed"),
             num_tokens_streamed=self._metrics.total("generation_tokens"),
@@ -68,6 +76,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 for refusal in self._refusals.all()
             ],
             num_handoff_retries=self._metrics.total("handoff_retries"),
+            num_migrations=self._metrics.total("migrations"),
+            quarantined=self.quarantined(),
+            max_queue_len=self._admission.limit,
+            scale=self._scale,
         )
 
     async def Inventory(
@@ -93,6 +105,55 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             await wire.abort_with(context, error)
         telling = [self._tell(member, self._channels.to(member), request) for member in live]
         return admin_pb2.SetSpeculationReply(workers=await asyncio.gather(*telling))
+
+    async def Restart(
+        self, request: admin_pb2.RestartRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.RestartReply:
+        """Pass it on to the worker."""
+        try:
+            return await self._restart(request)
+        except BatonError as error:
+            await wire.abort_with(context, error)
+
+    async def SetAdmission(
+        self, request: admin_pb2.SetAdmissionRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.SetAdmissionReply:
+        """Hold so many requests from now on."""
+        if not request.max_queue_len:
+            await wire.abort_with(context, InvalidRequest("max_queue_len: at least 1", field="max_queue_len"))
+        previous, self._admission.limit = self._admission.limit, request.max_queue_len
+        log.warning("the router holds at most %d requests, not %d", request.max_queue_len, previous)
+        return admin_pb2.SetAdmissionReply(
+            max_queue_len=self._admission.limit, previous=previous, num_in_flight=self._admission.num_in_flight
+        )
+
+    async def Scale(
+        self, request: admin_pb2.ScaleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.ScaleReply:
+        """Keep it for whoever starts workers to read."""
+        if not request.num_prefill or not request.num_decode or request.num_prefill + request.num_decode > MAX_WORKERS:
+            message = f"at least one worker of each role, and at most {MAX_WORKERS} in all"
+            await wire.abort_with(context, InvalidRequest(message, field="num_prefill"))
+        log.warning("there should be %d prefill and %d decode workers", request.num_prefill, request.num_decode)
+        self._scale = request
+        return admin_pb2.ScaleReply()
+
+    async def _restart(self, request: admin_pb2.RestartRequest) -> admin_pb2.RestartReply:
+        worker_id = request.worker_id
+        member = next((member for member in self._members.all() if member.state.worker_id == worker_id), None)
+        if member is None:
+            raise InvalidRequest(f"no worker {worker_id[:200]!r} is known", field="worker_id")
+        if member.state.epoch != request.epoch:
+            return admin_pb2.RestartReply(ending=False)
+        if not member.alive:
+            message = f"{worker_id} is silent and hears nothing; end its process on its node"
+            raise WorkerLost(message, worker_id=worker_id)
+        stub = admin_pb2_grpc.AdminStub(self._channels.to(member))
+        try:
+            reply: admin_pb2.RestartReply = await stub.Restart(request, timeout=INVENTORY_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise wire.error_from_rpc(error) from error
+        return reply
 
     async def _tell(
         self, member: Member, channel: grpc.aio.Channel, request: admin_pb2.SetSpeculationRequest
@@ -120,12 +181,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return status
 
     def _status(self, member: Member) -> admin_pb2.WorkerStatus:
-        return admin_pb2.WorkerStatus(
+        status = admin_pb2.WorkerStatus(
             state=member.state,
             alive=member.alive,
             heartbeat_age_s=self._members.heartbeat_age_s(member),
             num_epochs=member.num_epochs,
         )
+        return self.describe(member, status)
 
 
 def _version() -> str:

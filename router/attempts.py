@@ -1,29 +1,64 @@
-"""One request until it ends: a first attempt, and others elsewhere when a hand-off failed.
+"""One request until it ends: a first attempt, and others elsewhere when it lost a worker or a hand-off failed.
 
-It chooses pairs and counts attempts; what happens within an attempt is `request_run`'s. A recompute gives the same
-tokens (greedy, or drawn by the request's seed), so what the client has already is checked, and not sent again. Only
-failed hand-offs are tried again, a few times and within the request's deadline: a request that loses a worker ends.
+It chooses pairs and waits for them; what follows from what is `continuation`'s to decide, and what happens within an
+attempt is `request_run`'s. The client's stream goes on: it sees a pause, no token twice and none left out.
 """
 
-import dataclasses
+import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 from baton.core.clock import Clock
-from baton.core.errors import ProtocolError, TransferFailed, WorkersIncompatible
-from baton.core.request import AttemptKey, GenerationRequest
+from baton.core.errors import BatonError, NoWorker, TransferFailed, WorkersIncompatible
+from baton.core.request import GenerationRequest
 from baton.proto import worker_pb2
+from baton.router.attendance import Attendance, Visitor
 from baton.router.channels import Channels
-from baton.router.members import DECODE, PREFILL, Members
-from baton.router.policy import Lives, Pair, Policy
+from baton.router.continuation import Again, Cause, Continuation, MigrationLimits, cause_of
+from baton.router.members import DECODE, PREFILL, Member
+from baton.router.outcasts import Outcasts, fits
+from baton.router.policy import Pair, Policy
 from baton.router.refusals import Refusals
 from baton.router.request_run import Emitted, RequestRun
-from baton.router.token_order import TokenOrder
+
+SETTLE_S = 0.05  # between looks whether a worker died
+SETTLE_LOOKS = 40
 
 log = logging.getLogger(__name__)
 
-MAX_RETRIES: Final = 2
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptsContext:
+    """What the attempts of all requests share.
+
+    Attributes:
+        policy: chooses pairs.
+        attendance: who is alive, and where requests are.
+        refusals: pairs that cannot work; it grows by what is found here.
+        channels: to workers.
+        clock: that deadlines are read from.
+        spawn: runs a coroutine in the background and keeps hold of it.
+        limits: of migration.
+        on_retry: called before each attempt after a failed hand-off.
+        on_migration: called before each that follows a lost worker.
+        on_finished: called when an answer is complete.
+        admit: refuses a request that is not to go to a worker any more, by raising.
+    """
+
+    policy: Policy
+    attendance: Attendance
+    refusals: Refusals
+    channels: Channels
+    clock: Clock
+    spawn: Callable[[Coroutine[Any, Any, None]], None]
+    limits: MigrationLimits
+    on_retry: Callable[[], None]
+    on_migration: Callable[[Cause], None]
+    on_finished: Callable[[GenerationRequest], None]
+    admit: Callable[[GenerationRequest], None]
 
 
 class Attempts:
@@ -31,40 +66,19 @@ class Attempts:
 
     Args:
         request: its first attempt; its seed is fixed.
-        policy: chooses pairs.
-        members: who is alive.
-        refusals: pairs that cannot work; it grows by what is found here.
-        channels: to workers.
-        clock: that deadlines are read from.
-        spawn: runs a coroutine in the background and keeps hold of it.
-        on_retry: called before each attempt but the first.
+        context: what all requests share.
     """
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        *,
-        policy: Policy,
-        members: Members,
-        refusals: Refusals,
-        channels: Channels,
-        clock: Clock,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-        on_retry: Callable[[], None],
-    ) -> None:
+    def __init__(self, request: GenerationRequest, context: AttemptsContext) -> None:
         self.request = request
-        self.num_retries = 0
         self.first: worker_pb2.FirstToken | None = None  # of the attempt whose first token the client got
         self.first_pair: Pair | None = None
-        self._policy = policy
-        self._members = members
-        self._refusals = refusals
-        self._channels = channels
-        self._clock = clock
-        self._spawn = spawn
-        self._on_retry = on_retry
-        self._order = TokenOrder(request.sampling.max_tokens)
-        self._failed: set[Lives] = set()
+        self.runs: list[RequestRun] = []  # every attempt, in order
+        self._context = context
+        self._answer = Continuation(request, context.limits, random.random)
+        self._visitor = Visitor(context.attendance, request, self._may_move)
+        self._outcasts = Outcasts()
+        self._pair: Pair | None = None
         self._run: RequestRun | None = None
 
     @property
@@ -73,86 +87,162 @@ class Attempts:
         assert self._run is not None
         return self._run
 
+    @property
+    def num_retries(self) -> int:
+        """Attempts after failed hand-offs."""
+        return self._answer.num_retries
+
+    @property
+    def num_migrations(self) -> int:
+        """Attempts after lost workers."""
+        return self._answer.num_migrations
+
+    @property
+    def num_forced(self) -> int:
+        """Tokens that the last attempt took over from those before it."""
+        return self._answer.num_forced
+
     async def events(self) -> AsyncIterator[Emitted]:
         """Tokens in order, each once; ends after the one with a finish reason.
 
         Raises:
             BatonError: what ended the request; all tokens that had arrived were yielded before.
         """
+        self._context.admit(self.request)
         while True:
-            pair = self._pick()
+            self._pair = pair = await self._find_pair()
             self._run = run = self._start(pair)
             try:
                 async for emitted in run.events():
                     if self.first is None:
                         self.first, self.first_pair = run.first, pair
-                    new = self._take(emitted)
+                    new = self._take(run, emitted)
                     if new is not None:
                         yield new
+                self._answer.finish()
+                self._context.on_finished(self.request)
                 return
-            except TransferFailed as error:
-                if not self._may_retry(pair, error):
-                    raise
-                self.close()
-                self.num_retries += 1
-                self._on_retry()
-                log.warning("%s is tried again: %s", run.request.key, error.message)
+            except BatonError as error:
+                await self._lost(pair, error)
 
     def close(self) -> None:
         """End the attempt that is under way, if it has not ended."""
         if self._run is not None:
             self._run.close()
-            self._spawn(self._run.drain())
+            self._context.spawn(self._run.drain())
+
+    async def _find_pair(self) -> Pair:
+        """A pair, waited for where the answer has begun.
+
+        Raises:
+            NoWorker: a role has no live worker.
+            WorkersIncompatible: every live pair has refused.
+            RequestDeadlineExceeded: while waiting.
+        """
+        while True:
+            try:
+                return self._pick()
+            except (NoWorker, WorkersIncompatible) as error:
+                await asyncio.sleep(self._answer.no_pair(error, self._context.clock.now_s()))
 
     def _pick(self) -> Pair:
-        """A pair that has not failed this request if there is one, else one that has.
+        """Workers that have not failed this request if there are, else a pair that has not, else any.
 
         Raises:
             NoWorker: a role has no live worker.
             WorkersIncompatible: every live pair has refused.
         """
-        prefill, decode = self._members.live(PREFILL), self._members.live(DECODE)
-        refused = self._refusals.lives()
+        prefill, decode = self._serving(PREFILL), self._serving(DECODE)
+        refused, outcasts = self._context.refusals.lives(), self._outcasts
+        pick = self._context.policy.pick
+        if outcasts.pairs:
+            for fresh, excluded in ((True, refused), (False, refused | outcasts.pairs)):
+                try:
+                    only = outcasts.without(prefill) if fresh else prefill
+                    return pick(only, outcasts.without(decode) if fresh else decode, excluded, self.request)
+                except (NoWorker, WorkersIncompatible):
+                    continue
         try:
-            return self._policy.pick(prefill, decode, refused | self._failed)
-        except WorkersIncompatible:
-            try:
-                return self._policy.pick(prefill, decode, refused)
-            except WorkersIncompatible as error:
-                raise self._incompatible(error) from None
+            return pick(prefill, decode, refused, self.request)
+        except WorkersIncompatible as error:
+            raise self._incompatible(error) from None
+
+    def _serving(self, role: str) -> list[Member]:
+        """Live workers that take requests, and did not lose this one's stream just now, nor others' if any is left."""
+        attendance, draining = self._context.attendance, self._context.attendance.drains.lives()
+        live = [member for member in attendance.members.live(role) if member.life not in draining]
+        if self._answer.tried:  # before, it was checked against all
+            live = [member for member in self._outcasts.heard(live) if fits(self.request, member)]
+        return [member for member in live if not attendance.presence.is_unsettled(member.life)] or live
 
     def _incompatible(self, error: WorkersIncompatible) -> WorkersIncompatible:
-        refusal = self._refusals.all()[0]
+        refusal = self._context.refusals.all()[0]
         who = f"{refusal.prefill.worker_id} and {refusal.decode.worker_id}"
         return WorkersIncompatible(f"{error.message}; {who}: {refusal.reason}", reason=refusal.reason, **error.fields)
 
     def _start(self, pair: Pair) -> RequestRun:
-        key = AttemptKey(self.request.key.request_id, self.request.key.attempt + self.num_retries)
-        request = dataclasses.replace(self.request, key=key)
-        run = RequestRun(request, pair, channels=self._channels, members=self._members, clock=self._clock)
+        request = self._answer.begin(pair.prefill.capacity_len)
+        context = self._context
+        run = RequestRun(request, pair, channels=context.channels, visitor=self._visitor, clock=context.clock)
         run.start()
+        self.runs.append(run)
         return run
 
-    def _take(self, emitted: Emitted) -> Emitted | None:
-        first = len(self._order)
-        try:
-            new = self._order.take(emitted.index, emitted.token_ids)
-        except ProtocolError as error:
-            if not self.num_retries:
-                raise
-            # Default numerics promise equal tokens but for near-ties, and this was one.
-            raise TransferFailed(f"a recompute gave other tokens: {error.message}", diverged=True) from error
+    def _take(self, run: RequestRun, emitted: Emitted) -> Emitted | None:
+        first = self._answer.num_tokens
+        new = self._answer.take(run.request.key.attempt, emitted.index, emitted.token_ids)
         if new or emitted.finish_reason:
             logprobs = emitted.logprobs[len(emitted.token_ids) - len(new) :]
             prompt_logprobs = () if first else emitted.prompt_logprobs
             return Emitted(first, new, emitted.finish_reason, logprobs, prompt_logprobs)
         return None
 
-    def _may_retry(self, pair: Pair, error: TransferFailed) -> bool:
-        reason = error.fields.get("pair_refused")
+    async def _lost(self, pair: Pair, error: BatonError) -> None:
+        """End the attempt, and wait until the next may begin.
+
+        Raises:
+            BatonError: there is no next.
+        """
+        self.close()
+        reason = error.fields.get("pair_refused") if isinstance(error, TransferFailed) else None
         if reason:
-            self._refusals.add(pair, str(reason))
+            self._context.refusals.add(pair, str(reason))
             log.warning("%s and %s are not paired again: %s", *(life.worker_id for life in pair.lives), reason)
-        self._failed.add(pair.lives)
-        is_in_time = self._clock.now_s() < self.request.deadline_s
-        return is_in_time and self.num_retries < MAX_RETRIES and not error.fields.get("diverged")
+        now_s = self._context.clock.now_s()
+        self._outcasts.add(pair, role=error.fields.get("role") if cause_of(error) else None, now_s=now_s)
+        names = [life.worker_id for life in pair.lives]
+        again = self._answer.failed(error, prefill=names[0], decode=names[1], now_s=now_s)
+        await self._prepare(again)
+        log.warning("%s goes on elsewhere from token %d: %s", self.request.key, self._answer.num_tokens, error.message)
+
+    async def _prepare(self, again: Again) -> None:
+        if again.delay_s:
+            await asyncio.sleep(again.delay_s)
+        if again.cause is None:
+            self._context.on_retry()
+            return
+        if again.cause is Cause.DEATH and self.num_migrations > 1:
+            await self._settle()
+        self._context.admit(self.request)
+        self._context.on_migration(again.cause)
+
+    async def _settle(self) -> None:
+        """After a second broken stream: wait until it is known whether workers died, so that no third one does."""
+        presence = self._context.attendance.presence
+        for _ in range(SETTLE_LOOKS):
+            if not any(presence.is_unsettled(life) for life in self._outcasts.lost):
+                return
+            await asyncio.sleep(SETTLE_S)
+
+    def _may_move(self) -> bool:
+        """Whether a worker that is being emptied can be left: there is another, and a migration to it."""
+        if self._pair is None or not self._answer.migrates:
+            return False
+        attendance = self._context.attendance
+        draining = attendance.drains.lives()
+        refused = self._context.refusals.lives()
+        prefill, decode = (
+            [member.life for member in attendance.members.live(role) if member.life not in draining]
+            for role in (PREFILL, DECODE)
+        )
+        return any((one, other) not in refused for one in prefill for other in decode)

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-import grpc
 import grpc.aio
 
+from baton.proto.secure_channel import SecureChannels
 from baton.router.members import Life, Member, Members
 
 OPTIONS: Final = (
@@ -18,6 +18,7 @@ OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),  # a new life at an old address gets a connection of its own
 )
+RETIRE_S: Final = 3600.0  # a channel with certificates of before may finish its calls
 
 
 class Channels:
@@ -26,22 +27,34 @@ class Channels:
     Args:
         members: says when a life is lost.
         spawn: runs a coroutine in the background and keeps hold of it.
+        secure: opens them; nothing is encrypted if not given. After its files have changed, new calls go over a new
+            channel, and those on the one before end by themselves.
     """
 
-    def __init__(self, members: Members, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    def __init__(
+        self,
+        members: Members,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        secure: SecureChannels | None = None,
+    ) -> None:
         self._members = members
         self._spawn = spawn
-        self._channels: dict[Life, grpc.aio.Channel] = {}
+        self._secure = secure or SecureChannels()
+        self._channels: dict[Life, tuple[grpc.aio.Channel, int]] = {}
 
     def to(self, member: Member) -> grpc.aio.Channel:
         """The channel to the life `member` is in. The member must be alive."""
         assert member.alive
         life = member.life
-        channel = self._channels.get(life)
-        if channel is None:
-            channel = grpc.aio.insecure_channel(member.state.address, options=OPTIONS)
-            self._channels[life] = channel
-            self._members.watch(life, lambda: self._spawn(self._close(life)))
+        version = self._secure.version
+        channel, opened_version = self._channels.get(life, (None, 0))
+        if channel is None or opened_version != version:
+            if channel is None:
+                self._members.watch(life, lambda: self._spawn(self._close(life)))
+            else:
+                self._spawn(channel.close(RETIRE_S))
+            channel = self._secure.open_aio(member.state.address, OPTIONS)
+            self._channels[life] = channel, version
         return channel
 
     async def close(self) -> None:
@@ -50,6 +63,6 @@ class Channels:
             await self._close(life)
 
     async def _close(self, life: Life) -> None:
-        channel = self._channels.pop(life, None)
+        channel, _ = self._channels.pop(life, (None, 0))
         if channel is not None:
             await channel.close(None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton.core.request import GenerationRequest, choices_of
 from baton.router.attempts import Attempts
+from baton.router.gate import Gate, Turn
 from baton.router.request_run import Emitted
 
 
@@ -27,9 +28,17 @@ class Choices:
     Args:
         request: checked.
         attempts_of: makes the attempts of one answer.
+        gate: where it waits for its turn, if there is one.
     """
 
-    def __init__(self, request: GenerationRequest, attempts_of: Callable[[GenerationRequest], Attempts]) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        attempts_of: Callable[[GenerationRequest], Attempts],
+        gate: Gate | None = None,
+    ) -> None:
+        self._request, self._gate = request, gate
+        self._turn: Turn | None = None
         self.attempts = [attempts_of(_named(one)) for one in choices_of(request)]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -37,8 +46,16 @@ class Choices:
         """Tokens of all answers as they come; each answer's in order, its last with a finish reason.
 
         Raises:
-            BatonError: what ended one of them, and with it the request.
+            BatonError: what ended one of them, and with it the request; or it was refused its turn.
         """
+        if self._gate is not None:
+            self._turn = await self._gate.enter(self._request)
+        async for event in self._events():
+            if self._turn is not None:
+                self._turn.tokens(len(event.emitted.token_ids))
+            yield event
+
+    async def _events(self) -> AsyncIterator[ChoiceEvent]:
         if len(self.attempts) == 1:
             async for emitted in self.attempts[0].events():
                 yield ChoiceEvent(0, emitted)
@@ -70,6 +87,8 @@ class Choices:
             task.cancel()
         for attempts in self.attempts:
             attempts.close()
+        if self._turn is not None:
+            self._turn.leave()
 
 
 async def _read(choice: int, attempts: Attempts, queue: "asyncio.Queue[ChoiceEvent | BaseException | None]") -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import grpc
@@ -10,23 +12,29 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from baton.core.clock import Clock
+from baton.core.clock_id import clock_id
 from baton.core.errors import BatonError, EmptyPrompt, InvalidRequest, ModelNotFound, PromptTooLong
 from baton.core.grammar_check import MAX_GRAMMAR_BYTES
 from baton.core.metrics import RouterMetrics
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import MAX_CHOICES, SamplingParams
+from baton.core.span import Tracer
+from baton.core.trace_context import INCOMING, from_metadata
 from baton.core.validate import RequestLimits, validate_request
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.router.admission import Admission
-from baton.router.attempts import Attempts
-from baton.router.channels import Channels
+from baton.router.answers import Answers
+from baton.router.attempts import Attempts, AttemptsContext
 from baton.router.choices import Choices
+from baton.router.gate import Gate
 from baton.router.members import DECODE, PREFILL, Members
-from baton.router.policy import Pair, Policy, require
-from baton.router.refusals import Refusals
+from baton.router.policy import Pair, require
+from baton.router.request_log import log_end
 from baton.router.served_model import ServedModel
 from baton.router.stats import StreamStats
 from baton.router.text import IncrementalText
+from baton.router.tracing import RequestTracing
+from baton.router.work import HIGH, NORMAL, PRIORITIES
 
 MAX_REQUEST_ID_LEN: Final = 128
 MAX_TENANT_LEN: Final = 256
@@ -51,61 +59,109 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         host: str,
         request_timeout_s: float,
         admission: Admission,
-        policy: Policy,
         members: Members,
-        refusals: Refusals,
-        channels: Channels,
+        attempts: AttemptsContext,
         metrics: RouterMetrics,
         clock: Clock,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        gate: Gate | None = None,
+        max_prompt_len: int | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._gate = gate
+        self._max_prompt_len = max_prompt_len
+        self._tracing = None if tracer is None else RequestTracing(tracer, clock, self._is_near)
         self._model = model
         self._hosts = {host, *LOCAL_HOSTS}
         self._request_timeout_s = request_timeout_s
         self._admission = admission
-        self._policy = policy
         self._members = members
-        self._refusals = refusals
-        self._channels = channels
+        self._attempts_context = attempts
         self._metrics = metrics
         self._clock = clock
-        self._spawn = spawn
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Stream one answer, or `n` side by side.
 
         Writes to the context: a cancel is then raised here, wherever this waits.
         """
-        received_s = self._clock.now_s()
-        stats = StreamStats(self._clock, self._metrics, received_s)
+        if self._tracing is not None:
+            INCOMING.set(from_metadata(context.invocation_metadata()))
         try:
-            num_choices = min(max(request.sampling.n, 1), MAX_CHOICES)
-            with self._admission.slot(num_choices), self._metrics.num_streams_open.track_inprogress():
-                admitted = await self._admit(request, received_s, context.time_remaining())
-                await self._stream(admitted, request.request_id or admitted.key.request_id, stats, context)
+            async with self.open([request], context.time_remaining()) as answers:
+                async for _, chunk in answers.chunks():
+                    await context.write(chunk)
+        except BatonError as error:
+            await wire.abort_with(context, error)
+
+    @asynccontextmanager
+    async def open(
+        self,
+        asked: Sequence[inference_pb2.GenerateRequest],
+        time_left_s: float | None = None,
+        default_max_tokens: int = wire.DEFAULT_MAX_TOKENS,
+    ) -> AsyncIterator[Answers]:
+        """Check one call's requests, all before any begins, and hold their places; leaving ends what still runs.
+
+        Args:
+            asked: one for each prompt; they succeed or fail together.
+            time_left_s: until the client's own deadline, if it has one.
+            default_max_tokens: where a request names none; never more than fit.
+
+        Raises:
+            BatonError: whatever refuses a request.
+        """
+        received_s = self._clock.now_s()
+        all_stats = [StreamStats(self._clock, self._metrics, received_s) for _ in asked]
+        num_answers = sum(min(max(one.sampling.n, 1), MAX_CHOICES) for one in asked)
+        try:
+            self._check_number(num_answers)
+            with self._admission.slot(num_answers), self._metrics.num_streams_open.track_inprogress():
+                requests = [await self._admit(one, received_s, time_left_s, default_max_tokens) for one in asked]
+                shown_ids = [
+                    one.request_id or request.key.request_id for one, request in zip(asked, requests, strict=True)
+                ]
+                streams = map(self._stream, requests, shown_ids, all_stats)
+                async with Answers(requests, streams) as answers:
+                    yield answers
         except BatonError as error:
             self._metrics.requests_failed.labels(type(error).__name__).inc()
-            await wire.abort_with(context, error)
-        except asyncio.CancelledError:
-            if not stats.counted:  # else the client had everything but the status
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            if not all(stats.counted for stats in all_stats):  # else the client had everything but the status
                 self._metrics.requests_failed.labels("RequestCancelled").inc()
             raise
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> inference_pb2.TokenizeReply:
         """Token ids of a text."""
         try:
-            self._check_model(request.model)
-            self._check_size(request)
-            return inference_pb2.TokenizeReply(token_ids=await self._encode(request.text))
+            return inference_pb2.TokenizeReply(token_ids=await self.tokenize(request))
         except BatonError as error:
             await wire.abort_with(context, error)
 
     async def GetModel(self, request: inference_pb2.GetModelRequest, context: Context) -> inference_pb2.Model:
         """What is served, as the live workers report it."""
         try:
-            limits = self._limits()
+            return self.model()
         except BatonError as error:
             await wire.abort_with(context, error)
+
+    async def tokenize(self, request: inference_pb2.TokenizeRequest) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            InvalidRequest: another model's, too long, or no Unicode text.
+        """
+        self.check_model(request.model)
+        self._check_size(request)
+        return await self._encode(request.text)
+
+    def model(self) -> inference_pb2.Model:
+        """What is served, as the live workers report it.
+
+        Raises:
+            NoWorker: a role has no live worker.
+        """
+        limits = self._limits()
         state = self._members.live(DECODE)[0].state
         return inference_pb2.Model(
             name=self._model.name,
@@ -117,7 +173,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
     async def _admit(
-        self, asked: inference_pb2.GenerateRequest, received_s: float, time_left_s: float | None
+        self,
+        asked: inference_pb2.GenerateRequest,
+        received_s: float,
+        time_left_s: float | None,
+        default_max_tokens: int,
     ) -> GenerationRequest:
         """Check a request; nothing is allocated yet.
 
@@ -125,7 +185,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             InvalidRequest: it can never be served as it is.
             NoWorker: there is nobody to serve it.
         """
-        self._check_model(asked.model)
+        self.check_model(asked.model)
         if len(asked.request_id) > MAX_REQUEST_ID_LEN:
             message = f"request_id has {len(asked.request_id)} characters; at most {MAX_REQUEST_ID_LEN}"
             raise InvalidRequest(message, field="request_id", limit=MAX_REQUEST_ID_LEN)
@@ -134,12 +194,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise InvalidRequest(message, field="tenant", limit=MAX_TENANT_LEN)
         self._check_size(asked)
         # Once without the workers, so that a bad value is named even when nobody is there to serve a good one.
-        self._sampling(asked, room_len=1).validate(self._model.vocab_size)
+        self._sampling(asked, 1, default_max_tokens).validate(self._model.vocab_size)
         limits = self._limits()
         num_draft_tokens = _num_draft_tokens(asked, limits)
         prompt_token_ids = await self._prompt(asked)  # the only dear step: after all that can refuse without it
         positions = min(limits.max_model_len, limits.decode_capacity_len - limits.num_draft_tokens)
-        sampling = self._sampling(asked, room_len=positions - len(prompt_token_ids))
+        sampling = self._sampling(asked, positions - len(prompt_token_ids), default_max_tokens)
         validate_request(prompt_token_ids, sampling, limits)
         timeout_s = self._request_timeout_s if time_left_s is None else min(time_left_s, self._request_timeout_s)
         return GenerationRequest(
@@ -149,17 +209,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             deadline_s=received_s + timeout_s,
             num_draft_tokens=num_draft_tokens,
             tenant=asked.tenant,
+            priority=_priority(asked),
+            trace=None if self._tracing is None else self._tracing.begin(),
         )
 
-    async def _stream(self, request: GenerationRequest, shown_id: str, stats: StreamStats, context: Context) -> None:
-        choices = Choices(request, self._attempts)
+    async def _stream(
+        self, request: GenerationRequest, shown_id: str, stats: StreamStats
+    ) -> AsyncGenerator[inference_pb2.GenerateChunk]:
+        choices = Choices(request, self._attempts, self._gate)
         sampling = request.sampling
         texts = [IncrementalText(self._model.tokenizer, sampling.stop, sampling.min_tokens) for _ in choices.attempts]
         try:
             async for event in choices.events():
                 emitted, text = event.emitted, texts[event.choice]
                 for reports in _batched(emitted.prompt_logprobs, MAX_PROMPT_LOGPROBS):
-                    await context.write(inference_pb2.GenerateChunk(request_id=shown_id, prompt_logprobs=reports))
+                    yield inference_pb2.GenerateChunk(request_id=shown_id, prompt_logprobs=reports)
                 chunk = inference_pb2.GenerateChunk(
                     request_id=shown_id,
                     index=emitted.index,
@@ -177,30 +241,39 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     summary = stats.summary(event.choice, attempts, same_host=same_host)
                     stats.count(summary, emitted.finish_reason, num_choices=sampling.n)
                     chunk.finish.CopyFrom(inference_pb2.Finish(reason=emitted.finish_reason, stats=summary))
-                await context.write(chunk)
+                yield chunk
         finally:
             choices.close()
+            error = None if stats.counted else sys.exception()
+            log_end(request.key, shown_id, error, was_sent=any(attempts.runs for attempts in choices.attempts))
+            if self._tracing is not None:
+                self._tracing.end(request, shown_id, choices.attempts, stats, error)
 
     def _attempts(self, request: GenerationRequest) -> Attempts:
-        return Attempts(
-            request,
-            policy=self._policy,
-            members=self._members,
-            refusals=self._refusals,
-            channels=self._channels,
-            clock=self._clock,
-            spawn=self._spawn,
-            on_retry=self._metrics.handoff_retries.inc,
-        )
+        return Attempts(request, self._attempts_context)
 
     def _is_near(self, pair: Pair | None) -> bool:
-        """Whether the prefill worker's clock is ours."""
-        return pair is not None and pair.prefill.state.address.rpartition(":")[0] in self._hosts
+        """Whether the workers' clock is ours."""
+        return pair is not None and all(
+            state.clock_id == clock_id() if state.clock_id else state.address.rpartition(":")[0] in self._hosts
+            for state in (pair.prefill.state, pair.decode.state)
+        )
 
-    def _check_model(self, name: str) -> None:
+    def check_model(self, name: str) -> None:
+        """Refuse another model's name; none at all is the one that is served.
+
+        Raises:
+            ModelNotFound: it is not served here.
+        """
         if name and name != self._model.name:
             message = f"this deployment serves {self._model.name!r}, not {name[:200]!r}"
             raise ModelNotFound(message, model=name[:200], served=self._model.name)
+
+    def _check_number(self, num_answers: int) -> None:
+        """Refuse a call that an idle router would be too small for."""
+        limit = self._admission.limit
+        if num_answers > limit:
+            raise InvalidRequest(f"{num_answers} answers in one call; at most {limit}", field="n", limit=limit)
 
     def _check_size(self, asked: Message) -> None:
         """Refuse what cannot fit before any work is spent on it.
@@ -230,8 +303,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return self._model.tokenizer.encode(text)
         return await asyncio.to_thread(self._model.tokenizer.encode, text)
 
-    def _sampling(self, asked: inference_pb2.GenerateRequest, room_len: int) -> SamplingParams:
-        return wire.sampling_from_client(asked.sampling, room_len=room_len, draw_seed=lambda: secrets.randbits(63))
+    def _sampling(self, asked: inference_pb2.GenerateRequest, room_len: int, default_max_tokens: int) -> SamplingParams:
+        return wire.sampling_from_client(
+            asked.sampling,
+            room_len=room_len,
+            draw_seed=lambda: secrets.randbits(63),
+            default_max_tokens=default_max_tokens,
+        )
 
     def _limits(self) -> RequestLimits:
         """What every live worker can hold, so that an answer never depends on whose turn it is.
@@ -248,6 +326,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             num_draft_tokens=min(member.state.num_draft_tokens for member in decode),
             prefill_capacity_len=min(member.capacity_len for member in prefill),
             decode_capacity_len=min(member.capacity_len for member in decode),
+            max_prompt_len=self._max_prompt_len,
         )
 
 
@@ -258,6 +337,13 @@ def _num_draft_tokens(asked: inference_pb2.GenerateRequest, limits: RequestLimit
         message = f"num_draft_tokens = {asked.num_draft_tokens}: this deployment drafts {limits.num_draft_tokens}"
         raise InvalidRequest(message, field="num_draft_tokens", limit=limits.num_draft_tokens)
     return asked.num_draft_tokens
+
+
+def _priority(asked: inference_pb2.GenerateRequest) -> int:
+    priority = asked.priority if asked.HasField("priority") else NORMAL
+    if priority not in PRIORITIES:
+        raise InvalidRequest(f"priority = {priority}: 0 is low, 1 normal, 2 high", field="priority", limit=HIGH)
+    return priority
 
 
 def _unique_id(given: str) -> str:

@@ -3,14 +3,20 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
 
 from baton.core.errors import BatonError, RequestCancelled, WorkerLost
+from baton.core.request import AttemptKey
 from baton.proto import wire
-from baton.router.members import Member, Members
+from baton.router.attendance import Visitor
+from baton.router.continuation import Cause
+from baton.router.members import Member
+from baton.router.presence import Leaving
+
+NO_CONNECTION: Final = "failed to connect"  # gRPC has no code of its own for it
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +28,8 @@ class Leg:
         self.role = role
         self.life = member.life
         self.task: asyncio.Task[None] | None = None
-        self._unwatch: Callable[[], None] | None = None
+        self._leaving = Leaving.IN_ORDER
+        self._leave: Callable[[Leaving], None] | None = None
 
     def __str__(self) -> str:
         return f"{self.role} worker {self.life.worker_id}"
@@ -44,16 +51,20 @@ class Leg:
         self.task = asyncio.create_task(reading)
         self.task.add_done_callback(ended)
 
-    def watch(self, members: Members, on_lost: Callable[[BatonError], None]) -> None:
-        """Have `on_lost` called with a WorkerLost when the worker's life is lost."""
-        error = WorkerLost(f"{self} was lost", worker_id=self.worker_id, role=self.role)
-        self._unwatch = members.watch(self.life, lambda: on_lost(error))
+    def watch(self, visitor: Visitor, key: AttemptKey, on_lost: Callable[[BatonError], None]) -> None:
+        """Have `on_lost` called with a WorkerLost when the worker's life is lost, or when it should be left."""
+        self._leave = visitor.enter(self.life, self.role, key, on_lost)
 
     def unwatch(self) -> None:
         """The request does not depend on this worker any more."""
-        if self._unwatch is not None:
-            self._unwatch()
-            self._unwatch = None
+        if self._leave is not None:
+            self._leave(self._leaving)
+            self._leave = None
+
+    def doubt(self) -> None:
+        """Its hand-off failed, which may have been the worker's death."""
+        if self._leaving is Leaving.IN_ORDER:
+            self._leaving = Leaving.DOUBTED
 
     def cancel(self) -> None:
         """Cancel the RPC; the worker then gives up what it holds."""
@@ -64,12 +75,16 @@ class Leg:
         """The error of this leg, as the error of the request."""
         lost = {"worker_id": self.worker_id, "role": self.role}
         if isinstance(error, asyncio.CancelledError):
-            return WorkerLost(f"{self}: the connection was closed", **lost)
+            return WorkerLost(f"{self}: the connection was closed", cause=Cause.DEATH.value, **lost)
         typed = wire.error_from_rpc(error) if isinstance(error, grpc.RpcError) else error
         if isinstance(typed, RequestCancelled):  # nobody here cancelled: the worker gave up, or is shutting down
-            return WorkerLost(f"{self} gave the request up: {typed.message}", **lost)
+            return WorkerLost(f"{self} gave the request up: {typed.message}", cause=Cause.STREAM.value, **lost)
         if isinstance(typed, WorkerLost):
-            return WorkerLost(f"{self}: {typed.message}", **(typed.fields | lost))
+            self._leaving = Leaving.TURNED_AWAY if NO_CONNECTION in typed.message else Leaving.BROKEN
+            fields = typed.fields | lost | {"cause": Cause.DEATH.value}
+            return WorkerLost(f"{self}: {typed.message}", **fields)
+        if type(typed) is BatonError:  # it broke in a way that it has no name for
+            return BatonError(f"{self}: {typed.message}", **(typed.fields | lost | {"cause": Cause.STREAM.value}))
         if isinstance(typed, BatonError):
             return typed
         log.error("%s: reading its stream failed", self, exc_info=error)

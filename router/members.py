@@ -42,6 +42,7 @@ class Member:
     heartbeat_s: float
     alive: bool = True
     num_epochs: int = 1
+    lost_by: str = ""  # "death" or "fence", if not alive
     retired_epochs: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_RETIRED_EPOCHS))
 
     @property
@@ -84,7 +85,7 @@ class Members:
             return False  # of a life that was replaced: a report that was late, or a process that should be dead
         known = member.alive and state.epoch == member.state.epoch
         if state.epoch != member.state.epoch:
-            self._lose(member)
+            self._lose(member, "death")
             member.retired_epochs.append(member.state.epoch)
             member.num_epochs += 1
         member.state, member.heartbeat_s, member.alive = state, now_s, True
@@ -103,7 +104,7 @@ class Members:
             member.heartbeat_s = min(member.heartbeat_s + stalled_s, now_s)
             age_s = now_s - member.heartbeat_s
             if member.alive and age_s >= self._alive_s:
-                self._lose(member)
+                self._lose(member, "fence")
                 lost.append(member.life)
             elif age_s >= FORGET_S:
                 del self._members[worker_id]
@@ -125,6 +126,16 @@ class Members:
                 self._watches.pop(life, None)
 
         return unwatch
+
+    def why_lost(self, life: Life) -> str:
+        """Of a life that was lost: "fence" if nothing but its silence says so, else "death"."""
+        member = self._members.get(life.worker_id)
+        return member.lost_by if member is not None and member.life == life and member.lost_by else "death"
+
+    def heard_since(self, life: Life, moment_s: float) -> bool:
+        """Whether this life has reported after a moment, whatever became of it then."""
+        member = self._members.get(life.worker_id)
+        return member is not None and member.life == life and member.heartbeat_s > moment_s
 
     def live(self, role: str) -> list[Member]:
         """Live workers of a role, by name."""
@@ -152,7 +163,9 @@ class Members:
         """Seconds since a worker was last heard."""
         return max(0.0, self._clock.now_s() - member.heartbeat_s)
 
-    def _lose(self, member: Member) -> None:
+    def _lose(self, member: Member, why: str) -> None:
+        if member.alive:
+            member.lost_by = why
         member.alive = False
         for on_lost in self._watches.pop(member.life, []):
             on_lost()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.core.errors import NoWorker, WorkersIncompatible
+from baton.core.request import GenerationRequest
 from baton.router.members import DECODE, PREFILL, Life, Member
 
 Lives = tuple[Life, Life]  # of a prefill worker and a decode worker
@@ -18,6 +19,8 @@ class Pair:
 
     prefill: Member
     decode: Member
+    expected_cached_len: int = 0  # prompt tokens that the prefill worker is thought to have
+    routing: str = ""  # the policy that chose it
 
     @property
     def lives(self) -> Lives:
@@ -28,8 +31,25 @@ class Pair:
 class Policy(Protocol):
     """Chooses a pair."""
 
-    def pick(self, prefill: Sequence[Member], decode: Sequence[Member], excluded: Set[Lives] = NOBODY) -> Pair:
+    @property
+    def name(self) -> str:
+        """What `--routing` calls it."""
+        ...
+
+    def pick(
+        self,
+        prefill: Sequence[Member],
+        decode: Sequence[Member],
+        excluded: Set[Lives] = NOBODY,
+        request: GenerationRequest | None = None,
+    ) -> Pair:
         """Choose among live workers, each sequence ordered by name; an excluded pair is never chosen.
+
+        Args:
+            prefill: workers that may compute the prompt.
+            decode: workers that may write the answer.
+            excluded: pairs that may not.
+            request: whose prompt it is; None: nothing is known of it.
 
         Raises:
             NoWorker: a role has none.
@@ -41,10 +61,18 @@ class Policy(Protocol):
 class RoundRobin:
     """Each role's workers in turn, by name, whoever comes and goes."""
 
+    name = "round_robin"
+
     def __init__(self) -> None:
         self._last = {PREFILL: "", DECODE: ""}
 
-    def pick(self, prefill: Sequence[Member], decode: Sequence[Member], excluded: Set[Lives] = NOBODY) -> Pair:
+    def pick(
+        self,
+        prefill: Sequence[Member],
+        decode: Sequence[Member],
+        excluded: Set[Lives] = NOBODY,
+        request: GenerationRequest | None = None,
+    ) -> Pair:
         """The next of each role; where that pair is excluded, the next pair after it.
 
         Raises:
@@ -59,7 +87,7 @@ class RoundRobin:
                 if (prefill_member.life, decode_member.life) not in excluded:
                     self._last[PREFILL] = prefill_member.state.worker_id
                     self._last[DECODE] = decode_member.state.worker_id
-                    return Pair(prefill_member, decode_member)
+                    return Pair(prefill_member, decode_member, routing=self.name)
         message = f"none of {len(prefill)} prefill workers can hand over to any of {len(decode)} decode workers"
         raise WorkersIncompatible(message, num_prefill=len(prefill), num_decode=len(decode))
 

@@ -21,9 +21,10 @@ from baton.core.errors import (
 )
 from baton.core.request import FinishReason, GenerationRequest
 from baton.proto import inference_pb2, wire, worker_pb2, worker_pb2_grpc
+from baton.router.attendance import Visitor
 from baton.router.channels import Channels
+from baton.router.continuation import Cause
 from baton.router.leg import Leg
-from baton.router.members import Members
 from baton.router.policy import Pair
 from baton.router.token_order import TokenOrder
 
@@ -52,14 +53,16 @@ class RequestRun:
     """
 
     def __init__(
-        self, request: GenerationRequest, pair: Pair, *, channels: Channels, members: Members, clock: Clock
+        self, request: GenerationRequest, pair: Pair, *, channels: Channels, visitor: Visitor, clock: Clock
     ) -> None:
         self.request = request
         self.first: worker_pb2.FirstToken | None = None
         self.prefill_done: worker_pb2.PrefillDone | None = None
         self.decode_stats: worker_pb2.DecodeStats | None = None
+        self.decode_start: worker_pb2.DecodeStart | None = None
+        self.started_s = clock.now_s()
         self._clock = clock
-        self._members = members
+        self._visitor = visitor
         self._prefill = Leg("prefill", pair.prefill)
         self._decode = Leg("decode", pair.decode)
         self._channels = (channels.to(pair.prefill), channels.to(pair.decode))
@@ -69,7 +72,7 @@ class RequestRun:
             epoch=pair.decode.state.kv_epoch or pair.decode.life.epoch,
         )
         self._decode_epoch = pair.decode.life.epoch
-        self._order = TokenOrder(request.sampling.max_tokens)
+        self._order = TokenOrder(request.sampling.max_tokens, request.forced_token_ids)
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
         self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
         self._queue: asyncio.Queue[Emitted | BatonError] = asyncio.Queue()
@@ -97,7 +100,9 @@ class RequestRun:
         self._decode.start(self._read_decode(now_s, left_s + LEG_GRACE_S), self._on_leg_ended)
         self._prefill.start(self._read_prefill(now_s, left_s + LEG_GRACE_S), self._on_leg_ended)
         for leg in (self._decode, self._prefill):
-            leg.watch(self._members, self._fail)
+            leg.watch(self._visitor, self.request.key, self._fail)
+        if self._ended:  # one of them is lost already
+            self._end()
 
     async def events(self) -> AsyncIterator[Emitted]:
         """Tokens in order; ends after the one with a finish reason.
@@ -143,7 +148,7 @@ class RequestRun:
         finally:
             call.cancel()
         if self.prefill_done is None:
-            raise ProtocolError(f"{self._prefill} ended its stream before it was done")
+            raise self._cut_off(self._prefill, "before it was done")
 
     async def _read_decode(self, now_s: float, timeout_s: float) -> None:
         message = wire.attend_request(self.request, now_s)
@@ -158,7 +163,7 @@ class RequestRun:
         finally:
             call.cancel()
         if not self._ended and not self._decode_finished:
-            raise ProtocolError(f"{self._decode} ended its stream without a finish")
+            raise self._cut_off(self._decode, "without a finish")
 
     def _on_prompt_logprobs(self, reports: worker_pb2.PromptLogprobs) -> None:
         self._prompt_logprobs.extend(reports.tokens)
@@ -173,8 +178,15 @@ class RequestRun:
         is_asked = self.request.sampling.prompt_logprobs is not None
         if len(self._prompt_logprobs) != (self.request.prompt_len - 1) * is_asked:
             raise ProtocolError(f"{self._prefill} reported on {len(self._prompt_logprobs)} tokens of the prompt")
+        if first.index != self.request.num_forced:
+            # One that knows nothing of forced tokens would count them to the prompt.
+            expected = self.request.num_forced
+            message = f"{self._prefill} began at token {first.index}, not {expected}"
+            raise ProtocolError(message, index=first.index, expected=expected)
         self.first = first
-        self._emit(0, [first.token], first.finish_reason, [first.logprobs] if first.HasField("logprobs") else [])
+        self._emit(
+            first.index, [first.token], first.finish_reason, [first.logprobs] if first.HasField("logprobs") else []
+        )
         if self._suspended is not None:
             self._fail(self._suspended)
         early, self._early = self._early, []
@@ -201,6 +213,8 @@ class RequestRun:
             self._early.append(tokens)
             return
         self._prefill.unwatch()  # what decode emits rests on a verified hand-off: prefill is not needed any more
+        if tokens.HasField("start"):
+            self.decode_start = tokens.start
         if tokens.finish_reason:
             self._check_counts(tokens)
             self.decode_stats = tokens.stats
@@ -217,16 +231,21 @@ class RequestRun:
         new = self._order.take(index, token_ids)
         if new or finish_reason:
             logprobs = logprobs[len(token_ids) - len(new) :]
-            prompt_logprobs = () if first else self._prompt_logprobs
+            prompt_logprobs = () if first > self.request.num_forced else self._prompt_logprobs
             self._queue.put_nowait(Emitted(first, new, finish_reason, logprobs, prompt_logprobs))
         if finish_reason:
             self._end()
             if self.first is not None and self.first.finish_reason:
                 self._decode.cancel()
 
+    @staticmethod
+    def _cut_off(leg: Leg, how: str) -> ProtocolError:
+        cause = Cause.STREAM.value
+        return ProtocolError(f"{leg} ended its stream {how}", cause=cause, worker_id=leg.worker_id, role=leg.role)
+
     def _check_counts(self, tokens: worker_pb2.DecodeTokens) -> None:
         num_streamed = tokens.index + len(tokens.token_ids)
-        num_emitted = 1 + tokens.stats.num_emitted_tokens
+        num_emitted = self.request.num_forced + 1 + tokens.stats.num_emitted_tokens
         if num_streamed != num_emitted:
             message = f"{self._decode} emitted {num_emitted} tokens and streamed {num_streamed}"
             raise ProtocolError(message, num_emitted=num_emitted, num_streamed=num_streamed)
@@ -235,7 +254,7 @@ class RequestRun:
 
     def _on_leg_ended(self, leg: Leg, error: BaseException | None) -> None:
         needed = leg is self._decode or self.prefill_done is None
-        if leg is self._prefill and self.first is not None and len(self._order) > 1:
+        if leg is self._prefill and self.first is not None and len(self._order) > self.request.num_forced + 1:
             needed = False  # decode has the hand-off already
         if error is None or self._ended or not needed:
             return
@@ -253,6 +272,9 @@ class RequestRun:
     def _fail(self, error: BatonError) -> None:
         if self._ended:
             return
+        if isinstance(error, TransferFailed):
+            self._prefill.doubt()
+            self._decode.doubt()
         self._end()
         self._queue.put_nowait(error)
         self._prefill.cancel()

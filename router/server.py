@@ -1,46 +1,62 @@
-"""The router's process: one gRPC server with every service, and the clock tick that notices silent workers."""
+"""The router's process: a port for clients, perhaps another for workers and operators, and the clock tick.
+
+The tick notices silent workers.
+"""
 
 import asyncio
-import errno
 import logging
-import socket
-from dataclasses import dataclass
+import random
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Final
 
-import grpc
-import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.core.clock import Clock, MonotonicClock
-from baton.core.errors import BatonError, ConfigInvalid, PortInUse
+from baton.core.fleet_metrics import FleetCollector
 from baton.core.metrics import RouterMetrics
+from baton.core.request import GenerationRequest
+from baton.core.span import Tracer
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from baton.proto.unreadable import RefuseUnreadable
+from baton.proto.secure_channel import SecureChannels
 from baton.router.admin import AdminService
 from baton.router.admission import Admission
+from baton.router.admission_metrics import AdmissionCollector
+from baton.router.attempts import AttemptsContext
 from baton.router.background import Background
 from baton.router.channels import Channels
+from baton.router.fair_queue import QueueLimits
+from baton.router.fleet import fleet_totals
+from baton.router.gate import Gate
 from baton.router.inference import InferenceService
-from baton.router.members import ALIVE_S, Members
+from baton.router.least_cost import LeastCost
+from baton.router.listener import Listener, why_not_bound
+from baton.router.members import ALIVE_S, PREFILL, Members
 from baton.router.membership import MembershipService
-from baton.router.policy import RoundRobin
+from baton.router.migration import Migration, MigrationConfig
+from baton.router.openai.app import make_app
+from baton.router.openai.front import Front, HttpConfig
+from baton.router.openai.server import HttpServer
+from baton.router.prefix_feed import PrefixFeed
+from baton.router.prefix_index import PrefixIndex
+from baton.router.prefix_metrics import PrefixCollector
 from baton.router.refusals import Refusals
+from baton.router.routing import PREFIX, ROUND_ROBIN, make_policy
+from baton.router.security import DoorLimits, RouterSecurity
+from baton.router.security_metrics import SecurityMetrics
 from baton.router.served_model import ServedModel
 from baton.router.speculation import SpeculationWish
 
+SERVICES: Final = {
+    name: service.full_name
+    for file in (inference_pb2, admin_pb2, worker_pb2)
+    for name, service in file.DESCRIPTOR.services_by_name.items()
+}
+MEMBERSHIP: Final = SERVICES["Membership"]
 TICK_S: Final = 0.05
 STOP_GRACE_S: Final = 1.0
-MAX_REQUEST_BYTES: Final = 16 << 20
-SERVER_OPTIONS: Final = (
-    ("grpc.so_reuseport", 0),  # a second router on the port must fail, not share it
-    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-    ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-)
+
+__all__ = ["RouterConfig", "RouterServer", "why_not_bound"]
 
 log = logging.getLogger(__name__)
 
@@ -54,26 +70,79 @@ class RouterConfig:
     max_queue_len: int
     request_timeout_s: float
     alive_s: float = ALIVE_S
+    migration: MigrationConfig = MigrationConfig()  # noqa: RUF009
+    routing: str = ROUND_ROBIN
+    max_wait_s: float = 0.0  # for a turn before anything is sent to workers; 0: nobody waits here
+    security: RouterSecurity = field(default_factory=RouterSecurity)
+    http: HttpConfig | None = None
 
 
 class RouterServer:
     """Serves from `start` to `stop`, on the running event loop."""
 
-    def __init__(self, config: RouterConfig, model: ServedModel, clock: Clock | None = None) -> None:
-        self._config = config
+    def __init__(
+        self, config: RouterConfig, model: ServedModel, clock: Clock | None = None, tracer: Tracer | None = None
+    ) -> None:
+        self._tracer = tracer
+        self.config = config
         self._model = model
         self._clock = clock or MonotonicClock()
         self._background = Background()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._serving: bool | None = None
-        self._server: Any = None
+        self._http: HttpServer | None = None
         self.metrics = RouterMetrics()
         self.members = Members(self._clock, config.alive_s)
         self.metrics.watch_transfers(self.members.transfers)
         self.metrics.watch_workers(self.members.totals)
+        self.metrics.registry.register(FleetCollector(lambda: fleet_totals(self.members)))
         self.refusals = Refusals(self.members)
-        self._channels = Channels(self.members, self._background.spawn)
+        self.migration = Migration(config.migration, self.members, self._clock, self.metrics)
+        self._channels = Channels(self.members, self._background.spawn, SecureChannels(config.security.tls))
+        self.prefixes = PrefixIndex()
+        self.metrics.registry.register(PrefixCollector(self.prefixes))
+        self._policy = make_policy(config.routing, self._clock, random.Random(), self.prefixes)
+        self._feed = PrefixFeed(self.prefixes, self.members, self._channels, self._background.spawn)
+        self._gate = self._make_gate()
+        security = config.security
+        self.security_metrics = SecurityMetrics(None if security == RouterSecurity() else self.metrics.registry)
+        # Its door is to be asked by every front door for clients, and its `http_context` to be served with.
+        self.public = Listener(
+            "public",
+            tls=security.public_tls,
+            keys=security.keys_path(),
+            limits=security.limits,
+            metrics=self.security_metrics,
+            takes_workers=security.admin_port is None,
+        )
+        self._admin = self.public
+        if security.admin_port is not None:
+            self._admin = Listener(
+                "admin",
+                tls=security.tls,
+                keys=security.keys_path(admin=True),
+                limits=DoorLimits(),
+                metrics=self.security_metrics,
+                open_services=(MEMBERSHIP,),
+                extra_keys=security.operator_keys,
+            )
+        self._listeners = tuple({id(item): item for item in (self.public, self._admin)}.values())
         self.port = 0
+        self.admin_port = 0  # the same, unless it has one of its own
+        self.http_port: int | None = None
+
+    def _make_gate(self) -> Gate | None:
+        if not self.config.max_wait_s:
+            return None
+        policy = self._policy
+
+        def cached_len(request: GenerationRequest) -> int:
+            return policy.cached_len(self.members.live(PREFILL), request) if isinstance(policy, LeastCost) else 0
+
+        limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=self.config.max_queue_len)
+        gate = Gate(limits, self.members, self._clock, cached_len)
+        self.metrics.registry.register(AdmissionCollector(gate.queue))
+        return gate
 
     async def start(self) -> None:
         """Listen.
@@ -82,38 +151,62 @@ class RouterServer:
             PortInUse: the port is taken.
             ConfigInvalid: the address cannot be bound.
         """
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RefuseUnreadable(),))
-        self._register(self._server)
-        try:
-            self.port = self._server.add_insecure_port(f"{self._config.host}:{self._config.port}")
-        except RuntimeError as error:
-            raise why_not_bound(self._config.host, self._config.port) from error
+        for listener in self._listeners:
+            listener.open()
+        inference = self._register(self.public.server, self._admin.server)
+        self.public.listen(self.config.host, self.config.port)
+        if self.config.security.admin_port is not None:
+            self._admin.listen(self.config.host, self.config.security.admin_port)
+        self.port, self.admin_port = self.public.port, self._admin.port
+        if self.config.http is not None:
+            await self._start_http(self.config.http, inference)
         await self._set_health()
-        await self._server.start()
+        for listener in self._listeners:
+            await listener.server.start()
         self._background.spawn(self._tick())
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Refuse new requests, give open ones a grace, then end them."""
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+        stopping = [listener.server.stop(grace_s) for listener in self._listeners]
+        if self._http is not None:
+            stopping.append(self._http.stop(grace_s))
+        await asyncio.gather(*stopping)
         await self._background.close()
         await self._channels.close()
 
-    def _register(self, server: Any) -> None:
-        admission = Admission(self._config.max_queue_len)
+    async def _start_http(self, config: HttpConfig, inference: InferenceService) -> None:
+        limits = self.config.security.limits
+        front = Front(
+            inference=inference,
+            model=self._model,
+            metrics=self.metrics,
+            config=replace(config, max_body_bytes=min(config.max_body_bytes, limits.max_message_bytes)),
+            is_serving=lambda: self.migration.serving,
+            door=self.public.door,
+        )
+        self._http = HttpServer(make_app(front), self.public.http_context())
+        try:
+            await self._http.start(self.config.host, config.port)
+        except OSError as error:
+            raise why_not_bound(self.config.host, config.port, "http_port") from error
+        self.http_port = self._http.port
+
+    def _register(self, server: Any, admin_server: Any) -> InferenceService:
+        admission = Admission(self.config.max_queue_len)
         speculation = SpeculationWish()
         inference = InferenceService(
             model=self._model,
-            host=self._config.host,
-            request_timeout_s=self._config.request_timeout_s,
+            host=self.config.host,
+            request_timeout_s=self.config.request_timeout_s,
             admission=admission,
-            policy=RoundRobin(),
             members=self.members,
-            refusals=self.refusals,
-            channels=self._channels,
+            attempts=self._attempts(),
             metrics=self.metrics,
             clock=self._clock,
-            spawn=self._background.spawn,
+            gate=self._gate,
+            max_prompt_len=self.config.security.limits.max_prompt_tokens,
+            tracer=self._tracer,
         )
         admin = AdminService(
             model=self._model.name,
@@ -121,48 +214,58 @@ class RouterServer:
             refusals=self.refusals,
             channels=self._channels,
             metrics=self.metrics,
-            num_running=lambda: admission.num_in_flight,
+            admission=admission,
             speculation=speculation,
+            migration=self.migration,
             clock=self._clock,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
-        admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, admin_server)
         membership = MembershipService(self.members, self._model.name, speculation)
-        worker_pb2_grpc.add_MembershipServicer_to_server(membership, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        files = (inference_pb2, admin_pb2)
-        names = [service.full_name for file in files for service in file.DESCRIPTOR.services_by_name.values()]
-        membership_name = worker_pb2.DESCRIPTOR.services_by_name["Membership"].full_name
-        reflection.enable_server_reflection(
-            (*names, membership_name, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        worker_pb2_grpc.add_MembershipServicer_to_server(membership, admin_server)
+        for listener in self._listeners:
+            names = [SERVICES["Inference"]] if listener is self.public else []
+            names += [SERVICES["Admin"], MEMBERSHIP] if listener is self._admin else []
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, listener.server)
+            reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), listener.server)
+        return inference
+
+    def _attempts(self) -> AttemptsContext:
+        migration = self.migration
+        return AttemptsContext(
+            policy=self._policy,
+            attendance=migration.attendance,
+            refusals=self.refusals,
+            channels=self._channels,
+            clock=self._clock,
+            spawn=self._background.spawn,
+            limits=migration.limits,
+            on_retry=self.metrics.handoff_retries.inc,
+            on_migration=migration.migrated,
+            on_finished=migration.finished,
+            admit=migration.admit,
         )
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             for life in self.members.expire():
-                log.warning("worker %s (epoch %016x) is lost: silent too long", life.worker_id, life.epoch)
+                about = {"worker_id": life.worker_id, "epoch": f"{life.epoch:016x}"}
+                log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(life), extra=about)
+            self.migration.drains.tick()
+            if self._gate is not None:
+                self._gate.look()
+            if self._policy.name == PREFIX:
+                self._feed.follow()
             await self._set_health()
+            for listener in self._listeners:
+                listener.tick()
 
     async def _set_health(self) -> None:
-        serving = self.members.serving
+        serving = self.migration.serving
         if serving == self._serving:
             return
         self._serving = serving
         state = health_pb2.HealthCheckResponse
         for service in ("", inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name):
             await self._health.set(service, state.SERVING if serving else state.NOT_SERVING)
-
-
-def why_not_bound(host: str, port: int) -> BatonError:
-    """The reason that gRPC does not give."""
-    name = host.strip("[]")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:  # gaierror is one
-        if error.errno != errno.EADDRINUSE:
-            return ConfigInvalid(f"cannot listen on {host}:{port}: {error.strerror}", keys=["host", "grpc_port"])
-    return PortInUse(f"port {port} on {host} is taken; choose another, or 0 for a free one", host=host, port=port)

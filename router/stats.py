@@ -4,8 +4,11 @@ from dataclasses import dataclass
 
 from baton.core.clock import Clock
 from baton.core.metrics import RouterMetrics
+from baton.core.waterfall import RouterTimes
 from baton.proto import inference_pb2
 from baton.router.attempts import Attempts
+from baton.router.routing import PREFILL_ALONE, SPLIT, lane_of
+from baton.router.timing import add_timing
 
 
 @dataclass(slots=True)
@@ -13,6 +16,7 @@ class _Marks:
     """One answer's chunks."""
 
     first_s: float = 0.0
+    second_s: float | None = None
     last_s: float = 0.0
     num_tokens: int = 0
 
@@ -23,7 +27,7 @@ class StreamStats:
     def __init__(self, clock: Clock, metrics: RouterMetrics, received_s: float) -> None:
         self._clock = clock
         self._metrics = metrics
-        self._received_s = received_s
+        self.received_s = received_s
         self._marks: dict[int, _Marks] = {}
         self._num_finished = 0
         self.counted = False
@@ -34,12 +38,18 @@ class StreamStats:
         marks = self._marks.setdefault(choice, _Marks())
         if marks.num_tokens == 0:
             marks.first_s = now_s
-            self._metrics.ttft_s.observe(now_s - self._received_s)
+            self._metrics.ttft_s.observe(now_s - self.received_s)
         else:
             self._metrics.itl_s.observe(now_s - marks.last_s)
         marks.last_s = now_s
         marks.num_tokens += num_tokens
+        if marks.second_s is None and marks.num_tokens > 1:
+            marks.second_s = now_s
         self._metrics.generation_tokens.inc(num_tokens)
+
+    def first_s(self, choice: int) -> float:
+        """When the answer's first token left; 0 if none did."""
+        return self._marks[choice].first_s if choice in self._marks else 0.0
 
     def summary(self, choice: int, attempts: Attempts, *, same_host: bool) -> inference_pb2.RequestStats:
         """The stats of a finished answer.
@@ -47,7 +57,7 @@ class StreamStats:
         Args:
             choice: which one.
             attempts: its own, finished.
-            same_host: the prefill worker's clock is ours, so its stamps can be compared.
+            same_host: the workers' clock is ours, so their stamps can be compared.
         """
         assert attempts.first is not None
         first, run = attempts.first, attempts.run
@@ -55,23 +65,32 @@ class StreamStats:
         marks = self._marks[choice]
         num_later = marks.num_tokens - 1
         stats = inference_pb2.RequestStats(
-            prompt_len=run.request.prompt_len,
+            prompt_len=attempts.request.prompt_len,
             output_len=marks.num_tokens,
             seed=run.request.sampling.seed,
             prefill_worker=run.prefill_worker,
             decode_worker=run.decode_worker,
-            ttft_ms=1e3 * (marks.first_s - self._received_s),
+            ttft_ms=1e3 * (marks.first_s - self.received_s),
             tpot_ms=1e3 * (marks.last_s - marks.first_s) / num_later if num_later else 0.0,
             kv_bytes_pushed=done.kv_bytes_pushed if done is not None else 0,
-            queue_ms=first.queue_ms,
-            landing_ms=first.landing_ms,
-            prefill_ms=first.prefill_ms,
             num_cached_tokens=first.num_cached_tokens,
             num_handoff_retries=attempts.num_retries,
+            num_migrations=attempts.num_migrations,
+            num_forced_tokens=attempts.num_forced,
+            path=SPLIT if run.decode_worker else PREFILL_ALONE,
         )
-        if same_host:
-            stats.router_ms = max(0.0, first.received_ns / 1e6 - 1e3 * self._received_s)
-            stats.publish_ms = max(0.0, 1e3 * marks.first_s - first.sent_ns / 1e6)
+        if attempts.first_pair is not None:
+            stats.routing = attempts.first_pair.routing
+            stats.num_expected_cached_tokens = attempts.first_pair.expected_cached_len
+            if run.decode_worker:
+                stats.kv_lane = lane_of(attempts.first_pair, done)
+        router = RouterTimes(
+            received_s=self.received_s,
+            asked_s=next(run.started_s for run in attempts.runs if run.first is first),
+            first_s=marks.first_s,
+            second_s=marks.second_s,
+        )
+        add_timing(stats, router, first, attempts.runs, shared_clock=same_host)
         if decode is not None:
             stats.num_verify_steps = decode.num_verify_steps
             stats.num_draft_tokens = decode.num_draft_tokens
@@ -91,3 +110,5 @@ class StreamStats:
             self.counted = True
             metrics.requests_finished.labels(reason).inc()
             metrics.prompt_tokens.inc(stats.prompt_len)
+            metrics.cached_tokens.inc(stats.num_cached_tokens)
+            metrics.expected_cached_tokens.inc(stats.num_expected_cached_tokens)

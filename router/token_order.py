@@ -12,9 +12,9 @@ class TokenOrder:
     streamed.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, token_ids: Sequence[int] = ()) -> None:
         self._max_tokens = max_tokens
-        self.token_ids: list[int] = []
+        self.token_ids: list[int] = list(token_ids)  # those of earlier attempts to begin with
 
     def __len__(self) -> int:
         return len(self.token_ids)

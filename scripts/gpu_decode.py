@@ -92,11 +92,13 @@ def stages_for(num_gpus: int) -> list[Stage]:
             tests("invariance", ["test_invariant_ranks_cuda", "test_model_cuda", "test_random_weights_cuda"], 120),
             tests("tokens", ["test_tokens_cuda"], 120),
             tests("handoff", ["test_tokens_handoff", "test_handoff"], 240),
+            tests("ranks", ["test_rank_pools_cuda"], 150, timeout=120),
         ]
     else:
         gang = ("-m", "baton.bench.decode_gang", "--json", "--ranks", str(num_gpus))
         named = [
             tests("gang", ["test_gang_cuda"], 240, timeout=120),
+            tests("ranks", ["test_gang_handoff_cuda", "test_rank_pools_cuda"], 240, timeout=120),
             tests("graphs", ["test_graphs_cuda"], 120, "-k", "two_gpus"),
             Stage("gang table", (*gang, "--shape", "8b"), 240, "decode_gang.json"),
             tests("devices", ["test_async_decode_cuda"], 90, "-k", "current_one"),

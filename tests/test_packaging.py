@@ -69,8 +69,10 @@ def test_the_wheel_holds_the_rooms_and_their_data_only(wheel):
         ".py",
         ".pyi",
         ".proto",
+        ".jinja",
         ".yaml",
         ".typed",
+        ".md",
     }
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
     for model in ("tiny", "tiny-pruned"):

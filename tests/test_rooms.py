@@ -28,6 +28,7 @@ ALLOWED = {
     "client": {"core", "proto"},
     "bench": WORKER | ROLE | {"assets", "router", "client", "prefill_worker", "decode_worker"},
     "cluster": WORKER | ROLE | {"assets", "router", "client", "prefill_worker", "decode_worker", "bench"},
+    "runbook": {"core", "proto", "client", "cluster"},
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70

@@ -1,6 +1,7 @@
 """The gRPC side of a worker: one asyncio loop in a thread of its own, with the server and the heartbeats on it."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -9,13 +10,18 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from baton.core.errors import BatonError, InvalidRequest, PortInUse
+from baton.core.errors import BatonError, InvalidRequest, PortInUse, WorkerLost
+from baton.core.handshakes import Handshakes
+from baton.core.tls_files import TlsFiles, TlsWatch
 from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
+from baton.proto.secure_channel import SecureChannels, is_refused_certificate, server_credentials
 from baton.proto.unreadable import RefuseUnreadable
 
 HEARTBEAT_S = 0.25
 HEARTBEAT_TIMEOUT_S = 1.0
 STOP_GRACE_S = 0.5
+HANDSHAKES_S = 1.0
+END_DELAY_S = 0.1
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 64 << 20),
@@ -38,6 +44,7 @@ class WorkerHost:
         state: the worker's current state; called from the host's thread.
         router_address: where heartbeats go; empty sends none (tests that need no router).
         set_speculation: changes how many drafts its steps make, if it makes any; any thread.
+        tls: certificate, key and the CA that callers must have one of; without, nothing is encrypted.
         on_fatal: told, on the host's thread, what ended it: a worker that nobody can reach must not live on.
     """
 
@@ -49,7 +56,9 @@ class WorkerHost:
         router_address: str,
         on_fatal: Callable[[BaseException], None],
         set_speculation: SetSpeculation | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
+        self._tls = tls if tls is not None and tls.is_on else None
         self._set_speculation = set_speculation
         self._on_fatal = on_fatal
         self._host = host
@@ -98,18 +107,24 @@ class WorkerHost:
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RefuseUnreadable(),))
+        handshakes = Handshakes("worker's", lambda num: None)
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RefuseUnreadable(handshakes.called),))
         self._register(server)
-        admin_pb2_grpc.add_AdminServicer_to_server(_WorkerAdmin(self._state, self._set_speculation), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(_WorkerAdmin(self._state, self._set_speculation, self._end), server)
         try:
-            port = server.add_insecure_port(f"{self._host}:0")
+            if self._tls is None:
+                port = server.add_insecure_port(f"{self._host}:0")
+            else:
+                port = server.add_secure_port(
+                    f"{self._host}:0", server_credentials(TlsWatch(self._tls), handshakes.begun)
+                )
         except RuntimeError as error:
             raise PortInUse(f"cannot bind {self._host}: {error}", host=self._host) from error
         self.address = f"{self._host}:{port}"
         await server.start()
         self._started.set()
         heartbeats = asyncio.create_task(self._heartbeat())
-        stopping = asyncio.create_task(self._stopping.wait())
+        stopping = asyncio.create_task(self._wait_for_stop(handshakes))
         await asyncio.wait({heartbeats, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in (heartbeats, stopping):
             task.cancel()
@@ -118,23 +133,43 @@ class WorkerHost:
         if not heartbeats.cancelled():
             heartbeats.result()  # raises what ended them
 
+    async def _wait_for_stop(self, handshakes: Handshakes) -> None:
+        while not self._stopping.is_set():
+            handshakes.tick()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), HANDSHAKES_S)
+
     async def _heartbeat(self) -> None:
         if not self._router_address:
             await self._stopping.wait()
             return
         reached = True
-        async with grpc.aio.insecure_channel(self._router_address) as channel:
-            membership = worker_pb2_grpc.MembershipStub(channel)
+        router = _RouterChannel(self._router_address, SecureChannels(self._tls))
+        try:
             while True:
                 try:
+                    membership = worker_pb2_grpc.MembershipStub(await router.newest())
                     reply = await membership.Heartbeat(self._state(), timeout=HEARTBEAT_TIMEOUT_S)
                     reached = True
                     self._follow(reply)
                 except grpc.aio.AioRpcError as error:
                     if reached:
-                        log.warning("the router at %s does not answer: %s", self._router_address, error.code())
+                        log.warning("the router at %s %s", self._router_address, self._why(error))
                     reached = False
                 await asyncio.sleep(HEARTBEAT_S)
+        finally:
+            await router.close()
+
+    def _why(self, error: grpc.aio.AioRpcError) -> str:
+        if is_refused_certificate(error):
+            return f"and this worker do not accept each other's certificates: {error.details()}"
+        perhaps = ", or does not accept this worker's certificate" if self._tls is not None else ""
+        return f"does not answer{perhaps}: {error.code()}"
+
+    def _end(self) -> None:
+        """End this life, a moment from now: whoever asked for it should hear that it will."""
+        error = WorkerLost("an operator ended this life of the worker")
+        self._loop.call_later(END_DELAY_S, self._on_fatal, error)
 
     def _follow(self, reply: worker_pb2.HeartbeatReply) -> None:
         """A worker that was not there when an operator set something hears of it with its heartbeats."""
@@ -146,13 +181,37 @@ class WorkerHost:
             log.warning("the router wants what this worker cannot do: %s", error.message)
 
 
+class _RouterChannel:
+    """A channel to the router, opened anew after the certificates have changed."""
+
+    def __init__(self, address: str, secure: SecureChannels) -> None:
+        self._address = address
+        self._secure = secure
+        self._version = secure.version
+        self._channel = secure.open_aio(address)
+
+    async def newest(self) -> grpc.aio.Channel:
+        version = self._secure.version
+        if version != self._version:
+            await self._channel.close(None)
+            self._version, self._channel = version, self._secure.open_aio(self._address)
+        return self._channel
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+
 class _WorkerAdmin(admin_pb2_grpc.AdminServicer):
     """A worker's own Admin: what it holds right now."""
 
     def __init__(
-        self, state: Callable[[], worker_pb2.WorkerState], set_speculation: SetSpeculation | None = None
+        self,
+        state: Callable[[], worker_pb2.WorkerState],
+        set_speculation: SetSpeculation | None,
+        end: Callable[[], None],
     ) -> None:
         self._state = state
+        self._end = end
         self._set_speculation = set_speculation
 
     async def Inventory(
@@ -174,3 +233,12 @@ class _WorkerAdmin(admin_pb2_grpc.AdminServicer):
             await wire.abort_with(context, error)
         worker = admin_pb2.WorkerSpeculation(worker_id=self._state().worker_id, speculation=speculation)
         return admin_pb2.SetSpeculationReply(workers=[worker])
+
+    async def Restart(
+        self, request: admin_pb2.RestartRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.RestartReply:
+        """End this process, if it is the life that was meant."""
+        ending = request.epoch == self._state().epoch
+        if ending:
+            self._end()
+        return admin_pb2.RestartReply(ending=ending)

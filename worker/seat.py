@@ -1,6 +1,6 @@
 """What a rank is given to find its gang. Without torch: whoever starts ranks has no need of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -22,7 +22,7 @@ class Seat:
     epoch: int
     store_port: int
     link_address: str
-    link_token: str
+    link_token: str = field(repr=False)
 
 
 class RankStarter(Protocol):

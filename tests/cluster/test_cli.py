@@ -73,11 +73,15 @@ def test_every_command_exists_and_has_json(command):
         (["bench", "decode", "--device", "tpu"], 2, "ConfigInvalid"),
         (["bench", "decode", "--dtype", "int8"], 2, "ConfigInvalid"),
         (["bench", "decode", "--shape", "tiny", "--device", "cpu", "--prompt-len", "5000"], 2, "ConfigInvalid"),
-        (["top"], 3, "FeatureNotBuilt"),
+        (["top", "--address", "127.0.0.1:1"], 3, "StartupError"),
+        (["top", "--interval", "0"], 2, "ConfigInvalid"),
+        (["top", "--interval", "nan"], 2, "ConfigInvalid"),
+        (["serve", "--log-format", "xml"], 2, "ConfigInvalid"),
+        (["serve", "--trace-file", "x", "--trace-endpoint", "http://y"], 2, "ConfigInvalid"),
         (["plan", "--rate", "3"], 3, "FeatureNotBuilt"),
         (["serve", "--tp-prefill", "3"], 2, "ConfigInvalid"),
         (["serve", "--tp-decode", "16"], 2, "ConfigInvalid"),
-        (["serve", "--http-port", "8000"], 3, "FeatureNotBuilt"),
+        (["serve", "--http-port", "80000"], 2, "ConfigInvalid"),
         (["generate", "--prompt", "x", "--logit-bias", "7"], 2, "InvalidSampling"),
         (["generate", "--prompt", "x", "--bad-words", "7;8"], 2, "InvalidSampling"),
         (["generate", "--prompt", "x", "--allowed-token-ids", ""], 2, "InvalidSampling"),
@@ -163,7 +167,7 @@ def test_standard_input_that_is_not_utf8_is_refused():
 
 
 def test_without_json_a_failure_leaves_stdout_empty():
-    code, out, err = baton("top")
+    code, out, err = baton("plan")
     assert (code, out) == (3, "")
     assert "next: " in err
 

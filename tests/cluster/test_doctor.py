@@ -106,7 +106,7 @@ def test_every_error_has_an_exit_code_and_a_next_step():
         code = exit_code_of(error)
         if kind is errors.ConfigInvalid or issubclass(kind, errors.InvalidRequest):
             assert code is ExitCode.USAGE
-        elif issubclass(kind, errors.StartupError):
+        elif issubclass(kind, (errors.StartupError, errors.PreconditionUnmet)):
             assert code is ExitCode.PRECONDITION
         elif kind is errors.RequestDeadlineExceeded:
             assert code is ExitCode.TIMEOUT

@@ -59,6 +59,7 @@ def test_the_matrix_says_lane_rate_latency_and_why_not_better(status):
 def test_doctor_warns_about_a_pair_without_a_lane(status, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "check_all", lambda port: iter([doctor.Finding("one", "ok", "fine")]))
     monkeypatch.setattr(doctor, "fetch_status", lambda address: status)
+    monkeypatch.setattr(doctor, "wires", lambda address, status, ca_file: iter(()))
     monkeypatch.setattr(sys, "argv", ["baton", "doctor", "--address", "127.0.0.1:1", "--json"])
     with pytest.raises(SystemExit) as exit:
         cli.main()

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from baton.cluster.features import refuse_missing_features
 from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid, ModelMissing
@@ -29,7 +28,6 @@ def test_a_shape_alone_is_served_with_random_weights_and_refused_without(tmp_pat
     with pytest.raises(ModelMissing, match=r"tokenizer\.json"):
         find_model(str(tmp_path))
     asked = ServeConfig.from_mapping({"model": str(tmp_path), "weights": "random", "device": "cpu", "kv_memory_mib": 8})
-    refuse_missing_features(asked)
     model = find_model(asked.model, asked.weights)
     loaded = [load_worker(resolve_worker(asked, model, worker_id=worker_id)) for worker_id in ("prefill-0", "decode-0")]
     assert loaded[0].layout.hash == loaded[1].layout.hash

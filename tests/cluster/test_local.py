@@ -7,7 +7,7 @@ from baton.cluster.local import LocalCompleter
 from baton.cluster.outcome import ExitCode, Output
 from baton.cluster.reference import ReferenceProcess
 from baton.core.config import ServeConfig
-from baton.core.errors import EmptyPrompt, FeatureNotBuilt, InvalidSampling, PromptTooLong, RequestDeadlineExceeded
+from baton.core.errors import EmptyPrompt, InvalidSampling, PromptTooLong, RequestDeadlineExceeded
 
 CONFIG = {"dtype": "float32", "numerics": "invariant", "device": "cpu", "kv_memory_mib": 16}
 
@@ -101,11 +101,6 @@ def test_generate_reports_a_timeout_as_one(monkeypatch, capsys):
     asked = Asked(prompt="x")
     assert generate.generate(Output(True), asked, local=True, address=None, local_options={}) is ExitCode.TIMEOUT
     assert '"text": "some"' in capsys.readouterr().out
-
-
-def test_missing_features_are_refused():
-    with pytest.raises(FeatureNotBuilt):
-        LocalCompleter(ServeConfig.from_mapping({"http_port": 8000}))
 
 
 def test_the_reference_process_gives_the_same_tokens(completer):

@@ -5,9 +5,13 @@ import json
 import pytest
 
 from baton.cluster import resolve
+from baton.cluster.router_process import router_command
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing
 from baton.core.numerics import Numerics
+from baton.core.telemetry import TelemetryConfig
+from baton.core.tls_files import TlsFiles
+from baton.router.__main__ import parse
 
 pytestmark = pytest.mark.fast
 
@@ -90,6 +94,19 @@ def test_a_worker_gets_resolved_values(model):
     assert not worker.transfer.drop_pushes
 
 
+def test_every_process_is_told_what_to_log_and_trace(model, monkeypatch):
+    monkeypatch.chdir(model)
+    asked = {"model": str(model), "device": "cpu", "log_format": "json", "trace_file": "spans.jsonl"}
+    config = ServeConfig.from_mapping(asked)
+    found = resolve.find_model(str(model))
+    telemetry = resolve.resolve_worker(config, found, worker_id="d").telemetry
+    assert (telemetry.log_format, telemetry.trace_file) == ("json", str(model / "spans.jsonl"))
+    options = parse(router_command(config, found)[4:])
+    assert (options.log_format, options.trace_file, options.trace_endpoint) == ("json", telemetry.trace_file, "")
+    plain = ServeConfig.from_mapping({"model": str(model), "device": "cpu"})
+    assert resolve.resolve_worker(plain, found, worker_id="d").telemetry == TelemetryConfig()
+
+
 def test_scheduling_is_asynchronous_unless_asked_otherwise(model):
     for asked, wanted in (({}, "async"), ({"scheduling": "sync"}, "sync"), ({"scheduling": "async"}, "async")):
         config = ServeConfig.from_mapping({"model": str(model), "device": "cpu", **asked})
@@ -143,3 +160,39 @@ def test_the_test_hook_drops_pushes_and_no_other_is_known(monkeypatch):
 def test_worker_ids_name_role_and_number():
     config = ServeConfig.from_mapping({"prefill": 2, "decode": 1})
     assert resolve.worker_ids(config) == {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
+
+
+CERTIFICATES = {
+    "tls_cert_file": "host.pem",
+    "tls_key_file": "host.key",
+    "tls_ca_file": "ca.pem",
+    "tls_server_name": "x",
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "files"),
+    [
+        ({}, TlsFiles()),
+        ({"transport": "grpc"}, TlsFiles()),
+        (
+            {"transport": "grpc"} | CERTIFICATES,
+            TlsFiles(cert_file="host.pem", key_file="host.key", ca_file="ca.pem", server_name="x"),
+        ),
+        ({"kv_tls_cert_file": "own", "transport": "grpc"} | CERTIFICATES, TlsFiles(cert_file="own")),
+        ({"kv_curve_key_file": "key"} | CERTIFICATES, TlsFiles()),
+        ({"kv_plaintext": True} | CERTIFICATES, TlsFiles()),
+        ({"kv_plaintext": True, "transport": "grpc"} | CERTIFICATES, TlsFiles()),
+    ],
+)
+def test_kv_is_encrypted_where_all_else_is(values, files):
+    assert resolve.kv_tls(ServeConfig.from_mapping(values)) == files
+
+
+@pytest.mark.parametrize("transport", ["auto", "zmq", "shm", "nvlink", "nixl"])
+def test_kv_in_clear_beside_certificates_is_refused(transport):
+    key = {"kv_curve_key_file": "key"} if transport == "nixl" else {}  # which encrypts what nixl does not carry
+    config = ServeConfig.from_mapping({"transport": transport} | key | CERTIFICATES)
+    with pytest.raises(ConfigInvalid, match="kv_plaintext") as error:
+        resolve.transfer_config(config)
+    assert "kv_curve_key_file" in error.value.fields["keys"]

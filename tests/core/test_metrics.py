@@ -49,3 +49,27 @@ def test_heartbeats_feed_the_metrics():
     members.heartbeat(state)
     (found,) = members.transfers()
     assert (found.worker, found.role, found.bytes, found.resent) == ("p0", "prefill", 5, 2)
+
+
+def test_what_one_thread_feeds_reads_as_prometheus_own():
+    from prometheus_client import CollectorRegistry, Counter, Histogram
+    from prometheus_client.exposition import generate_latest
+
+    from baton.core.loop_metrics import LoopCounter, LoopHistogram
+
+    values, bounds = (0.0, 0.005, 0.0051, 0.4, 7.0, 1e9), (0.005, 0.01, 1.28)
+    own, theirs = CollectorRegistry(), CollectorRegistry()
+    pairs = [
+        (LoopHistogram("baton_x_seconds", "text", bounds, own), LoopCounter("baton_y", "text", own)),
+        (
+            Histogram("baton_x_seconds", "text", buckets=bounds, registry=theirs),
+            Counter("baton_y", "text", registry=theirs),
+        ),
+    ]
+    for histogram, counter in pairs:
+        for value in values:
+            histogram.observe(value)
+        counter.inc()
+        counter.inc(3)
+    wanted = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert generate_latest(own).decode().splitlines() == wanted

@@ -1,8 +1,9 @@
 import pytest
 
 from baton.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong, from_wire
+from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
-from baton.core.validate import RequestLimits, validate_request
+from baton.core.validate import RequestLimits, validate_attempt, validate_request
 
 pytestmark = pytest.mark.fast
 LIMITS = RequestLimits(
@@ -33,6 +34,37 @@ def test_each_limit_is_the_one_named():
         validate_request([1] * 99, SamplingParams(max_tokens=2), wide)
     with pytest.raises(PromptTooLong, match="the prompt"):
         validate_request([1] * 100, SamplingParams(max_tokens=1), wide)
+
+
+def forced(prompt_len, num_forced, max_tokens):
+    return GenerationRequest(
+        key=AttemptKey("r", 2),
+        prompt_token_ids=(1,) * prompt_len,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        deadline_s=1.0,
+        num_forced=num_forced,
+    )
+
+
+def test_forced_tokens_are_of_the_answer():
+    request = forced(60, 40, 50)
+    assert (request.forced_token_ids, request.capacity_len) == ((1,) * 40, 70)
+    assert forced(60, 0, 9).forced_token_ids == ()
+    for fits in (request, forced(60, 59, 77), forced(2, 1, 2)):
+        validate_attempt(fits, LIMITS)
+    with pytest.raises(PromptTooLong):
+        validate_attempt(forced(60, 59, 78), LIMITS)
+    with pytest.raises(PromptTooLong):
+        validate_attempt(forced(61, 40, 50), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "num_forced", "max_tokens"), [(5, 5, 9), (5, 6, 9), (9, 4, 4), (9, 5, 4), (5, -1, 9)]
+)
+def test_forced_tokens_need_a_prompt_before_and_something_to_do_after(prompt_len, num_forced, max_tokens):
+    with pytest.raises(InvalidRequest) as caught:
+        validate_attempt(forced(prompt_len, num_forced, max_tokens), LIMITS)
+    assert caught.value.fields == {"field": "num_forced_tokens", "value": num_forced}
 
 
 def test_empty():

@@ -1,5 +1,6 @@
 """Messages to core types and back; errors through a real RPC."""
 
+import dataclasses
 import math
 
 import grpc
@@ -22,6 +23,7 @@ from baton.core.errors import (
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import GrammarSpec, SamplingParams
+from baton.core.trace_context import new_trace, of_attempt
 from baton.proto import inference_pb2, inference_pb2_grpc, wire, worker_pb2
 
 pytestmark = pytest.mark.fast
@@ -125,6 +127,7 @@ def request(timeout_s=2.5):
         deadline_s=10.0 + timeout_s,
         num_draft_tokens=2,
         choice=1,
+        num_forced=1,
     )
 
 
@@ -139,6 +142,22 @@ def test_requests_carry_the_time_that_is_left():
     assert wire.request_from_attend(attend, now_s=0.0).deadline_s == 2.5, "each side has its own clock"
     assert wire.attend_request(request(-1.0), now_s=10.0).timeout_ms == 1
     assert wire.attend_request(request(1e9), now_s=10.0).timeout_ms == 2**32 - 1
+
+
+def test_both_workers_are_given_the_context_of_the_attempt():
+    asked = dataclasses.replace(request(), trace=new_trace())
+    prefill = wire.prefill_request(asked, PEER, now_s=10.0)
+    attend = wire.attend_request(asked, now_s=10.0)
+    attempt = of_attempt(asked.trace, "r", 3)
+    assert prefill.traceparent == attend.traceparent == attempt != str(asked.trace)
+    assert str(wire.request_from_prefill(prefill, now_s=10.0).trace) == attempt
+    assert str(wire.request_from_attend(attend, now_s=10.0).trace) == attempt
+    later = dataclasses.replace(asked, key=AttemptKey("r", 4))
+    assert wire.attend_request(later, now_s=10.0).traceparent not in ("", attempt)
+    assert wire.attend_request(request(), now_s=10.0).traceparent == ""
+    for header in ("", "nonsense", attempt[:-1] + "0"):
+        attend.traceparent = header
+        assert wire.request_from_attend(attend, now_s=10.0).trace is None
 
 
 @pytest.mark.parametrize("field", ["attempt", "prompt_token_ids", "timeout_ms", "decode"])

@@ -69,7 +69,11 @@ def requests_for(feature, prompts, k, plain):
             tokens = plain[at]
             values["bad_words"] = ((tokens[2],), tuple(tokens[5:7]), tuple(tokens[8:11]))
         if feature == "bias":
-            values["logit_bias"] = ((plain[at][3], -100.0), (plain[at][4], 2.0))
+            banned = plain[at][3]
+            liked = next(
+                token for token in (*plain[at][4:], banned + 1) if token != banned
+            )  # answers repeat themselves
+            values["logit_bias"] = ((banned, -100.0), (liked, 2.0))
         if feature == "min tokens":
             values["stop_token_ids"] = tuple(plain[at][2:5])
         if feature == "max length":

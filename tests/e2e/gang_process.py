@@ -85,11 +85,19 @@ class PipeSink:
 
 
 class WatchedPush(PushService):
-    """Remembers by which lanes it pushed."""
+    """Remembers by which lanes it pushed: a peer that it has nothing for is left after a while, and its lane too."""
 
-    def close(self):
-        self.used = [choice.lane for choice in self.lanes().values()]
-        super().close()
+    def __init__(self, *args, **kwargs):
+        self._lanes_seen = set()
+        super().__init__(*args, **kwargs)
+
+    @property
+    def used(self):
+        return sorted(self._lanes_seen)
+
+    def _emit(self, event):
+        self._lanes_seen |= {choice.lane for choice in self.lanes().values()}
+        super()._emit(event)
 
 
 class PipeStarter:

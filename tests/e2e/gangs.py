@@ -186,7 +186,7 @@ class GangTopology:
 
     def finish(self, running):
         """Wait for a request's end, as a router would: the first token from prefill, the others from decode."""
-        _, prefill_stream, decode_stream = running
+        request, prefill_stream, decode_stream = running
         outcome = Outcome()
         try:
             for event in _events(prefill_stream):
@@ -197,7 +197,7 @@ class GangTopology:
                 self.cancel(running)
                 return outcome
             for event in _events(decode_stream):
-                assert event.tokens.index == len(outcome.token_ids)
+                assert event.tokens.index == request.num_forced + len(outcome.token_ids)
                 outcome.token_ids.extend(event.tokens.token_ids)
                 outcome.finish_reason = event.tokens.finish_reason
                 outcome.stats = event.tokens.stats

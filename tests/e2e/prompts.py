@@ -6,14 +6,13 @@ from pathlib import Path
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
 
-SOURCES = Path(__file__).parents[2]
+CORPUS = Path(__file__).with_name("corpus.txt")  # this repository's own code, once: prompts are not to change with it
 
 
 def token_prompts(tokenizer, num_prompts, seed=0, max_len=200):
-    """`num_prompts` prompts cut from this repository's own sources, 1 ... max_len tokens, short ones more often."""
+    """`num_prompts` prompts cut from the corpus, 1 ... max_len tokens, short ones more often."""
     rng = random.Random(seed)
-    text = "\n".join(path.read_text() for path in sorted((SOURCES / "core").glob("*.py")))
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode(CORPUS.read_text())
     prompts = []
     for index in range(num_prompts):
         length = (1, 2, 15, 16, 17, 48, 49, max_len)[index] if index < 8 else int(max_len ** rng.random()) + 1

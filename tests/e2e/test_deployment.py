@@ -11,13 +11,15 @@ import sys
 import threading
 import time
 
+import openai
 import pytest
 import torch
 
 from baton.client import BatonClient
 from baton.cluster.deployment import Deployment
 from baton.core.config import ServeConfig
-from baton.core.errors import BatonError, RequestCancelled
+from baton.core.errors import BatonError
+from baton.core.sampling import SamplingParams
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import MAX_TOKENS, local_tokens
 
@@ -25,7 +27,9 @@ pytestmark = pytest.mark.ray
 
 RELEASE_S = 2.0  # after a cancel
 RELEASE_AFTER_DEATH_S = 5.0
-CONFIG = {"mtp": 2, "dtype": "float64", "grpc_port": 0, "chunk_len": 48, "kv_memory_mib": 64}
+NEXT_LIFE_S = 60.0  # of a worker, and of a stream that waits for it
+CONFIG = {"mtp": 2, "dtype": "float64", "grpc_port": 0, "chunk_len": 48, "kv_memory_mib": 64, "http_port": 0}
+CONFIG["migration_wait_s"] = NEXT_LIFE_S
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +101,13 @@ class Reader(threading.Thread):
         self.ended_s = time.monotonic()
 
 
+def test_http_is_served_beside_grpc(deployment, client):
+    with openai.OpenAI(base_url=f"{deployment.http_url}/v1", api_key="none") as over_http:
+        answer = over_http.completions.create(model="tiny", prompt="import", max_tokens=8, temperature=0.0)
+        want = client.generate_text("import", sampling=SamplingParams(max_tokens=8, temperature=0.0))
+        assert answer.choices[0].text == want
+
+
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "coupled"])
 def test_tokens_through_ray_equal_one_process(client, tokenizer, load_tiny, sampled):
     prompts = token_prompts(tokenizer, 10)
@@ -151,7 +162,9 @@ def test_a_client_that_is_killed_leaves_nothing(deployment, client):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_killed_mid_push_ends_its_stream_and_comes_back(deployment, client, long_request, role, capsys):
+def test_a_stream_whose_only_worker_is_killed_goes_on_with_its_next_life(
+    deployment, client, long_request, role, capsys
+):
     want, _ = generate(client, long_request)
     wait_idle(client, RELEASE_S)
     before = {worker.state.worker_id: worker.state for worker in client.inventory().workers}
@@ -163,19 +176,16 @@ def test_a_worker_killed_mid_push_ends_its_stream_and_comes_back(deployment, cli
     assert not reader.token_ids, "the kill must hit the pushes, not the decoding"
     deployment.kill_actor(worker_id)
     killed_s = time.monotonic()
-    reader.join(RELEASE_AFTER_DEATH_S)
+    reader.join(NEXT_LIFE_S)
     assert not reader.is_alive(), "the stream hangs"
-    assert isinstance(reader.error, BatonError)
-    assert not isinstance(reader.error, RequestCancelled)
-    ended_after_s = reader.ended_s - killed_s
+    assert reader.error is None, reader.error
+    assert reader.token_ids == want
+    went_on_after_s = reader.first_s - killed_s
     wait_idle(client, RELEASE_AFTER_DEATH_S)
-    released_after_s = time.monotonic() - killed_s
-    assert released_after_s < RELEASE_AFTER_DEATH_S
     wait_new_epoch(client, worker_id, before[worker_id].epoch)
     assert generate(client, long_request)[0] == want
     with capsys.disabled():
-        print(f"\n{role} killed mid-push: stream ended after {ended_after_s:.2f} s with")
-        print(f"{type(reader.error).__name__}, everything released after {released_after_s:.2f} s")
+        print(f"\n{role} killed mid-push: the stream went on after {went_on_after_s:.2f} s, in the next life")
 
 
 def kv_bytes(client, worker_id):
@@ -193,7 +203,11 @@ def wait_new_epoch(client, worker_id, old_epoch, timeout_s=60.0):
 
 
 def test_a_stopped_worker_is_fenced_by_its_silence(deployment, client, long_request):
-    """SIGSTOP: the process lives, its connections stay open, and it says nothing. Ray would never notice."""
+    """SIGSTOP: the process lives, its connections stay open, and it says nothing. Ray would never notice.
+
+    There is no other worker, so the stream waits, and goes on where it was once that is heard of again.
+    """
+    want, _ = generate(client, long_request)
     pid = deployment.worker_pids()["decode-0"]
     reader = Reader(client, long_request)
     while reader.first_s is None:
@@ -202,12 +216,14 @@ def test_a_stopped_worker_is_fenced_by_its_silence(deployment, client, long_requ
     os.kill(pid, signal.SIGSTOP)
     try:
         stopped_s = time.monotonic()
-        reader.join(5.0)
-        assert not reader.is_alive(), "the stream hangs on a stopped worker"
-        assert isinstance(reader.error, BatonError)
-        assert time.monotonic() - stopped_s < 5.0
+        while all(worker.alive for worker in client.status().workers):
+            assert time.monotonic() - stopped_s < 5.0
+            time.sleep(0.02)
     finally:
         os.kill(pid, signal.SIGCONT)
+    reader.join(NEXT_LIFE_S)
+    assert not reader.is_alive(), "the stream hangs"
+    assert (reader.error, reader.token_ids) == (None, want)
     wait_idle(client, RELEASE_AFTER_DEATH_S)
     deadline_s = time.monotonic() + 10.0
     while not all(worker.alive for worker in client.status().workers):

@@ -34,7 +34,14 @@ BY_FAULTS = {
     "offloaded_blocks": "likewise, with host memory",
     "restored_blocks": "likewise",
     "host_kv_full": "likewise, with too little of it",
+    "worker_up": "a worker that is lost: tests/router/test_fleet_metrics.py",
+    "worker_lives": "a worker that is started again: likewise",
     "handoff_retries": "a failed hand-off: tests/router/test_attempts.py",
+    "migrations": "a lost worker: tests/router/test_migration.py",
+    "router_requests_waiting": "more requests than workers take: tests/router/test_gate.py",
+    "router_requests_refused": "likewise, and more than fit their deadlines",
+    "prefix_index_gaps": "a change that was missed: tests/router/test_prefix_feed.py",
+    "prefix_index_ignored": "more names than the index holds: tests/router/test_prefix_index.py",
     "kv_transfer_resent": "a lost frame: tests/kvtransfer/test_services.py",
     "kv_transfer_late_dropped": "a cancel while frames are on their way: tests/kvtransfer/test_services.py",
     "kv_transfer_corrupt": "a damaged frame: tests/kvtransfer/test_services.py",
@@ -50,15 +57,15 @@ MAX_NUM_SEQS = 4
 class Running:
     """A router process, a prefill and a decode worker."""
 
-    def __init__(self):
+    def __init__(self, *flags, stderr=None, **more):
         command = [sys.executable, "-P", "-m", "baton.router", "--model-name", "tiny", "--model-path", str(TINY)]
-        command += ["--port", "0", "--metrics-port", "0", "--exit-with-parent"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command += ["--port", "0", "--metrics-port", "0", "--exit-with-parent", *flags]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
         ports = json.loads(self.process.stdout.readline())
         self.address = f"127.0.0.1:{ports['grpc_port']}"
         self._url = f"http://127.0.0.1:{ports['metrics_port']}/metrics"
         self.fatal = []
-        config = {"router_address": self.address, "max_num_seqs": MAX_NUM_SEQS, "max_queue_len": 64}
+        config = {"router_address": self.address, "max_num_seqs": MAX_NUM_SEQS, "max_queue_len": 64} | more
         self.prefill = PrefillNode(worker_config("prefill-0", **config), self.fatal.append)
         self.decode = DecodeNode(worker_config("decode-0", **config), self.fatal.append)
         self.wait(lambda found: len([key for key in found if key[0] == "baton_kv_cache_usage"]) == 2)

@@ -16,8 +16,10 @@ from baton.core.sampling import SamplingParams
 from baton.core.tokenizer import Tokenizer
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY
+from baton.tests.e2e.features import SCHEMA
 from baton.tests.e2e.gangs import GangTopology, RankProcesses
 from baton.tests.e2e.prompts import requests_for, token_prompts
+from baton.tests.e2e.test_forced_prefix import going_on
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.test_sampling_everywhere import KINDS, request_of
 from baton.tests.model.harness import prompt
@@ -113,7 +115,8 @@ def test_every_parameter_where_ranks_share_the_vocabulary(
 
     def asked(k, tag):
         requests = []
-        for at, (kind, values) in enumerate(KINDS.items()):
+        schema = {"schema": {"grammar": SCHEMA, "ignore_eos": False, "frequency_penalty": 0.5}}
+        for at, (kind, values) in enumerate((KINDS | schema).items()):
             params = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "seed": at, "ignore_eos": True} | values
             requests.append(request_of(prompts[at], SamplingParams(**params), k, f"{tag}{kind}"))
         return requests
@@ -122,8 +125,14 @@ def test_every_parameter_where_ranks_share_the_vocabulary(
     with GangTopology(processes, TINY, tp_prefill, tp_decode) as topology:
         for k in (0, 2):
             outcomes = topology.generate(asked(k, f"{k}-"))
-            assert [outcome.error for outcome in outcomes] == [None] * len(KINDS)
+            assert [outcome.error for outcome in outcomes] == [None] * (len(KINDS) + 1)
             assert [outcome.token_ids for outcome in outcomes] == expected
+        # The same from tokens of an earlier attempt, which every rank must count alike.
+        cuts = [len(outcome.token_ids) // 2 for outcome in outcomes]
+        again = [going_on(*one, 2) for one in zip(asked(2, "on-"), outcomes, cuts, strict=True)]
+        assert [one.token_ids for one in topology.generate(again)] == [
+            tokens[cut:] for tokens, cut in zip(expected, cuts, strict=True)
+        ]
         topology.wait_idle()
 
 

@@ -244,6 +244,7 @@ class Topology:
                 elif event.HasField("first_token"):
                     if event.first_token.HasField("logprobs"):
                         outcome.logprobs.append(wire.logprobs_from_proto(event.first_token.logprobs))
+                    assert event.first_token.index == request.num_forced
                     outcome.token_ids.append(event.first_token.token)
                     outcome.finish_reason = event.first_token.finish_reason
                     outcome.num_cached_tokens = event.first_token.num_cached_tokens
@@ -254,7 +255,7 @@ class Topology:
                 return outcome
             for event in decode_sink.events(timeout_s):
                 tokens = event.tokens
-                assert tokens.index == len(outcome.token_ids)
+                assert tokens.index == request.num_forced + len(outcome.token_ids)
                 outcome.token_ids.extend(tokens.token_ids)
                 outcome.logprobs += map(wire.logprobs_from_proto, tokens.logprobs)
                 if tokens.finish_reason:

@@ -9,12 +9,13 @@ from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
 from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine.decision import Decisions, digest, digest_weights
+from baton.engine.decision import Decisions
 from baton.engine.decode import DecodeRunner
 from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
 from baton.engine.grammar import GrammarCompiler
 from baton.engine.plan_messages import Release, Stop
 from baton.engine.prefill import PrefillChunk, PrefillRunner
+from baton.kernels.decision_reference import digest, digest_weights
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model

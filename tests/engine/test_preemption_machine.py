@@ -39,6 +39,7 @@ class Offload:
     def __init__(self, machine, num_blocks):
         self.machine, self.num_blocks = machine, num_blocks
         self.held = {}
+        self.loads = []
 
     def save(self, blocks, first, slot):
         self.held[first] = len(blocks)
@@ -46,6 +47,8 @@ class Offload:
 
     def load(self, blocks, first, slot):
         assert self.held[first] == len(blocks)
+        self.loads.append((Future(self.machine), set(blocks)))
+        return self.loads[-1][0]
 
 
 class Ticket:
@@ -55,6 +58,7 @@ class Ticket:
 
     def result(self):
         self.is_done = True
+        self.machine.num_copied = max(self.machine.num_copied, self.num_copies_before)
         self.runner.bounds.collect(self.launched, self.np.array(self.emitted))
         accepted = tuple(count - 1 for count in self.emitted)
         return DecodeOutput(
@@ -109,7 +113,8 @@ class Runner:
             assert written_len <= len(self.blocks[slot]) * BLOCK_SIZE, "a step writes beyond its blocks"
         emitted = [self.rng.randint(1, self.cap[slot] + 1) for slot in slots]
         ticket = Ticket(self, slots, emitted)
-        ticket.np = self.np
+        ticket.np, ticket.machine = self.np, self.kv_offload.machine
+        ticket.num_copies_before = ticket.machine.num_copies
         ticket.launched = self.bounds.launch(self.np.array(slots), self._most(slots))
         for slot, count in zip(slots, emitted, strict=True):
             self.length[slot] += count
@@ -164,8 +169,9 @@ class Bookkeeping(RuleBasedStateMachine):
     def copy(self, num_copies):
         self.num_copied = min(self.num_copies, self.num_copied + num_copies)
 
-    @rule()
-    def step(self):
+    @rule(launches=st.sampled_from([True, True, False]))
+    def step(self, launches=True):
+        """One turn; a worker that computes something again launches nothing in it."""
         self.steps.settle()
         self.preemption.preempt_due()
         for sequence in self.scheduler.start_waiting():
@@ -182,7 +188,7 @@ class Bookkeeping(RuleBasedStateMachine):
                 if sequence in self.sequences:
                     self.admit(sequence)
         decoding = self.scheduler.decoding()
-        has_launched = self.preemption.launch([item.slot for item in decoding], decoding)
+        has_launched = launches and self.preemption.launch([item.slot for item in decoding], decoding)
         for sequence, emitted in self.steps.collect(has_launched=has_launched):
             if sequence in self.sequences:
                 assert sequence.is_decoding, "preempted while a step had it"
@@ -218,6 +224,11 @@ class Bookkeeping(RuleBasedStateMachine):
         assert len(running) == len(set(running)) <= self.allocator.num_reserved
 
     @invariant()
+    def nobody_gets_blocks_that_a_copy_back_is_writing(self):
+        for future, blocks in self.runner.kv_offload.loads:
+            assert future.is_done or not blocks & set(self.allocator._free)
+
+    @invariant()
     def preemptions_are_bounded(self):
         for item in self.sequences:
             assert item.num_preemptions <= MAX_PREEMPTIONS + self.scripted.get(item, 0)
@@ -245,6 +256,31 @@ class Bookkeeping(RuleBasedStateMachine):
 
 TestBookkeeping = pytest.mark.fast(Bookkeeping.TestCase)
 TestBookkeeping.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("leaves", ["is cancelled", "gives way again"])
+def test_blocks_that_a_copy_back_is_writing_are_not_given_away(leaves):
+    machine = Bookkeeping()
+    machine.begin(scheduling="sync", num_host_blocks=3)
+    machine.submit(prompt_len=4, max_tokens=18, draft_cap=0)
+    (sequence,) = machine.sequences
+    machine.step()
+    machine.step()
+    machine.preemption.request(sequence)
+    machine.copy(1)
+    machine.step(launches=False)
+    assert machine.preemption.counts.num_restored_blocks > 0
+    if leaves == "is cancelled":
+        machine.end(sequence)
+    else:
+        machine.preemption._ranges.take(3)  # nothing is saved this time
+        machine.preemption.request(sequence)
+    machine.nobody_gets_blocks_that_a_copy_back_is_writing()
+    num_free = machine.allocator.num_free
+    machine.copy(3)
+    machine.steps.settle()
+    assert num_free < machine.allocator.num_free == NUM_BLOCKS
 
 
 class Holder:

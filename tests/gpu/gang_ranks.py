@@ -6,13 +6,17 @@ import traceback
 
 import torch
 
+from baton.core.errors import WorkerLost
 from baton.engine import gang_join
+from baton.engine.decision import Decisions
 from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
 from baton.engine.nccl_group import NcclGroup
 from baton.engine.plan import PlanChannel, plan_codec
 from baton.engine.plan_messages import Stop
 from baton.engine.tp_group import open_store
 from baton.engine.truncation import truncate
+from baton.kernels.decision import pack
+from baton.kernels.decision_reference import pack_reference
 from baton.model.loader import load_model
 from baton.model.vocab import CutVocab
 from baton.tests.engine.test_gang import generate, runners_of
@@ -113,6 +117,57 @@ def use_group(channel, device):
     torch.cuda.synchronize(device)
     broadcast_us = (time.monotonic() - start_s) * 1e3
     return total.float().unique().tolist(), parts.tolist(), told.tolist(), said, broadcast_us
+
+
+def step_of(batch, num_drafts, num_blocks, device):
+    """What a decode step decides, and upon what: columns of one table, and block tables."""
+    generator = torch.Generator().manual_seed(batch)
+    numbers_BC = torch.randint(1 << 40, (batch, 5), generator=generator).to(device)
+    tables_BM = torch.randint(1 << 31, (batch, num_blocks), generator=generator).to(device)
+    values_BC = torch.randint(150_000, (batch, num_drafts + 3), generator=generator).to(device)
+    return values_BC, [torch.arange(batch, device=device).flip(0), *numbers_BC.unbind(dim=1)[:3], tables_BM]
+
+
+def use_decisions(channel, device):
+    """Of each shape: whether the message is the reference's, and what was agreed the values, in a graph as well."""
+    group, found = channel.communicator, []
+    decisions = Decisions(group, device)
+    for batch, num_drafts, num_blocks in ((1, 1, 1), (16, 1, 80), (64, 3, 128), (7, 2, 513), (200, 5, 40)):
+        values_BC, state = step_of(batch, num_drafts, num_blocks, device)
+        wanted_N = pack_reference(values_BC, state, 9)
+        is_packed = all(torch.equal(message_N, wanted_N) for message_N in pack(values_BC, state, 9))
+        is_agreed = torch.equal(decisions.agree(values_BC, state), values_BC)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            decided_BC = decisions.agree(values_BC, state)
+        for _ in range(3):
+            decided_BC.zero_()
+            graph.replay()
+            is_agreed &= torch.equal(decided_BC, values_BC)
+        found.append((is_packed, is_agreed))
+    return found
+
+
+def diverge(channel, device, what):
+    """What a step gives if rank 1 differs in `what`; whether its reader is told; whether the next one is agreed."""
+    group = channel.communicator
+    decisions, is_other = Decisions(group), group.rank == 1
+    values_BC, state = step_of(2, 1, 5, device)
+    wrong_BC, wrong_state = values_BC.clone(), [tensor.clone() for tensor in state]
+    if is_other:
+        wrong_BC[1, 2] += what == "values"
+        wrong_state[4][1, 4] += what == "state"
+        if what == "order":
+            wrong_state[1], wrong_state[2] = state[2], state[1]
+        decisions._num_made += what == "number"
+    decided = decisions.agree(wrong_BC, wrong_state).flatten().tolist()
+    decisions._num_made = 7
+    is_agreed = torch.equal(decisions.agree(values_BC, state), values_BC)
+    try:
+        decisions.check(decided)
+    except WorkerLost:
+        return decided, True, is_agreed
+    return decided, False, is_agreed
 
 
 def use_vocab(channel, device, vocab_size, num_rows):

@@ -50,13 +50,24 @@ class Sink:
 class ModelPrefill:
     """See `bench.actor.SpawnedRemote`."""
 
-    def __init__(self, device_index, dtype, transport, num_blocks, block_size, chunk_len):
+    def __init__(
+        self,
+        device_index,
+        dtype,
+        transport,
+        num_blocks,
+        block_size,
+        chunk_len,
+        path=TINY,
+        numerics=Numerics.INVARIANT,
+        raw_streams=1,
+    ):
         see_first(device_index)
         device = torch.device("cuda")
-        tokenizer = Tokenizer.from_directory(TINY)
-        model = load_model(TINY, dtype=dtype, device=device, numerics=Numerics.INVARIANT, with_mtp=True)
+        tokenizer = Tokenizer.from_directory(path)
+        model = load_model(path, dtype=dtype, device=device, numerics=numerics, with_mtp=True)
         pool = KVPool(model.kv_layout(block_size), num_blocks, device)
-        config = KVTransferConfig(transport=transport)
+        config = KVTransferConfig(transport=transport, raw_streams=raw_streams)
         self.fatal = []
         self.push = PushService(
             pool=pool,

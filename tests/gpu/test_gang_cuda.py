@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.kernels.decision_reference import DIVERGED
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
 from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runners_of
-from baton.tests.gpu.gang_ranks import GpuRanks, K, use_group, use_model, use_vocab
+from baton.tests.gpu.gang_ranks import GpuRanks, K, diverge, use_decisions, use_group, use_model, use_vocab
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +30,19 @@ def test_the_group_adds_broadcasts_and_carries_bytes(ranks):
         assert told == [0, 1, 2, 3]
         assert said == ([b"\0", b"\1"], b"from 0")
         print(f"broadcast of a decision: {broadcast_us:.1f} us, launched one by one")
+
+
+def test_decisions_are_the_references_and_agreed_in_graphs_too(ranks):
+    for found in ranks.run(use_decisions):
+        assert found == [(True, True)] * 5
+
+
+@pytest.mark.parametrize("what", ["values", "state", "order", "number"])
+def test_a_rank_that_diverged_finds_no_value_and_is_told(what, ranks):
+    (own, is_told, is_agreed), (others, other_is_told, other_is_agreed) = ranks.run(diverge, what)
+    assert not is_told and DIVERGED not in own
+    assert other_is_told and others == [DIVERGED] * len(own)
+    assert is_agreed and other_is_agreed  # the next decision is one again
 
 
 @pytest.mark.parametrize("vocab_size", [151_936, 1003])

@@ -1,6 +1,7 @@
 """CUDA graphs of decode steps: the bits of launched passes, no waiting, and all ranks or none."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_a_replayed_step_never_waits(sampled, k):
     )
     params = [request.sampling for request in requests_for([(1, 2)] * 3, sampled=True, num_drafts=k, max_tokens=9)]
     sampling = sampling_rows(params, DEVICE) if sampled else None
-    plan = DecodePlan(num_drafts=k, max_context_len=40, sampling=sampling)
+    plan = DecodePlan(num_drafts=k, max_context_len=40, sampling=sampling, keeps_mtp=k > 0)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -167,6 +168,20 @@ def test_a_graph_that_cannot_be_captured_leaves_the_others_usable():
         static = side.graph(GraphKind.VERIFY, 2, backend)
         wanted = side.eager(GraphKind.VERIFY, SIZE, 20, 2)
         assert torch.allclose(side.replayed(static, SIZE, 20), wanted, atol=1e-4)
+
+
+def test_graphs_that_are_dropped_leave_a_pool_for_the_next():
+    """As when another rank could not capture its own."""
+    side = Side(tiny(torch.float32, Numerics.DEFAULT))
+    backend = CudaBackend(DEVICE, Alone())
+    with torch.inference_mode():
+        for _ in range(2):
+            static = side.graph(GraphKind.VERIFY, 2, backend)
+            static = side.graph(GraphKind.VERIFY, 1, backend)
+            wanted = side.eager(GraphKind.VERIFY, SIZE, 20, 1)
+            assert torch.allclose(side.replayed(static, SIZE, 20), wanted, atol=1e-4)
+            del static
+            gc.collect()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

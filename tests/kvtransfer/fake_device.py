@@ -1,4 +1,4 @@
-"""A decode worker whose pool is on a GPU, but for the GPU: memory of this process, and kernels made of NumPy."""
+"""A decode worker whose pools are on GPUs, but for the GPUs: memory of this process, and kernels made of NumPy."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from baton.kvtransfer.device_jobs import FLAGS_POOL, SLOT_WORDS, flag_bytes
 from baton.kvtransfer.flag_page import FlagPage
 from baton.kvtransfer.landing import LandingService
 from baton.kvtransfer.landing_link import LandingLink
-from baton.kvtransfer.landing_setup import DeviceSetup, LandingSetup, Listen
+from baton.kvtransfer.landing_setup import DevicePool, DeviceSetup, LandingSetup, Listen
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.shared_region import SharedRegion
 from baton.kvtransfer.span import Span
@@ -20,11 +20,18 @@ HANDLE = bytes(range(64))
 
 
 class FakeDevice:
-    """Does what it is asked for when `run` is called, or at once; `damage` may change the pool before."""
+    """Does what it is asked for when `run` is called, or at once; `damage` may change the pool before.
 
-    def __init__(self, io, staging, flags):
-        self.io, self.staging, self.flags = io, staging, flags
+    Args:
+        ranks: the pool of each.
+        staging: memory of the landing.
+        flags: the same.
+    """
+
+    def __init__(self, ranks, staging, flags):
+        self.ranks, self.staging, self.flags = ranks, staging, flags
         self.is_prompt = True
+        self.lost = set()  # ranks whose kernels never end
         self.asked = []
         self.waiting = []
         self.num_drains = 0
@@ -37,50 +44,63 @@ class FakeDevice:
             self.run()
 
     def run(self):
-        for wanted, table in self.waiting:
+        waiting, self.waiting = self.waiting, []
+        for wanted, table in waiting:
+            if wanted.rank in self.lost:
+                self.waiting.append((wanted, table))
+                continue
+            io = self.ranks[wanted.rank]
+            layers = range(wanted.layer, wanted.layer + wanted.num_layers)
+            heads = [io.geometry.layer(layer).heads for layer in layers]
             spans = [
-                Span(wanted.layer + index, 0, wanted.count, 0, self.io.geometry.layer(wanted.layer + index).num_heads)
-                for index in range(wanted.num_layers)
+                Span(layer, 0, wanted.count, its.first, its.count) for layer, its in zip(layers, heads, strict=True)
             ]
             for span in spans if wanted.staging.blocks else ():
-                self.staging.copy(wanted.staging.blocks, self.io, table.blocks, span)
+                self.staging.copy(wanted.staging.blocks, io, table.blocks, span)
             self.damage(wanted, table)
-            digests = [self.io.digest(table.blocks, span) if wanted.has_digest else 0 for span in spans]
+            digests = [io.digest(table.blocks, span) if wanted.has_digest else 0 for span in spans]
             FlagPage.raise_flag(self.flags, SLOT_WORDS, wanted.flag, wanted.sequence, digests)
-        self.waiting.clear()
 
     def drain(self):
         self.num_drains += 1
+        self.lost.clear()
         self.run()
 
     def close(self):
+        self.lost.clear()
         self.run()
 
 
 class DeviceWorker(LandingWorker):
     """A landing in a process of its own before that device."""
 
-    def __init__(self, layout=None, *, num_blocks=64, num_staging_blocks=16, lanes=("nvlink",), **config):
+    def __init__(self, layout=None, *, num_blocks=64, num_staging_blocks=16, tp_size=1, lanes=("nvlink",), **config):
         self.layout = layout or make_layout()
         self.config = KVTransferConfig(**config)
-        geometry, staging = PoolGeometry(self.layout, num_blocks), PoolGeometry(self.layout, num_staging_blocks)
+        staging = PoolGeometry(self.layout, num_staging_blocks)
         self.setup = LandingSetup(
             epoch=D_EPOCH,
             layout=self.layout,
             num_blocks=num_blocks,
-            tp_size=1,
+            tp_size=tp_size,
             listen=Listen("zmq", "tcp://127.0.0.1:0", tuple(lanes)),
             config=self.config,
-            device=DeviceSetup(num_staging_blocks, HANDLE.hex(), 512, "GPU-0"),
+            device=DeviceSetup(
+                num_staging_blocks,
+                tuple(DevicePool(HANDLE.hex(), 512 * (rank + 1), f"GPU-{rank}") for rank in range(tp_size)),
+            ),
         )
         self.region = SharedRegion.create(
             link_bytes=LandingLink.num_bytes(self.config.ring_slots, num_blocks),
             pool_bytes=[staging.num_bytes, flag_bytes()],
         )
-        self.pool = PoolIO(np.zeros(geometry.num_bytes, dtype=np.uint8), geometry)
-        self.io = RankedPoolIO([self.pool])
+        self.ranks = [
+            PoolIO(np.zeros(geometry.num_bytes, dtype=np.uint8), geometry) for geometry in self.setup.geometries
+        ]
+        self.pool = self.ranks[0]
+        self.io = RankedPoolIO(self.ranks)
         host = PoolIO(np.frombuffer(self.region.pool(0), dtype=np.uint8), staging)
-        self.device = FakeDevice(self.pool, host, self.region.pool(FLAGS_POOL))
+        self.device = FakeDevice(self.ranks, host, self.region.pool(FLAGS_POOL))
         self.service = LandingService.in_process(self.region, self.setup, self.device)
         self.blocks = BlockAllocator(num_blocks, self.layout.block_size)
         self.tables = {}

@@ -37,6 +37,8 @@ def value_of(field, rng):
         return rng.choice(["r0", "r1", "r2", "", "x"])
     if field.type == field.TYPE_BYTES:
         return LAYOUT.hash if rng.random() < 0.7 else rng.randbytes(8)
+    if field.type == field.TYPE_DOUBLE:
+        return rng.choice([0.0, 7.5, -1.0, 1e308, float("nan"), float("inf")])
     if field.type == field.TYPE_BOOL:
         return rng.random() < 0.5
     if field.name in ("epoch", "peer_epoch", "sender_epoch") and rng.random() < 0.95:

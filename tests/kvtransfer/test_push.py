@@ -511,6 +511,7 @@ def test_no_source_block_is_read_any_more_once_a_push_has_drained(make_prefill):
         assert transport.num_pinned(bad.peer.kv_address) == 0
         os.kill(bad.landing._host.pid, signal.SIGCONT)
         prefill.wait_for(Drained, key)
+        prefill.assert_clean()  # now: once it is closed, a landing counts no more
     finally:
         bad.landing.close()
 

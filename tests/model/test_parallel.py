@@ -17,7 +17,7 @@ from baton.kernels.selftest import check_invariance
 from baton.model.config import ModelConfig
 from baton.model.draft_head import HeadIds
 from baton.model.loader import load_model
-from baton.model.parallel import ShardPlan
+from baton.model.parallel import Alone, ShardPlan
 from baton.tests.model.harness import Paged, prompt
 from baton.tests.model.ranks import on_ranks
 
@@ -202,6 +202,20 @@ def test_a_size_that_does_not_fit_is_refused_by_name(size, kind, numerics, why, 
     with pytest.raises(ModelUnsupported, match=why) as caught:
         ShardPlan(config, Rank(0, size), numerics)
     assert caught.value.fields == {"option": "tp", "value": size}
+
+
+@pytest.mark.fast
+def test_a_broadcast_is_in_place():
+    def tell(group):
+        values = torch.tensor([[group.rank, 7], [8, group.rank]])
+        assert group.broadcast(values) is values
+        if group.size > 1:
+            with pytest.raises(AssertionError):
+                group.broadcast(values.T)
+        return values.tolist()
+
+    assert on_ranks(3, tell) == [[[0, 7], [8, 0]]] * 3
+    assert tell(Alone()) == [[0, 7], [8, 0]]
 
 
 @pytest.mark.fast

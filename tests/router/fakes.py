@@ -13,12 +13,16 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.core.clock import MonotonicClock
 from baton.core.errors import TransferFailed
+from baton.core.tls_files import TlsWatch
 from baton.core.tokenizer import Tokenizer
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, wire, worker_pb2, worker_pb2_grpc
+from baton.proto.secure_channel import SecureChannels, server_credentials
+from baton.router.migration import MigrationConfig
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 
 MODEL = "toy"
+OFF = MigrationConfig(max_migrations=0)
 EPOCHS = itertools.count(1000)
 
 
@@ -57,12 +61,13 @@ class Script:
     events_end: bool = False  # then the stream ends well; otherwise it waits to be cancelled
     attending_epoch: int | None = None
     no_done: bool = False
-    no_finish: bool = False
+    no_finish: int = 0  # attempts, the first ones
     attempt_errors: dict[int, BaseException] = field(default_factory=dict)  # at prefill, by attempt
     errors_after_first: bool = False
     attempt_answers: dict[int, str] = field(default_factory=dict)
     refused_pairs: dict[tuple[str, str], str] = field(default_factory=dict)  # (prefill, decode) to the reason
     logprobs: Callable[[int], inference_pb2.TokenLogprobs] | None = None  # of a token, for requests that ask
+    forgets_forced: bool = False  # as a worker of an older build would
 
 
 @dataclass
@@ -90,18 +95,28 @@ class Bench:
 class FakeWorker:
     """Either role: a gRPC server, heartbeats on demand, and a record of what was asked."""
 
-    def __init__(self, bench, role, worker_id, **state):
+    def __init__(self, bench, role, worker_id, tls=None, **state):
         self.bench = bench
         self.role = role
         self.worker_id = worker_id
         self.epoch = next(EPOCHS)
         self.seen = []
+        self.restarts = []
         self.server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         worker_pb2_grpc.add_PrefillServicer_to_server(Prefill(self), self.server)
         worker_pb2_grpc.add_DecodeServicer_to_server(Decode(self), self.server)
         admin_pb2_grpc.add_AdminServicer_to_server(Admin(self), self.server)
-        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        place = "127.0.0.1:0"
+        is_secure = tls is not None and tls.is_on
+        self.port = (
+            self.server.add_secure_port(place, server_credentials(TlsWatch(tls)))
+            if is_secure
+            else self.server.add_insecure_port(place)
+        )
         self.overrides = state
+        self.inventory = {}  # more of it
+        self.naming = None  # a PrefixNaming, if it keeps prefixes
+        self.watch = None  # then what serves WatchPrefixes
 
     @property
     def script(self):
@@ -124,6 +139,10 @@ class FakeWorker:
         )
         for name, value in self.overrides.items():
             setattr(state, name, value)
+        for name, value in self.inventory.items():
+            setattr(state.inventory, name, value)
+        if self.naming is not None:
+            state.prefix_naming.CopyFrom(self.naming)
         return state
 
     def running(self):
@@ -146,6 +165,11 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
     def __init__(self, worker):
         self.worker = worker
 
+    async def WatchPrefixes(self, request, context):
+        if self.worker.watch is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no prefixes here")
+        await self.worker.watch(request, context)
+
     async def Run(self, request, context):
         script = self.worker.script
         received_ns = now_ns()
@@ -161,12 +185,15 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
                 await wire.abort_with(context, attempt_error)
             if script.prefill_hangs:
                 await seen.hang.wait()
-            token = TOKENIZER.encode(script.attempt_answers.get(request.attempt.attempt, script.answer))[0]
+            answer = script.attempt_answers.get(request.attempt.attempt, script.answer)
+            token = TOKENIZER.encode(answer)[request.num_forced_tokens]
+            is_last = 0 < request.num_forced_tokens == len(TOKENIZER.encode(answer)[: request.sampling.max_tokens]) - 1
             sent_ns = now_ns()
             sixth_ms = (sent_ns - received_ns) / 6e6
             first = worker_pb2.FirstToken(
                 token=token,
-                finish_reason=script.finish_at_first,
+                index=0 if script.forgets_forced else request.num_forced_tokens,
+                finish_reason="length" if is_last else script.finish_at_first,
                 queue_ms=sixth_ms,
                 landing_ms=2 * sixth_ms,
                 prefill_ms=3 * sixth_ms,
@@ -192,7 +219,7 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
                 await wire.abort_with(context, script.prefill_error_after_first)
             await asyncio.sleep(script.done_delay_s)
             if not script.no_done:
-                handed_off = script.handed_off and not script.finish_at_first
+                handed_off = script.handed_off and not first.finish_reason
                 done = worker_pb2.PrefillDone(kv_bytes_pushed=4096, handed_off=handed_off)
                 await context.write(worker_pb2.PrefillEvent(done=done))
 
@@ -222,8 +249,10 @@ class Decode(worker_pb2_grpc.DecodeServicer):
     async def answer(self, request, context, seen):
         script = self.worker.script
         token_ids = TOKENIZER.encode(script.answer)[: request.sampling.max_tokens]
-        num_steps = 0
-        for index in range(1, len(token_ids), script.step):
+        num_steps, num_forced = 0, request.num_forced_tokens
+        if 0 < num_forced == len(token_ids) - 1:  # it ends at its first token
+            await seen.hang.wait()
+        for index in range(num_forced + 1, len(token_ids), script.step):
             if script.decode_error is not None and index > script.decode_error_after:
                 await wire.abort_with(context, script.decode_error)
             if script.decode_hangs_after is not None and index > script.decode_hangs_after:
@@ -233,8 +262,8 @@ class Decode(worker_pb2_grpc.DecodeServicer):
             tokens = decode_tokens(index, token_ids[index : index + script.step])
             if script.logprobs is not None and request.sampling.HasField("logprobs"):
                 tokens.logprobs.extend(map(script.logprobs, tokens.token_ids))
-            if index + script.step >= len(token_ids) and not script.no_finish:
-                tokens = finished(tokens, len(token_ids) - 1, num_steps)
+            if index + script.step >= len(token_ids) and request.attempt.attempt > script.no_finish:
+                tokens = finished(tokens, len(token_ids) - num_forced - 1, num_steps)
             await context.write(worker_pb2.DecodeEvent(tokens=tokens))
 
 
@@ -248,6 +277,10 @@ class Admin(admin_pb2_grpc.AdminServicer):
         told.speculation.auto = request.mode.auto
         told.speculation.num_draft_tokens = request.mode.num_draft_tokens
         return admin_pb2.SetSpeculationReply(workers=[told])
+
+    async def Restart(self, request, context):
+        self.worker.restarts.append(request.epoch)
+        return admin_pb2.RestartReply(ending=True)
 
     async def Inventory(self, request, context):
         return admin_pb2.InventoryReply(workers=[admin_pb2.WorkerStatus(state=self.worker.state(), alive=True)])
@@ -286,7 +319,9 @@ class Cluster:
         self.workers = []
         self.silent = set()
         self.address = f"127.0.0.1:{router.port}"
-        self.channel = grpc.aio.insecure_channel(self.address, options=(("grpc.use_local_subchannel_pool", 1),))
+        self.tls = router.config.security.tls
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        self.channel = SecureChannels(self.tls).open_aio(f"127.0.0.1:{router.admin_port}", options)
         self._heartbeats = asyncio.create_task(self._beat())
 
     @property
@@ -294,7 +329,7 @@ class Cluster:
         return self.bench.script
 
     async def add(self, role, worker_id, **state):
-        worker = FakeWorker(self.bench, role, worker_id, **state)
+        worker = FakeWorker(self.bench, role, worker_id, self.tls, **state)
         await worker.server.start()
         self.workers.append(worker)
         self.router.members.heartbeat(worker.state())

@@ -17,11 +17,11 @@ from baton.core.errors import (
 )
 from baton.core.sampling import SamplingParams
 from baton.proto import worker_pb2
-from baton.router.attempts import MAX_RETRIES
+from baton.router.continuation import MAX_RETRIES
 from baton.router.members import Members
 from baton.router.policy import RoundRobin
 from baton.router.refusals import Refusals
-from baton.tests.router.fakes import cluster
+from baton.tests.router.fakes import OFF, cluster
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 CORRUPT = TransferFailed("corrupt twice")
@@ -83,15 +83,17 @@ async def test_retries_end():
         running.script.attempt_errors = dict.fromkeys(range(1, 9), CORRUPT)
         running.script.errors_after_first = True
         text, error = await answer(running)
-        assert (text, type(error), error.message) == ("h", TransferFailed, "corrupt twice")
+        assert (text, type(error)) == ("hel", TransferFailed), "each attempt made one token more"
+        assert error.message.startswith("corrupt twice; tried prefill-0 and decode-0: TransferFailed; ")
+        assert len(error.fields["tried"]) == 1 + MAX_RETRIES
         prefill, _ = await running.idle(3.0)
         assert len(prefill) == 1 + MAX_RETRIES
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("error", [Overloaded("full"), WorkerLost("gone")])
-async def test_only_failed_hand_offs_are_tried_again(error):
-    async with cluster(2, 2) as running:
+async def test_without_migration_only_failed_hand_offs_are_tried_again(error):
+    async with cluster(2, 2, migration=OFF) as running:
         running.script.attempt_errors = {1: error}
         assert type((await answer(running))[1]) is type(error)
         prefill, _ = await running.idle(3.0)
@@ -122,13 +124,13 @@ async def test_an_unseeded_request_has_one_seed_in_all_attempts():
 @pytest.mark.asyncio
 @pytest.mark.fast
 async def test_a_recompute_that_differs_is_an_error_not_another_answer():
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         running.script.attempt_errors = {1: CORRUPT}
         running.script.errors_after_first = True
         running.script.attempt_answers = {2: "jello world"}
         text, error = await answer(running)
         assert (text, type(error)) == ("h", TransferFailed)
-        assert error.fields == {"diverged": True}
+        assert error.fields["diverged"]
         await running.idle(3.0)
 
 

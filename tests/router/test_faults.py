@@ -1,4 +1,4 @@
-"""What goes wrong under a request: both legs end, and the client gets the reason in time."""
+"""What goes wrong under a request that may not move: both legs end, and the client gets the reason in time."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from baton.core.errors import (
 )
 from baton.core.sampling import SamplingParams
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.tests.router.fakes import cluster
+from baton.tests.router.fakes import OFF, cluster
 
 pytestmark = pytest.mark.asyncio
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
@@ -64,7 +64,7 @@ POINTS = {"before the first token": 0, "before done": 1, "before decode": 1, "du
 @pytest.mark.fast
 @pytest.mark.parametrize("point", POINTS)
 async def test_a_client_that_leaves_ends_both_legs(point):
-    async with cluster() as running, AsyncBatonClient(running.address) as client:
+    async with cluster(migration=OFF) as running, AsyncBatonClient(running.address) as client:
         hang(running, point)
         got = []
 
@@ -88,7 +88,7 @@ async def test_a_client_that_leaves_ends_both_legs(point):
 
 
 async def test_a_connection_that_breaks_ends_both_legs():
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         hang(running, "during decode")
         client = AsyncBatonClient(running.address)
         stream = client.generate("hi", sampling=GREEDY)
@@ -101,7 +101,7 @@ async def test_a_connection_that_breaks_ends_both_legs():
 
 @pytest.mark.parametrize("point", POINTS)
 async def test_the_routers_deadline_ends_both_legs_with_a_type(point):
-    async with cluster(request_timeout_s=0.2) as running:
+    async with cluster(migration=OFF, request_timeout_s=0.2) as running:
         hang(running, point)
         start_s = time.monotonic()
         error, text = await fails(running, RequestDeadlineExceeded)
@@ -113,7 +113,7 @@ async def test_the_routers_deadline_ends_both_legs_with_a_type(point):
 
 
 async def test_the_clients_deadline_goes_to_the_workers():
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         hang(running, "before the first token")
         await fails(running, RequestDeadlineExceeded, timeout_s=0.3)
         prefill, decode = await running.idle()
@@ -124,7 +124,7 @@ async def test_the_clients_deadline_goes_to_the_workers():
 
 @pytest.mark.fast
 async def test_a_prefill_error_keeps_its_type_and_cancels_decode():
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         running.script.prefill_error = Overloaded("no room", limit=3)
         error, text = await fails(running, Overloaded)
         assert (error.message, error.fields, text) == ("no room", {"limit": 3}, "")
@@ -134,7 +134,7 @@ async def test_a_prefill_error_keeps_its_type_and_cancels_decode():
         running.script.prefill_error_after_first = TransferFailed("nack")
         running.script.decode_hangs_after = 0
         error, text = await fails(running, TransferFailed)
-        assert (error.message, text) == ("nack", "h")
+        assert (error.message[:6], text) == ("nack; ", "h")
         running.script.prefill_error_after_first = None
         running.script.decode_hangs_after = None
         running.script.handed_off = False
@@ -146,7 +146,7 @@ async def test_a_prefill_error_keeps_its_type_and_cancels_decode():
 
 
 async def test_a_prefill_error_after_decode_has_begun_is_nobodys_loss():
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         running.script.prefill_error_after_first = TransferFailed("its ack was lost")
         running.script.token_delay_s = 0.03
         assert await works(running)
@@ -154,7 +154,7 @@ async def test_a_prefill_error_after_decode_has_begun_is_nobodys_loss():
 
 @pytest.mark.fast
 async def test_a_decode_error_keeps_its_type_and_cancels_prefill():
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         running.script.decode_error = Overloaded("too many", limit=9)
         running.script.prefill_hangs = True
         error, text = await fails(running, Overloaded)
@@ -168,12 +168,13 @@ async def test_a_decode_error_keeps_its_type_and_cancels_prefill():
         assert text == "hello", "what was made is streamed"
         running.script.decode_error = RequestCancelled("shutting down")
         error, _ = await fails(running, WorkerLost)
-        assert error.fields == {"worker_id": "decode-0", "role": "decode"}, "the client did not cancel"
+        want = {"worker_id": "decode-0", "role": "decode", "cause": "stream"}
+        assert error.fields == want, "the client did not cancel"
 
 
 @pytest.mark.fast
 async def test_a_failed_hand_off_seen_by_decode_waits_for_prefills_word():
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         script = running.script
         script.decode_error, script.first_delay_s = TransferFailed("the landing was aborted"), 0.05
         script.finish_at_first = "stop"
@@ -195,7 +196,7 @@ async def test_a_failed_hand_off_seen_by_decode_waits_for_prefills_word():
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_worker_that_is_killed(role):
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         hang(running, "before the first token" if role == "prefill" else "during decode")
         running.silent.add(f"{role}-0")
         failing = asyncio.create_task(fails(running, WorkerLost))
@@ -215,20 +216,20 @@ async def test_a_worker_that_is_killed(role):
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_silent_worker_ends_its_requests_within_two_seconds(role):
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         hang(running, "before the first token")
         start_s = time.monotonic()
         running.silent.add(f"{role}-0")
         error, _ = await fails(running, WorkerLost)
         assert 1.3 < time.monotonic() - start_s < 2.0
-        assert error.fields == {"worker_id": f"{role}-0", "role": role}
+        assert error.fields == {"worker_id": f"{role}-0", "role": role, "cause": "fence"}
         prefill, decode = await running.idle()
         assert prefill[0].cancelled
         assert decode[0].cancelled
 
 
 async def test_a_router_that_stands_still_for_a_while_loses_nobody():
-    async with cluster(alive_s=0.6) as running:
+    async with cluster(migration=OFF, alive_s=0.6) as running:
         running.script.token_delay_s = 0.1
         working = asyncio.create_task(works(running))
         await asyncio.sleep(0.2)
@@ -237,7 +238,7 @@ async def test_a_router_that_stands_still_for_a_while_loses_nobody():
 
 
 async def test_a_silent_prefill_worker_that_has_handed_over_is_not_needed():
-    async with cluster(alive_s=0.4) as running:
+    async with cluster(migration=OFF, alive_s=0.4) as running:
         running.script.token_delay_s = 0.2
         running.silent.add("prefill-0")
         assert await works(running)
@@ -246,7 +247,7 @@ async def test_a_silent_prefill_worker_that_has_handed_over_is_not_needed():
 
 @pytest.mark.fast
 async def test_a_worker_that_comes_back_under_a_new_epoch_ends_the_old_requests():
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         hang(running, "during decode")
         failing = asyncio.create_task(fails(running, WorkerLost))
         await asyncio.sleep(0.1)
@@ -262,7 +263,7 @@ async def test_a_worker_that_comes_back_under_a_new_epoch_ends_the_old_requests(
 
 
 async def test_an_attend_answered_by_another_life_fails_the_request():
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         running.script.attending_epoch = 1
         running.script.prefill_hangs = True
         await fails(running, WorkerLost)
@@ -270,7 +271,7 @@ async def test_an_attend_answered_by_another_life_fails_the_request():
 
 
 async def test_a_router_that_stops_ends_open_streams_and_legs():
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         hang(running, "during decode")
         client = AsyncBatonClient(running.address)
         stream = client.generate("hi", sampling=GREEDY)
@@ -287,7 +288,10 @@ async def test_a_router_that_stops_ends_open_streams_and_legs():
 
 
 async def test_cancels_at_random_times_leave_nothing():
-    async with cluster(num_prefill=2, num_decode=2) as running, AsyncBatonClient(running.address) as client:
+    async with (
+        cluster(migration=OFF, num_prefill=2, num_decode=2) as running,
+        AsyncBatonClient(running.address) as client,
+    ):
         running.script.token_delay_s = 0.005
 
         async def leave_after(seconds):
@@ -306,12 +310,12 @@ async def test_cancels_at_random_times_leave_nothing():
         running.script.token_delay_s = 0.0
         assert await works(running)
         assert not running.router.members._watches or all(
-            len(watches) == 1 for watches in running.router.members._watches.values()
-        ), "only the channels watch on"
+            len(watches) == 2 for watches in running.router.members._watches.values()
+        ), "only the channels and the presence watch on"
 
 
 async def test_a_worker_of_another_model_or_without_an_address_is_refused():
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         membership = worker_pb2_grpc.MembershipStub(running.channel)
         good = running.workers[0].state()
         for change in ({"model": "other"}, {"address": ""}, {"role": "router"}, {"epoch": 0}, {"worker_id": ""}):

@@ -22,7 +22,7 @@ from baton.core.errors import (
 from baton.core.sampling import SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.router.inference import BASE_BYTES, BYTES_PER_POSITION
-from baton.tests.router.fakes import TOKENIZER, cluster, decode_tokens, finished
+from baton.tests.router.fakes import OFF, TOKENIZER, cluster, decode_tokens, finished
 
 pytestmark = pytest.mark.asyncio
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
@@ -386,7 +386,7 @@ async def test_several_answers_in_one_stream():
 
 
 async def test_one_failed_answer_ends_all():
-    async with cluster() as running:
+    async with cluster(migration=OFF) as running:
         running.script.decode_error = Overloaded("no")
         running.script.decode_error_after = 3
         with pytest.raises(Overloaded):
@@ -398,7 +398,7 @@ async def test_one_failed_answer_ends_all():
 
 async def test_answers_count_against_the_limit():
     async with cluster(max_queue_len=3) as running:
-        with pytest.raises(Overloaded):
+        with pytest.raises(InvalidRequest, match="at most 3"):
             await chunks_of(running, sampling=SamplingParams(max_tokens=4, n=4))
         await chunks_of(running, sampling=SamplingParams(max_tokens=4, n=3))
 

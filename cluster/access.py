@@ -1,0 +1,58 @@
+"""How commands get into a deployment: with what their flags or the environment say."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+
+from baton.client.access import Access
+from baton.client.messages import OPTIONS
+
+_ACCESS: ContextVar[Access | None] = ContextVar("access", default=None)
+
+
+def current_access() -> Access:
+    """What the command was given, or else the environment says.
+
+    Raises:
+        ConfigInvalid: the file of the key cannot be read.
+    """
+    return _ACCESS.get() or Access.from_environment()
+
+
+@contextmanager
+def using(access: Access) -> Iterator[None]:
+    """Within it, this is what `current_access` returns."""
+    token = _ACCESS.set(access)
+    try:
+        yield
+    finally:
+        _ACCESS.reset(token)
+
+
+def open_with(access: Access, address: str) -> grpc.Channel:
+    """A channel whose every call shows the key.
+
+    Raises:
+        ConfigInvalid: the certificates cannot be used.
+    """
+    channel = access.open(address, OPTIONS)
+    return grpc.intercept_channel(channel, _ShowKey(access)) if access.metadata else channel
+
+
+class _ShowKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    """Adds the key to each call's metadata."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._shown(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._shown(client_call_details), request)
+
+    def _shown(self, details: Any) -> Any:
+        return details._replace(metadata=(*(details.metadata or ()), *self._access.metadata))

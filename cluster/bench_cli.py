@@ -1,0 +1,97 @@
+"""`baton bench`: flags and help only."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cluster.cli_types import Count, Json, Text
+from baton.cluster.cli_types import option as _option
+from baton.cluster.outcome import ExitCode, Output, run_command
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed.", rich_markup_mode=None)
+
+
+@app.command("kv")
+def bench_kv(
+    what: Annotated[str, typer.Option(help="transfer, or step: what a prefill step pays for its writer")] = "transfer",
+    systems: Annotated[Text, _option("comma-separated  [all that can run here]")] = None,
+    workloads: Annotated[str, typer.Option(help="comma-separated: a, b, c")] = "a,b,c",
+    pace: Annotated[str, typer.Option(help="time between layers in the paced phase; 0 leaves it out")] = "4ms",
+    gil_load: Annotated[str, typer.Option(help="comma-separated: none, inside, outside")] = "none",
+    digest: Annotated[str, typer.Option(help="on, off or both, of Baton's own systems")] = "both",
+    faults: Annotated[str, typer.Option(help="per frame, like drop=0.01,corrupt=0.001")] = "",
+    rounds: Annotated[int, typer.Option(help="how often everything is measured")] = 5,
+    seconds: Annotated[float, typer.Option(help="each phase of each cell lasts at least so long")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="of order, block ids and contents")] = 0,
+    calls: Annotated[bool, typer.Option(help="count system calls, if strace is there")] = True,
+    plot: Annotated[Path | None, _option("draw the rows into a .png, .svg or .pdf (needs matplotlib)")] = None,
+    json: Json = False,
+) -> int:
+    """Measure the KV hand-off, and other ways to move the same bytes, in interleaved rounds."""
+    asked = {name: value for name, value in locals().items() if name not in ("json", "calls", "plot")}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.bench import bench_kv
+
+        return bench_kv(output, plot=plot, count_calls=calls, **asked)
+
+    return run_command(json, body)
+
+
+@app.command("decode")
+def bench_decode(
+    shape: Annotated[Text, _option("8b, 0.6b, 32b, 30b-a3b or tiny, with random weights  [8b; tiny on a CPU]")] = None,
+    layers: Annotated[Count, _option("so many layers of the shape  [all]")] = None,
+    scheduling: Annotated[str, typer.Option(help="comma-separated: sync, async")] = "sync,async",
+    mtp: Annotated[str, typer.Option(help="comma-separated: draft tokens per step")] = "0,1",
+    batch: Annotated[str, typer.Option(help="comma-separated: sequences")] = "1,16,64",
+    cuda_graphs: Annotated[str, typer.Option(help="on, off, or auto: both on a GPU, neither on a CPU")] = "auto",
+    prompt_len: Annotated[int, typer.Option(help="positions before the first step")] = 1024,
+    chunk_len: Annotated[int, typer.Option(help="prompt tokens per prefill step")] = 2048,
+    verification: Annotated[str, typer.Option(help="synthetic: drafts stand by chance; or coupled")] = "synthetic",
+    rate: Annotated[float, typer.Option(help="with synthetic: of each draft once those before it stand")] = 0.8,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    numerics: Annotated[str, typer.Option(help="default|invariant")] = "default",
+    dtype: Annotated[str, typer.Option(help="auto|float64|float32|bfloat16")] = "auto",
+    device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
+    steps: Annotated[int, typer.Option(help="measured in each round")] = 22,
+    rounds: Annotated[int, typer.Option(help="how often everything is measured")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="of weights, tokens, block ids and order")] = 0,
+    plot: Annotated[Path | None, _option("draw the rows into a .png, .svg or .pdf (needs matplotlib)")] = None,
+    json: Json = False,
+) -> int:
+    """Measure decode steps and the time to the first token, with random weights, in interleaved rounds."""
+    asked = {name: value for name, value in locals().items() if name not in ("json", "plot")}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.bench import bench_decode
+
+        return bench_decode(output, plot=plot, **asked)
+
+    return run_command(json, body)
+
+
+@app.command("routing")
+def bench_routing(
+    policies: Annotated[str, typer.Option(help="comma-separated")] = "round_robin,least_cost,prefix",
+    num_prefill: Annotated[int, typer.Option(help="prefill workers of each deployment")] = 2,
+    num_groups: Annotated[int, typer.Option(help="different beginnings of prompts")] = 8,
+    prefix_len: Annotated[int, typer.Option(help="tokens of a beginning")] = 1536,
+    suffix_len: Annotated[int, typer.Option(help="tokens of each prompt after it")] = 24,
+    num_requests: Annotated[int, typer.Option(help="of each group in each round")] = 2,
+    concurrency: Annotated[int, typer.Option(help="requests open at the same time")] = 4,
+    cached_groups: Annotated[int, typer.Option(help="beginnings that one prefill worker's pool holds")] = 5,
+    rounds: Annotated[int, typer.Option(help="how often everything is measured")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="of prompts and their order")] = 0,
+    json: Json = False,
+) -> int:
+    """Measure hit rate and time to first token of routing policies, with real workers on this machine's CPUs."""
+    asked = {name: value for name, value in locals().items() if name != "json"}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.bench import bench_routing
+
+        return bench_routing(output, **asked)
+
+    return run_command(json, body)

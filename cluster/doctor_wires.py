@@ -1,0 +1,168 @@
+"""What of a deployment is encrypted, found out by knocking: `baton doctor --address` believes no configuration.
+
+Each port is asked the way its clients ask: with a TLS handshake, or, where ZMQ listens, by its greeting. Whether a
+certificate is asked for shows in whether one without it is let in. Nothing is sent that any service would act on.
+"""
+
+import hashlib
+import ipaddress
+import socket
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from baton.proto import admin_pb2
+
+TIMEOUT_S = 2.0
+GRACE_S = 0.3  # within which a server without a certificate would have said so
+_GREETING_BYTES = 64
+_MECHANISM = slice(12, 32)
+_ZMTP = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # signature and version
+_H2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One port.
+
+    Attributes:
+        name: of whom.
+        address: HOST:PORT.
+        is_encrypted: None if nobody answered.
+        detail: how.
+        fingerprint: SHA-256 of the certificate that was shown, in hex; empty if there is none.
+        expires_s: Unix time of its end, if it could be checked.
+        problem: with it; empty if there is none, or nothing to check it with.
+    """
+
+    name: str
+    address: str
+    is_encrypted: bool | None
+    detail: str
+    fingerprint: str = ""
+    expires_s: float | None = None
+    problem: str = ""
+
+
+def wires(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> Iterator[Wire]:
+    """The port that was asked for `status`, and those of every live worker.
+
+    The lanes of KV between processes of one host (shm, nvlink) are no wires, and nixl's are not known here.
+
+    Args:
+        address: of that port.
+        status: of the deployment.
+        ca_file: to check certificates with; names in them are not looked at.
+    """
+    yield probe_tls("router", address, ca_file)
+    for worker in status.workers:
+        if worker.alive:
+            name = worker.state.worker_id
+            yield probe_tls(name, worker.state.address, ca_file)
+            scheme, _, place = worker.state.kv_address.partition("://")
+            if scheme == "grpc":
+                yield probe_tls(f"KV to {name}", place, ca_file)
+            elif scheme == "tcp":
+                yield probe_zmq(f"KV to {name}", place)
+
+
+def probe_tls(name: str, address: str, ca_file: str = "") -> Wire:
+    """Whether a gRPC port is encrypted, how, and until when its certificate is good."""
+    context = _context(ssl.CERT_NONE)  # first it is asked how it speaks, not who it is
+    try:
+        with _connect(address) as plain:
+            try:
+                with context.wrap_socket(plain) as connection:
+                    certificate = connection.getpeercert(binary_form=True) or b""
+                    detail = f"{connection.version() or 'TLS'}, {_asks_for_certificate(connection)}"
+            except ssl.SSLError as error:
+                if "CERTIFICATE" in str(error).upper():
+                    return Wire(name, address, True, "TLS, asks for certificates")
+                return _probe_plain(name, address)
+        expires_s, problem = _check(address, ca_file) if ca_file else (None, "")
+        if expires_s is not None:
+            detail += f", certificate until {datetime.fromtimestamp(expires_s, UTC):%Y-%m-%d %H:%M} UTC"
+        detail += f"; {problem}" if problem else ""
+        return Wire(name, address, True, detail, hashlib.sha256(certificate).hexdigest(), expires_s, problem)
+    except ConnectionResetError:
+        return Wire(name, address, False, "in clear, or no gRPC")
+    except (OSError, ValueError) as error:
+        return Wire(name, address, None, f"does not answer from here: {error}")
+
+
+def probe_zmq(name: str, address: str) -> Wire:
+    """Whether a ZMQ port uses CURVE, by its greeting (ZMTP 3: bytes 12 to 32 name the mechanism)."""
+    try:
+        with _connect(address) as connection:
+            connection.sendall(_ZMTP)  # and no mechanism: it would be refused before the other side's has been read
+            greeting = b""
+            while len(greeting) < _GREETING_BYTES and (more := connection.recv(_GREETING_BYTES - len(greeting))):
+                greeting += more
+    except (OSError, ValueError) as error:
+        return Wire(name, address, None, f"does not answer from here: {error}")
+    mechanism = greeting[_MECHANISM].rstrip(b"\0")
+    if mechanism == b"CURVE":
+        return Wire(name, address, True, "CURVE, admits holders of the deployment's key")
+    return Wire(name, address, False, "in clear" if mechanism == b"NULL" else "speaks no ZMTP 3")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether nothing sent there leaves this host."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _context(verify: ssl.VerifyMode, ca_file: str | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=ca_file)
+    context.check_hostname = False
+    context.verify_mode = verify
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def _check(address: str, ca_file: str) -> tuple[float | None, str]:
+    """When the certificate expires, and what is wrong with it."""
+    try:
+        with _connect(address) as plain, _context(ssl.CERT_REQUIRED, ca_file).wrap_socket(plain) as connection:
+            found: Any = connection.getpeercert()
+            return float(ssl.cert_time_to_seconds(found["notAfter"])), ""
+    except ssl.SSLCertVerificationError as error:
+        return None, f"its certificate is not good: {error.verify_message}"
+    except OSError as error:
+        return None, f"its certificate could not be checked: {error}"
+
+
+def _connect(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT_S)
+    connection.settimeout(TIMEOUT_S)
+    return connection
+
+
+def _asks_for_certificate(connection: ssl.SSLSocket) -> str:
+    """With TLS 1.3 the handshake is over before the server has seen that there is no certificate."""
+    connection.sendall(_H2_PREFACE)
+    connection.settimeout(GRACE_S)
+    try:
+        if connection.recv(1):
+            return "asks for no certificate"
+    except TimeoutError:
+        return "asks for no certificate"
+    except OSError:
+        pass
+    return "asks for certificates"
+
+
+def _probe_plain(name: str, address: str) -> Wire:
+    with _connect(address) as connection:
+        connection.sendall(_H2_PREFACE)
+        try:
+            answered = bool(connection.recv(1))
+        except OSError:
+            answered = False
+    return Wire(name, address, False, "in clear" if answered else "in clear, or no gRPC")

@@ -1,0 +1,64 @@
+"""`baton drain`: empty one worker of its streams, so that it can be stopped; and take it back."""
+
+import time
+from typing import Final
+
+import grpc
+
+from baton.cluster.admin import TIMEOUT_S, error_from_rpc, open_channel
+from baton.cluster.outcome import ExitCode, Output
+from baton.core.errors import ConfigInvalid
+from baton.proto import admin_pb2, admin_pb2_grpc
+
+POLL_S: Final = 0.2
+
+
+def drain(
+    worker_id: str, address: str, output: Output, *, grace_s: float | None, wait_s: float, undo: bool
+) -> ExitCode:
+    """Ask for it, and wait until no stream depends on the worker. PARTIAL when some still do.
+
+    Args:
+        worker_id: as `baton status` names it.
+        address: of the deployment.
+        output: where to say it.
+        grace_s: for its streams to finish; None is the deployment's own.
+        wait_s: for them to be gone; 0 only asks.
+        undo: let it serve again.
+
+    Raises:
+        ConfigInvalid: a time that is none, or a grace for what is undone.
+        BatonError: no deployment answers at `address`, or it knows no such worker.
+    """
+    if (grace_s is not None and not 0 <= grace_s < 1e6) or not 0 <= wait_s < 1e6:
+        raise ConfigInvalid("grace and wait are seconds, 0 or more", keys=["grace", "wait"])
+    if undo and grace_s is not None:
+        raise ConfigInvalid("a worker that serves again needs no grace", keys=["undo", "grace"])
+    request = admin_pb2.DrainRequest(worker_id=worker_id, undo=undo)
+    if grace_s is not None:
+        request.grace_ms = int(1e3 * grace_s)
+    reply = _ask(address, request)
+    deadline_s = time.monotonic() + wait_s
+    while reply.draining and reply.num_streams and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+        reply = _ask(address, admin_pb2.DrainRequest(worker_id=worker_id))
+    data = {"address": address, "worker_id": worker_id, "draining": reply.draining, "num_streams": reply.num_streams}
+    output.emit(data, _sentence(worker_id, reply))
+    return ExitCode.PARTIAL if reply.draining and reply.num_streams else ExitCode.OK
+
+
+def _sentence(worker_id: str, reply: admin_pb2.DrainReply) -> str:
+    if not reply.draining:
+        return f"{worker_id} serves"
+    if reply.num_streams:
+        return f"{worker_id} gets nothing new; {reply.num_streams} streams are still there: ask again, or --wait"
+    return f"{worker_id} is empty and can be stopped"
+
+
+def _ask(address: str, request: admin_pb2.DrainRequest) -> admin_pb2.DrainReply:
+    with open_channel(address) as channel:
+        try:
+            reply: admin_pb2.DrainReply = admin_pb2_grpc.AdminStub(channel).Drain(request, timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, address) from error
+    return reply

@@ -1,0 +1,56 @@
+"""The flags of `baton keys`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cluster.outcome import ExitCode, Output, run_command
+
+app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.", rich_markup_mode=None)
+
+File = Annotated[Path, typer.Option("--file", help="the file of --api-keys-file or --admin-keys-file")]
+Name = Annotated[str, typer.Argument(help="of the key")]
+Json = Annotated[bool, typer.Option("--json", help="print exactly one JSON object on stdout")]
+
+
+@app.command("create")
+def create(
+    name: Name,
+    file: File,
+    tenant: Annotated[str, typer.Option(help="whose requests it is for; KV is shared only within a tenant")],
+    expires_days: Annotated[float | None, typer.Option(help="days until it expires  [never]")] = None,
+    json: Json = False,
+) -> int:
+    """Make a key and print it, once; the file keeps its digest."""
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster import keys
+
+        return keys.create(output, file=file, name=name, tenant=tenant, days=expires_days)
+
+    return run_command(json, body)
+
+
+@app.command("list")
+def list_keys(file: File, json: Json = False) -> int:
+    """Show names, tenants and when keys expire. Exits 4 if one has."""
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster import keys
+
+        return keys.list_keys(output, file=file)
+
+    return run_command(json, body)
+
+
+@app.command("revoke")
+def revoke(name: Name, file: File, json: Json = False) -> int:
+    """Take a key out of the file; routers follow within a second."""
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster import keys
+
+        return keys.revoke(output, file=file, name=name)
+
+    return run_command(json, body)

@@ -1,0 +1,32 @@
+"""`baton quarantine`: requests that are refused because workers died of them, shown or pardoned."""
+
+import grpc
+
+from baton.cluster.admin import TIMEOUT_S, as_data, error_from_rpc, fetch_status, open_channel
+from baton.cluster.outcome import ExitCode, Output
+from baton.cluster.table import format_table
+from baton.proto import admin_pb2, admin_pb2_grpc
+
+ALL = "all"
+
+
+def quarantine(address: str, clear: str | None, output: Output) -> ExitCode:
+    """Show them, after pardoning one or all. FAILED when there was none to pardon by that name.
+
+    Raises:
+        BatonError: no deployment answers at `address`.
+    """
+    num_cleared = 0
+    if clear is not None:
+        with open_channel(address) as channel:
+            request = admin_pb2.ClearQuarantineRequest(fingerprint="" if clear == ALL else clear)
+            try:
+                stub = admin_pb2_grpc.AdminStub(channel)
+                num_cleared = stub.ClearQuarantine(request, timeout=TIMEOUT_S).num_cleared
+            except grpc.RpcError as error:
+                raise error_from_rpc(error, address) from error
+    refused = as_data(fetch_status(address))["quarantined"]
+    rows = [(one["fingerprint"], ", ".join(one["workers"]), f"{one['left_s']:.0f} s") for one in refused]
+    text = format_table(("request", "died of it", "refused for"), rows) if rows else "no request is refused"
+    output.emit({"address": address, "num_cleared": num_cleared, "quarantined": refused}, text)
+    return ExitCode.FAILED if clear not in (None, ALL) and not num_cleared else ExitCode.OK

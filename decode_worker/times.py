@@ -1,0 +1,50 @@
+"""When a sequence got where on a decode worker, and what its first event says of that."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from baton.kvtransfer.landing import Sealed
+from baton.proto import worker_pb2
+
+MAX_DRAFT_MS: Final = 1e9
+
+
+@dataclass(slots=True)
+class DecodeTimes:
+    """Readings of the worker's clock, in seconds; 0 for what has not happened.
+
+    Attributes:
+        attended_s: the router's stream was opened.
+        granted_s: blocks were granted.
+        admitted_s: it got its first slot.
+        first_s: the first step's tokens were ready.
+    """
+
+    attended_s: float = 0.0
+    granted_s: float = 0.0
+    admitted_s: float = 0.0
+    first_s: float = 0.0
+
+
+def landed_s(sealed: Sealed) -> float:
+    """When everything that the seal rests on was there; the seal itself where a landing does not say."""
+    return sealed.complete_s or sealed.sealed_s
+
+
+def draft_s(sealed: Sealed) -> float:
+    """From the first token to the hand-over, as the prefill worker says; 0 if that is no duration."""
+    draft_ms = sealed.state.draft_ms
+    return draft_ms / 1e3 if 0 <= draft_ms < MAX_DRAFT_MS else 0.0  # nor is a NaN
+
+
+def decode_start(times: DecodeTimes, sealed: Sealed) -> worker_pb2.DecodeStart:
+    """The parts of the way to the first decoded tokens."""
+    here_s, draft = landed_s(sealed), draft_s(sealed)
+    return worker_pb2.DecodeStart(
+        draft_ms=1e3 * draft,
+        transfer_ms=1e3 * (here_s - sealed.prefill_end_s - draft),
+        landed_ns=int(1e9 * here_s),
+        verification_ms=1e3 * (sealed.sealed_s - here_s),
+        admission_ms=1e3 * (times.admitted_s - sealed.sealed_s),
+        step_ms=1e3 * (times.first_s - times.admitted_s),
+    )

@@ -1,0 +1,43 @@
+"""A sequence's spans at a decode worker, its landing's among them, made when the worker has given it up."""
+
+import functools
+
+from baton.core.span import SERVER, Attribute, SpanBatch, Tracer
+from baton.core.trace_context import TraceContext
+from baton.decode_worker.scheduler import DecodeSequence
+from baton.decode_worker.times import landed_s
+
+
+def trace_decode(tracer: Tracer, sequence: DecodeSequence, now_s: float, error: str) -> None:
+    """Have them made; nothing for a request that is not traced. What they tell does not change any more.
+
+    `error` is empty if the sequence finished.
+    """
+    parent = sequence.request.trace
+    if parent is not None:
+        tracer.put(functools.partial(_make, parent.child(), sequence, now_s, error))
+
+
+def _make(context: TraceContext, sequence: DecodeSequence, now_s: float, error: str, batch: SpanBatch) -> None:
+    times, counts, sealed = sequence.times, sequence.counts, sequence.sealed
+    about: dict[str, Attribute] = {
+        "request_id": sequence.key.request_id,
+        "attempt": sequence.key.attempt,
+        "num_output": sequence.num_output,
+        "num_preemptions": sequence.num_preemptions,
+    }
+    batch.add(context, "decode", times.attended_s, now_s, kind=SERVER, error=error, attributes=about)
+    if sealed is None:
+        batch.child(context, "landing", times.granted_s, now_s)
+    else:
+        batch.child(context, "landing", times.granted_s, landed_s(sealed), {"bytes_landed": sealed.bytes_landed})
+        batch.child(context, "landing.verification", landed_s(sealed), sealed.sealed_s)
+        batch.child(context, "decode.admission", sealed.sealed_s, times.admitted_s)
+    batch.child(context, "decode.first_step", times.admitted_s, times.first_s)
+    steps = {
+        "num_verify_steps": counts.num_verify_steps,
+        "num_draft_tokens": counts.num_draft_tokens,
+        "num_accepted_tokens": counts.num_accepted_tokens,
+        "num_emitted_tokens": counts.num_emitted_tokens,
+    }
+    batch.child(context, "decode.steps", times.first_s, now_s, steps)

@@ -1,0 +1,114 @@
+"""What a prefix index holds, told to readers who are somewhere else and may have missed something.
+
+The index's own thread records; any thread reads. The latest changes are kept in a ring, so that a reader gets what he
+missed, and where that is forgotten, everything. No reader has a queue here: one that is slow gets larger changes.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Final
+
+from baton.core.block_change import BlockChange
+
+RING_LEN: Final = 1 << 16
+MAX_NAMES: Final = 1 << 15  # of one change in a message: half a MiB
+
+
+class BlockLog:
+    """Names that are there, and the latest changes.
+
+    Args:
+        ring_len: changes that are kept.
+        max_names: that one part of a whole has.
+    """
+
+    def __init__(self, ring_len: int = RING_LEN, max_names: int = MAX_NAMES) -> None:
+        assert ring_len >= 1
+        assert max_names >= 1
+        self._max_names = max_names
+        self._names: set[bytes] = set()
+        self._ring: deque[tuple[bytes, bool]] = deque(maxlen=ring_len)
+        self._version = 0
+        self._lock = threading.Lock()
+        self._waiting: dict[object, Callable[[], None]] = {}
+
+    @property
+    def version(self) -> int:
+        """Changes so far. Any thread."""
+        return self._version
+
+    def stored(self, name: bytes) -> None:
+        """A block got this name; no other has it."""
+        with self._lock:
+            assert name not in self._names
+            self._names.add(name)
+            self._record(name, True)
+        self._wake()
+
+    def removed(self, name: bytes) -> None:
+        """No block has this name any more."""
+        with self._lock:
+            self._names.remove(name)
+            self._record(name, False)
+        self._wake()
+
+    def since(self, version: int) -> list[BlockChange]:
+        """What makes a reader's version the present one, in order; nothing if it is. Any thread."""
+        with self._lock:
+            now = self._version
+            num_missed = now - version
+            if num_missed == 0:
+                return []
+            if 0 < num_missed <= len(self._ring):
+                latest = list(islice(reversed(self._ring), num_missed))
+                names = None
+            else:
+                latest = []
+                names = tuple(self._names)
+        return _whole(names, now, self._max_names) if names is not None else [_difference(latest, version, now)]
+
+    def call_at_change(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have `callback` called once, after the next change, on the thread that makes it; returns what prevents it."""
+        key = object()
+        with self._lock:
+            self._waiting[key] = callback
+
+        def forget() -> None:
+            with self._lock:
+                self._waiting.pop(key, None)
+
+        return forget
+
+    def _record(self, name: bytes, is_there: bool) -> None:
+        self._ring.append((name, is_there))
+        self._version += 1
+
+    def _wake(self) -> None:
+        if not self._waiting:  # most of the time; one that comes in between looks at the version once more
+            return
+        with self._lock:
+            callbacks, self._waiting = tuple(self._waiting.values()), {}
+        for callback in callbacks:
+            callback()
+
+
+def _difference(latest: list[tuple[bytes, bool]], after: int, version: int) -> BlockChange:
+    """Of changes, the newest first: the last word on each name."""
+    last = dict(reversed(latest))
+    return BlockChange(
+        after=after,
+        version=version,
+        stored=tuple(name for name, is_there in last.items() if is_there),
+        removed=tuple(name for name, is_there in last.items() if not is_there),
+    )
+
+
+def _whole(names: tuple[bytes, ...], version: int, max_names: int) -> list[BlockChange]:
+    parts = [names[first : first + max_names] for first in range(0, len(names), max_names)] or [()]
+    last = len(parts) - 1
+    return [
+        BlockChange(after=0, version=version if at == last else 0, part=at, cleared=at == 0, stored=part)
+        for at, part in enumerate(parts)
+    ]

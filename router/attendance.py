@@ -1,0 +1,81 @@
+"""What an attempt has to do with a worker while it depends on it: the one thing a leg enters and leaves.
+
+It joins who is alive, who is being emptied and who is where.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.core.errors import WorkerLost
+from baton.core.request import AttemptKey, GenerationRequest
+from baton.router.continuation import Cause
+from baton.router.drains import Drains
+from baton.router.members import Life, Members
+from baton.router.presence import Leaving, Presence
+
+OnLost = Callable[[WorkerLost], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Attendance:
+    """Of all requests.
+
+    Attributes:
+        members: who is alive.
+        drains: who is being emptied.
+        presence: who is where.
+    """
+
+    members: Members
+    drains: Drains
+    presence: Presence
+
+
+class Visitor:
+    """One client's request, on its way through attempts.
+
+    Args:
+        attendance: where it is entered.
+        request: the client's.
+        may_move: whether a worker that is being emptied can be left now, for another.
+    """
+
+    def __init__(self, attendance: Attendance, request: GenerationRequest, may_move: Callable[[], bool]) -> None:
+        self._attendance = attendance
+        self._request = request
+        self._may_move = may_move
+
+    def enter(self, life: Life, role: str, key: AttemptKey, on_lost: OnLost) -> Callable[[Leaving], None]:
+        """An attempt depends on a worker from now on.
+
+        Args:
+            life: the worker's.
+            role: its part in the attempt.
+            key: of the attempt.
+            on_lost: called when the attempt must leave, with the reason; at once if the life is lost already.
+
+        Returns:
+            what ends that.
+        """
+        members, drains, presence = self._attendance.members, self._attendance.drains, self._attendance.presence
+        worker_id, where = life.worker_id, f"{role} worker {life.worker_id}"
+
+        def lost() -> None:
+            cause = members.why_lost(life)
+            on_lost(WorkerLost(f"{where} was lost", worker_id=worker_id, role=role, cause=cause))
+
+        def due() -> None:
+            if self._may_move():
+                message, cause = f"{where} is being emptied", Cause.DRAIN.value
+                on_lost(WorkerLost(message, worker_id=worker_id, role=role, cause=cause))
+
+        presence.enter(life, key, self._request)
+        unwatch_drain = drains.watch(life, due)
+        unwatch = members.watch(life, lost)
+
+        def leave(how: Leaving) -> None:
+            unwatch()
+            unwatch_drain()
+            presence.leave(life, key, how)
+
+        return leave

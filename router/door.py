@@ -1,0 +1,128 @@
+"""Who may come in, and how many: keys, tenants and streams, for every front door alike.
+
+A front door asks `authenticate` with the caller's `Authorization` header, and holds `stream` while it answers. It
+never sees a key again after that: principals are names.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from baton.core.errors import AccessRefused, BatonError, Overloaded, PermissionDenied, Unauthenticated
+from baton.router.api_keys import ApiKeys, KeyEntry, Principal
+from baton.router.security import DoorLimits
+from baton.router.security_metrics import SecurityMetrics
+
+RETRY_AFTER_S: Final = 1.0
+SAY_EVERY_S: Final = 10.0  # a refusal of each kind is logged no more often, and counted always
+ANYBODY: Final = Principal("", "")
+
+log = logging.getLogger(__name__)
+
+
+class Door:
+    """One kind of callers' way in.
+
+    Args:
+        keys: the keys file; None: everybody may come in, as whichever tenant they say.
+        limits: of streams.
+        metrics: where refusals are counted.
+        now_s: for what is said no more often than every few seconds.
+        extra: keys beside the file's.
+
+    Raises:
+        ConfigInvalid: the keys file cannot be used.
+    """
+
+    def __init__(
+        self,
+        keys: Path | None = None,
+        limits: DoorLimits | None = None,
+        metrics: SecurityMetrics | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+        extra: tuple[KeyEntry, ...] = (),
+    ) -> None:
+        self._limits = limits or DoorLimits()
+        self._metrics = metrics or SecurityMetrics()
+        self._now_s = now_s
+        self._said_s: dict[str, float] = {}
+        self._num_of_tenant: Counter[str] = Counter()
+        self._num_of_connection: Counter[str] = Counter()
+        self.keys: ApiKeys | None = None
+        if keys is not None:
+            self.keys = ApiKeys(keys, on_reload=self._metrics.reloaded("api_keys"), extra=extra)
+
+    def authenticate(self, header: str | None) -> Principal:
+        """Who presents this `Authorization` header; `ANYBODY` where no keys are asked for.
+
+        Raises:
+            Unauthenticated: no key, or none that is good now.
+        """
+        if self.keys is None:
+            return ANYBODY
+        try:
+            return self.keys.authenticate(header)
+        except Unauthenticated as error:
+            self._count(error, f"key_{error.fields['reason']}")
+            raise
+
+    def tenant_of(self, principal: Principal, asked: str) -> str:
+        """Whose request it is: the key's tenant, if keys are asked for, whatever the caller says.
+
+        Raises:
+            PermissionDenied: the caller names another tenant than its own.
+        """
+        if self.keys is None:
+            return asked
+        if asked not in ("", principal.tenant):
+            message = f"the key {principal.name!r} is of tenant {principal.tenant!r}, not of the one that was named"
+            error = PermissionDenied(message, tenant=principal.tenant)
+            self._count(error, "tenant")
+            raise error
+        return principal.tenant
+
+    @contextmanager
+    def stream(self, tenant: str, connection: str = "") -> Iterator[None]:
+        """Hold a place for an answer that streams.
+
+        Args:
+            tenant: whose.
+            connection: over which; empty if it is not to be counted.
+
+        Raises:
+            Overloaded: the tenant or the connection has as many as it may.
+        """
+        limits = self._limits
+        self._require(self._num_of_tenant[tenant], limits.max_streams_per_tenant, "streams_per_tenant", "tenant")
+        if connection:
+            num, limit = self._num_of_connection[connection], limits.max_streams_per_connection
+            self._require(num, limit, "streams_per_connection", "connection")
+        held = [(self._num_of_tenant, tenant)] + ([(self._num_of_connection, connection)] if connection else [])
+        for counter, name in held:
+            counter[name] += 1
+        try:
+            yield
+        finally:
+            for counter, name in held:
+                counter[name] -= 1
+                if not counter[name]:
+                    del counter[name]
+
+    def _require(self, num: int, limit: int | None, what: str, owner: str) -> None:
+        if limit is not None and num >= limit:
+            message = f"this {owner} has {num} answers streaming, the limit; try again in {RETRY_AFTER_S:g} s"
+            error = Overloaded(message, limit=limit, what=what, retry_after_s=RETRY_AFTER_S)
+            self._count(error, what)
+            raise error
+
+    def _count(self, error: BatonError, reason: str) -> None:
+        self._metrics.refused.labels(reason).inc()
+        now_s = self._now_s()
+        if now_s - self._said_s.get(reason, -SAY_EVERY_S) >= SAY_EVERY_S:
+            self._said_s[reason] = now_s
+            level = logging.WARNING if isinstance(error, AccessRefused) else logging.INFO
+            log.log(level, "refused (%s): %s", reason, error.message)

@@ -1,0 +1,222 @@
+"""Policies that send a request where it costs least: by load alone, or by load and what is cached. Pure.
+
+The random source only decides between pairs that cost the same.
+"""
+
+import dataclasses
+import random
+from collections.abc import Sequence, Set
+from typing import Final
+
+from baton.core.block_hash import block_hashes
+from baton.core.clock import Clock
+from baton.core.errors import WorkersIncompatible
+from baton.core.request import GenerationRequest
+from baton.router.cost import (
+    WEIGHTS,
+    Asked,
+    CostWeights,
+    PrefillCost,
+    decode_cost,
+    edge_cost,
+    prefill_cost,
+)
+from baton.router.load import Load, Loads, Sent
+from baton.router.members import DECODE, PREFILL, Life, Member
+from baton.router.policy import NOBODY, Lives, Pair, require
+from baton.router.prefix_index import PrefixIndex
+
+TIE_S: Final = 1e-6
+MAX_PAIRS: Final = 256  # some 4 us each; beyond that only the cheapest of each role are paired
+SHORT_LIST: Final = 16
+EXPECT_S: Final = 1.0  # a prefix is expected for twice the time its prefill should take, and so much more
+
+
+class LeastCost:
+    """The pair of least cost.
+
+    Args:
+        clock: that heartbeats are stamped with.
+        rng: decides between equals.
+        prefixes: what is cached where; None leaves it out of account.
+        weights: of what is not measured.
+    """
+
+    def __init__(
+        self, clock: Clock, rng: random.Random, prefixes: PrefixIndex | None = None, weights: CostWeights = WEIGHTS
+    ) -> None:
+        self.name = "least_cost" if prefixes is None else "prefix"
+        self._clock = clock
+        self._rng = rng
+        self._prefixes = prefixes
+        self._weights = weights
+        self._loads = Loads()
+        self._named: tuple[object, ...] = ()  # what the names below are of
+        self._names: tuple[bytes, ...] = ()
+
+    def pick(
+        self,
+        prefill: Sequence[Member],
+        decode: Sequence[Member],
+        excluded: Set[Lives] = NOBODY,
+        request: GenerationRequest | None = None,
+    ) -> Pair:
+        """The pair of least cost; what it is sent counts from now on.
+
+        Raises:
+            NoWorker: a role has none.
+            WorkersIncompatible: every pair is excluded.
+        """
+        require(prefill, PREFILL)
+        require(decode, DECODE)
+        now_s = self._clock.now_s()
+        self._loads.keep([*prefill, *decode])
+        prompt_len = request.prompt_len if request is not None else 1
+        asked = Asked(prompt_len=prompt_len, block_size=max(1, decode[0].state.block_size))
+        matched = self._match(prefill, request, now_s)
+        at_prefill = self._prefill_costs(prefill, asked, matched, now_s)
+        at_decode = self._decode_costs(decode, asked)
+        pair = self._cheapest(at_prefill, at_decode, asked, excluded)
+        self._send(pair, asked, at_prefill, matched, now_s, request)
+        return dataclasses.replace(pair, expected_cached_len=matched.get(pair.prefill.life, 0))
+
+    def cached_len(self, prefill: Sequence[Member], request: GenerationRequest) -> int:
+        """Prompt tokens that the worker which has most of them has cached, or is about to."""
+        return max(self._match(prefill, request, self._clock.now_s()).values(), default=0)
+
+    def _match(self, prefill: Sequence[Member], request: GenerationRequest | None, now_s: float) -> dict[Life, int]:
+        """Tokens of the prompt that each has cached, or is about to; the last one is always computed."""
+        if self._prefixes is None or request is None or request.sampling.prompt_logprobs is not None:
+            return {}
+        found: dict[Life, int] = {}
+        matches: dict[tuple[object, ...], dict[Life, int]] = {}  # by naming; as a rule there is one
+        for member in prefill:
+            if not member.state.HasField("prefix_naming"):
+                continue
+            naming = member.state.prefix_naming
+            key = (naming.model, naming.block_size, naming.with_mtp)
+            if key not in matches:
+                names = self._block_names(member, request)[: (request.prompt_len - 1) // naming.block_size]
+                matches[key] = self._prefixes.match(names, now_s)
+            found[member.life] = matches[key].get(member.life, 0) * naming.block_size
+        return found
+
+    def _block_names(self, member: Member, request: GenerationRequest) -> tuple[bytes, ...]:
+        naming = member.state.prefix_naming
+        key = (request.prompt_token_ids, request.tenant, naming.model, naming.block_size, naming.with_mtp)
+        # The answers of one request come one after the other, with the same prompt.
+        if not self._named or self._named[0] is not key[0] or self._named[1:] != key[1:]:
+            self._named = key
+            self._names = block_hashes(
+                request.prompt_token_ids,
+                model=naming.model,
+                tenant=request.tenant,
+                block_size=naming.block_size,
+                with_mtp=naming.with_mtp,
+            )
+        return self._names
+
+    def _prefill_costs(
+        self, members: Sequence[Member], asked: Asked, matched: dict[Life, int], now_s: float
+    ) -> list[tuple[PrefillCost, Member, Load]]:
+        loads = [self._loads.of(member) for member in members]
+        assumed = _mean([load.tokens_per_s for load in loads]) or self._weights.tokens_per_s
+        costs = []
+        for member, load in zip(members, loads, strict=True):
+            num_names = None
+            if self._prefixes is not None and member.life in matched:
+                num_names = self._prefixes.num_names_of(member.life)
+            cost = prefill_cost(
+                load,
+                asked,
+                tokens_per_s=load.tokens_per_s or assumed,
+                cached_len=matched.get(member.life, 0),
+                now_s=now_s,
+                num_names=num_names,
+                weights=self._weights,
+            )
+            costs.append((cost, member, load))
+        return costs
+
+    def _decode_costs(self, members: Sequence[Member], asked: Asked) -> list[tuple[float, Member]]:
+        loads = [self._loads.of(member) for member in members]
+        assumed = _mean([load.step_s for load in loads]) or self._weights.step_s
+        costs = [decode_cost(load, asked, step_s=load.step_s or assumed, weights=self._weights) for load in loads]
+        return list(zip(costs, members, strict=True))
+
+    def _cheapest(
+        self,
+        at_prefill: list[tuple[PrefillCost, Member, Load]],
+        at_decode: list[tuple[float, Member]],
+        asked: Asked,
+        excluded: Set[Lives],
+    ) -> Pair:
+        lists = [(at_prefill, at_decode)]
+        if len(at_prefill) * len(at_decode) > MAX_PAIRS:
+            short = (
+                sorted(at_prefill, key=lambda item: (item[0].total_s, self._rng.random()))[:SHORT_LIST],
+                sorted(at_decode, key=lambda item: (item[0], self._rng.random()))[:SHORT_LIST],
+            )
+            lists.insert(0, short)
+        for some_prefill, some_decode in lists:
+            costs = self._pair_costs(some_prefill, some_decode, asked, excluded)
+            if costs:
+                least_s = min(cost for cost, _ in costs)
+                return self._rng.choice([pair for cost, pair in costs if cost <= least_s + TIE_S])
+        message = f"none of {len(at_prefill)} prefill workers can hand over to any of {len(at_decode)} decode workers"
+        raise WorkersIncompatible(message, num_prefill=len(at_prefill), num_decode=len(at_decode))
+
+    def _pair_costs(
+        self,
+        at_prefill: list[tuple[PrefillCost, Member, Load]],
+        at_decode: list[tuple[float, Member]],
+        asked: Asked,
+        excluded: Set[Lives],
+    ) -> list[tuple[float, Pair]]:
+        assumed = _mean([edge.bytes_per_s for _, _, load in at_prefill for edge in load.edges.values()])
+        landings = [
+            (cost_s, member, (member.state.kv_address, member.state.kv_epoch or member.state.epoch))
+            for cost_s, member in at_decode
+        ]
+        costs = []
+        for prefill, prefill_member, load in at_prefill:
+            for decode_s, decode_member, landing in landings:
+                if (prefill_member.life, decode_member.life) in excluded:
+                    continue
+                edge_s = edge_cost(
+                    load.edges.get(landing),
+                    asked,
+                    bytes_per_position=load.bytes_per_position,
+                    bytes_per_s=assumed,
+                    compute_s=prefill.compute_s,
+                )
+                cost_s = prefill.total_s + decode_s + edge_s
+                costs.append((cost_s, Pair(prefill_member, decode_member, routing=self.name)))
+        return costs
+
+    def _send(
+        self,
+        pair: Pair,
+        asked: Asked,
+        at_prefill: list[tuple[PrefillCost, Member, Load]],
+        matched: dict[Life, int],
+        now_s: float,
+        request: GenerationRequest | None,
+    ) -> None:
+        cached_len = matched.get(pair.prefill.life, 0)
+        own_len = asked.prompt_len - cached_len
+        num_new = -(-own_len // asked.block_size)
+        self._loads.of(pair.prefill).sent.append(Sent(now_s, own_len, num_new))
+        self._loads.of(pair.decode).sent.append(Sent(now_s, 0, asked.num_blocks))
+        if self._prefixes is not None and request is not None and pair.prefill.life in matched:
+            cost = next(cost for cost, member, _ in at_prefill if member is pair.prefill)
+            until_s = now_s + EXPECT_S + 2 * (cost.queue_s + cost.compute_s)
+            first = cached_len // pair.prefill.state.prefix_naming.block_size
+            names = self._block_names(pair.prefill, request)
+            self._prefixes.expect(pair.prefill.life, names[first:], until_s)
+
+
+def _mean(values: list[float]) -> float:
+    """Of those that were measured; 0 if none was."""
+    measured = [value for value in values if value > 0]
+    return sum(measured) / len(measured) if measured else 0.0

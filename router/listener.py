@@ -1,0 +1,148 @@
+"""One port of the router: a gRPC server, its door, its certificates and its limits."""
+
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from baton.core.errors import BatonError, ConfigInvalid, PortInUse
+from baton.core.handshakes import Handshakes
+from baton.core.tls_files import TlsFiles, TlsWatch, server_context
+from baton.proto.secure_channel import server_credentials
+from baton.proto.unreadable import RefuseUnreadable
+from baton.router.api_keys import KeyEntry
+from baton.router.door import Door
+from baton.router.guard import OPEN, Guard
+from baton.router.security import DoorLimits
+from baton.router.security_metrics import SecurityMetrics
+
+MAX_SEND_BYTES: Final = 16 << 20
+STREAM_HEADROOM: Final = 32  # streams of a connection beyond its limit that are answered with a refusal, not held back
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1", "[::1]")
+SERVER_OPTIONS: Final = (
+    ("grpc.so_reuseport", 0),  # a second router on the port must fail, not share it
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+
+log = logging.getLogger(__name__)
+
+
+class Listener:
+    """A port: `open`, then register services with its `server`, then `listen`.
+
+    Args:
+        name: of the port, for logs and counters.
+        tls: certificate, key and the CA that callers' certificates must be of; empty for no encryption.
+        keys: API keys that callers must present; None for none.
+        limits: of messages, streams and connections.
+        metrics: where refusals are counted.
+        open_services: that need no key, beside health and reflection.
+        extra_keys: beside those of the file.
+        takes_workers: their heartbeats come here.
+
+    Attributes:
+        door: shared with other front doors of the same callers.
+        server: whoever opened it starts and stops it.
+
+    Raises:
+        ConfigInvalid: the keys or the certificates cannot be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        tls: TlsFiles,
+        keys: Path | None,
+        limits: DoorLimits,
+        metrics: SecurityMetrics,
+        open_services: Collection[str] = (),
+        extra_keys: tuple[KeyEntry, ...] = (),
+        takes_workers: bool = True,
+    ) -> None:
+        self._takes_workers = takes_workers
+        self._name = name
+        self.door = Door(keys, limits, metrics, extra=extra_keys)
+        self.watch = TlsWatch(tls, on_reload=metrics.reloaded("certificates")) if tls.is_on else None
+        self._handshakes: Handshakes | None = None
+        if self.watch is not None:
+            self._handshakes = Handshakes(name, metrics.lost_handshakes.labels(name).inc)
+        self._limits = limits
+        self._guard = Guard(self.door, (*OPEN, *open_services), self._handshakes)
+        self.server: Any = None
+        self.port = 0
+
+    def open(self) -> None:
+        """Make the server, on the running event loop."""
+        options = _options(self._limits)
+        self.server = grpc.aio.server(options=options, interceptors=(self._guard, RefuseUnreadable()))
+
+    def listen(self, host: str, port: int) -> None:
+        """Bind; 0 picks a free port.
+
+        Raises:
+            PortInUse: the port is taken.
+            ConfigInvalid: the address cannot be bound, or there is a CA without a certificate.
+        """
+        place = f"{host}:{port}"
+        try:
+            if self.watch is None or self._handshakes is None:
+                self.port = self.server.add_insecure_port(place)
+            else:
+                self.port = self.server.add_secure_port(place, server_credentials(self.watch, self._handshakes.begun))
+        except RuntimeError as error:
+            raise why_not_bound(host, port) from error
+        if self._takes_workers and not self.asks_certificates and host not in LOOPBACK:
+            log.warning("whoever reaches the %s port may pose as a worker: give tls_ca_file", self._name)
+        if self.door.keys is not None and self.watch is None and host not in LOOPBACK:
+            log.warning("API keys cross the network in clear: the %s port has no certificate", self._name)
+
+    def http_context(self) -> ssl.SSLContext | None:
+        """For an HTTP server of the same callers: the same certificates, followed likewise; None without TLS."""
+        return None if self.watch is None else server_context(self.watch)
+
+    @property
+    def asks_certificates(self) -> bool:
+        """Whether callers must present one."""
+        return self.watch is not None and bool(self.watch.files.ca_file)
+
+    def tick(self) -> None:
+        """Now and then."""
+        if self._handshakes is not None:
+            self._handshakes.tick()
+
+
+def _options(limits: DoorLimits) -> list[tuple[str, Any]]:
+    options: list[tuple[str, Any]] = [
+        *SERVER_OPTIONS,
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", MAX_SEND_BYTES),
+    ]
+    if limits.max_streams_per_connection is not None:
+        options.append(("grpc.max_concurrent_streams", limits.max_streams_per_connection + STREAM_HEADROOM))
+    if limits.max_connections is not None:
+        options.append(("grpc.max_allowed_incoming_connections", limits.max_connections))
+    return options
+
+
+def why_not_bound(host: str, port: int, key: str = "grpc_port") -> BatonError:
+    """The reason that gRPC does not give; `key` is the setting that names the port."""
+    name = host.strip("[]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:  # gaierror is one
+        if error.errno != errno.EADDRINUSE:
+            return ConfigInvalid(f"cannot listen on {host}:{port}: {error.strerror}", keys=["host", key])
+    return PortInUse(f"port {port} on {host} is taken; choose another, or 0 for a free one", host=host, port=port)

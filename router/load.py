@@ -1,0 +1,127 @@
+"""How loaded each worker is: its last heartbeat, and what this router has sent it since. Pure.
+
+A heartbeat is read once and kept as plain numbers. What was sent shortly before it came counts too, because the worker
+may not have seen it when it wrote.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.proto import worker_pb2
+from baton.router.members import Life, Member
+
+LAG_S: Final = 0.02  # between a request's leaving here and its being counted there
+STEP_WEIGHT: Final = 0.5  # of the steps since the last heartbeat in the mean step time
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """How one prefill worker reaches one decode worker, as measured; 0 where nothing was."""
+
+    usable: bool
+    bytes_per_s: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One request on its way."""
+
+    sent_s: float
+    num_tokens: int  # to prefill
+    num_blocks: int  # that it takes
+
+
+@dataclass(slots=True)
+class Load:
+    """Of one life, from its heartbeat and the requests since.
+
+    Attributes:
+        heartbeat_s: when it was heard.
+        tokens_queued: prompt tokens to compute, then.
+        tokens_per_s: that it computes; 0 not measured.
+        num_blocks: of its pool.
+        num_blocks_free: then.
+        num_blocks_cached: that have names, then.
+        num_sequences: there, waiting or running, then.
+        max_num_seqs: that it runs at once; 0 not said.
+        step_s: of a decode step, lately; 0 not measured.
+        bytes_per_position: of KV.
+        edges: by address and life of the decode worker's landing.
+        sent: since then.
+    """
+
+    heartbeat_s: float = float("-inf")
+    tokens_queued: int = 0
+    tokens_per_s: float = 0.0
+    num_blocks: int = 0
+    num_blocks_free: int = 0
+    num_blocks_cached: int = 0
+    num_sequences: int = 0
+    max_num_seqs: int = 0
+    step_s: float = 0.0
+    bytes_per_position: float = 0.0
+    edges: dict[tuple[str, int], Edge] = field(default_factory=dict)
+    sent: deque[Sent] = field(default_factory=deque)
+    _steps: tuple[int, float] = (0, 0.0)  # count and seconds, at the last heartbeat
+    _state: worker_pb2.WorkerState | None = None  # the last heartbeat itself
+
+    @property
+    def tokens_sent(self) -> int:
+        """Prompt tokens of the requests since."""
+        return sum(item.num_tokens for item in self.sent)
+
+    @property
+    def blocks_sent(self) -> int:
+        """Blocks of the requests since."""
+        return sum(item.num_blocks for item in self.sent)
+
+    def hear(self, member: Member) -> None:
+        """Take the member's last heartbeat, if it is a new one."""
+        if member.state is self._state:
+            return
+        self._state = member.state
+        held = member.state.inventory
+        self.heartbeat_s = member.heartbeat_s
+        self.tokens_queued = held.num_prefill_tokens_queued
+        self.tokens_per_s = held.prefill_tokens_per_s
+        self.num_blocks, self.num_blocks_free = held.num_blocks, held.num_blocks_free
+        self.num_blocks_cached = held.num_blocks_cached
+        self.num_sequences = held.num_attends
+        self.max_num_seqs = member.state.max_num_seqs
+        self.bytes_per_position = member.state.kv_bytes_per_position
+        self.edges = {
+            (path.kv_address, path.epoch): Edge(path.lane != "", path.gbps * 1e9, path.round_trip_ms / 1e3)
+            for path in held.transfer.paths
+        }
+        seconds = held.steps.step_seconds
+        self._hear_steps(sum(seconds.counts), seconds.total)
+        while self.sent and self.sent[0].sent_s < self.heartbeat_s - LAG_S:
+            self.sent.popleft()
+
+    def _hear_steps(self, count: int, total_s: float) -> None:
+        num, seconds = count - self._steps[0], total_s - self._steps[1]
+        if num > 0 and seconds > 0:
+            mean_s = seconds / num
+            self.step_s = mean_s if not self.step_s else self.step_s + STEP_WEIGHT * (mean_s - self.step_s)
+        self._steps = (count, total_s)
+
+
+class Loads:
+    """Loads by life, of those that were asked for lately."""
+
+    def __init__(self) -> None:
+        self._loads: dict[Life, Load] = {}
+
+    def of(self, member: Member) -> Load:
+        """The member's load, its last heartbeat taken."""
+        load = self._loads.setdefault(member.life, Load())
+        load.hear(member)
+        return load
+
+    def keep(self, members: list[Member]) -> None:
+        """Forget everybody else."""
+        if len(self._loads) > len(members):
+            lives = {member.life for member in members}
+            self._loads = {life: load for life, load in self._loads.items() if life in lives}

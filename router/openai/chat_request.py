@@ -1,0 +1,175 @@
+"""The body of `/v1/chat/completions`."""
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field
+
+from baton.core.errors import ConflictingOptions, InvalidRequest, InvalidSampling
+from baton.proto import inference_pb2
+from baton.router.openai.options import MAX_TOP_LOGPROBS, Options, Wire
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class FunctionCall(Wire):
+    """A call in an assistant's earlier message."""
+
+    name: str
+    arguments: str | None = None
+
+
+class ToolCall(Wire):
+    """Likewise, with its id."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ContentPart(Wire):
+    """One part of a message's content; only text is read."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(Wire):
+    """One message of the conversation."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def as_data(self, field: str) -> dict[str, Any]:
+        """What a template reads: text as one string, a call's arguments as an object where they are one.
+
+        Raises:
+            InvalidRequest: a role nobody knows, or content that is not text.
+        """
+        if self.role not in ROLES:
+            raise InvalidRequest(f"{field}: role {self.role[:40]!r} is none of {', '.join(ROLES)}", field="messages")
+        if self.content is None and not (self.role == "assistant"):
+            raise InvalidRequest(f"{field}: content is missing", field="messages")
+        role = "system" if self.role == "developer" else self.role
+        data: dict[str, Any] = {"role": role, "content": self._text(field)}
+        if self.name is not None:
+            data["name"] = self.name
+        reasoning = self.reasoning_content if self.reasoning_content is not None else self.reasoning
+        if reasoning is not None:
+            data["reasoning_content"] = reasoning
+        if self.tool_calls:
+            data["tool_calls"] = [_call_data(call) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            data["tool_call_id"] = self.tool_call_id
+        return data
+
+    def _text(self, field: str) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        texts = []
+        for part in self.content:
+            text = part.refusal if part.type == "refusal" else part.text
+            if part.type not in ("text", "refusal") or text is None:
+                raise InvalidRequest(f"{field}: content of type {part.type[:40]!r} is not supported", field="messages")
+            texts.append(text)
+        return "\n".join(texts)
+
+
+class Function(Wire):
+    """What may be called."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Wire):
+    """One of `tools`."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+    def as_data(self) -> dict[str, Any]:
+        """What a template reads."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_none=True)}
+
+
+class NamedFunction(Wire):
+    """The name in a `tool_choice`."""
+
+    name: str
+
+
+class NamedToolChoice(Wire):
+    """A `tool_choice` that names its function."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatRequest(Options):
+    """What it asks."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def message_data(self) -> list[dict[str, Any]]:
+        """The conversation as a template reads it.
+
+        Raises:
+            InvalidRequest: a message that is none.
+        """
+        return [message.as_data(f"messages[{at}]") for at, message in enumerate(self.messages)]
+
+    def complete(self, sampling: inference_pb2.Sampling) -> inference_pb2.Sampling:
+        """Add what only this kind of request has.
+
+        Raises:
+            ConflictingOptions: two different limits, or likeliest tokens without log-probabilities.
+            InvalidSampling: a number out of range.
+        """
+        limit = self.max_completion_tokens
+        if limit is not None:
+            if self.max_tokens is not None and self.max_tokens != limit:
+                message = "max_tokens and max_completion_tokens differ; give the latter"
+                raise ConflictingOptions(message, field="max_tokens")
+            if not 1 <= limit < 1 << 31:
+                raise InvalidSampling(f"max_completion_tokens = {limit}: out of range", field="max_completion_tokens")
+            sampling.max_tokens = limit
+        if self.top_logprobs and not self.logprobs:
+            raise ConflictingOptions("top_logprobs need logprobs = true", field="top_logprobs")
+        if self.logprobs:
+            num_top = self.top_logprobs or 0
+            if not 0 <= num_top <= MAX_TOP_LOGPROBS:
+                message = f"top_logprobs = {num_top}: must be between 0 and {MAX_TOP_LOGPROBS}"
+                raise InvalidSampling(message, field="top_logprobs")
+            sampling.logprobs = num_top
+        return sampling
+
+
+def _call_data(call: ToolCall) -> dict[str, Any]:
+    text = call.function.arguments or "{}"
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    # What a model wrote and what is not quite an object goes back to it as it was.
+    function = {"name": call.function.name, "arguments": arguments if isinstance(arguments, dict) else text}
+    return {"id": call.id, "type": "function", "function": function}

@@ -1,0 +1,165 @@
+"""A model's chat template: messages to the text of a prompt, as Hugging Face's tokenizers render it.
+
+The environment is that of `transformers.apply_chat_template` (sandboxed jinja2, blocks trimmed, `tojson` that escapes
+nothing, `raise_exception`, `strftime_now`), without transformers, which would cost half a gigabyte.
+"""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2.exceptions import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from baton.core.errors import ConfigInvalid, InvalidRequest, ModelFileDamaged
+
+TEMPLATE_FILES: Final = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+BUILT_IN: Final = "chatml"
+TOOL_USE: Final = "tool_use"  # a model may have a template of its own for conversations with tools
+SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+RESERVED: Final = frozenset(("messages", "tools", "add_generation_prompt", "chat_template", *SPECIAL_TOKENS))
+_MARK: Final = "\x00baton-final-message\x00"
+
+
+class ChatTemplate:
+    """One template, or one for conversations with tools and one for those without.
+
+    Args:
+        sources: jinja text by name; "default" is always there.
+        special_tokens: what templates may read: `bos_token` and its like.
+    """
+
+    def __init__(self, sources: dict[str, str], special_tokens: dict[str, str] | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        self.sources = sources
+        self._templates = {name: environment.from_string(text) for name, text in sources.items()}
+        self._special_tokens = special_tokens or {}
+        self.thinks = any("<think>" in text for text in sources.values())
+        self.calls_have_tags = any("<function=" in text for text in sources.values())  # Qwen3-Coder's form
+
+    @classmethod
+    def load(cls, directory: Path, given: str = "") -> "ChatTemplate | None":
+        """The template an operator names, or else the model's own; None where there is neither.
+
+        Args:
+            directory: the model's.
+            given: a file, `chatml` for the built-in one, or nothing.
+
+        Raises:
+            ConfigInvalid: the file cannot be read, or is no template.
+            ModelFileDamaged: the model's own is none.
+        """
+        tokens = _special_tokens(directory)
+        if given:
+            path = Path(__file__).with_name("chatml.jinja") if given == BUILT_IN else Path(given).expanduser()
+            try:
+                return cls({"default": path.read_text(encoding="utf-8")}, tokens)
+            except (OSError, ValueError, TemplateError) as error:
+                raise ConfigInvalid(f"chat_template: {given}: {error}", keys=["chat_template"]) from error
+        for name in TEMPLATE_FILES:
+            path = directory / name
+            if not path.is_file():
+                continue
+            try:
+                sources = _sources(path)
+                if sources:
+                    return cls(sources, tokens)
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
+                raise ModelFileDamaged(f"{path} holds no usable chat template: {error}", path=str(path)) from error
+        return None
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation.
+
+        Args:
+            messages: as `Message.as_data` makes them.
+            tools: likewise; None or none are the same to a template.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            continue_final_message: leave the last message open instead.
+            variables: further ones, which the template may read.
+
+        Raises:
+            InvalidRequest: the template refuses the conversation, or a variable is one of its own.
+        """
+        clash = sorted(RESERVED & (variables or {}).keys())
+        if clash:
+            raise InvalidRequest(f"chat_template_kwargs: {clash[0]} is set otherwise", field="chat_template_kwargs")
+        if continue_final_message:
+            if add_generation_prompt:
+                message = "continue_final_message and add_generation_prompt exclude each other"
+                raise InvalidRequest(message, field="continue_final_message")
+            messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + _MARK}]
+        template = self._templates.get(TOOL_USE if tools else "default") or self._templates["default"]
+        values = self._special_tokens | (variables or {}) | {"messages": messages, "tools": tools or None}
+        try:
+            text = template.render(add_generation_prompt=add_generation_prompt, **values)
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            raise InvalidRequest(
+                f"the chat template refuses this conversation: {error}"[:500], field="messages"
+            ) from error
+        if continue_final_message:
+            text, mark, _ = text.rpartition(_MARK)
+            if not mark:
+                message = "the chat template changes the final message, so it cannot be continued"
+                raise InvalidRequest(message, field="continue_final_message")
+        return text
+
+
+def _sources(path: Path) -> dict[str, str]:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jinja":
+        return {"default": text}
+    found = json.loads(text).get("chat_template")
+    if not found:
+        return {}
+    if isinstance(found, str):
+        return {"default": found}
+    named = {str(item["name"]): str(item["template"]) for item in found}
+    return {"default": next(iter(named.values()))} | named
+
+
+def _special_tokens(directory: Path) -> dict[str, str]:
+    """What tokenizer_config.json calls them; each a text, or an object with one."""
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        found = {name: config.get(name) for name in SPECIAL_TOKENS}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelFileDamaged(f"{path} is not a JSON object: {error}", path=str(path)) from error
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -1,0 +1,183 @@
+"""`/v1/chat/completions`."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+from baton.core.errors import ConflictingOptions, InvalidRequest
+from baton.core.request import GenerationRequest
+from baton.proto import inference_pb2
+from baton.router.inference import THREAD_TEXT_LEN
+from baton.router.openai import forced_tools
+from baton.router.openai.call_reader import CallReader
+from baton.router.openai.chat_choice import ChatChoice
+from baton.router.openai.chat_request import ChatRequest, Function, NamedToolChoice
+from baton.router.openai.front import Front
+from baton.router.openai.generation import Call, GenerationEndpoint
+from baton.router.openai.reasoning import CLOSE, OPEN, ReasoningSplitter
+from baton.router.openai.tagged_call_reader import TaggedCallReader
+from baton.router.openai.token_names import TokenNames
+from baton.router.openai.tool_calls import ForcedCalls, TaggedCalls
+
+ALL_THAT_FIT: Final = (1 << 31) - 1
+
+
+class ChatCall(Call[ChatRequest]):
+    """One call: a prompt that a template has written, and a choice for each answer."""
+
+    object: ClassVar[str] = "chat.completion"
+    chunk_object: ClassVar[str] = "chat.completion.chunk"
+    default_max_tokens = ALL_THAT_FIT
+
+    def __init__(self, asked: ChatRequest, front: Front, request_id: str, prompt: str) -> None:
+        self._asked = asked
+        self._names = TokenNames(front.model.tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
+        self._choices: list[ChatChoice] = []
+        self._prompt_reports: list[inference_pb2.TokenLogprobs] = []
+        self._prompt_token_ids: Sequence[int] = ()
+        self._template = front.config.template
+        self.id = f"chatcmpl-{request_id}"
+        sampling = front.with_defaults(asked.complete(asked.sampling(front.model.tokenizer.encode)))
+        forced = forced_schema(asked)
+        if forced is not None:
+            if sampling.HasField("grammar"):
+                raise ConflictingOptions("a forced tool call has a format of its own", field="tool_choice")
+            sampling.grammar.json_schema = forced
+        self._is_forced = forced is not None
+        if sampling.HasField("grammar") and _is_thinking(prompt):
+            prompt = f"{prompt.rstrip()}\n\n{CLOSE}\n\n"  # a grammar leaves no room for thoughts
+        self._is_open = _is_thinking(prompt)
+        self._has_grammar = sampling.HasField("grammar")
+        request = inference_pb2.GenerateRequest(
+            model=asked.model or "",
+            text=prompt,
+            sampling=sampling,
+            request_id=request_id,
+            tenant=asked.cache_salt or "",
+        )
+        self.requests = [request]
+
+    def begin(self, requests: Sequence[GenerationRequest]) -> None:
+        """Make the choices."""
+        self._prompt_token_ids = requests[0].prompt_token_ids
+        self._choices = [self._choice(index) for index in range(self._asked.num_choices)]
+
+    def first(self) -> list[dict[str, Any]]:
+        """Whose turn it is, once for each choice."""
+        choices = [choice.first() for choice in self._choices]
+        if self._asked.return_token_ids:
+            choices[0]["prompt_token_ids"] = list(self._prompt_token_ids)
+        return choices
+
+    def push(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[dict[str, Any]]:
+        """At most one choice."""
+        if chunk.prompt_logprobs:
+            return []
+        piece = self._choices[chunk.choice].push(chunk)
+        return [] if piece is None else [piece]
+
+    def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
+        """Take a chunk for `whole`."""
+        if chunk.prompt_logprobs:
+            self._prompt_reports.extend(chunk.prompt_logprobs)
+        else:
+            self._choices[chunk.choice].add(chunk)
+
+    def whole(self) -> dict[str, Any]:
+        """The choices in order, and what was asked of the prompt."""
+        data: dict[str, Any] = {"choices": [choice.whole() for choice in self._choices]}
+        if self._asked.prompt_logprobs is not None:
+            data["prompt_logprobs"] = [None, *map(self._names.by_id, self._prompt_reports)]
+        if self._asked.return_token_ids:
+            data["prompt_token_ids"] = list(self._prompt_token_ids)
+        return data
+
+    def _choice(self, index: int) -> ChatChoice:
+        asked = self._asked
+        template = self._template
+        schemas = {function.name: function.parameters or {} for function in _functions(asked)}
+        thinks = template is not None and template.thinks
+        reads_tags = template is not None and template.calls_have_tags
+        tagged = TaggedCalls((lambda: TaggedCallReader(schemas)) if reads_tags else CallReader)
+        splits_tools = bool(asked.tools) and asked.tool_choice != "none" and not self._has_grammar
+        return ChatChoice(
+            index,
+            asked,
+            self._names,
+            reasoning=ReasoningSplitter(is_open=self._is_open) if thinks and not self._has_grammar else None,
+            tools=ForcedCalls() if self._is_forced else tagged if splits_tools else None,
+            calls_finish=not isinstance(asked.tool_choice, NamedToolChoice),
+        )
+
+
+class Chats(GenerationEndpoint[ChatRequest]):
+    """The endpoint."""
+
+    kind = ChatRequest
+
+    async def understand(self, asked: ChatRequest, request_id: str) -> ChatCall:
+        """Make a call of a body.
+
+        Raises:
+            InvalidRequest: it can be seen to be wrong.
+        """
+        return ChatCall(asked, self.front, request_id, await chat_prompt(asked, self.front))
+
+
+async def chat_prompt(asked: ChatRequest, front: Front) -> str:
+    """The text of a chat's prompt.
+
+    Raises:
+        InvalidRequest: a message is none, or the template refuses the conversation.
+    """
+    template = front.config.template
+    if template is None:
+        message = f"{front.model.name} has no chat template; the operator can name one with --chat-template"
+        raise InvalidRequest(message, field="messages")
+    messages = asked.message_data()
+    tools = None if asked.tool_choice == "none" or not asked.tools else [tool.as_data() for tool in asked.tools]
+    variables = dict(asked.chat_template_kwargs or {})
+    if asked.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", asked.reasoning_effort)
+        if asked.reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
+
+    def render() -> str:
+        return template.render(
+            messages,
+            tools,
+            add_generation_prompt=asked.add_generation_prompt is not False,
+            continue_final_message=asked.continue_final_message is True,
+            variables=variables,
+        )
+
+    if sum(len(message["content"]) for message in messages) < THREAD_TEXT_LEN:
+        return render()
+    return await asyncio.to_thread(render)
+
+
+def forced_schema(asked: ChatRequest) -> str | None:
+    """The JSON Schema of an answer that must be a tool call; None where it need not.
+
+    Raises:
+        InvalidRequest: a choice among no tools, or of one that is not there.
+    """
+    choice = asked.tool_choice
+    if choice is None or isinstance(choice, str):
+        if choice != "required":
+            return None
+        if not asked.tools:
+            raise InvalidRequest("tool_choice is required, and there are no tools", field="tool_choice")
+        return forced_tools.some_calls(_functions(asked), parallel=asked.parallel_tool_calls is not False)
+    named = [function for function in _functions(asked) if function.name == choice.function.name]
+    if not named:
+        raise InvalidRequest(f"tool_choice: no tool is named {choice.function.name[:64]!r}", field="tool_choice")
+    return forced_tools.one_call(named[:1])
+
+
+def _functions(asked: ChatRequest) -> list[Function]:
+    return [tool.function for tool in asked.tools or ()]
+
+
+def _is_thinking(prompt: str) -> bool:
+    return prompt.rstrip().endswith(OPEN)

@@ -1,0 +1,32 @@
+"""Work for a client, ended as soon as the client is gone."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.types import Receive
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; cancel it when the connection closes. The body must have been read.
+
+    Raises:
+        Exception: whatever `work` raises.
+    """
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        is_done = task.done()
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.wait({task, gone})
+        if not task.cancelled() and not is_done:
+            task.exception()  # of work that nobody waits for any more
+    if is_done:
+        task.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,49 @@
+"""Who may come in over HTTP: the same keys, tenants and limits as over gRPC, asked before a body is read."""
+
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.core.errors import BatonError
+from baton.router.api_keys import Principal
+from baton.router.door import ANYBODY, Door
+from baton.router.openai.json_response import JsonResponse
+
+OPEN: Final = ("/health", "/ready")  # they say nothing of any tenant
+_PRINCIPAL: Final = "baton.principal"
+
+
+class Entrance:
+    """An ASGI application around another.
+
+    Args:
+        app: for those who come in.
+        door: decides.
+    """
+
+    def __init__(self, app: ASGIApp, door: Door) -> None:
+        self._app = app
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse, or let in."""
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            try:
+                scope[_PRINCIPAL] = self._door.authenticate(Headers(scope=scope).get("authorization"))
+            except BatonError as error:
+                await JsonResponse.of_error(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def principal_of(scope: Scope) -> Principal:
+    """Who came in."""
+    found: Principal = scope.get(_PRINCIPAL, ANYBODY)
+    return found
+
+
+def connection_of(scope: Scope) -> str:
+    """Over which connection, as streams are counted."""
+    host, port = scope.get("client") or ("", 0)
+    return f"{host}:{port}"

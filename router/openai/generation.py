@@ -1,0 +1,177 @@
+"""The course of one call that generates: body, checks, chunks, reply; ended at once when its client is gone."""
+
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar, Final, Generic, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from baton.core.errors import BatonError, InvalidRequest
+from baton.core.request import GenerationRequest
+from baton.core.trace_context import HEADER, INCOMING
+from baton.proto import inference_pb2
+from baton.router.openai.body import read_body
+from baton.router.openai.disconnect import until_disconnect
+from baton.router.openai.entrance import connection_of, principal_of
+from baton.router.openai.errors import HttpRefusal
+from baton.router.openai.front import Front
+from baton.router.openai.options import Options
+from baton.router.openai.reply import Reply
+from baton.router.openai.usage import Usage
+
+IGNORED_HEADER: Final = "x-baton-ignored"
+MAX_IGNORED_SHOWN: Final = 20
+_ID: Final = re.compile("[!-~]{1,128}")
+
+log = logging.getLogger(__name__)
+Asked = TypeVar("Asked", bound=Options)
+
+
+class Call(Generic[Asked]):
+    """One call that has been understood; what is particular to its kind.
+
+    Attributes:
+        requests: for the workers, one for each prompt.
+        default_max_tokens: where `max_tokens` is absent.
+    """
+
+    requests: list[inference_pb2.GenerateRequest]
+    default_max_tokens: int
+    id: str
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def begin(self, requests: Sequence[GenerationRequest]) -> None:
+        """The requests have been checked."""
+        raise NotImplementedError
+
+    def first(self) -> list[dict[str, Any]]:
+        """Choices of the events that a stream begins with."""
+        return []
+
+    def push(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[dict[str, Any]]:
+        """What a chunk of the `at`-th request adds to a stream: choices, each of one event."""
+        raise NotImplementedError
+
+    def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
+        """Take a chunk for `whole`."""
+        raise NotImplementedError
+
+    def whole(self) -> dict[str, Any]:
+        """The choices of a reply in one piece, and what stands beside them."""
+        raise NotImplementedError
+
+
+class GenerationEndpoint(Generic[Asked]):
+    """An ASGI application for one path.
+
+    Args:
+        front: what all endpoints share.
+    """
+
+    kind: type[Asked]
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self._warned: set[str] = set()
+
+    async def understand(self, asked: Asked, request_id: str) -> Call[Asked]:
+        """Make a call of a body; nothing is allocated.
+
+        Raises:
+            InvalidRequest: it can be seen to be wrong.
+        """
+        raise NotImplementedError
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        request = Request(scope, receive)
+        INCOMING.set(request.headers.get(HEADER, ""))
+        reply = Reply(send)
+        try:
+            asked = await read_body(request, self.kind, self.front.config.max_body_bytes)
+            request_id = _request_id(asked.request_id or request.headers.get("x-request-id"))
+            reply.headers["x-request-id"] = request_id
+            self._note_ignored(asked.ignored(), reply)
+            asked.refuse_unbuilt()
+            call = await self.understand(asked, request_id)
+            tenant = self._make_own(call, scope)
+        except (BatonError, HttpRefusal) as error:
+            self.front.metrics.requests_failed.labels(type(error).__name__).inc()
+            await reply.fail(error)
+            return
+        try:
+            with self.front.door.stream(tenant, connection_of(scope)):
+                await until_disconnect(receive, self._serve(asked, call, reply))
+        except BatonError as error:  # it has been counted
+            await reply.fail(error)
+
+    def _make_own(self, call: Call[Asked], scope: Scope) -> str:
+        """Make the call its principal's; the tenant. Without keys that is the `cache_salt`, which else must be absent.
+
+        Raises:
+            PermissionDenied: the caller names another tenant.
+        """
+        principal, tenant = principal_of(scope), ""
+        for request in call.requests:
+            tenant = request.tenant = self.front.door.tenant_of(principal, request.tenant)
+        return tenant
+
+    async def _serve(self, asked: Asked, call: Call[Asked], reply: Reply) -> None:
+        async with self.front.inference.open(call.requests, default_max_tokens=call.default_max_tokens) as answers:
+            call.begin(answers.requests)
+            usage = Usage(answers.requests)
+            envelope = {"id": call.id, "created": int(self.front.now_unix_s()), "model": self.front.model.name}
+            async with aclosing(answers.chunks()) as chunks:
+                if not asked.stream:
+                    async for at, chunk in chunks:
+                        usage.add(at, chunk)
+                        call.add(at, chunk)
+                    document = envelope | {"object": call.object} | call.whole() | {"usage": usage.as_data()}
+                else:
+                    await self._stream(asked, call, chunks, usage, envelope | {"object": call.chunk_object}, reply)
+                    return
+        await reply.json(document)
+
+    async def _stream(
+        self, asked: Asked, call: Call[Asked], chunks: Any, usage: Usage, envelope: dict[str, Any], reply: Reply
+    ) -> None:
+        async def send(choices: list[dict[str, Any]]) -> None:
+            for choice in choices:
+                event = envelope | {"choices": [choice]}
+                if asked.include_usage:
+                    event["usage"] = usage.as_data() if asked.continuous_usage else None
+                await reply.event(event)
+
+        async with reply.headers_in_time():
+            at, chunk = await anext(chunks)
+        await send(call.first())
+        usage.add(at, chunk)
+        await send(call.push(at, chunk))
+        async for at, chunk in chunks:
+            usage.add(at, chunk)
+            await send(call.push(at, chunk))
+        if asked.include_usage:
+            await reply.event(envelope | {"choices": [], "usage": usage.as_data()})
+        await reply.end()
+
+    def _note_ignored(self, names: list[str], reply: Reply) -> None:
+        if not names:
+            return
+        reply.headers[IGNORED_HEADER] = ",".join(names[:MAX_IGNORED_SHOWN])
+        new = set(names) - self._warned
+        if new and len(self._warned) < 1000:
+            self._warned |= new
+            log.warning("parameters that are not known are ignored: %s", ", ".join(sorted(new)))
+
+
+def _request_id(given: str | None) -> str:
+    if given is None:
+        return secrets.token_hex(16)
+    if not _ID.fullmatch(given):
+        raise InvalidRequest("request_id: 1 to 128 visible ASCII characters", field="request_id")
+    return given

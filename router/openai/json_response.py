@@ -1,0 +1,30 @@
+"""A small JSON document as a response."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from baton.core.errors import BatonError
+from baton.router.openai.errors import HttpRefusal, error_data, error_headers, error_status
+from baton.router.openai.reply import json_bytes
+
+
+class JsonResponse(Response):
+    """JSON in ASCII.
+
+    Args:
+        data: to be shown.
+        status: HTTP's.
+        headers: further ones.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(json_bytes(data), status, headers)
+
+    @classmethod
+    def of_error(cls, error: BatonError | HttpRefusal, headers: Mapping[str, str] | None = None) -> "JsonResponse":
+        """An error, with the headers that belong to it."""
+        return cls(error_data(error), error_status(error), error_headers(error) | dict(headers or {}))

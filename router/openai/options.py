@@ -1,0 +1,289 @@
+"""What both kinds of completions may ask: OpenAI's fields and vLLM's further ones, by their names, and what is refused.
+
+Types are strict: a number in quotes is no number. `null` is the same as absent, as clients send either. A field that
+nobody here knows is not an error, but the reply names it (`x-baton-ignored`).
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from baton.core.errors import ConflictingOptions, InvalidRequest, InvalidSampling, InvalidText
+from baton.proto import inference_pb2
+from baton.router.inference import MAX_TENANT_LEN
+
+SEED_MASK: Final = (1 << 63) - 1
+LOW_INT64, HIGH_INT64 = -(1 << 63), (1 << 63) - 1
+MAX_TOP_LOGPROBS: Final = 20
+# Asked for with a value other than these, each would change the answer in a way that is not built.
+REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    "best_of": ((None, 1), "only the answers that are returned are made: use n"),
+    "suffix": ((None, ""), "the models served here are not trained to fill a gap"),
+    "use_beam_search": ((None, False), "there is no beam search"),
+    "length_penalty": ((None, 1.0), "it belongs to beam search, which there is not"),
+    "include_stop_str_in_output": ((None, False), "the text ends before the stop string"),
+    "skip_special_tokens": ((None, True), "special tokens never become text; see return_token_ids"),
+    "truncate_prompt_tokens": ((None,), "a prompt is never cut; one that is too long is refused"),
+    "truncation_side": ((None,), "a prompt is never cut"),
+    "prompt_embeds": ((None,), "prompts are text or token ids"),
+    "logprob_token_ids": ((None,), "log-probabilities are those of the likeliest tokens"),
+    "logits_processors": ((None, []), "requests bring no code"),
+    "priority": ((None, 0), "all requests have the same"),
+    "thinking_token_budget": ((None, -1), "only max_tokens limits thinking"),
+    "repetition_detection": ((None,), "only stop, EOS and max_tokens end an answer"),
+    "watermarking": ((None, False), "there is no watermark"),
+    "ec_transfer_params": ((None, {}), "there is no encoder"),
+    "kv_transfer_params": ((None, {}), "the router itself decides who hands over to whom"),
+    "modalities": ((None, ["text"]), "answers are text"),
+    "audio": ((None,), "answers are text"),
+    "functions": ((None, []), "use tools"),
+    "function_call": ((None, "none"), "use tool_choice"),
+    "web_search_options": ((None,), "there is no web search"),
+    "chat_template": ((None,), "the operator chooses the template (--chat-template)"),
+    "echo": ((None, False), "chats are not echoed"),
+    "documents": ((None, []), "put them into a message"),
+}
+# They change nothing in an answer.
+HARMLESS: Final = frozenset(
+    "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction verbosity "
+    "spaces_between_special_tokens add_special_tokens session_id guided_decoding_backend stream_interval "
+    "mm_processor_kwargs media_io_kwargs".split()
+)
+
+
+class Wire(BaseModel):
+    """Base of every part of a request."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(Wire):
+    """What a stream carries besides its answer."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchemaFormat(Wire):
+    """`response_format.json_schema`."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
+class ResponseFormat(Wire):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Wire):
+    """vLLM's `structured_outputs`."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Options(Wire):
+    """Fields common to completions and chats."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = Field(None, ge=LOW_INT64, le=HIGH_INT64)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_TENANT_LEN)
+    request_id: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage is True
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream says what has been used so far."""
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
+
+    def refuse_unbuilt(self) -> None:
+        """Refuse what would change the answer and is not built.
+
+        Raises:
+            InvalidRequest: the first such field.
+            ConflictingOptions: options of a stream without a stream.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if name in REFUSED and value not in REFUSED[name][0]:
+                raise InvalidRequest(f"{name} is not supported: {REFUSED[name][1]}", field=name)
+        if self.stream_options is not None and not self.stream:
+            raise ConflictingOptions("stream_options need stream = true", field="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ConflictingOptions("prompt_logprobs cannot be streamed", field="prompt_logprobs")
+
+    def ignored(self) -> list[str]:
+        """Fields that were given and that nobody here knows."""
+        unknown = (name for name in self.model_extra or {} if name not in REFUSED and name not in HARMLESS)
+        return sorted(name for name in unknown if re.fullmatch("[A-Za-z0-9_.-]{1,64}", name))
+
+    def sampling(self, encode: Callable[[str], list[int]]) -> inference_pb2.Sampling:
+        """The sampling values that were given, as gRPC's clients send them; their ranges are checked behind it.
+
+        Args:
+            encode: text to tokens, for `bad_words`.
+
+        Raises:
+            InvalidSampling: a value that no message can carry.
+            InvalidText: a stop string is not Unicode text.
+        """
+        message = inference_pb2.Sampling()
+        for name in _SCALARS:
+            _set(message, name, getattr(self, name))
+        _set(message, "top_k", 0 if self.top_k == -1 else self.top_k)  # vLLM's two ways of saying: all
+        _set(message, "seed", None if self.seed is None else self.seed & SEED_MASK)
+        _extend(message.stop, "stop", [self.stop] if isinstance(self.stop, str) else self.stop or ())
+        _extend(message.stop_token_ids, "stop_token_ids", self.stop_token_ids or ())
+        for token, bias in (self.logit_bias or {}).items():
+            if not re.fullmatch("[0-9]{1,9}", token):
+                raise InvalidSampling(f"logit_bias: {token[:20]!r} is no token id", field="logit_bias")
+            message.logit_bias.add(token_id=int(token), bias=bias)
+        for word in self.bad_words or ():
+            # A word reads differently at the start of a text and after a space (as in vLLM).
+            for text in {word.lstrip(), f" {word.lstrip()}"}:
+                message.bad_words.add(ids=encode(text))
+        if self.allowed_token_ids is not None:
+            message.allowed_token_ids.SetInParent()
+            _extend(message.allowed_token_ids.ids, "allowed_token_ids", self.allowed_token_ids)
+        grammar = self.grammar()
+        if grammar is not None:
+            message.grammar.CopyFrom(grammar)
+        return message
+
+    def grammar(self) -> inference_pb2.Grammar | None:
+        """What the answer must be.
+
+        Raises:
+            ConflictingOptions: more than one of the ways to say it.
+            InvalidRequest: a `response_format` without its schema.
+        """
+        given = {name: form for name, form in self._forms().items() if form is not None}
+        if len(given) > 1:
+            raise ConflictingOptions(f"{' and '.join(given)} exclude each other", field=list(given)[1])
+        form = next(iter(given.values()), None)
+        if form is None:
+            return None
+        grammar = inference_pb2.Grammar()
+        try:
+            setattr(grammar, form[0], True if form[0] == "json_object" else form[1])
+        except UnicodeEncodeError as error:
+            field = next(iter(given))
+            raise InvalidText(f"{field} is not valid UTF-8 at character {error.start}", field=field) from error
+        return grammar
+
+    def _forms(self) -> dict[str, tuple[str, str] | None]:
+        forms = {
+            "response_format": self._response_form(),
+            "guided_json": _schema(self.guided_json),
+            "guided_regex": _pair("regex", self.guided_regex),
+            "guided_choice": _choice(self.guided_choice, "guided_choice"),
+            "guided_grammar": _pair("grammar", self.guided_grammar),
+        }
+        outputs = self.structured_outputs
+        if outputs is not None:
+            forms |= {
+                "structured_outputs.json": _schema(outputs.json_),
+                "structured_outputs.regex": _pair("regex", outputs.regex),
+                "structured_outputs.choice": _choice(outputs.choice, "structured_outputs.choice"),
+                "structured_outputs.grammar": _pair("grammar", outputs.grammar),
+                "structured_outputs.json_object": ("json_object", "") if outputs.json_object else None,
+            }
+        return forms
+
+    def _response_form(self) -> tuple[str, str] | None:
+        asked = self.response_format
+        if asked is None or asked.type == "text":
+            return None
+        if asked.type == "json_object":
+            return ("json_object", "")
+        if asked.json_schema is None or asked.json_schema.schema_ is None:
+            raise InvalidRequest("response_format: json_schema.schema is missing", field="response_format")
+        return ("json_schema", json.dumps(asked.json_schema.schema_, ensure_ascii=False))
+
+
+_SCALARS: Final = (
+    "n max_tokens temperature top_p min_p ignore_eos min_tokens presence_penalty frequency_penalty repetition_penalty "
+    "prompt_logprobs"
+).split()
+
+
+def _set(message: inference_pb2.Sampling, name: str, value: Any) -> None:
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except ValueError as error:
+        raise InvalidSampling(f"{name} = {value!r:.40}: out of range", field=name) from error
+
+
+def _extend(values: Any, name: str, given: Any) -> None:
+    try:
+        values.extend(given)
+    except UnicodeEncodeError as error:
+        raise InvalidText(f"{name} is not valid UTF-8 at character {error.start}", field=name) from error
+    except ValueError as error:
+        raise InvalidSampling(f"{name}: out of range", field=name) from error
+
+
+def _pair(kind: str, text: str | None) -> tuple[str, str] | None:
+    return None if text is None else (kind, text)
+
+
+def _schema(given: str | dict[str, Any] | None) -> tuple[str, str] | None:
+    if given is None:
+        return None
+    return ("json_schema", given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
+
+
+def _choice(given: list[str] | None, field: str) -> tuple[str, str] | None:
+    if given is None:
+        return None
+    if not given:
+        raise InvalidRequest(f"{field} is empty", field=field)
+    return ("regex", "|".join(re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", text) for text in given))

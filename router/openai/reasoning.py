@@ -1,0 +1,84 @@
+"""The split of an answer into thinking and the rest, for models that think between `<think>` and `</think>`.
+
+White space around the tags belongs to neither part. However the text is cut into pieces, the parts are the same.
+"""
+
+from enum import Enum
+from typing import Final
+
+from baton.router.openai.tags import MAX_SPACE, certain_len, stripped_len
+
+OPEN: Final = "<think>"
+CLOSE: Final = "</think>"
+
+
+class _State(Enum):
+    START = "start"
+    THINKING = "thinking"
+    AFTER = "after"
+    REST = "rest"
+
+
+class ReasoningSplitter:
+    """Takes an answer's text as it comes.
+
+    Args:
+        is_open: the prompt ended inside a thought, so the answer begins with its continuation.
+    """
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self._is_open = is_open
+        self._state = _State.START
+        self._held = ""
+        self._shown_any = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """(thinking, rest) that became certain with this piece."""
+        self._held += text
+        reasoning = ""
+        if self._state is _State.START:
+            self._start()
+        if self._state is _State.THINKING:
+            reasoning = self._think()
+        return reasoning, self._rest()
+
+    def finish(self) -> tuple[str, str]:
+        """What was withheld at the end."""
+        held, self._held = self._held, ""
+        in_thought = self._state is _State.THINKING or (self._state is _State.START and self._is_open)
+        if self._state is _State.AFTER:
+            return "", ""
+        return (held, "") if in_thought else ("", held)
+
+    def _start(self) -> None:
+        """Only at the very beginning a tag opens a thought."""
+        begun = self._held.lstrip()
+        is_late = len(self._held) - len(begun) > MAX_SPACE
+        if begun.startswith(OPEN) and not is_late:
+            self._held = begun[len(OPEN) :].lstrip()
+            self._state = _State.THINKING
+        elif is_late or not OPEN.startswith(begun):
+            self._state = _State.THINKING if self._is_open else _State.REST
+
+    def _think(self) -> str:
+        if not self._shown_any:
+            self._held = self._held.lstrip()
+        at = self._held.find(CLOSE)
+        if at >= 0:
+            shown, self._held = self._held[: stripped_len(self._held[:at])], self._held[at + len(CLOSE) :]
+            self._state = _State.AFTER
+        else:
+            size = certain_len(self._held, CLOSE)
+            shown, self._held = self._held[:size], self._held[size:]
+        self._shown_any = self._shown_any or bool(shown)
+        return shown
+
+    def _rest(self) -> str:
+        if self._state is _State.AFTER:
+            self._held = self._held.lstrip()
+            if self._held:
+                self._state = _State.REST
+        if self._state is not _State.REST:
+            return ""
+        shown, self._held = self._held, ""
+        return shown

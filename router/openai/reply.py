@@ -1,0 +1,84 @@
+"""What goes back to one client: one JSON document, or server-sent events. Knows what has been sent already."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from starlette.types import Send
+
+from baton.core.errors import BatonError
+from baton.router.openai.errors import HttpRefusal, error_data, error_headers, error_status
+
+HEADERS_WITHIN_S: Final = 5.0  # a proxy gives up on a server that says nothing at all
+DONE: Final = b"data: [DONE]\n\n"
+
+
+class Reply:
+    """One reply. An error is a status before anything was sent, and an event after.
+
+    Args:
+        send: ASGI's.
+        headers: to go with whatever is sent.
+    """
+
+    def __init__(self, send: Send, headers: Mapping[str, str] | None = None) -> None:
+        self._send = send
+        self.headers = dict(headers or {})
+        self.is_streaming = False
+
+    async def json(self, data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """One document, and the end."""
+        body = json_bytes(data)
+        fields = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._start(status, fields | self.headers | dict(headers or {}))
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def fail(self, error: BatonError | HttpRefusal) -> None:
+        """An error, and the end."""
+        if not self.is_streaming:
+            await self.json(error_data(error), error_status(error), error_headers(error))
+            return
+        await self.event(error_data(error))
+        await self.end()
+
+    @asynccontextmanager
+    async def headers_in_time(self) -> AsyncIterator[None]:
+        """Around the wait for the first event: until then an error can still have its status, but not for ever."""
+        late = asyncio.create_task(self._start_late())
+        try:
+            yield
+        finally:
+            late.cancel()
+            await asyncio.wait({late})
+
+    async def event(self, data: Any) -> None:
+        """One server-sent event."""
+        await self.start()
+        await self._send({"type": "http.response.body", "body": b"data: %b\n\n" % json_bytes(data), "more_body": True})
+
+    async def start(self) -> None:
+        """Send the headers of a stream, if they have not been sent."""
+        if not self.is_streaming:
+            self.is_streaming = True
+            fields = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+            await self._start(200, fields | {"x-accel-buffering": "no"} | self.headers)
+
+    async def end(self) -> None:
+        """The last event of a stream, which OpenAI's clients wait for."""
+        await self.start()
+        await self._send({"type": "http.response.body", "body": DONE})
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        fields = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": fields})
+
+    async def _start_late(self) -> None:
+        await asyncio.sleep(HEADERS_WITHIN_S)
+        await self.start()
+
+
+def json_bytes(data: Any) -> bytes:
+    """Compact JSON. Text is escaped to ASCII, so that no reader can split a character or a line of it."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")

@@ -1,0 +1,60 @@
+"""How tokens are shown in reports: their text and their bytes."""
+
+from typing import Any, Final
+
+from baton.core.tokenizer import Tokenizer
+from baton.proto import inference_pb2
+
+LOWEST_LOGPROB: Final = -9999.0  # of a token that cannot be chosen; JSON knows no infinity (vLLM's value)
+
+
+class TokenNames:
+    """Names of one model's tokens.
+
+    Args:
+        tokenizer: the model's.
+        as_ids: name them `token_id:N`, which tells any two apart.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def name(self, token_id: int) -> str:
+        """The text of a token; a part of a character reads as U+FFFD."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+    def report(self, report: inference_pb2.TokenLogprobs, num_top: int) -> dict[str, Any]:
+        """A chat's entry for one token, with its `num_top` likeliest."""
+        top = zip(report.top_token_ids[:num_top], report.top_logprobs[:num_top], strict=True)
+        entry = self._entry(report.token_id, report.logprob)
+        return entry | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in top]}
+
+    def by_name(self, report: inference_pb2.TokenLogprobs) -> dict[str, float]:
+        """A completion's entry: log-probabilities by name, the likeliest first, the chosen token among them."""
+        top = zip(report.top_token_ids, report.top_logprobs, strict=True)
+        found = {self.name(token_id): finite(logprob) for token_id, logprob in top}
+        found.setdefault(self.name(report.token_id), finite(report.logprob))
+        return found
+
+    def by_id(self, report: inference_pb2.TokenLogprobs) -> dict[str, dict[str, Any]]:
+        """An entry of vLLM's `prompt_logprobs`: by token id, each with its rank and text."""
+        pairs = enumerate(zip(report.top_token_ids, report.top_logprobs, strict=True), 1)
+        ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in pairs]
+        if report.token_id not in report.top_token_ids:
+            ranked.insert(0, (report.token_id, report.logprob, report.rank))
+        return {
+            str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": self.name(token_id)}
+            for token_id, logprob, rank in ranked
+        }
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        return {"token": self.name(token_id), "logprob": finite(logprob), "bytes": list(data)}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can carry."""
+    return max(logprob, LOWEST_LOGPROB)

@@ -1,0 +1,102 @@
+"""Keeps the prefix index fed: one stream from each live prefill worker that keeps prefixes, for as long as it lives.
+
+What is a gap and what is known is the index's to say. A stream that breaks or skips something is opened again from the
+version that the index has; a life that is lost is dropped from it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from baton.core.errors import MalformedMessage
+from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.proto.block_wire import change_from_proto
+from baton.router.channels import Channels
+from baton.router.members import PREFILL, Life, Member, Members
+from baton.router.prefix_index import PrefixIndex
+
+PAUSE_S: Final = 0.2
+MAX_PAUSE_S: Final = 5.0
+_HOPELESS: Final = (grpc.StatusCode.UNIMPLEMENTED,)  # an older worker: it is routed to by its load alone
+
+log = logging.getLogger(__name__)
+
+
+class PrefixFeed:
+    """Call `follow` now and then; new lives are watched from then on.
+
+    Args:
+        index: what is fed.
+        members: who lives.
+        channels: to them.
+        spawn: runs a coroutine in the background and keeps hold of it.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        members: Members,
+        channels: Channels,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._index = index
+        self._members = members
+        self._channels = channels
+        self._spawn = spawn
+        self._known: set[Life] = set()
+
+    def follow(self) -> None:
+        """Watch every live prefill worker that is not watched yet."""
+        for member in self._members.live(PREFILL):
+            if member.life not in self._known and member.state.HasField("prefix_naming"):
+                self._known.add(member.life)
+                self._spawn(self._watch(member, member.life))
+
+    async def _watch(self, member: Member, life: Life) -> None:
+        lost = asyncio.Event()
+        self._index.join(life)
+        unwatch = self._members.watch(life, lost.set)
+        reading = asyncio.create_task(self._read(member, life))
+        losing = asyncio.create_task(lost.wait())
+        try:
+            await asyncio.wait({reading, losing}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()  # raises what should not have happened
+                await losing
+        finally:
+            unwatch()
+            for task in (reading, losing):
+                task.cancel()
+            self._index.drop(life)
+            self._known.discard(life)
+
+    async def _read(self, member: Member, life: Life) -> None:
+        pause_s = PAUSE_S
+        while member.alive and member.life == life:  # else the watch is about to end this
+            before = self._index.version(life)
+            try:
+                await self._read_once(member, life)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _HOPELESS:
+                    log.warning("%s does not say what prefixes it holds: %s", life.worker_id, error.details())
+                    return
+                log.info("the prefixes of %s are not heard of now: %s", life.worker_id, error.code())
+            except MalformedMessage as error:
+                log.warning("%s names prefixes otherwise than this router: %s", life.worker_id, error.message)
+                return
+            pause_s = PAUSE_S if self._index.version(life) != before else min(2 * pause_s, MAX_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    async def _read_once(self, member: Member, life: Life) -> None:
+        request = worker_pb2.WatchPrefixesRequest(epoch=life.epoch, version=self._index.version(life))
+        call = worker_pb2_grpc.PrefillStub(self._channels.to(member)).WatchPrefixes(request)
+        try:
+            async for message in call:
+                if not self._index.apply(life, change_from_proto(message)):
+                    return  # something was missed
+        finally:
+            call.cancel()

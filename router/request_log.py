@@ -1,0 +1,30 @@
+"""What the router's log says of requests: those that failed. Answers that ended well are counted, not logged.
+
+So are requests that were refused for want of room before a worker was asked: under overload they would be most lines.
+"""
+
+import logging
+
+from baton.core.errors import BatonError, Overloaded, RequestCancelled
+from baton.core.request import AttemptKey
+
+log = logging.getLogger(__name__)
+
+
+def log_end(key: AttemptKey, shown_id: str, error: BaseException | None, *, was_sent: bool) -> None:
+    """One line for a request that ended by an error of ours; clients that go away are none.
+
+    Args:
+        key: of its first attempt.
+        shown_id: its name to the client.
+        error: None if it ended well.
+        was_sent: whether any worker was asked.
+    """
+    if isinstance(error, Overloaded) and not was_sent:
+        return
+    if isinstance(error, BatonError) and not isinstance(error, RequestCancelled):
+        log.warning(
+            "request %s failed at the workers as %s: %s: %s", shown_id, key, type(error).__name__, error.message
+        )
+    elif error is not None:
+        log.debug("request %s, at the workers %s, was given up by its client", shown_id, key)

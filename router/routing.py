@@ -1,0 +1,50 @@
+"""The policies by name, and what a finished answer says of its way."""
+
+import random
+from typing import Final
+
+from baton.core.clock import Clock
+from baton.core.errors import ConfigInvalid
+from baton.proto import worker_pb2
+from baton.router.least_cost import LeastCost
+from baton.router.policy import Pair, Policy, RoundRobin
+from baton.router.prefix_index import PrefixIndex
+
+ROUND_ROBIN: Final = "round_robin"
+LEAST_COST: Final = "least_cost"
+PREFIX: Final = "prefix"
+ROUTINGS: Final = (PREFIX, LEAST_COST, ROUND_ROBIN)
+SPLIT: Final = "split"
+PREFILL_ALONE: Final = "prefill"
+
+
+def make_policy(name: str, clock: Clock, rng: random.Random, prefixes: PrefixIndex) -> Policy:
+    """The policy of a name.
+
+    Args:
+        name: one of ROUTINGS.
+        clock: that heartbeats are stamped with.
+        rng: decides between pairs that cost the same.
+        prefixes: what is cached where; only "prefix" reads it.
+
+    Raises:
+        ConfigInvalid: there is no such policy.
+    """
+    match name:
+        case "round_robin":
+            return RoundRobin()
+        case "least_cost":
+            return LeastCost(clock, rng)
+        case "prefix":
+            return LeastCost(clock, rng, prefixes)
+    raise ConfigInvalid(f"routing: {name[:40]!r} is none of {', '.join(ROUTINGS)}", keys=["routing"])
+
+
+def lane_of(pair: Pair, done: worker_pb2.PrefillDone | None) -> str:
+    """How the KV of a hand-off travelled, by the prefill worker's last word or, before that, its heartbeat."""
+    if done is not None and done.kv_lane:
+        return done.kv_lane
+    decode = pair.decode.state
+    landing = (decode.kv_address, decode.kv_epoch or decode.epoch)
+    paths = pair.prefill.state.inventory.transfer.paths
+    return next((path.lane for path in paths if (path.kv_address, path.epoch) == landing), "")

@@ -1,0 +1,113 @@
+"""What `baton doctor` says is encrypted: by knocking at real ports, each kind of them."""
+
+import socket
+import threading
+import time
+
+import grpc
+import pytest
+
+from baton.cluster.doctor import check_wire
+from baton.cluster.doctor_wires import Wire, is_loopback, probe_tls, probe_zmq, wires
+from baton.core.config import KVTransferConfig
+from baton.core.tls_files import TlsWatch
+from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.proto import admin_pb2
+from baton.proto.secure_channel import server_credentials
+from baton.tests.kvtransfer.transport_ends import make_curve_key
+from baton.tests.router.certificates import Authority
+
+pytestmark = pytest.mark.fast
+
+CURVE = "CURVE, admits holders of the deployment's key"
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def make(tls=None):
+        from concurrent.futures import ThreadPoolExecutor
+
+        server = grpc.server(ThreadPoolExecutor(1))
+        if tls is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            port = server.add_secure_port("127.0.0.1:0", server_credentials(TlsWatch(tls)))
+        server.start()
+        servers.append(server)
+        return f"127.0.0.1:{port}"
+
+    yield make
+    for server in servers:
+        server.stop(None).wait(5)
+
+
+def found(wire):
+    return wire.is_encrypted, wire.detail
+
+
+def test_grpc_ports(serve, tmp_path):
+    authority = Authority(tmp_path)
+    assert found(probe_tls("x", serve())) == (False, "in clear")
+    public = probe_tls("x", serve(authority.issue("public")))
+    assert found(public) == (True, "TLSv1.3, asks for no certificate")
+    inside = probe_tls("x", serve(authority.files("inside")))
+    assert found(inside) == (True, "TLSv1.3, asks for certificates")
+    assert public.fingerprint != inside.fingerprint and len(inside.fingerprint) == 64
+
+
+def test_certificates_that_are_wrong_or_soon_will_be(serve, tmp_path):
+    authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b")
+    good = probe_tls("x", serve(authority.files("good", days=100)), str(authority.file))
+    assert check_wire(good).level == "ok" and 99 < (good.expires_s - time.time()) / 86_400 <= 100
+    soon = probe_tls("x", serve(authority.files("soon", days=10)), str(authority.file))
+    assert check_wire(soon).level == "warn" and "until" in soon.detail and not soon.problem
+    for files in (authority.files("late", days=-1), other.files("other")):
+        wrong = probe_tls("x", serve(files), str(authority.file))
+        assert wrong.is_encrypted and wrong.problem and check_wire(wrong).level == "warn"
+
+
+def test_zmq_ports(tmp_path):
+    for config, expected in (({}, (False, "in clear")), (make_curve_key(tmp_path), (True, CURVE))):
+        end = ZmqTransport("tcp://127.0.0.1:0", KVTransferConfig(**config))
+        try:
+            assert found(probe_zmq("x", end.address.removeprefix("tcp://"))) == expected
+        finally:
+            end.close()
+
+
+def test_ports_that_do_not_answer_or_speak_otherwise():
+    for probe in (probe_tls, probe_zmq):
+        for address in ("127.0.0.1:1", "nonsense", "127.0.0.1:x", "[::1]:1"):
+            assert probe("x", address).is_encrypted is None, address
+    silent = socket.create_server(("127.0.0.1", 0))
+
+    def hang_up():
+        for _ in range(3):
+            silent.accept()[0].close()
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    address = f"127.0.0.1:{silent.getsockname()[1]}"
+    assert probe_tls("x", address).is_encrypted is not True
+    assert probe_zmq("x", address).is_encrypted is not True
+    thread.join(5)
+    silent.close()
+
+
+def test_every_live_port_is_asked_and_a_clear_one_on_a_network_is_a_warning(serve):
+    status = admin_pb2.StatusReply()
+    for name, alive in (("decode-0", True), ("decode-1", False)):
+        worker = status.workers.add(alive=alive)
+        worker.state.worker_id, worker.state.address = name, serve()
+        worker.state.kv_address = f"grpc://{serve()}"
+    seen = list(wires(serve(), status))
+    assert [wire.name for wire in seen] == ["router", "decode-0", "KV to decode-0"]
+    assert {check_wire(wire).level for wire in seen} == {"ok"}  # loopback
+    far = check_wire(Wire("router", "10.0.0.1:50051", False, "in clear"))
+    assert far.level == "warn" and "docs/security.md" in far.next
+    assert check_wire(Wire("router", "10.0.0.1:50051", None, "?")).level == "warn"
+    assert check_wire(Wire("router", "10.0.0.1:50051", True, "TLS")).level == "ok"
+    places = ("127.0.0.1:1", "[::1]:1", "localhost:1", "10.0.0.1:1", "host:1")
+    assert [is_loopback(place) for place in places] == [True, True, True, False, False]

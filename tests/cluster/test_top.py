@@ -1,0 +1,173 @@
+"""`baton top`: what it says of two looks at a deployment, and how it ends."""
+
+import io
+import json
+from concurrent import futures
+
+import grpc
+import pytest
+from rich.console import Console
+
+from baton.cluster import top as module
+from baton.cluster.outcome import ExitCode, Output
+from baton.cluster.top import samples, text_of, top, view
+from baton.cluster.top_data import top_data
+from baton.core.errors import StartupError
+from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
+
+pytestmark = pytest.mark.fast
+
+
+def worker(name, role, *, epoch=1, alive=True, free=75, **inventory):
+    held = worker_pb2.Inventory(num_blocks=100, num_blocks_free=free, **inventory)
+    state = worker_pb2.WorkerState(worker_id=name, role=role, epoch=epoch, inventory=held)
+    if role == "decode":
+        state.kv_address = "tcp://d"
+        state.speculation.num_draft_tokens = 2
+    return admin_pb2.WorkerStatus(state=state, alive=alive, heartbeat_age_s=0.1 if alive else 7.0, num_epochs=epoch)
+
+
+def reply(*workers, tokens=0, finished=0, **more):
+    values = {"model": "tiny", "version": "1", "uptime_s": 5.0, "num_requests_running": 3} | more
+    return admin_pb2.StatusReply(num_tokens_streamed=tokens, num_requests_finished=finished, workers=workers, **values)
+
+
+def test_rates_are_of_what_happened_in_between():
+    waiting = [worker_pb2.Waiting(reason="slot", num_requests=2), worker_pb2.Waiting(reason="blocks")]
+    decoded = {"num_draft_tokens": 100, "num_accepted_tokens": 50, "num_emitted_tokens": 200}
+    later = {"num_draft_tokens": 140, "num_accepted_tokens": 80, "num_emitted_tokens": 300, "waiting": waiting}
+    before = reply(worker("d", "decode", **decoded), worker("p", "prefill", kv_bytes=0), tokens=1000, finished=3)
+    now = reply(worker("d", "decode", **later), worker("p", "prefill", kv_bytes=4_000_000), tokens=1500, finished=7)
+    data = top_data(before, now, 2.0)
+    assert data["tokens_per_s"] == 250.0
+    assert data["requests"]["finished_per_s"] == 2.0
+    assert data["requests"]["waiting"] == 2
+    decode, prefill = data["workers"]
+    assert (decode["tokens_per_s"], prefill["tokens_per_s"]) == (50.0, None)
+    assert decode["acceptance"] == pytest.approx(30 / 40)
+    assert decode["waiting"] == {"slot": 2}
+    assert decode["kv_use"] == pytest.approx(0.25)
+    assert (decode["num_draft_tokens"], prefill["num_draft_tokens"]) == (2, None)
+    assert prefill["kv_bytes_per_s"] == 2e6
+    assert json.loads(json.dumps(data)) == data
+
+
+def test_a_new_life_and_a_new_worker_have_no_rates_and_a_life_without_drafts_no_acceptance():
+    before = reply(worker("d", "decode", num_emitted_tokens=500), tokens=9)
+    now = reply(worker("d", "decode", epoch=2, num_emitted_tokens=10), worker("e", "decode"), tokens=4)
+    data = top_data(before, now, 1.0)
+    assert [each["tokens_per_s"] for each in data["workers"]] == [None, None]
+    assert [each["acceptance"] for each in data["workers"]] == [None, None]
+    assert data["tokens_per_s"] is None, "the router began anew"
+
+
+def test_without_drafts_in_between_acceptance_is_of_the_whole_life():
+    same = reply(worker("d", "decode", num_draft_tokens=10, num_accepted_tokens=4))
+    assert top_data(same, same, 1.0)["workers"][0]["acceptance"] == pytest.approx(0.4)
+    assert top_data(same, same, 0.0)["tokens_per_s"] is None
+
+
+def drawn(data):
+    stream = io.StringIO()
+    Console(file=stream, width=150).print(view(data))
+    return stream.getvalue()
+
+
+def test_both_views_show_every_worker_path_and_problem():
+    path = worker_pb2.KvPath(kv_address="tcp://d", lane="shm", gbps=3.25)
+    transfer = worker_pb2.TransferCounts(paths=[path])
+    refused = [admin_pb2.RefusedPair(prefill_worker="p", decode_worker="x", reason="layout")]
+    now = reply(
+        worker("p", "prefill", transfer=transfer),
+        worker("d", "decode", num_blocks_quarantined=4),
+        worker("gone", "decode", alive=False),
+        refused_pairs=refused,
+    )
+    data = top_data(now, now, 1.0) | {"address": "here:1"}
+    for text in (drawn(data), text_of(data)):
+        assert "p to d: shm, 3.25 GB/s" in text
+        assert "NO, 7 s" in text
+        assert "25%" in text
+        assert "tiny at here:1" in text
+        assert "p and x are not paired: layout" in text
+    assert "no answer: gone away" in drawn(data | {"problem": "gone away"})
+
+
+class Admin(admin_pb2_grpc.AdminServicer):
+    def __init__(self):
+        self.replies, self.asked = [], 0
+
+    def Status(self, request, context):
+        self.asked += 1
+        return self.replies[min(self.asked, len(self.replies)) - 1]
+
+
+@pytest.fixture
+def admin():
+    servicer = Admin()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
+    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield servicer
+    server.stop(0).wait()
+
+
+def test_once_prints_one_object_or_one_text(admin, capsys):
+    admin.replies = [reply(worker("d", "decode"), tokens=0), reply(worker("d", "decode"), tokens=50)]
+    assert top(admin.address, Output(True), interval_s=0.1) is ExitCode.OK
+    data = json.loads(capsys.readouterr().out)
+    assert 0 < data["tokens_per_s"] <= 500
+    assert data["interval_s"] >= 0.1
+    assert top(admin.address, Output(False), interval_s=0.1, once=True) is ExitCode.OK
+    assert capsys.readouterr().out.startswith("tiny at")
+
+
+def test_a_worker_that_is_lost_makes_it_partial(admin, capsys):
+    admin.replies = [reply(worker("d", "decode", alive=False))]
+    assert top(admin.address, Output(True), interval_s=0.1) is ExitCode.PARTIAL
+
+
+def test_watching_goes_on_while_nobody_answers(monkeypatch):
+    answers = iter([reply(tokens=10), StartupError("nobody there"), reply(tokens=40)])
+
+    def fetch(address):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(module, "fetch_status", fetch)
+    found = samples("here:1", reply(), 0.01)
+    first, second, third, fourth = (next(found) for _ in range(4))
+    assert first["tokens_per_s"] is None
+    assert second["tokens_per_s"] > 0
+    assert (third["problem"], third["tokens_per_s"]) == ("nobody there", second["tokens_per_s"])
+    assert "problem" not in fourth
+    assert fourth["interval_s"] >= 0.02, "rates are of the time since the last answer"
+
+
+def test_ctrl_c_ends_the_live_view_well(monkeypatch):
+    shown = []
+
+    def looks(address, before, interval_s):
+        yield top_data(before, before, 0.0) | {"address": address}
+        shown.append(address)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "samples", looks)
+    monkeypatch.setattr(module, "fetch_status", lambda address: reply())
+    monkeypatch.setattr(Output, "is_terminal", True)
+    assert top("here:1", Output(False)) is ExitCode.OK
+    assert shown == ["here:1"]
+
+
+def test_notes_are_lines_of_json_where_the_environment_asks_for_it(monkeypatch, capsys):
+    monkeypatch.setenv("BATON_LOG_FORMAT", "json")
+    output = Output(False)
+    output.fail(StartupError("nobody there"))
+    output.note("two\nlines")
+    first, second = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert (first["level"], first["role"]) == ("ERROR", "cli")
+    assert "nobody there" in first["message"]
+    assert (second["level"], second["message"]) == ("INFO", "two\nlines")

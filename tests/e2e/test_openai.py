@@ -1,0 +1,238 @@
+"""OpenAI's client and curl against the tiny model: a router process, whole workers, no Ray."""
+
+import json
+import shutil
+import subprocess
+import threading
+
+import jsonschema
+import openai
+import pytest
+
+from baton.client import BatonClient
+from baton.core.sampling import SamplingParams
+from baton.tests.e2e.http_served import HttpServed
+
+HI = [{"role": "user", "content": "def main(argv=None):"}]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TREE = {
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/Node"}},
+    "required": ["root"],
+    "additionalProperties": False,
+    "$defs": {
+        "Node": {
+            "type": "object",
+            "properties": {"leaf": {"type": "boolean"}, "kind": {"$ref": "#/$defs/Kind"}},
+            "required": ["leaf", "kind"],
+            "additionalProperties": False,
+        },
+        "Kind": {"enum": ["oak", "elm"]},
+    },
+}
+PARAMETERS = {"weather": WEATHER, "tree": TREE}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in PARAMETERS.items()]
+
+
+@pytest.fixture(scope="module")
+def served():
+    running = HttpServed()
+    yield running
+    running.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(served):
+    yield
+    served.wait(served.is_idle)
+
+
+@pytest.fixture(scope="module")
+def compact(served):
+    """A bias against tokens with white space around punctuation: the tiny model would rather indent for ever."""
+    reply = served.client.post("/../tokenize", body={"prompt": "x"}, cast_to=object)
+    assert reply["count"] == 1
+    from baton.core.tokenizer import Tokenizer
+    from baton.tests.e2e.conftest import TINY
+
+    tokenizer = Tokenizer.from_directory(TINY)
+    texts = {token_id: tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)}
+    white = [token_id for token_id, text in texts.items() if text != text.strip() and not text.strip().isalnum()]
+    assert len(white) <= 1024
+    return {str(token_id): -100 for token_id in white}
+
+
+def chat(served, **more):
+    return served.client.chat.completions.create(model="tiny", messages=HI, **({"max_tokens": 16, "seed": 5} | more))
+
+
+def text_of(answer):
+    return answer.choices[0].message.content
+
+
+def test_a_chat_is_what_grpc_gives_for_the_same_prompt(served):
+    prompt = f"<|im_start|>user\n{HI[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    with BatonClient(served.address) as client:
+        for temperature in (0.0, 1.0):
+            want = client.generate_text(prompt, sampling=SamplingParams(max_tokens=16, seed=5, temperature=temperature))
+            answer = chat(served, temperature=temperature)
+            assert text_of(answer) == want
+            assert answer.choices[0].finish_reason == "length"
+            chunks = list(chat(served, temperature=temperature, stream=True, stream_options={"include_usage": True}))
+            assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == want
+            assert chunks[-1].usage.model_dump() | {"prompt_tokens_details": None} == answer.usage.model_dump() | {
+                "prompt_tokens_details": None
+            }
+            assert answer.usage.completion_tokens == 16
+        [token_ids] = [client.tokenize(prompt)]
+    assert answer.usage.prompt_tokens == len(token_ids)
+    assert len(token_ids) < len(prompt) / 2, "special tokens of the template are tokens"
+
+
+def test_equal_seeds_give_equal_answers_and_others_do_not(served):
+    first, again, other = (text_of(chat(served, seed=seed, max_tokens=32)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_two_answers_differ(served):
+    answer = chat(served, n=2, max_tokens=32)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].message.content != answer.choices[1].message.content
+    assert answer.usage.completion_tokens == 64
+    texts = ["", ""]
+    for chunk in chat(served, n=2, max_tokens=32, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in answer.choices]
+
+
+def test_a_stop_string(served):
+    whole = text_of(chat(served, temperature=0.0, max_tokens=32))
+    stop = whole[10:13]
+    answer = chat(served, temperature=0.0, max_tokens=32, stop=stop)
+    assert (text_of(answer), answer.choices[0].finish_reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_log_probabilities(served):
+    answer = chat(served, logprobs=True, top_logprobs=3, temperature=0.0)
+    entries = answer.choices[0].logprobs.content
+    assert len(entries) == 16
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode("utf-8", "replace") == text_of(answer)
+    for entry in entries:
+        assert [top.logprob for top in entry.top_logprobs] == sorted(
+            (t.logprob for t in entry.top_logprobs), reverse=True
+        )
+        assert entry.top_logprobs[0].logprob == entry.logprob, "greedy takes the likeliest"
+    prompt = "import os\n\n\ndef f("
+    echo = served.client.completions.create(model="tiny", prompt=prompt, echo=True, logprobs=1, max_tokens=2, seed=1)
+    [choice] = echo.choices
+    assert choice.text.startswith(prompt)
+    assert "".join(choice.logprobs.tokens) == choice.text
+    places = zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)
+    assert all(choice.text[at:].startswith(token) for at, token in places)
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
+
+
+def test_a_json_schema(served, compact):
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
+    for seed in range(3):
+        answer = chat(served, seed=seed, response_format=form, max_tokens=120, logit_bias=compact)
+        assert answer.choices[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(text_of(answer)), WEATHER)
+    word = chat(served, extra_body={"guided_choice": ["yes", "no.", "a|b"]})
+    assert text_of(word) in ("yes", "no.", "a|b")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tree"}}])
+def test_a_forced_call_is_valid_even_from_a_tiny_model(served, compact, choice):
+    more = {"tools": TOOLS, "tool_choice": choice, "logit_bias": compact, "max_tokens": 400}
+    names = set()
+    for seed in range(4):
+        answer = chat(served, seed=seed, parallel_tool_calls=False, **more).choices[0]
+        [call] = answer.message.tool_calls
+        assert answer.message.content is None
+        assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
+        jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
+        names.add(call.function.name)
+        name = arguments = ""
+        for chunk in chat(served, seed=seed, parallel_tool_calls=False, stream=True, **more):
+            for part in chunk.choices[0].delta.tool_calls or ():
+                name, arguments = name + (part.function.name or ""), arguments + (part.function.arguments or "")
+        assert (name, arguments) == (call.function.name, call.function.arguments)
+    assert names <= set(PARAMETERS)
+    if choice != "required":
+        assert names == {"tree"}
+
+
+def test_what_is_refused(served):
+    for more, match in (
+        ({"max_tokens": 5000}, "exceed the model's"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
+            "schema",
+        ),
+        ({"extra_body": {"guided_regex": "("}}, "regex"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=match):
+            chat(served, **more)
+    with pytest.raises(openai.NotFoundError):
+        served.client.chat.completions.create(model="large", messages=HI)
+
+
+def test_a_client_that_leaves_gives_everything_back(served):
+    stream = chat(served, stream=True, max_tokens=1500, extra_body={"ignore_eos": True})
+    iterator = iter(stream)
+    for _ in range(3):
+        next(iterator)
+    assert not served.is_idle()
+    stream.close()
+    served.wait(served.is_idle, 1.0)
+
+
+def test_many_clients_at_once(served):
+    texts = {}
+
+    def ask(seed):
+        texts[seed] = text_of(chat(served, seed=seed % 3, max_tokens=24))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 9
+    assert all(texts[seed] == texts[seed % 3] for seed in texts)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_curl(served, compact):
+    def curl(path, data=None):
+        command = ["curl", "-sS", "-N", "--max-time", "60", f"{served.url}{path}"]
+        if data is not None:
+            command += ["-H", "Content-Type: application/json", "--data-binary", "@-"]
+        done = subprocess.run(command, input=json.dumps(data).encode(), capture_output=True, timeout=90, check=True)
+        return done.stdout.decode()
+
+    assert json.loads(curl("/v1/models"))["data"][0]["id"] == "tiny"
+    assert "baton_num_streams_open" in curl("/metrics")
+    body = {"model": "tiny", "messages": HI, "max_tokens": 8, "seed": 1, "logprobs": True, "top_logprobs": 1}
+    whole = json.loads(curl("/v1/chat/completions", body))["choices"][0]
+    assert len(whole["logprobs"]["content"]) == 8
+    events = curl("/v1/chat/completions", body | {"stream": True}).strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events[:-1]]
+    assert "".join(delta.get("content", "") for delta in deltas) == whole["message"]["content"]
+    more = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "logit_bias": compact}
+    called = json.loads(curl("/v1/chat/completions", body | more | {"max_tokens": 200}))["choices"][0]["message"]
+    jsonschema.validate(json.loads(called["tool_calls"][0]["function"]["arguments"]), WEATHER)
+    form = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
+    formed = curl("/v1/chat/completions", body | {"response_format": form, "logit_bias": compact, "max_tokens": 200})
+    jsonschema.validate(json.loads(json.loads(formed)["choices"][0]["message"]["content"]), WEATHER)
+    assert json.loads(curl("/v1/chat/completions", body | {"model": "no"}))["error"]["code"] == "model_not_found"

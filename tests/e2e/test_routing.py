@@ -1,0 +1,167 @@
+"""Real workers behind a real router: requests go where their prefix is cached, and the answer says what happened."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from baton.client import AsyncBatonClient
+from baton.core.config import WorkerConfig
+from baton.core.errors import WorkerLost
+from baton.core.numerics import Numerics
+from baton.core.sampling import SamplingParams
+from baton.decode_worker.node import DecodeNode
+from baton.prefill_worker.node import PrefillNode
+from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.proto.block_wire import change_from_proto
+from baton.proto.wire import error_from_rpc
+from baton.router.served_model import ServedModel
+from baton.router.server import RouterConfig, RouterServer
+from baton.tests.e2e.conftest import TINY
+
+pytestmark = pytest.mark.asyncio
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+GROUPS = [tuple(range(300 + 100 * group, 381 + 100 * group)) for group in range(4)]  # five blocks and a token
+
+
+def worker_config(worker_id, router_address, **changes):
+    values = {
+        "worker_id": worker_id,
+        "model_path": str(TINY),
+        "model_name": "tiny",
+        "num_draft_tokens": 1,
+        "numerics": Numerics.DEFAULT,
+        "dtype": "float32",
+        "device": "cpu",
+        "block_size": 16,
+        "kv_memory_mib": 8,
+        "gpu_memory_share": 0.5,
+        "max_num_seqs": 8,
+        "max_queue_len": 64,
+        "chunk_len": 64,
+        "max_model_len": 512,
+        "host": "127.0.0.1",
+        "router_address": router_address,
+        "num_threads": 1,
+    }
+    return WorkerConfig(**{**values, **changes})
+
+
+@asynccontextmanager
+async def deployment(routing, num_prefill=2):
+    """A router and workers that report to it."""
+    config = RouterConfig(host="127.0.0.1", port=0, max_queue_len=64, request_timeout_s=60.0, routing=routing)
+    router = RouterServer(config, ServedModel.from_directory("tiny", TINY, weights="checkpoint"))
+    await router.start()
+    fatal = []
+    nodes = []
+    try:
+        address = f"127.0.0.1:{router.port}"
+        for at in range(num_prefill):
+            node = await asyncio.to_thread(PrefillNode, worker_config(f"prefill-{at}", address), fatal.append)
+            nodes.append(node)
+        nodes.append(await asyncio.to_thread(DecodeNode, worker_config("decode-0", address), fatal.append))
+        async with asyncio.timeout(20):
+            while len(router.members.live("prefill")) < num_prefill or not router.members.serving:
+                await asyncio.sleep(0.02)
+        yield router, nodes, address
+    finally:
+        for node in nodes:
+            await asyncio.to_thread(node.close)
+        await router.stop(0.0)
+        assert not fatal
+
+
+async def ask(address, token_ids):
+    """The stats of one answer."""
+    async with AsyncBatonClient(address, timeout_s=60.0) as client:
+        async for chunk in client.generate(token_ids=token_ids, sampling=GREEDY):
+            if chunk.HasField("finish"):
+                return chunk.finish.stats
+    raise AssertionError("no finish")
+
+
+async def heard(router, nodes):
+    """Wait until the router's index is what the prefill workers hold."""
+    async with asyncio.timeout(10):
+        while True:
+            held = {node.state().worker_id: node.worker.block_log.since(-1) for node in nodes if is_prefill(node)}
+            told = {life.worker_id: router.prefixes.names(life) for life in router.prefixes.lives()}
+            if told == {name: {n for part in parts for n in part.stored} for name, parts in held.items()}:
+                return told
+            await asyncio.sleep(0.01)
+
+
+async def told_idle(router):
+    """Wait until the router has heard from every prefill worker that nothing is queued: a report may be a step old."""
+    async with asyncio.timeout(10):
+        while any(m.state.inventory.num_prefill_tokens_queued for m in router.members.live("prefill")):
+            await asyncio.sleep(0.01)
+
+
+def is_prefill(node):
+    return isinstance(node, PrefillNode)
+
+
+async def test_requests_follow_their_prefix_and_say_so():
+    async with deployment("prefix") as (router, nodes, address):
+        first = [await ask(address, (*prompt, 7, 8, 9)) for prompt in GROUPS]
+        assert [(stats.num_cached_tokens, stats.num_expected_cached_tokens) for stats in first] == [(0, 0)] * 4
+        told = await heard(router, nodes)
+        assert sum(map(len, told.values())) == 4 * 5
+        again = [await ask(address, (*prompt, 10, 11, 12 + at)) for at, prompt in enumerate(GROUPS * 2)]
+        assert [stats.prefill_worker for stats in again] == [stats.prefill_worker for stats in first] * 2
+        assert {(stats.num_cached_tokens, stats.num_expected_cached_tokens) for stats in again} == {(80, 80)}
+        assert {(stats.routing, stats.path, stats.decode_worker) for stats in again} == {
+            ("prefix", "split", "decode-0")
+        }
+        assert {stats.kv_lane for stats in again} <= {"shm", "raw"}
+        assert all(stats.kv_bytes_pushed > 0 for stats in again)
+        await told_idle(router)
+        inventories = [node.worker.inventory() for node in nodes if is_prefill(node)]
+        busy = [inventory for inventory in inventories if inventory.num_prefix_tokens]
+        assert busy
+        assert all(inventory.prefill_tokens_per_s > 0 for inventory in busy)
+
+
+async def test_a_worker_that_is_gone_leaves_nothing_in_the_index():
+    async with deployment("prefix") as (router, nodes, address):
+        stats = [await ask(address, prompt) for prompt in GROUPS[:2]]
+        await heard(router, nodes)
+        gone = next(node for node in nodes if node.state().worker_id == stats[0].prefill_worker)
+        nodes.remove(gone)
+        await asyncio.to_thread(gone.close)
+        await heard(router, nodes)
+        other = await ask(address, GROUPS[0])
+        assert other.prefill_worker != stats[0].prefill_worker
+        assert other.num_expected_cached_tokens == other.num_cached_tokens
+
+
+async def test_a_reader_who_thinks_of_another_life_is_refused():
+    async with deployment("least_cost", num_prefill=1) as (_, nodes, address):
+        await ask(address, GROUPS[0])
+        state = nodes[0].state()
+        async with grpc.aio.insecure_channel(state.address) as channel:
+            stub = worker_pb2_grpc.PrefillStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async for _ in stub.WatchPrefixes(worker_pb2.WatchPrefixesRequest(epoch=state.epoch + 1)):
+                    pass
+            assert isinstance(error_from_rpc(refused.value), WorkerLost)
+            call = stub.WatchPrefixes(worker_pb2.WatchPrefixesRequest(epoch=state.epoch, version=77))
+            async for message in call:
+                change = change_from_proto(message)
+                assert (change.cleared, change.version, len(change.stored)) == (True, 5, 5)
+                break
+            call.cancel()
+
+
+async def test_round_robin_and_least_cost_know_nothing_of_prefixes():
+    for routing in ("round_robin", "least_cost"):
+        async with deployment(routing) as (router, _, address):
+            stats = [await ask(address, GROUPS[0]) for _ in range(4)]
+            assert {each.routing for each in stats} == {routing}
+            assert {each.num_expected_cached_tokens for each in stats} == {0}
+            assert router.prefixes.lives() == ()
+            if routing == "round_robin":
+                assert {each.prefill_worker for each in stats} == {"prefill-0", "prefill-1"}

@@ -1,0 +1,66 @@
+"""Whatever a field holds, the reply is an answer or a client's error: never a 5xx; and workers keep nothing."""
+
+import json
+
+import pytest
+
+from baton.router.openai.chat_request import ChatRequest
+from baton.router.openai.completion_request import CompletionRequest
+from baton.router.openai.options import HARMLESS, REFUSED
+from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest
+from baton.tests.router.openai.served import served
+from baton.tests.router.openai.test_chat import report
+from baton.tests.router.openai.test_errors import TOOL, post
+
+pytestmark = pytest.mark.asyncio
+MESSAGES = [{"role": "user", "content": "x"}]
+PATHS = {
+    "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "tools": [TOOL]}),
+    "/v1/completions": (CompletionRequest, {"prompt": "x", "max_tokens": 32}),
+    "/tokenize": (TokenizeRequest, {"prompt": "x"}),
+    "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
+}
+NUMBERS = [0, 1, -1, 2, 1 << 31, 1 << 63, -(1 << 80), 0.5, float("nan"), float("inf"), 1e308]
+TEXTS = ["", "x", "\u0000", "é" * 300, "none"]
+LISTS = [[], [0], [-1], [1 << 40], [[]], [[1], [2]], [None], ["a", 1], ["", "b"]]
+OBJECTS = [
+    {},
+    {"x": 1},
+    {"5": 1},
+    {"5": float("nan")},
+    {"-1": 1},
+    {"type": "object"},
+    {"type": "json_schema"},
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"schema": {}}},
+    {"type": "function", "function": {"name": "f"}},
+    {"json": "{", "regex": "("},
+    {"regex": "a"},
+    {"choice": [""]},
+    {"include_usage": True},
+]
+PARTS = [
+    [{"role": "user", "content": []}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+    [{"role": "tool", "content": [{"type": "text"}]}],
+    [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}],
+]
+VALUES = [None, True, *NUMBERS, *TEXTS, *LISTS, *OBJECTS, *PARTS]
+
+
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", PATHS)
+async def test_no_value_is_a_servers_error(path, stride):
+    kind, body = PATHS[path]
+    names = [field.alias or name for name, field in kind.model_fields.items()]
+    async with served() as (running, _):
+        running.script.finish_at_first, running.script.events, running.script.logprobs = "length", [], report
+        for at, name in enumerate((*names, *sorted(REFUSED), min(HARMLESS), "unknown")):
+            for value in VALUES[at % stride :: stride]:
+                status, _, data = await post(
+                    running.url, path, json.dumps(body | {name: value}).encode(), "Accept: */*"
+                )
+                assert status in (200, 400, 404), (name, value, data)
+                if status != 200:
+                    assert data["error"]["message"], (name, value)
+        await running.idle()

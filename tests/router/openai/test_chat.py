@@ -1,0 +1,339 @@
+"""Chats through OpenAI's client, a real router and scripted workers."""
+
+import json
+
+import openai
+import pytest
+
+from baton.proto import inference_pb2
+from baton.tests.router.fakes import TOKENIZER
+from baton.tests.router.openai.served import MAX_MODEL_LEN, MODEL, prompt_of, sent_to, served
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
+HI = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+TREE = {
+    "type": "function",
+    "function": {
+        "name": "tree",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "const": {"$ref": "#/$defs/N"},
+                "x": {"const": {"$ref": "#/as/it/is"}},
+                "all": {"$ref": "#"},
+            },
+            "$defs": {"N": {"type": "array", "items": {"$ref": "#/$defs/N"}}},
+        },
+    },
+}
+THINKING = "{% for message in messages %}{{ message.content }}{% endfor %}<think>\n"
+
+
+async def chat(client, messages=HI, **more):
+    return await client.chat.completions.create(model=MODEL, messages=messages, **more)
+
+
+async def streamed(client, messages=HI, **more):
+    return [chunk async for chunk in await chat(client, messages, stream=True, **more)]
+
+
+def joined(chunks):
+    """What a client makes of a stream's deltas: per choice (content, thinking, calls, reason)."""
+    choices = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            found = choices.setdefault(choice.index, ["", "", [], None])
+            found[0] += choice.delta.content or ""
+            found[1] += getattr(choice.delta, "reasoning_content", None) or ""
+            for call in choice.delta.tool_calls or ():
+                if call.index == len(found[2]):
+                    assert call.id
+                    found[2].append([call.function.name, ""])
+                found[2][call.index][1] += call.function.arguments
+            assert found[3] is None
+            found[3] = choice.finish_reason
+    return choices
+
+
+async def test_an_answer_and_its_usage():
+    async with served() as (running, client):
+        answer = await chat(client)
+        assert answer.object == "chat.completion"
+        assert answer.id.startswith("chatcmpl-")
+        [choice] = answer.choices
+        assert (choice.message.role, choice.message.content) == ("assistant", "hello world")
+        assert (choice.finish_reason, choice.message.tool_calls, choice.logprobs) == ("length", None, None)
+        [request] = sent_to(running)
+        prompt = "<system>be brief\n<user>hi\n<assistant>"
+        assert prompt_of(request) == prompt
+        usage = answer.usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(prompt), 11, len(prompt) + 11)
+        assert usage.prompt_tokens_details.cached_tokens == len(prompt) - 2
+        assert request.sampling.max_tokens == MAX_MODEL_LEN - len(prompt), "all that fit"
+
+
+async def test_a_stream_with_its_usage():
+    async with served() as (_, client):
+        chunks = await streamed(client, stream_options={"include_usage": True})
+        assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+        assert len({chunk.id for chunk in chunks}) == 1
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert joined(chunks) == {0: ["hello world", "", [], "length"]}
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage.completion_tokens == 11
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+        more = {"include_usage": True, "continuous_usage_stats": True}
+        counts = [chunk.usage.completion_tokens for chunk in await streamed(client, stream_options=more)]
+        assert counts == sorted(counts)
+        assert (counts[:2], counts[-1]) == ([0, 1], 11)
+        assert all(chunk.usage is None for chunk in await streamed(client))
+
+
+async def test_sampling_values_reach_the_workers():
+    values = {"temperature": 0.5, "top_p": 0.25, "presence_penalty": 1.0, "frequency_penalty": -1.0, "seed": 7}
+    more = {"top_k": 5, "min_p": 0.125, "repetition_penalty": 1.5, "stop_token_ids": [3], "min_tokens": 2}
+    more |= {"ignore_eos": True, "allowed_token_ids": [1, 2], "bad_words": ["ab"]}
+    async with served() as (running, client):
+        await chat(client, **values, stop=["zz", "yy"], logit_bias={"5": -2.5}, max_tokens=9, extra_body=more)
+        sent = sent_to(running)[0].sampling
+        for name, value in values.items():
+            assert getattr(sent, name) == value, name
+        assert (sent.top_k, sent.min_p, sent.repetition_penalty, sent.min_tokens) == (5, 0.125, 1.5, 2)
+        assert (sent.ignore_eos, sent.max_tokens) == (True, 9)
+        assert (list(sent.stop), list(sent.stop_token_ids), list(sent.allowed_token_ids.ids)) == (
+            ["zz", "yy"],
+            [3],
+            [1, 2],
+        )
+        assert [(bias.token_id, bias.bias) for bias in sent.logit_bias] == [(5, -2.5)]
+        words = {tuple(word.ids) for word in sent.bad_words}
+        assert words == {tuple(TOKENIZER.encode("ab")), tuple(TOKENIZER.encode(" ab"))}
+        await chat(client, max_completion_tokens=5, seed=-1, stop="q", extra_body={"top_k": -1, "cache_salt": "me"})
+        last = sent_to(running)[-1]
+        assert (last.sampling.max_tokens, last.sampling.top_k, list(last.sampling.stop)) == (5, 0, ["q"])
+        assert (last.sampling.seed, last.tenant) == ((1 << 63) - 1, "me")
+
+
+async def test_values_that_the_model_advises_hold_where_a_request_names_none():
+    async with served(http={"defaults": {"temperature": 0.5, "top_k": 20}}) as (running, client):
+        await chat(client)
+        await chat(client, temperature=0.0, extra_body={"top_k": 0})
+        sent = [(request.sampling.temperature, request.sampling.top_k) for request in sent_to(running)]
+        assert sent == [(0.5, 20), (0.0, 0)]
+
+
+async def test_several_answers():
+    async with served() as (_, client):
+        answer = await chat(client, n=3)
+        assert [(choice.index, choice.message.content) for choice in answer.choices] == [
+            (index, "hello world") for index in range(3)
+        ]
+        assert answer.usage.completion_tokens == 33
+        assert joined(await streamed(client, n=2)) == {index: ["hello world", "", [], "length"] for index in range(2)}
+
+
+async def test_a_stop_string_ends_the_text():
+    async with served() as (running, client):
+        running.script.answer = "one. two"
+        answer = await chat(client, stop=["."])
+        assert answer.choices[0].message.content == "one"
+        assert joined(await streamed(client, stop=["."]))[0][0] == "one"
+
+
+def report(token_id):
+    top = {"top_token_ids": [token_id, 5, 6], "top_logprobs": [-0.5, -2.0, float("-inf")]}
+    return inference_pb2.TokenLogprobs(token_id=token_id, logprob=-0.5, rank=1, **top)
+
+
+async def test_log_probabilities():
+    async with served() as (running, client):
+        running.script.answer, running.script.logprobs = "né", report
+        for is_stream in (False, True):
+            if is_stream:
+                chunks = await streamed(client, logprobs=True, top_logprobs=3)
+                entries = [
+                    entry for chunk in chunks for c in chunk.choices if c.logprobs for entry in c.logprobs.content
+                ]
+            else:
+                entries = (await chat(client, logprobs=True, top_logprobs=3)).choices[0].logprobs.content
+            assert [entry.bytes for entry in entries] == [[b] for b in "né".encode()]
+            assert [entry.token for entry in entries] == ["n", "�", "�"]
+            assert entries[0].logprob == -0.5
+            assert [top.logprob for top in entries[0].top_logprobs] == [-0.5, -2.0, -9999.0]
+        assert sent_to(running)[0].sampling.logprobs == 3
+        none = (await chat(client, logprobs=True)).choices[0].logprobs.content
+        assert [entry.top_logprobs for entry in none] == [[]] * 3
+        ids = await chat(
+            client, logprobs=True, extra_body={"return_tokens_as_token_ids": True, "return_token_ids": True}
+        )
+        assert ids.choices[0].logprobs.content[0].token == f"token_id:{TOKENIZER.encode('n')[0]}"
+        assert ids.choices[0].token_ids == TOKENIZER.encode("né")
+        assert TOKENIZER.decode(ids.prompt_token_ids) == prompt_of(sent_to(running)[0])
+        asked = await chat(client, extra_body={"prompt_logprobs": 1})
+        assert asked.prompt_logprobs[0] is None
+        assert len(asked.prompt_logprobs) == asked.usage.prompt_tokens
+
+
+CALLS = """Well.
+<tool_call>
+{"name": "weather", "arguments": {"in": "Rome"}}
+</tool_call>
+<tool_call>
+{"name": "tree"}
+</tool_call>"""
+
+
+async def test_calls_among_text():
+    async with served() as (running, client):
+        running.script.answer = CALLS
+        running.script.events = None
+        answer = await chat(client, tools=[WEATHER, TREE])
+        message = answer.choices[0].message
+        assert message.content == "Well."
+        calls = [(call.function.name, call.function.arguments) for call in message.tool_calls]
+        assert calls == [("weather", '{"in": "Rome"}'), ("tree", "{}")]
+        assert len({call.id for call in message.tool_calls}) == 2
+        found = joined(await streamed(client, tools=[WEATHER, TREE]))[0]
+        assert (found[0], [tuple(call) for call in found[2]]) == ("Well.", calls)
+        assert '"name": "weather"' in prompt_of(sent_to(running)[0])
+        one = await chat(client, tools=[WEATHER, TREE], parallel_tool_calls=False)
+        assert [call.function.name for call in one.choices[0].message.tool_calls] == ["weather"]
+        none = await chat(client, tools=[WEATHER], tool_choice="none")
+        assert (none.choices[0].message.content, none.choices[0].message.tool_calls) == (CALLS, None)
+        assert "weather" not in prompt_of(sent_to(running)[-1])
+        assert (await chat(client)).choices[0].message.content == CALLS, "without tools nothing is split"
+
+
+async def test_a_call_that_ends_the_answer_is_its_reason():
+    async with served() as (running, client):
+        running.script.answer, running.script.finish_at_first, running.script.events = "x", "stop", []
+        assert (await chat(client, tools=[WEATHER])).choices[0].finish_reason == "stop"
+    from baton.router.openai.chat_choice import ChatChoice
+    from baton.router.openai.chat_request import ChatRequest
+    from baton.router.openai.token_names import TokenNames
+    from baton.router.openai.tool_calls import TaggedCalls
+
+    asked = ChatRequest.model_validate_json(json.dumps({"messages": HI}))
+    for reason, calls_finish, want in (
+        ("stop", True, "tool_calls"),
+        ("stop", False, "stop"),
+        ("length", True, "length"),
+    ):
+        choice = ChatChoice(0, asked, TokenNames(TOKENIZER), tools=TaggedCalls(), calls_finish=calls_finish)
+        chunk = inference_pb2.GenerateChunk(text=CALLS, finish=inference_pb2.Finish(reason=reason))
+        assert choice.push(chunk)["finish_reason"] == want
+
+
+async def test_a_forced_call_is_a_grammar():
+    async with served() as (running, client):
+        running.script.answer = '{"name": "tree", "arguments": {"all": 1}}'
+        named = await chat(
+            client, tools=[WEATHER, TREE], tool_choice={"type": "function", "function": {"name": "tree"}}
+        )
+        [call] = named.choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments, named.choices[0].message.content) == (
+            "tree",
+            '{"all": 1}',
+            None,
+        )
+        schema = json.loads(sent_to(running)[-1].sampling.grammar.json_schema)
+        moved = schema["$defs"]["tool0"]
+        assert moved["properties"] == {
+            "const": {"$ref": "#/$defs/tool0/$defs/N"},
+            "x": {"const": {"$ref": "#/as/it/is"}},
+            "all": {"$ref": "#/$defs/tool0"},
+        }
+        assert moved["$defs"]["N"]["items"] == {"$ref": "#/$defs/tool0/$defs/N"}
+        assert schema["properties"]["name"] == {"const": "tree"}
+        running.script.answer = '[{"name": "weather", "arguments": {}}, {"name": "tree", "arguments": {"b": []}}]'
+        required = await chat(client, tools=[WEATHER, TREE], tool_choice="required")
+        names = [call.function.name for call in required.choices[0].message.tool_calls]
+        assert names == ["weather", "tree"]
+        schema = json.loads(sent_to(running)[-1].sampling.grammar.json_schema)
+        assert (schema["type"], schema["minItems"], "maxItems" in schema) == ("array", 1, False)
+        await chat(client, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
+        assert json.loads(sent_to(running)[-1].sampling.grammar.json_schema)["maxItems"] == 1
+        found = joined(await streamed(client, tools=[WEATHER, TREE], tool_choice="required"))[0]
+        assert found[2] == [["weather", "{}"], ["tree", '{"b": []}']]
+
+
+async def test_earlier_calls_and_their_results_are_shown_to_the_template():
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"in": "Rome"}'}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sun"},
+    ]
+    async with served() as (running, client):
+        await chat(client, messages)
+        want = '<system>a\nb\n<assistant>[weather {"in": "Rome"}]\n<tool>sun\n<assistant>'
+        assert prompt_of(sent_to(running)[0]) == want
+
+
+async def test_thinking_is_split_off():
+    async with served(THINKING) as (running, client):
+        running.script.answer = "so\nso\n</think>\n\nyes"
+        message = (await chat(client)).choices[0].message
+        assert (message.reasoning_content, message.content) == ("so\nso", "yes")
+        assert joined(await streamed(client)) == {0: ["yes", "so\nso", [], "length"]}
+        quiet = await chat(client, extra_body={"include_reasoning": False})
+        assert (quiet.choices[0].message.content, hasattr(quiet.choices[0].message, "reasoning_content")) == (
+            "yes",
+            False,
+        )
+        running.script.answer = "{}"
+        answer = await chat(client, response_format={"type": "json_object"})
+        assert answer.choices[0].message.content == "{}"
+        assert prompt_of(sent_to(running)[-1]).endswith("<think>\n\n</think>\n\n"), "no thoughts within a grammar"
+        assert sent_to(running)[-1].sampling.grammar.json_object
+
+
+async def test_formats_of_an_answer():
+    schema = {"type": "object", "properties": {"é": {"type": "integer"}}}
+    forms = [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}, "json_schema"),
+        ({"response_format": {"type": "json_object"}}, "json_object"),
+        ({"response_format": {"type": "text"}}, None),
+        ({"guided_json": schema}, "json_schema"),
+        ({"guided_json": json.dumps(schema)}, "json_schema"),
+        ({"guided_regex": "a+"}, "regex"),
+        ({"guided_grammar": 'start: "a"'}, "grammar"),
+        ({"guided_choice": ["a.b", "c|d"]}, "regex"),
+        ({"structured_outputs": {"json": schema}}, "json_schema"),
+        ({"structured_outputs": {"regex": "a"}}, "regex"),
+        ({"structured_outputs": {"choice": ["a"]}}, "regex"),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar"),
+        ({"structured_outputs": {"json_object": True}}, "json_object"),
+    ]
+    async with served() as (running, client):
+        for body, kind in forms:
+            await chat(client, extra_body=body)
+            grammar = sent_to(running)[-1].sampling.grammar
+            assert grammar.WhichOneof("form") == kind, body
+            if kind == "json_schema":
+                assert json.loads(grammar.json_schema) == schema
+            if "guided_choice" in body:
+                assert grammar.regex == r"a\.b|c\|d"
+
+
+async def test_the_final_message_may_be_continued():
+    messages = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "hel"}]
+    async with served() as (running, client):
+        await chat(client, messages, extra_body={"continue_final_message": True, "add_generation_prompt": False})
+        assert prompt_of(sent_to(running)[0]) == "<user>say\n<assistant>hel"
+        with pytest.raises(openai.BadRequestError, match="exclude"):
+            await chat(client, messages, extra_body={"continue_final_message": True})
+        await chat(client, extra_body={"chat_template_kwargs": {"open_thought": "OPEN"}})
+        assert prompt_of(sent_to(running)[-1]).endswith("<assistant>OPEN")
+
+
+async def test_calls_in_the_form_that_the_template_speaks_of():
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}{# <function=name> #}"
+    call = "<tool_call>\n<function=weather>\n<parameter=in>\nRome\n</parameter>\n</function>\n</tool_call>"
+    async with served(template) as (running, client):
+        running.script.answer = call
+        message = (await chat(client, tools=[WEATHER])).choices[0].message
+        assert [(one.function.name, one.function.arguments) for one in message.tool_calls] == [
+            ("weather", '{"in": "Rome"}')
+        ]

@@ -1,0 +1,109 @@
+"""Completions through OpenAI's client, a real router and scripted workers."""
+
+import openai
+import pytest
+
+from baton.tests.router.fakes import TOKENIZER
+from baton.tests.router.openai.served import MODEL, prompt_of, sent_to, served
+from baton.tests.router.openai.test_chat import report
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
+
+
+async def complete(client, prompt="say", **more):
+    return await client.completions.create(model=MODEL, prompt=prompt, **({"max_tokens": 64} | more))
+
+
+async def streamed(client, prompt="say", **more):
+    return [chunk async for chunk in await complete(client, prompt, stream=True, **more)]
+
+
+async def test_an_answer():
+    async with served() as (running, client):
+        answer = await complete(client)
+        assert (answer.object, answer.id[:5]) == ("text_completion", "cmpl-")
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hello world", "length")
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 11)
+        assert prompt_of(sent_to(running)[0]) == "say"
+        await client.completions.create(model=MODEL, prompt="say")
+        assert sent_to(running)[-1].sampling.max_tokens == 16, "OpenAI's default"
+
+
+async def test_a_stream():
+    async with served() as (_, client):
+        chunks = await streamed(client, stream_options={"include_usage": True})
+        assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "hello world"
+        assert chunks[-2].choices[0].finish_reason == "length"
+        assert (chunks[-1].choices, chunks[-1].usage.total_tokens) == ([], 14)
+
+
+@pytest.mark.parametrize("prompts", [["a", "bc"], [[97], [98, 99]]])
+async def test_several_prompts_and_answers(prompts):
+    async with served() as (running, client):
+        answer = await complete(client, prompts, n=2, echo=True)
+        texts = [TOKENIZER.decode(one) if isinstance(one, list) else one for one in prompts]
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert [choice.text for choice in answer.choices] == [f"{text}hello world" for text in texts for _ in range(2)]
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 44), "a prompt counts once"
+        chunks = await streamed(client, prompts, n=2)
+        for index in range(4):
+            found = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+            assert "".join(choice.text for choice in found) == "hello world"
+            assert [choice.finish_reason for choice in found if choice.finish_reason] == ["length"]
+        await running.idle()
+
+
+async def test_token_ids_in_and_out():
+    async with served() as (running, client):
+        answer = await complete(client, [1, 2, 3], extra_body={"return_token_ids": True})
+        assert list(sent_to(running)[0].prompt_token_ids) == [1, 2, 3]
+        assert answer.choices[0].token_ids == TOKENIZER.encode("hello world")
+        assert answer.choices[0].prompt_token_ids == [1, 2, 3]
+
+
+async def test_an_echo_with_log_probabilities():
+    async with served() as (running, client):
+        running.script.answer, running.script.logprobs = "hey", report
+        whole = (await complete(client, "ab", echo=True, logprobs=2)).choices[0]
+        pieces = [chunk.choices[0] for chunk in await streamed(client, "ab", echo=True, logprobs=2)]
+        for found in ([whole], pieces):
+            assert "".join(choice.text for choice in found) == "abhey"
+            assert [token for choice in found for token in choice.logprobs.tokens] == list("abhey")
+            assert [at for choice in found for at in choice.logprobs.text_offset] == [0, 1, 2, 3, 4]
+            logprobs = [value for choice in found for value in choice.logprobs.token_logprobs]
+            assert logprobs == [None, -0.5, -0.5, -0.5, -0.5]
+        assert whole.logprobs.top_logprobs[0] is None
+        assert whole.logprobs.top_logprobs[2]["h"] == -0.5
+        assert min(whole.logprobs.top_logprobs[2].values()) == -9999.0
+        running.script.finish_at_first, running.script.events = "length", []
+        only = await complete(client, "ab", echo=True, logprobs=0, max_tokens=0)
+        assert (only.choices[0].text, only.choices[0].logprobs.tokens) == ("ab", ["a", "b"])
+        running.script.finish_at_first, running.script.events = "", None
+        several = await complete(client, "ab", echo=True, logprobs=1, n=2)
+        assert [choice.logprobs.tokens for choice in several.choices] == [list("abhey")] * 2
+        with pytest.raises(openai.BadRequestError, match="n > 1"):
+            await streamed(client, "ab", echo=True, logprobs=1, n=2)
+
+
+async def test_one_bad_prompt_refuses_all_before_any_begins():
+    async with served() as (running, client):
+        with pytest.raises(openai.BadRequestError, match="at position 0"):
+            await complete(client, [[1], [999]])
+        with pytest.raises(openai.BadRequestError) as refused:
+            await complete(client, ["a", "b" * 3000])
+        assert refused.value.code == "context_length_exceeded"
+        assert sent_to(running) == []
+        with pytest.raises(openai.BadRequestError, match="at most 64"):
+            await complete(client, ["a"] * 65)
+
+
+async def test_one_failure_ends_all():
+    async with served() as (running, client):
+        running.script.refused_pairs = {}
+        running.script.decode_hangs_after = 3
+        stream = await complete(client, ["a", "b"], stream=True)
+        assert (await anext(aiter(stream))).choices
+        await stream.close()
+        _, decode = await running.idle()
+        assert all(seen.cancelled for seen in decode)
+        assert running.router.metrics.total("requests_failed") == 1

@@ -1,0 +1,70 @@
+"""Models, tokens, health and metrics over HTTP."""
+
+import json
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.proto import admin_pb2, admin_pb2_grpc
+from baton.tests.router.fakes import TOKENIZER
+from baton.tests.router.openai.served import MAX_MODEL_LEN, MODEL, served
+from baton.tests.router.openai.test_errors import post, raw
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
+
+
+async def test_models():
+    async with served() as (_, client):
+        [model] = (await client.models.list()).data
+        assert (model.id, model.object, model.max_model_len) == (MODEL, "model", MAX_MODEL_LEN)
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+
+
+async def test_tokenize_and_back():
+    async with served() as (running, _):
+        url = running.url
+        want = TOKENIZER.encode("hé")
+        status, _, data = await post(url, "/tokenize", {"model": MODEL, "prompt": "hé", "return_token_strs": True})
+        assert (status, data["tokens"], data["count"], data["max_model_len"]) == (200, want, 3, MAX_MODEL_LEN)
+        assert data["token_strs"] == ["h", "�", "�"]
+        _, _, data = await post(url, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})
+        assert TOKENIZER.decode(data["tokens"]) == "<user>x\n<assistant>"
+        _, _, data = await post(url, "/detokenize", {"tokens": want})
+        assert data == {"prompt": "hé"}
+        for path, body in (
+            ("/tokenize", {}),
+            ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "x"}]}),
+            ("/tokenize", {"prompt": 3}),
+            ("/detokenize", {"tokens": [9999]}),
+            ("/detokenize", {"tokens": [-1]}),
+            ("/detokenize", {"tokens": "a"}),
+            ("/detokenize", {}),
+        ):
+            status, _, data = await post(url, path, body)
+            assert (status, data["error"]["type"]) == (400, "invalid_request_error"), body
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": []})):
+            assert (await post(url, path, body | {"model": "other"}))[0] == 404
+
+
+async def test_health_and_metrics():
+    async with served() as (running, client):
+        await client.completions.create(model=MODEL, prompt="x", max_tokens=64)
+        for path in ("/health", "/ready"):
+            status, _, body = await raw(running.url, [f"GET {path} HTTP/1.1"])
+            assert (status, json.loads(body)["status"]) == (200, "ok" if path == "/health" else "ready")
+        _, fields, body = await raw(running.url, ["GET /metrics HTTP/1.1"])
+        assert fields["content-type"].startswith("text/plain")
+        families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+        assert families["baton_generation_tokens"].samples[0].value == 11
+
+
+async def test_a_router_whose_workers_are_all_drained_is_not_ready():
+    async with served() as (running, _):
+        assert (await raw(running.url, ["GET /ready HTTP/1.1"]))[0] == 200
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            admin = admin_pb2_grpc.AdminStub(channel)
+            await admin.Drain(admin_pb2.DrainRequest(worker_id="decode-0"))
+            assert (await raw(running.url, ["GET /ready HTTP/1.1"]))[0] == 503
+            await admin.Drain(admin_pb2.DrainRequest(worker_id="decode-0", undo=True))
+        assert (await raw(running.url, ["GET /ready HTTP/1.1"]))[0] == 200

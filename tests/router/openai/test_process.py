@@ -1,0 +1,41 @@
+"""The router process with HTTP: its ports, and what it refuses at the start."""
+
+import json
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from baton.tests.e2e.conftest import TINY
+
+pytestmark = pytest.mark.fast
+COMMAND = [sys.executable, "-P", "-m", "baton.router", "--model-name", "tiny", "--model-path", str(TINY), "--port", "0"]
+
+
+def test_it_says_both_ports_and_ends_with_its_parent():
+    process = subprocess.Popen(
+        [*COMMAND, "--http-port", "0", "--exit-with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    ports = json.loads(process.stdout.readline())
+    with urllib.request.urlopen(f"http://127.0.0.1:{ports['http_port']}/health", timeout=5) as reply:
+        assert json.load(reply) == {"status": "ok"}
+    assert ports["grpc_port"] != ports["http_port"]
+    process.stdin.close()
+    process.stdout.close()
+    assert process.wait(10) == 0
+
+
+def test_what_is_refused_at_the_start():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        for flags, error in (
+            (["--http-port", str(listener.getsockname()[1])], "PortInUse"),
+            (["--http-port", "0", "--chat-template", "/no/where"], "ConfigInvalid"),
+            (["--http-port", "0", "--host", "192.0.2.1"], "ConfigInvalid"),
+        ):
+            done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=30)
+            assert done.returncode == 3, done.stderr
+            assert json.loads(done.stderr.strip().splitlines()[-1])["error"] == error

@@ -1,0 +1,237 @@
+"""Thinking and tool calls split off an answer's text: the same, however the text is cut into pieces."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.router.openai.reasoning import ReasoningSplitter
+from baton.router.openai.tagged_call_reader import TaggedCallReader
+from baton.router.openai.tool_calls import ForcedCalls, TaggedCalls
+
+pytestmark = pytest.mark.fast
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<", "</", "think>", "tool_call>")
+SPACES_AND_WORDS = (" ", "\n", "\n\n", " " * 200, "a b", "x", "é", "null")
+JSON_BITS = ('{"name"', '{"name": 7}', '"', "{", "}", "[", "]", ",", ":", "\\")
+CALLS = (
+    '{"name": "f", "arguments": {"x": [1, "}", {"y": "\\""}]}}',
+    '{"name": "g"}',
+    '{"arguments": 3, "name": "h"}',
+    '{"name": "i", "arguments": "</tool_call>"}',
+)
+TAG_BITS = (
+    "<function=f>",
+    "<function=",
+    "<parameter=a>",
+    "<parameter=b>",
+    "</parameter>",
+    "</function>",
+    "</fun",
+    "1",
+    ">",
+)
+BITS = st.sampled_from((*TAGS, *SPACES_AND_WORDS, *JSON_BITS, *TAG_BITS, *CALLS))
+TEXTS = st.lists(BITS, max_size=14).map("".join)
+
+
+@st.composite
+def cut_texts(draw):
+    """A text and its pieces."""
+    text = draw(TEXTS)
+    cuts = sorted(draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    ends = [*cuts, len(text)]
+    return text, [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def thought(pieces, *, is_open=False):
+    splitter = ReasoningSplitter(is_open=is_open)
+    parts = [splitter.push(piece) for piece in pieces] + [splitter.finish()]
+    return tuple("".join(part) for part in zip(*parts, strict=True))
+
+
+def calls_of(splitter, pieces):
+    content, calls = "", []
+    for parts in (*map(splitter.push, pieces), splitter.finish()):
+        content += parts.content
+        for number, name in parts.begun:
+            assert number == len(calls)
+            calls.append([name, ""])
+        for number, arguments in parts.arguments:
+            assert arguments
+            calls[number][1] += arguments
+    return content, [tuple(call) for call in calls]
+
+
+def tagged(*pieces):
+    return calls_of(TaggedCalls(), pieces)
+
+
+SCHEMAS = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
+
+
+def coder(*pieces):
+    return calls_of(TaggedCalls(lambda: TaggedCallReader(SCHEMAS)), pieces)
+
+
+@given(cut_texts(), st.booleans())
+def test_thinking_does_not_depend_on_the_cuts(cut, is_open):
+    text, pieces = cut
+    assert thought(pieces, is_open=is_open) == thought([text], is_open=is_open)
+
+
+@given(cut_texts())
+def test_tagged_calls_do_not_depend_on_the_cuts(cut):
+    text, pieces = cut
+    assert tagged(*pieces) == tagged(text)
+
+
+@given(cut_texts())
+def test_calls_in_tags_do_not_depend_on_the_cuts_and_their_arguments_are_json(cut):
+    text, pieces = cut
+    found = coder(*pieces)
+    assert found == coder(text)
+    for name, arguments in found[1]:
+        assert name
+        if arguments.endswith("}"):
+            assert isinstance(json.loads(arguments), dict)
+
+
+@given(cut_texts())
+def test_forced_calls_do_not_depend_on_the_cuts(cut):
+    text, pieces = cut
+    assert calls_of(ForcedCalls(), pieces) == calls_of(ForcedCalls(), [text])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = st.text('abcé_- "\\', min_size=1, max_size=8)
+
+
+@given(
+    st.lists(st.tuples(NAMES, st.dictionaries(st.text(), JSON, max_size=3)), max_size=3),
+    st.booleans(),
+    st.sampled_from([None, 2]),
+    st.booleans(),
+    st.integers(1, 7),
+)
+def test_every_call_comes_back_as_it_was_written(calls, ascii_only, indent, name_last, size):
+    objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    if name_last:
+        objects = [dict(reversed(item.items())) for item in objects]
+    written = [json.dumps(item, ensure_ascii=ascii_only, indent=indent) for item in objects]
+    text = "before" + "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in written)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    content, found = tagged(*pieces)
+    assert content == "before"
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+    array = json.dumps(objects, ensure_ascii=ascii_only, indent=indent)
+    _, found = calls_of(ForcedCalls(), [array[at : at + size] for at in range(0, len(array), size)])
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+@given(TEXTS.filter(lambda text: "<tool_call>" not in text))
+def test_text_without_calls_is_kept_whole(text):
+    assert tagged(text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "reasoning", "rest"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", False, "hm", "yes"),
+        ("\n<think>a</think>b", False, "a", "b"),
+        ("<think>\n\n</think>\n\nyes", False, "", "yes"),
+        ("hm\n</think>\n\nyes", True, "hm", "yes"),
+        ("<think>hm</think>yes", True, "hm", "yes"),
+        ("no thought <think>x</think>", False, "", "no thought <think>x</think>"),
+        ("<think>cut off", False, "cut off", ""),
+        ("cut off </thi", True, "cut off </thi", ""),
+        ("<think>a</think>b</think>c <think>", False, "a", "b</think>c <think>"),
+        ("", True, "", ""),
+        ("<thin", False, "", "<thin"),
+        (" " * 256 + "<think>a", False, "a", ""),
+        (" " * 257 + "<think>a", False, "", " " * 257 + "<think>a"),
+        ("<think>a" + " " * 258 + "</think>b", False, "a  ", "b"),
+    ],
+)
+def test_what_is_thinking(text, is_open, reasoning, rest):
+    assert thought([text], is_open=is_open) == (reasoning, rest)
+
+
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"<tool_call>\n{CALL}\n</tool_call>", "", [("f", '{"a": 1}')]),
+        (f"say \n<tool_call>{CALL}</tool_call>\n more", "say" + "more", [("f", '{"a": 1}')]),
+        (f"<tool_call>{CALL}<tool_call>{CALL}</tool_call>", "", [("f", '{"a": 1}')] * 2),
+        (f"<tool_call>{CALL}", "", [("f", '{"a": 1}')]),
+        (f"<tool_call>{CALL[:-3]}", "", [("f", '{"a": ')]),
+        ("<tool_call>no json</tool_call> x", "<tool_call>no json</tool_call> x", []),
+        ('<tool_call>{"name": 7}</tool_call>', '<tool_call>{"name": 7}</tool_call>', []),
+        ('<tool_call>{"name": ""}</tool_call>', '<tool_call>{"name": ""}</tool_call>', []),
+        ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
+        ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "parameters": {"b": 2}, "id": 9}</tool_call>', "", [("f", '{"b": 2}')]),
+        ('<tool_call>{"na', '<tool_call>{"na', []),
+        ("<tool_call", "<tool_call", []),
+        ('<tool_call>{"name": "' + "f" * 300, '<tool_call>{"name": "' + "f" * 300, []),
+        ('<tool_call>{"' + "f" * 300 + '": 1, "name": "f"}', '<tool_call>{"' + "f" * 300 + '": 1, "name": "f"}', []),
+        ("a" + " " * 258 + f"<tool_call>{CALL}</tool_call>", "a  ", [("f", '{"a": 1}')]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
+            "",
+            [("f", '{"a": "</tool_call>"}')],
+        ),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>then', "then", [("f", '{"a": 1')]),
+    ],
+)
+def test_what_is_a_call(text, content, calls):
+    assert tagged(text) == (content, calls)
+
+
+def test_a_name_is_told_before_the_arguments_are_complete():
+    splitter = TaggedCalls()
+    parts = splitter.push('<tool_call>{"name": "f", "arguments": {"a": ')
+    assert (parts.begun, parts.arguments) == ([(0, "f")], [(0, '{"a": ')])
+    assert splitter.push("[1, 2").arguments == [(0, "[1, 2")]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f"[{CALL}, {CALL}]", [("f", '{"a": 1}')] * 2),
+        (CALL, [("f", '{"a": 1}')]),
+        (f"[{CALL}, {CALL[:20]}", [("f", '{"a": 1}'), ("f", "")]),
+        ("[]", []),
+        ("", []),
+    ],
+)
+def test_what_is_a_forced_call(text, calls):
+    assert calls_of(ForcedCalls(), [text]) == ("", calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (
+            "ok\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
+            "ok",
+            [("f", '{"a": "1", "b": 2}')],
+        ),
+        ("<tool_call><function=g></function></tool_call>", "", [("g", "{}")]),
+        ("<tool_call><function=g><parameter=x>\n[1, null]\n</parameter></function>", "", [("g", '{"x": [1, null]}')]),
+        ("<tool_call><function=g><parameter=x>\na\n\nb\n</parameter></tool_call>!", "!", [("g", '{"x": "a\\n\\nb"}')]),
+        ("<tool_call><function=g><parameter=x>NaN</parameter></function></tool_call>", "", [("g", '{"x": "NaN"}')]),
+        ("<tool_call><function=>", "<tool_call><function=>", []),
+        ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
+        ("<tool_call><function=g</tool_call>.", "<tool_call><function=g</tool_call>.", []),
+    ],
+)
+def test_what_is_a_call_in_tags(text, content, calls):
+    assert coder(text) == (content, calls)

@@ -1,0 +1,139 @@
+"""Keys: what a file may hold, who is known, and that nothing of a key is ever said."""
+
+import hashlib
+import json
+
+import pytest
+
+from baton.core.errors import ConfigInvalid, Overloaded, Unauthenticated
+from baton.core.handshakes import GRACE_S, SAY_EVERY_S, Handshakes
+from baton.router.api_keys import ApiKeys, KeyEntry, digest_of, new_key, parse_keys, read_keys
+from baton.router.door import ANYBODY, Door
+from baton.router.security import DoorLimits
+
+pytestmark = pytest.mark.fast
+
+SHA = "a" * 64
+
+
+def line(**changes):
+    entry = {"name": "ada", "tenant": "acme", "sha256": SHA, "expires": None} | changes
+    return json.dumps({key: value for key, value in entry.items() if value != "left out"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '"a"',
+        "[" * 100_000,
+        line(name=""),
+        line(name="x" * 257),
+        line(name="two\nlines"),
+        line(name=3),
+        line(name="left out"),
+        line(tenant=""),
+        line(tenant="left out"),
+        line(sha256=SHA[1:]),
+        line(sha256=SHA.upper()),
+        line(sha256="g" * 64),
+        line(sha256=None),
+        line(expires="tomorrow"),
+        line(expires="2030-01-01T00:00:00"),
+        line(expires=17),
+        line(key="baton-secret"),
+        line() + "\n" + line(sha256="b" * 64),
+        line() + "\n" + line(name="bob"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_line_and_not_quoted(text, tmp_path):
+    with pytest.raises(ConfigInvalid, match=r"keys:?") as error:
+        parse_keys("# a comment\n\n" + text, "keys")
+    assert SHA[:32] not in error.value.to_wire() and "baton-secret" not in error.value.to_wire()
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name in ("missing", "binary", "."):
+        with pytest.raises(ConfigInvalid, match="api_keys_file"):
+            read_keys(tmp_path / name)
+
+
+def test_entries_are_read_as_they_were_written():
+    entries = (
+        KeyEntry(name="ada", tenant="äcme, Inc.", sha256=SHA, expires="2030-01-01T00:00:00+00:00"),
+        KeyEntry(name="bob", tenant="b", sha256="b" * 64),
+    )
+    assert parse_keys("\n".join(entry.to_line() for entry in entries), "keys") == entries
+    assert entries[0].expires_s == 1893456000.0 and entries[1].expires_s == float("inf")
+    assert SHA not in repr(entries)
+
+
+def test_keys_are_long_random_and_ascii():
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(key.startswith("baton-") and len(key) >= 49 and key.isascii() for key in keys)
+    assert digest_of("baton-x") == hashlib.sha256(b"baton-x").hexdigest()
+    digest_of("\udcff")  # what no key can be is hashed like anything else
+
+
+def test_a_key_is_good_until_the_moment_it_expires(tmp_path):
+    path, now, key = tmp_path / "keys", [0.0], new_key()
+    path.write_text(line(sha256=digest_of(key), expires="2030-01-01T00:00:00+00:00"))
+    keys = ApiKeys(path, now_s=lambda: now[0])
+    for header in (f"Bearer {key}", f"bearer {key}", f"  BEARER   {key}  "):
+        assert keys.authenticate(header).tenant == "acme"
+    now[0] = 1893456000.0
+    with pytest.raises(Unauthenticated, match="expired") as error:
+        keys.authenticate(f"Bearer {key}")
+    assert error.value.http_status == 401 and error.value.grpc_code == "UNAUTHENTICATED"
+    for header in (None, "", "Bearer", f"Basic {key}", key, f"Bearer {key}x", f"Bearer {key[:-1]}", f"Bearer {SHA}"):
+        with pytest.raises(Unauthenticated) as error:
+            keys.authenticate(header)
+        assert key[:-1] not in error.value.to_wire()
+    assert key not in repr(keys.__dict__)
+
+
+def test_an_empty_file_admits_nobody_and_no_file_everybody(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("")
+    with pytest.raises(Unauthenticated):
+        Door(path).authenticate(f"Bearer {new_key()}")
+    assert Door().authenticate(None) == ANYBODY
+    assert Door().tenant_of(ANYBODY, "whoever") == "whoever"
+
+
+def test_a_stream_gives_its_place_back_whatever_ends_it():
+    door = Door(limits=DoorLimits(max_streams_per_tenant=2, max_streams_per_connection=1))
+    with pytest.raises(ZeroDivisionError), door.stream("a", "one"):
+        raise ZeroDivisionError
+    with door.stream("a", "one"), door.stream("a", "two"), door.stream("b"), door.stream("b"):
+        for tenant, connection in (("a", "three"), ("c", "one"), ("b", "")):
+            with pytest.raises(Overloaded) as error, door.stream(tenant, connection):
+                pytest.fail("let in")
+            assert error.value.http_status == 429 and error.value.fields["retry_after_s"] > 0
+    with door.stream("a", "one"), door.stream("a", "two"):
+        pass
+
+
+def test_handshakes_without_a_call_are_counted_and_said_now_and_then(caplog):
+    now, lost = [0.0], []
+    handshakes = Handshakes("public", lost.append, now_s=lambda: now[0])
+    for _ in range(3):
+        handshakes.begun()
+    handshakes.called("peer 1")
+    handshakes.called("peer 1")  # the same connection calls again
+    handshakes.tick()
+    assert lost == []
+    now[0] = GRACE_S
+    handshakes.tick()
+    handshakes.tick()
+    assert lost == [2] and caplog.text.count("2 connections to the public port") == 1
+    handshakes.begun()
+    now[0] += GRACE_S
+    handshakes.tick()
+    assert lost == [2, 1] and "1 connections" not in caplog.text
+    now[0] += SAY_EVERY_S
+    handshakes.tick()
+    assert caplog.text.count("1 connections to the public port") == 1

@@ -1,0 +1,329 @@
+"""Costs and the policies that go by them: pure, under virtual time."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from baton.core.block_change import BlockChange
+from baton.core.block_hash import block_hashes
+from baton.core.clock import VirtualClock
+from baton.core.errors import ConfigInvalid, NoWorker, WorkersIncompatible
+from baton.core.request import AttemptKey, GenerationRequest
+from baton.core.sampling import SamplingParams
+from baton.proto import worker_pb2
+from baton.router import least_cost
+from baton.router.cost import NO_EDGE_S, Asked, CostWeights, decode_cost, edge_cost, prefill_cost
+from baton.router.least_cost import LeastCost
+from baton.router.load import LAG_S, Edge, Load, Loads, Sent
+from baton.router.members import Members
+from baton.router.policy import Pair
+from baton.router.prefix_index import PrefixIndex
+from baton.router.routing import lane_of, make_policy
+
+pytestmark = pytest.mark.fast
+BLOCK = 16
+PROMPT = tuple(range(1000, 1000 + 10 * BLOCK + 5))
+
+
+def request(prompt=PROMPT, tenant="", **sampling):
+    return GenerationRequest(
+        key=AttemptKey("r", 1),
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(**sampling),
+        deadline_s=1e9,
+        tenant=tenant,
+    )
+
+
+def names_of(prompt, tenant=""):
+    return block_hashes(prompt, model="m", tenant=tenant, block_size=BLOCK, with_mtp=False)
+
+
+class Table:
+    """A table of workers that heartbeats are written into by hand."""
+
+    def __init__(self, num_prefill=2, num_decode=2, *, routing="prefix", seed=0):
+        self.clock = VirtualClock(100.0)
+        self.members = Members(self.clock, alive_s=1e9)
+        self.index = PrefixIndex()
+        self.policy = make_policy(routing, self.clock, random.Random(seed), self.index)
+        for at in range(num_prefill):
+            self.beat(f"p{at}")
+        for at in range(num_decode):
+            self.beat(f"d{at}")
+
+    def beat(self, worker_id, *, epoch=1, paths=(), steps=None, state=None, **inventory):
+        role = "prefill" if worker_id[0] == "p" else "decode"
+        message = worker_pb2.WorkerState(
+            worker_id=worker_id,
+            role=role,
+            epoch=epoch,
+            address="h:1",
+            kv_address=f"tcp://{worker_id}" if role == "decode" else "",
+            max_model_len=4096,
+            block_size=BLOCK,
+            max_num_seqs=8,
+            kv_bytes_per_position=1000.0,
+            inventory=worker_pb2.Inventory(**{"num_blocks": 100, "num_blocks_free": 100, **inventory}),
+        )
+        if role == "prefill":
+            message.prefix_naming.CopyFrom(worker_pb2.PrefixNaming(model="m", block_size=BLOCK))
+            message.inventory.transfer.paths.extend(paths)
+        for name, value in (state or {}).items():
+            setattr(message, name, value)
+        if steps is not None:
+            message.inventory.steps.step_seconds.counts.append(steps[0])
+            message.inventory.steps.step_seconds.total = steps[1]
+        known = self.members._members.get(worker_id)
+        if known is None:
+            self.members.heartbeat(message)
+        else:
+            known.state, known.heartbeat_s = message, self.clock.now_s()
+        member = self.members._members[worker_id]
+        if role == "prefill":
+            self.index.join(member.life)
+        return member
+
+    def life(self, worker_id):
+        return self.members._members[worker_id].life
+
+    def cache(self, worker_id, names):
+        version = self.index.version(self.life(worker_id))
+        change = BlockChange(after=version, version=version + len(names), stored=tuple(names))
+        assert self.index.apply(self.life(worker_id), change)
+
+    def pick(self, asked=None, excluded=frozenset()):
+        pair = self.policy.pick(self.members.live("prefill"), self.members.live("decode"), excluded, asked or request())
+        return pair
+
+    def names(self, asked=None, excluded=frozenset()):
+        pair = self.pick(asked, excluded)
+        return pair.prefill.state.worker_id, pair.decode.state.worker_id
+
+
+def test_nobody_is_always_first_among_equals_and_a_seed_repeats():
+    def picks(seed):
+        found = []
+        for _ in range(60):
+            table = Table(3, 2, seed=seed)
+            table.policy._rng = rng
+            found.append(table.names())
+        return found
+
+    rng = random.Random(1)
+    first = picks(1)
+    assert len(set(first)) == 6
+    assert min(Counter(first).values()) >= 3
+    rng = random.Random(1)
+    assert picks(1) == first
+
+
+@pytest.mark.parametrize("routing", ["least_cost", "prefix"])
+def test_a_burst_between_two_heartbeats_is_spread(routing):
+    table = Table(4, 4, routing=routing)
+    for at in range(40):
+        picked = table.pick(request(tuple(range(5000 * at, 5000 * at + 400))))
+        assert picked.expected_cached_len == 0
+    sent = {name: len(table.policy._loads.of(table.members._members[name]).sent) for name in ("p0", "p1", "p2", "p3")}
+    assert set(sent.values()) == {10}
+    assert {len(table.policy._loads.of(member).sent) for member in table.members.live("decode")} == {10}
+
+
+def test_a_queue_is_weighed_by_the_workers_own_rate():
+    table = Table(2, 1)
+    table.beat("p0", num_prefill_tokens_queued=4000, prefill_tokens_per_s=40_000.0)
+    table.beat("p1", num_prefill_tokens_queued=1000, prefill_tokens_per_s=1_000.0)
+    assert table.names()[0] == "p0"
+    table.beat("p1", num_prefill_tokens_queued=0, prefill_tokens_per_s=1_000.0)
+    table.beat("p0", num_prefill_tokens_queued=40_000, prefill_tokens_per_s=40_000.0)
+    assert table.names()[0] == "p1"
+
+
+def test_who_was_not_measured_is_taken_as_the_mean_of_the_others():
+    table = Table(3, 1)
+    table.beat("p0", num_prefill_tokens_queued=200, prefill_tokens_per_s=2_000.0)
+    table.beat("p1", num_prefill_tokens_queued=1000, prefill_tokens_per_s=1_000.0)
+    table.beat("p2", num_prefill_tokens_queued=100)
+    assert table.names()[0] == "p0", "165 tokens at 2000/s behind 0.1 s, against 1500/s behind 0.067 s"
+    table.beat("p2", num_prefill_tokens_queued=10)
+    assert table.names()[0] == "p2"
+
+
+def test_what_was_sent_wears_off_at_the_workers_rate_and_with_its_next_heartbeat():
+    load = Load(heartbeat_s=100.0, tokens_queued=1000, tokens_per_s=1000.0)
+    load.sent.append(Sent(100.1, 500, 32))
+    asked = Asked(prompt_len=100, block_size=BLOCK)
+
+    def queue_s(now_s):
+        return prefill_cost(load, asked, tokens_per_s=1000.0, cached_len=0, now_s=now_s).queue_s
+
+    assert [round(queue_s(100.0 + age), 3) for age in (0.1, 1.0, 1.5, 9.0)] == [1.4, 0.5, 0.0, 0.0]
+    table = Table(1, 1)
+    table.pick()
+    load = table.policy._loads.of(table.members._members["p0"])
+    assert (load.tokens_sent, load.blocks_sent) == (len(PROMPT), 11)
+    table.clock.advance(LAG_S / 2)
+    table.beat("p0")
+    assert table.policy._loads.of(table.members._members["p0"]).tokens_sent, (
+        "it may not have arrived when that was sent"
+    )
+    table.clock.advance(2 * LAG_S)
+    table.beat("p0")
+    assert not table.policy._loads.of(table.members._members["p0"]).tokens_sent
+
+
+def test_a_cached_prefix_is_worth_its_tokens_and_little_more():
+    table = Table(2, 1)
+    table.cache("p1", names_of(PROMPT)[:5])
+    table.beat("p0", prefill_tokens_per_s=1000.0)
+    table.beat("p1", prefill_tokens_per_s=1000.0, num_prefill_tokens_queued=5 * BLOCK)
+    picked = table.pick()
+    assert (picked.prefill.state.worker_id, picked.expected_cached_len) == ("p1", 5 * BLOCK)
+    table = Table(2, 1)
+    table.cache("p1", names_of(PROMPT)[:5])
+    table.beat("p0", prefill_tokens_per_s=1000.0)
+    table.beat("p1", prefill_tokens_per_s=1000.0, num_prefill_tokens_queued=7 * BLOCK)
+    assert table.names()[0] == "p0"
+
+
+def test_least_cost_alone_pays_no_heed_to_prefixes():
+    table = Table(2, 1, routing="least_cost")
+    table.cache("p1", names_of(PROMPT))
+    table.beat("p0", prefill_tokens_per_s=1000.0)
+    table.beat("p1", prefill_tokens_per_s=1000.0, num_prefill_tokens_queued=1)
+    picked = table.pick()
+    assert (picked.prefill.state.worker_id, picked.expected_cached_len) == ("p0", 0)
+
+
+def test_the_last_token_is_computed_anyway_and_tenants_and_logprobs_share_nothing():
+    table = Table(2, 1)
+    whole = PROMPT[: 10 * BLOCK]
+    table.cache("p1", names_of(whole))
+    assert len(names_of(whole)) == 10
+    assert table.pick(request(whole)).expected_cached_len == 9 * BLOCK
+    assert table.pick(request(whole, tenant="other")).expected_cached_len == 0
+    assert table.pick(request(whole, prompt_logprobs=1)).expected_cached_len == 0
+    assert table.pick(request(whole[:1])).expected_cached_len == 0
+
+
+def test_prompts_that_begin_alike_follow_one_that_is_still_on_its_way():
+    table = Table(2, 1)
+    first = table.names(request((*PROMPT, 1)))[0]
+    picked = table.pick(request((*PROMPT, 2)))
+    assert picked.prefill.state.worker_id == first
+    assert picked.expected_cached_len == 10 * BLOCK
+    table.clock.advance(60.0)
+    assert table.pick(request((*PROMPT, 3))).expected_cached_len == 0, "it never came"
+
+
+def test_a_full_cache_costs_what_is_pushed_out_of_it():
+    table = Table(2, 1)
+    table.cache("p0", names_of(tuple(range(95 * BLOCK))))
+    for _ in range(5):
+        assert table.names(request(PROMPT))[0] == "p1", "there is room"
+        table.beat("p1")
+
+
+def test_a_batch_and_blocks_in_use_cost_a_decode_worker():
+    asked = Asked(prompt_len=5 * BLOCK, block_size=BLOCK)
+
+    def cost(**values):
+        load = Load(**{"num_blocks": 100, "num_blocks_free": 100, "max_num_seqs": 8, **values})
+        return decode_cost(load, asked, step_s=0.01, weights=CostWeights(answer_steps=100))
+
+    assert cost() == pytest.approx(0.06)
+    assert cost(num_blocks_free=50) == pytest.approx(0.56)
+    assert cost(num_blocks_free=3) == pytest.approx(1.03 + 0.5)
+    assert cost(num_sequences=4) == pytest.approx(0.56)
+    assert cost(num_sequences=12) == pytest.approx(1.5 + 0.5 + 0.06)
+    table = Table(1, 2)
+    table.beat("d0", num_attends=3)
+    assert table.names()[1] == "d1"
+    table.beat("d1", num_attends=3, steps=(100, 8.0))
+    table.beat("d0", num_attends=4, steps=(100, 0.4))
+    assert table.names()[1] == "d0", "its steps are faster"
+
+
+def test_a_step_is_as_long_as_lately():
+    load, table = Load(), Table(0, 1)
+    for count, total, want in ((100, 1.0, 0.01), (100, 1.0, 0.01), (200, 4.0, 0.02), (5, 0.05, 0.02)):
+        table.clock.advance(1.0)
+        load.hear(table.beat("d0", steps=(count, total)))
+        assert load.step_s == pytest.approx(want)
+
+
+def test_the_edge_costs_what_the_prefill_does_not_hide():
+    asked = Asked(prompt_len=1000, block_size=BLOCK)
+
+    def cost(edge, assumed=0.0, compute_s=0.1):
+        return edge_cost(edge, asked, bytes_per_position=1000.0, bytes_per_s=assumed, compute_s=compute_s)
+
+    assert cost(None) == 0.0
+    assert cost(None, assumed=1e6) == pytest.approx(0.9)
+    assert cost(Edge(True, 2e6, 0.01)) == pytest.approx(0.41)
+    assert cost(Edge(True, 2e7, 0.01)) == pytest.approx(0.01)
+    assert cost(Edge(True, 0.0, 0.02), assumed=1e6) == pytest.approx(0.92)
+    assert cost(Edge(False, 2e7, 0.01)) == NO_EDGE_S
+
+
+def path(worker_id, lane="shm", gbps=1.0, epoch=1):
+    return worker_pb2.KvPath(kv_address=f"tcp://{worker_id}", epoch=epoch, lane=lane, gbps=gbps)
+
+
+def test_a_pair_whose_lane_is_slow_or_gone_is_avoided_and_its_workers_are_not():
+    table = Table(2, 2)
+    table.beat("p0", paths=(path("d0", gbps=1e-6), path("d1")))
+    table.beat("p1", paths=(path("d0"), path("d1", lane="")), num_prefill_tokens_queued=1_000_000)
+    assert table.names() == ("p0", "d1")
+    table.beat("p0", paths=(path("d0", gbps=1e-6), path("d1")), num_prefill_tokens_queued=100_000_000)
+    assert table.names() == ("p1", "d0")
+    pair = Pair(*(table.members._members[name] for name in ("p1", "d0")))
+    assert lane_of(pair, None) == "shm"
+    assert lane_of(pair, worker_pb2.PrefillDone(kv_lane="raw")) == "raw"
+    table.beat("p1", paths=(path("d0", epoch=7),))
+    assert lane_of(pair, None) == "", "of another life"
+
+
+def test_excluded_pairs_are_never_chosen_and_missing_roles_are_named():
+    table = Table(2, 1)
+    excluded = {(table.life("p0"), table.life("d0"))}
+    assert {table.names(excluded=excluded) for _ in range(5)} == {("p1", "d0")}
+    with pytest.raises(WorkersIncompatible):
+        table.pick(excluded=excluded | {(table.life("p1"), table.life("d0"))})
+    for num_prefill, num_decode in ((0, 1), (1, 0)):
+        with pytest.raises(NoWorker):
+            Table(num_prefill, num_decode).pick()
+    assert table.policy.pick(table.members.live("prefill"), table.members.live("decode")), (
+        "nothing known of the request"
+    )
+
+
+def test_of_very_many_workers_only_the_cheapest_are_paired(monkeypatch):
+    monkeypatch.setattr(least_cost, "MAX_PAIRS", 6)
+    monkeypatch.setattr(least_cost, "SHORT_LIST", 2)
+    table = Table(4, 4)
+    for at in (0, 1):
+        table.beat(f"p{at}", num_prefill_tokens_queued=10**7)
+        table.beat(f"d{at}", num_attends=50)
+    assert {name[1] for name in table.names()} <= {"2", "3"}
+    short = {(table.life(p), table.life(d)) for p in ("p2", "p3") for d in ("d2", "d3")}
+    assert table.names(excluded=short) not in {(p, d) for p in ("p2", "p3") for d in ("d2", "d3")}
+
+
+def test_loads_of_lives_that_are_gone_are_forgotten():
+    table, loads = Table(1, 1), Loads()
+    loads.of(table.members.live("prefill")[0])
+    loads.of(table.beat("p1"))
+    loads.keep(table.members.live("prefill")[1:])
+    assert set(loads._loads) == {table.life("p1")}
+
+
+def test_a_policy_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigInvalid, match="round_robin"):
+        make_policy("fastest", VirtualClock(), random.Random(0), PrefixIndex())
+    names = [
+        make_policy(name, VirtualClock(), random.Random(0), PrefixIndex()).name for name in ("prefix", "least_cost")
+    ]
+    assert names == ["prefix", "least_cost"]
+    assert isinstance(make_policy("prefix", VirtualClock(), random.Random(0), PrefixIndex()), LeastCost)
