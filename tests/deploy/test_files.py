@@ -1,0 +1,92 @@
+"""The rules and the dashboard are well formed; what they name is checked by tests/e2e/test_deploy.py."""
+
+import re
+
+import pytest
+import yaml
+
+from baton.core import errors
+from baton.tests.deploy.files import DEPLOY, dashboard, expressions, groups, rules
+from baton.tests.deploy.promql import parse
+
+pytestmark = pytest.mark.fast
+
+WANTED = (
+    "BatonWorkerDown",
+    "BatonHeartbeatLate",
+    "BatonKvLeak",
+    "BatonAcceptanceRegression",
+    "BatonHostGap",
+    "BatonQuarantineGrows",
+    "BatonTtftBudgetBurnsFast",
+    "BatonGraphFallbacks",
+    "BatonKvCorrupt",
+)
+
+
+def test_every_rule_has_what_prometheus_and_a_person_need():
+    names = [rule["alert"] for rule in rules()]
+    assert len(set(names)) == len(names)
+    assert set(WANTED) <= set(names)
+    assert len({group["name"] for group in groups()}) == len(groups())
+    for rule in rules():
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}, rule["alert"]
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "0s"))
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert set(rule["annotations"]) == {"summary", "description"}
+        for text in rule["annotations"].values():
+            assert text.count("{{") == text.count("}}")
+
+
+def test_the_scrape_configuration_loads_the_rules_and_names_the_job():
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())
+    assert config["rule_files"] == ["alerts.yaml"]
+    jobs = {job["job_name"] for job in config["scrape_configs"]}
+    matchers = [m for rule in rules() for s in parse(rule["expr"]).selectors for m in s.matchers if m[0] == "job"]
+    assert {value for _, _, value in matchers} == jobs
+
+
+@pytest.mark.parametrize(("where", "expression"), expressions().items())
+def test_an_expression_is_well_formed(where, expression):
+    assert parse(expression).selectors
+
+
+def test_errors_that_rules_name_exist():
+    named = [m for text in expressions().values() for s in parse(text).selectors for m in s.matchers if m[0] == "error"]
+    for _, _, value in named:
+        for name in value.split("|"):
+            assert issubclass(getattr(errors, name), errors.BatonError)
+
+
+def test_panels_have_their_own_place_and_number():
+    panels = dashboard()["panels"]
+    ids = [panel["id"] for panel in panels]
+    assert len(set(ids)) == len(ids)
+    taken = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+        assert len({target["refId"] for target in panel.get("targets", ())}) == len(panel.get("targets", ()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sum(rate(a_total[5m])",
+        "sum(rate(a_total[5m]))]",
+        "sum(rate(a_total))",
+        "a_total[5m]",
+        "raet(a_total[5m])",
+        'a{b~"c"}',
+        "a{b=c}",
+        "rate(a[x])",
+        "a ? b",
+        "sum by a (b)",
+    ],
+)
+def test_what_is_not_well_formed_is_refused(text):
+    with pytest.raises(ValueError, match=r"."):
+        parse(text)
