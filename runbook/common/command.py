@@ -1,0 +1,150 @@
+"""The command around a runbook: its flags, its report, its exit code. Every runbook has these, and no other way out."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+from baton.cluster.outcome import ExitCode, Output, run_command
+from baton.core.clock import MonotonicClock
+from baton.core.errors import ConfigInvalid
+from baton.runbook.common.site import Site
+from baton.runbook.common.steps import Report, Run, Step, Taken
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+EXIT_CODES = (
+    "Exit codes: 0 ok, 1 failed and undone, 2 usage, 3 precondition not met and nothing changed, "
+    "4 partial: something was changed and stays so, 124 timeout."
+)
+_MARKS = {"ok": "ok", "failed": "FAILED", "planned": "would", "not needed": "is so"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runbook:
+    """What a runbook is.
+
+    Attributes:
+        name: of its command and its page.
+        about: one sentence for --help.
+        steps: the steps for a deployment and the flags given.
+        options: adds flags of its own.
+        timeout_s: the default of --timeout.
+    """
+
+    name: str
+    about: str
+    steps: Callable[[Site, argparse.Namespace], Sequence[Step]]
+    options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    timeout_s: float = 300.0
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose errors are exit code 2 and, with --json, an object."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigInvalid(f"{self.prog}: {message}")
+
+
+def main(runbook: Runbook, arguments: Sequence[str] | None = None) -> int:
+    """Run it, and return its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = _parser(runbook)
+    if {"-h", "--help"} & set(arguments):
+        parser.print_help()
+        return int(ExitCode.OK)
+    as_json = "--json" in arguments
+
+    def body(output: Output) -> ExitCode:
+        options = parser.parse_args(arguments)
+        return _run(runbook, options, output)
+
+    return int(run_command(as_json, body))
+
+
+def _parser(runbook: Runbook) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=f"baton runbook {runbook.name}", description=runbook.about, epilog=EXIT_CODES, allow_abbrev=False
+    )
+    parser.add_argument("--address", default=DEFAULT_ADDRESS, help=f"HOST:PORT of the router  [{DEFAULT_ADDRESS}]")
+    parser.add_argument("--client-address", default="", help="where clients come, if that is another port")
+    runbook.options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="check what must hold, say what would be done")
+    parser.add_argument(
+        "--timeout", type=positive, default=runbook.timeout_s, help=f"seconds for all of it  [{runbook.timeout_s:g}]"
+    )
+    parser.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
+    return parser
+
+
+def positive(text: str) -> float:
+    """A positive, finite number, of a flag.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def count(text: str) -> int:
+    """A number of things, at least one, of a flag.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.isdecimal() or not 1 <= int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of things")
+    return int(text)
+
+
+def _run(runbook: Runbook, options: argparse.Namespace, output: Output) -> ExitCode:
+    clock = MonotonicClock()
+    site = Site(options.address, clock, options.timeout, options.client_address)
+
+    def show(taken: Taken) -> None:
+        output.write(format_taken(taken) + "\n")
+
+    steps = runbook.steps(site, options)
+    report = Run(clock, dry=options.dry_run, found=site.found, on_taken=show).carry_out(steps)
+    data = {"runbook": runbook.name, "address": options.address, "dry_run": options.dry_run} | report_data(report)
+    if report.error is not None:
+        output.note(f"baton: {type(report.error).__name__}: {report.error.message}\nnext: {report.next}")
+    output.emit(data, f"{runbook.name}: {_ending(report, options.dry_run)}")
+    return report.exit_code
+
+
+def report_data(report: Report) -> dict[str, Any]:
+    """For `--json`."""
+    data: dict[str, Any] = {
+        "ok": report.exit_code is ExitCode.OK,
+        "exit_code": report.exit_code,
+        "changed": report.is_changed,
+        "steps": [asdict(taken) for taken in report.taken],
+        "found": report.found,
+    }
+    if report.error is not None:
+        error = report.error
+        data |= {"error": type(error).__name__, "message": error.message, "fields": error.fields, "next": report.next}
+    return data
+
+
+def format_taken(taken: Taken) -> str:
+    """A line for a person."""
+    seconds = f"  ({taken.seconds:.1f} s)" if taken.seconds >= 0.1 else ""
+    detail = f": {taken.detail}" if taken.detail else ""
+    return f"{_MARKS[taken.state]:6}  {taken.kind:12}  {taken.name}{detail}{seconds}"
+
+
+def _ending(report: Report, dry_run: bool) -> str:
+    if report.exit_code is not ExitCode.OK:
+        what = "something was changed and stays so" if report.is_changed else "nothing stays changed"
+        return f"exit code {int(report.exit_code)}; {what}"
+    if dry_run:
+        return "dry run, nothing was changed"
+    return "done" if report.is_changed else "done; there was nothing to change"

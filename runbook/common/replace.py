@@ -1,0 +1,57 @@
+"""Another life for a worker that is alive, without a request lost: what replacing means for either role."""
+
+import argparse
+from collections.abc import Sequence
+
+from baton.runbook.common import workers
+from baton.runbook.common.canary import Canaries
+from baton.runbook.common.site import Site
+from baton.runbook.common.steps import Step, Verification
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """--worker, --grace and --force."""
+    workers.add_worker(parser)
+    workers.add_grace(parser)
+    parser.add_argument("--force", action="store_true", help="even if nobody else of the role is left meanwhile")
+
+
+def replace_steps(site: Site, options: argparse.Namespace, role: str) -> Sequence[Step]:
+    """Drain it, end its life, wait for the next one, and compare tokens before anyone relies on it.
+
+    Raises:
+        InvalidRequest: the worker is unknown, or of the other role.
+    """
+    worker_id = options.worker
+    site.worker(worker_id, role)
+    canaries = Canaries(site)
+    return [
+        workers.check_alive(site, worker_id),
+        *([] if options.force else [workers.check_others(site, [worker_id])]),
+        workers.check_restarts(site, worker_id),
+        workers.expect(canaries),
+        *another_life(site, worker_id, canaries, options.grace),
+    ]
+
+
+def another_life(
+    site: Site, worker_id: str, canaries: Canaries, grace_s: float | None, *verifications: Verification
+) -> Sequence[Step]:
+    """Drained, idle, ended, alive again, as it should be.
+
+    Args:
+        site: where it is.
+        worker_id: a live worker.
+        canaries: whose answers are known.
+        grace_s: until its streams move; None for the router's own.
+        *verifications: of the new life, before its tokens are compared.
+    """
+    epoch = site.worker(worker_id).state.epoch
+    return [
+        workers.drain(site, worker_id, grace_s),
+        workers.idle(site, worker_id),
+        workers.end_life(site, worker_id, epoch),
+        workers.new_life(site, worker_id, epoch),
+        *verifications,
+        workers.proven(site, canaries, worker_id),
+    ]

@@ -1,0 +1,241 @@
+"""A runbook as a list of steps, and how the list is carried out.
+
+Checks look and change nothing. Actions change something, and say how that is undone. Verifications look at what became
+of it. The first step that fails ends the run: what was done is undone, the last thing first. A dry run carries out the
+checks and names the rest.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from baton.cluster.outcome import ExitCode, exit_code_of, next_step
+from baton.core.clock import Clock
+from baton.core.errors import BatonError, OperationError, PreconditionUnmet, StepFailed
+
+Doing = Callable[[], str]  # returns a sentence for the report
+Kind = Literal["check", "action", "verification", "undo"]
+State = Literal["ok", "failed", "planned", "not needed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Something that must hold before anything is changed.
+
+    Attributes:
+        name: what must hold.
+        look: says what it found; raises PreconditionUnmet.
+        next: what the operator does when it does not hold.
+    """
+
+    name: str
+    look: Doing
+    next: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """A change.
+
+    Attributes:
+        name: what is done, in the imperative.
+        do: does it, and says what it did.
+        undo: puts back what was before; None if nothing can, and then nothing before it is put back either.
+        is_done: the change is there already, so that it is neither made nor undone.
+        next: what the operator does when it fails.
+    """
+
+    name: str
+    do: Doing
+    undo: Doing | None = None
+    is_done: Callable[[], bool] = lambda: False
+    next: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What must hold in the end.
+
+    Attributes:
+        name: what must hold.
+        look: says what it found; raises StepFailed.
+        next: what the operator does when it does not hold.
+    """
+
+    name: str
+    look: Doing
+    next: str = ""
+
+
+Step = Check | Action | Verification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """One line of a report."""
+
+    kind: Kind
+    name: str
+    state: State
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run did.
+
+    Attributes:
+        taken: the steps in order, undone ones behind them.
+        found: facts for whoever reads the JSON.
+        error: what ended the run early.
+        next: what the operator does now; empty if there is nothing to do.
+        is_changed: something was changed and not undone.
+    """
+
+    taken: list[Taken] = field(default_factory=list)
+    found: dict[str, Any] = field(default_factory=dict)
+    exit_code: ExitCode = ExitCode.OK
+    error: BatonError | None = None
+    next: str = ""
+    is_changed: bool = False
+
+
+class Run:
+    """One run of a list of steps.
+
+    Args:
+        clock: that steps are timed by.
+        dry: carry out the checks alone.
+        found: facts, which the steps add to.
+        on_taken: told of each step when it is over.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        dry: bool,
+        found: dict[str, Any] | None = None,
+        on_taken: Callable[[Taken], None] = lambda taken: None,
+    ) -> None:
+        self.report = Report(found={} if found is None else found)
+        self._clock = clock
+        self._dry = dry
+        self._on_taken = on_taken
+        self._undos: list[Action] = []
+        self._stays = False  # something was done that cannot be undone
+
+    def carry_out(self, steps: Sequence[Step]) -> Report:
+        """Take the steps until one fails, and then undo what was done.
+
+        An error with the field `partial` says that what was done helps, and more is to be done: nothing is undone.
+        """
+        for step in steps:
+            try:
+                error = self._take(step)
+            except KeyboardInterrupt:
+                error = OperationError("interrupted")
+            except BaseException:  # a bug; it must not leave a deployment half changed
+                self._undo_all()
+                raise
+            if error is not None:
+                self._fail(step, error)
+                break
+        return self.report
+
+    def _take(self, step: Step) -> BatonError | None:
+        kind = _kind(step)
+        if self._dry and not isinstance(step, Check):
+            self._note(Taken(kind=kind, name=step.name, state="planned"))
+            return None
+        start_s = self._clock.now_s()
+        try:
+            if isinstance(step, Action):
+                if step.is_done():
+                    self._note(Taken(kind=kind, name=step.name, state="not needed", detail="it is so already"))
+                    return None
+                self._begin(step)
+                detail = step.do()
+            else:
+                detail = step.look()
+        except BatonError as error:
+            self._note(self._taken(kind, step.name, "failed", error.message, start_s))
+            return error
+        self._note(self._taken(kind, step.name, "ok", detail, start_s))
+        return None
+
+    def _begin(self, action: Action) -> None:
+        """From here on it may have been done, even if it fails."""
+        if action.undo is None:
+            self._undos.clear()
+            self._stays = True
+        else:
+            self._undos.append(action)
+        self.report.is_changed = True
+
+    def _fail(self, step: Step, error: BatonError) -> None:
+        report = self.report
+        report.error, report.exit_code = error, exit_code_of(error)
+        report.next = step.next or next_step(error)
+        if isinstance(error, OperationError) and report.exit_code is not ExitCode.TIMEOUT:
+            report.exit_code = ExitCode.PRECONDITION if isinstance(step, Check) else ExitCode.FAILED
+        if error.fields.get("partial"):
+            report.exit_code = ExitCode.PARTIAL
+            return
+        is_undone = self._undo_all()
+        report.is_changed = self._stays or not is_undone
+        if not is_undone or (self._stays and report.exit_code is not ExitCode.TIMEOUT):
+            report.exit_code = ExitCode.PARTIAL
+
+    def _undo_all(self) -> bool:
+        undos, self._undos = self._undos, []
+        return all([self._undo(action) for action in reversed(undos)])
+
+    def _undo(self, action: Action) -> bool:
+        assert action.undo is not None
+        start_s = self._clock.now_s()
+        try:
+            detail = action.undo()
+        except BatonError as error:
+            self._note(self._taken("undo", action.name, "failed", error.message, start_s))
+            return False
+        self._note(self._taken("undo", action.name, "ok", detail, start_s))
+        return True
+
+    def _taken(self, kind: Kind, name: str, state: State, detail: str, start_s: float) -> Taken:
+        return Taken(kind=kind, name=name, state=state, detail=detail, seconds=self._clock.now_s() - start_s)
+
+    def _note(self, taken: Taken) -> None:
+        self.report.taken.append(taken)
+        self._on_taken(taken)
+
+
+def _kind(step: Step) -> Kind:
+    match step:
+        case Check():
+            return "check"
+        case Action():
+            return "action"
+        case Verification():
+            return "verification"
+
+
+def require(holds: bool, message: str, **fields: Any) -> None:
+    """Check a precondition.
+
+    Raises:
+        PreconditionUnmet: it does not hold.
+    """
+    if not holds:
+        raise PreconditionUnmet(message, **fields)
+
+
+def timed_out(message: str, **fields: Any) -> OperationError:
+    """The error of what did not come about in time; its exit code is 124."""
+    return OperationError(message, timed_out=True, **fields)
+
+
+def partial(message: str, **fields: Any) -> StepFailed:
+    """The error of what helped, and leaves more to be done; its exit code is 4, and nothing is undone."""
+    return StepFailed(message, partial=True, **fields)

@@ -1,0 +1,205 @@
+"""Steps that several runbooks share: out of routing, idle, another life, back, and what must hold around them."""
+
+import argparse
+from collections.abc import Iterable
+
+from baton.cluster import operate
+from baton.cluster.deployment import MAX_RESTARTS
+from baton.core.errors import StepFailed
+from baton.proto import admin_pb2
+from baton.runbook.common.canary import Canaries
+from baton.runbook.common.command import positive
+from baton.runbook.common.site import Site
+from baton.runbook.common.steps import Action, Check, Verification, partial, require
+
+SETTLE_S = 10.0  # from a stream's end at the router to everything given back: far more than is ever needed
+
+
+def held(worker: admin_pb2.WorkerStatus) -> dict[str, int]:
+    """What a worker holds of requests; empty when it holds nothing."""
+    inventory = worker.state.inventory
+    counts = {
+        "blocks": inventory.num_blocks - inventory.num_blocks_free,
+        "quarantined blocks": inventory.num_blocks_quarantined,
+        "landings": inventory.num_landings,
+        "slots": inventory.num_slots_in_use,
+        "attends": inventory.num_attends,
+        "waiting requests": inventory.num_requests_waiting,
+        "running requests": inventory.num_requests_running,
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def format_held(counts: dict[str, int]) -> str:
+    """For a person."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing"
+
+
+def add_worker(parser: argparse.ArgumentParser) -> None:
+    """The flag of runbooks about one worker."""
+    parser.add_argument("--worker", required=True, help="its name, as `baton status` shows it")
+
+
+def check_alive(site: Site, worker_id: str) -> Check:
+    """The router hears it."""
+
+    def look() -> str:
+        worker = site.worker(worker_id)
+        require(worker.alive, f"{worker_id} is silent since {worker.heartbeat_age_s:.1f} s", worker_id=worker_id)
+        return f"heard {worker.heartbeat_age_s:.1f} s ago, life {worker.state.epoch:016x}"
+
+    return Check(
+        name=f"{worker_id} is alive",
+        look=look,
+        next=f"run `baton runbook hung-gang --worker {worker_id}` on its node; it ends a process that hangs",
+    )
+
+
+def check_others(site: Site, worker_ids: Iterable[str]) -> Check:
+    """Without these workers every role still has one."""
+    away = set(worker_ids)
+
+    def look() -> str:
+        left = []
+        for role in sorted({site.worker(worker_id).state.role for worker_id in away}):
+            others = site.others(away, role)
+            require(bool(others), f"no other {role} worker takes requests", role=role)
+            left.append(f"{role}: {', '.join(others)}")
+        return "; ".join(left)
+
+    return Check(
+        name=f"others can serve without {', '.join(sorted(away))}",
+        look=look,
+        next="undrain another worker of the role, or give --force: requests are refused in between",
+    )
+
+
+def check_restarts(site: Site, worker_id: str) -> Check:
+    """Ray will start another life: it does so a few times only."""
+
+    def look() -> str:
+        num_lives = site.worker(worker_id).num_epochs
+        message = f"{worker_id} is in its life {num_lives}, and Ray starts a worker {MAX_RESTARTS} times again"
+        require(num_lives <= MAX_RESTARTS, message, worker_id=worker_id)
+        return f"life {num_lives} of {MAX_RESTARTS + 1}"
+
+    return Check(
+        name=f"Ray can start {worker_id} again", look=look, next="start the deployment again when traffic allows"
+    )
+
+
+def add_grace(parser: argparse.ArgumentParser) -> None:
+    """The flag of runbooks that take workers out of routing."""
+    parser.add_argument(
+        "--grace", type=positive, help="seconds until streams move to other workers  [the router's own, 10]"
+    )
+
+
+def drain(site: Site, worker_id: str, grace_s: float | None = None) -> Action:
+    """Out of routing, in its present life."""
+    return Action(
+        name=f"take {worker_id} out of routing",
+        do=lambda: site.drain(worker_id, grace_s=grace_s),
+        undo=lambda: site.drain(worker_id, undo=True),
+        is_done=lambda: site.worker(worker_id).draining,
+    )
+
+
+def undrain(site: Site, worker_id: str) -> Action:
+    """Back into routing."""
+    return Action(
+        name=f"route to {worker_id} again",
+        do=lambda: site.drain(worker_id, undo=True),
+        undo=lambda: site.drain(worker_id),
+        is_done=lambda: not site.worker(worker_id).draining,
+    )
+
+
+def idle(site: Site, worker_id: str) -> Verification:
+    """Its streams are over, and it holds nothing."""
+
+    def look() -> str:
+        def is_over() -> bool | None:
+            return True if not site.worker(worker_id).num_streams else None
+
+        def is_empty() -> bool | None:
+            worker = site.inventory().get(worker_id)
+            return True if worker is not None and worker.alive and not held(worker) else None
+
+        site.wait(is_over, f"{worker_id}: the end of its streams")
+        site.wait(is_empty, f"{worker_id} gives back what it holds", within_s=SETTLE_S)
+        return "no stream, no block held"
+
+    return Verification(
+        name=f"{worker_id} is idle",
+        look=look,
+        next="give more --timeout, or let it go on: it was put back into routing; "
+        "`baton runbook kv-leak-audit` shows what is held without a stream",
+    )
+
+
+def new_life(site: Site, worker_id: str, old_epoch: int) -> Verification:
+    """It lives again, under another epoch."""
+
+    def look() -> str:
+        def is_there() -> int | None:
+            worker = site.worker(worker_id)
+            return worker.state.epoch if worker.alive and worker.state.epoch != old_epoch else None
+
+        epoch = site.wait(is_there, f"{worker_id}: another life")
+        site.found["epochs"] = {"before": f"{old_epoch:016x}", "after": f"{epoch:016x}"}
+        return f"life {epoch:016x}"
+
+    return Verification(
+        name=f"{worker_id} has another life",
+        look=look,
+        next=f"see the log of {worker_id} and `baton status`; Ray starts a worker {MAX_RESTARTS} times again",
+    )
+
+
+def expect(canaries: Canaries) -> Check:
+    """The deployment answers, and what it answers is kept to compare with."""
+
+    def look() -> str:
+        num = len(canaries.round())
+        return f"{num} canaries answered"
+
+    return Check(name="canaries are answered", look=look, next="see `baton status` and `baton doctor --address`")
+
+
+def served_by(canaries: Canaries, worker_ids: Iterable[str], *, next: str) -> Verification:
+    """Canaries come to these workers, with the tokens that are expected."""
+    wanted = sorted(set(worker_ids))
+    return Verification(
+        name=f"{', '.join(wanted)} gives the tokens expected", look=lambda: canaries.reach(wanted), next=next
+    )
+
+
+def proven(site: Site, canaries: Canaries, worker_id: str) -> Verification:
+    """A new life gives the tokens that are expected; one that does not is taken out of routing."""
+
+    def look() -> str:
+        try:
+            return canaries.reach([worker_id])
+        except StepFailed as error:
+            raise partial(f"{error.message}; {site.drain(worker_id)}", **error.fields) from error
+
+    return Verification(
+        name=f"{worker_id} gives the tokens expected",
+        look=look,
+        next=f"{worker_id} is out of routing; run `baton runbook collect-diagnostics`, then replace it once more",
+    )
+
+
+def end_life(site: Site, worker_id: str, epoch: int) -> Action:
+    """Have its process end."""
+
+    def do() -> str:
+        reply = operate.restart(site.address, worker_id, epoch)
+        return f"life {epoch:016x} ends" if reply.ending else f"life {epoch:016x} was over"
+
+    return Action(
+        name=f"end the process of {worker_id}",
+        do=do,
+        next=f"run `baton runbook hung-gang --worker {worker_id}` on its node, which ends a process that does not hear",
+    )

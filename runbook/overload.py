@@ -1,0 +1,95 @@
+#!/usr/bin/env -S python3 -P
+"""Too many requests: let the router hold fewer at once, so that those it takes are served; later, more again."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from baton.cluster import operate
+from baton.core.errors import StepFailed
+from baton.runbook.common.canary import PROMPTS, ask
+from baton.runbook.common.command import Runbook, count, main
+from baton.runbook.common.site import Site
+from baton.runbook.common.steps import Action, Check, Step, Verification, require
+
+BUSY_SHARE = 0.8
+REFUSAL_S = 1.0  # a refusal is said at once; this much is for a busy machine
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--limit", type=count, required=True, help="requests that the router holds from now on")
+    parser.add_argument("--force", action="store_true", help="lower it even if nothing waits")
+
+
+def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
+    limit, previous = options.limit, site.status().max_queue_len
+
+    def set_to(value: int) -> str:
+        reply = operate.set_admission(site.address, value)
+        return f"{reply.max_queue_len}, before {reply.previous}; {reply.num_in_flight} are in flight"
+
+    return [
+        _check_load(site, limit, force=options.force),
+        Action(
+            name=f"let the router hold {limit} requests",
+            do=lambda: set_to(limit),
+            undo=lambda: set_to(previous),
+            is_done=lambda: site.status().max_queue_len == limit,
+        ),
+        Verification(
+            name=f"no more than {limit} are in flight",
+            look=lambda: _wait_in_flight(site, limit),
+            next="the limit was put back: those in flight last longer than --timeout",
+        ),
+        Verification(
+            name="a request is answered, or refused at once",
+            look=lambda: _probe(site),
+            next="the limit was put back; see `baton status` for workers that are missing",
+        ),
+    ]
+
+
+def _check_load(site: Site, limit: int, *, force: bool) -> Check:
+    def look() -> str:
+        status = site.status()
+        num_waiting = sum(worker.state.inventory.num_requests_waiting for worker in status.workers if worker.alive)
+        site.found["before"] = {
+            "limit": status.max_queue_len,
+            "in_flight": status.num_requests_running,
+            "waiting": num_waiting,
+        }
+        what = f"{status.num_requests_running} of {status.max_queue_len} in flight, {num_waiting} wait at workers"
+        is_busy = num_waiting > 0 or status.num_requests_running >= BUSY_SHARE * status.max_queue_len
+        require(is_busy or force or limit >= status.max_queue_len, f"this is no overload: {what}")
+        return what
+
+    return Check(
+        name="there is too much to do, or the limit is not lowered", look=look, next="give --force to lower it"
+    )
+
+
+def _wait_in_flight(site: Site, limit: int) -> str:
+    def look() -> int | None:
+        num = site.status().num_requests_running
+        return num if num <= limit else None
+
+    return f"{site.wait(look, f'no more than {limit} in flight')} in flight"
+
+
+def _probe(site: Site) -> str:
+    start_s = time.monotonic()
+    try:
+        ask(site, PROMPTS[0])
+    except StepFailed as error:
+        seconds = time.monotonic() - start_s
+        if error.fields.get("cause") == "Overloaded" and seconds < REFUSAL_S:
+            return f"refused in {1e3 * seconds:.0f} ms"
+        raise
+    return f"answered in {time.monotonic() - start_s:.2f} s"
+
+
+RUNBOOK = Runbook(name="overload", about=__doc__ or "", steps=_steps, options=_options)
+
+if __name__ == "__main__":
+    sys.exit(main(RUNBOOK))

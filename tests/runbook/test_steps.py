@@ -1,0 +1,184 @@
+"""How a list of steps is carried out: order, dry runs, undoing, exit codes. No deployment."""
+
+import json
+
+import pytest
+
+from baton.cluster.outcome import ExitCode
+from baton.core.clock import MonotonicClock
+from baton.core.errors import PreconditionUnmet, StepFailed
+from baton.runbook.common.command import Runbook, main, report_data
+from baton.runbook.common.steps import Action, Check, Run, Verification, partial, timed_out
+
+pytestmark = pytest.mark.fast
+
+
+class Log(list):
+    """What was called, in order; a name in `failing` raises instead of answering."""
+
+    def __init__(self, **failing):
+        self.failing = failing
+
+    def does(self, name):
+        def do():
+            self.append(name)
+            if name in self.failing:
+                raise self.failing[name]
+            return f"did {name}"
+
+        return do
+
+    def steps(self, *, final=False):
+        return [
+            Check(name="c", look=self.does("c"), next="mend c"),
+            Action(name="a", do=self.does("a"), undo=self.does("undo a")),
+            Action(name="b", do=self.does("b"), undo=None if final else self.does("undo b")),
+            Verification(name="v", look=self.does("v"), next="mend v"),
+        ]
+
+
+def carry_out(log, *, dry=False, **options):
+    return Run(MonotonicClock(), dry=dry).carry_out(log.steps(**options))
+
+
+def test_all_steps_are_taken_in_order():
+    log = Log()
+    report = carry_out(log)
+    assert log == ["c", "a", "b", "v"]
+    assert report.exit_code is ExitCode.OK
+    assert report.is_changed
+    assert [taken.state for taken in report.taken] == ["ok"] * 4
+
+
+def test_a_dry_run_checks_and_names_the_rest():
+    log = Log()
+    report = carry_out(log, dry=True)
+    assert log == ["c"]
+    assert not report.is_changed
+    assert [taken.state for taken in report.taken] == ["ok", "planned", "planned", "planned"]
+
+
+@pytest.mark.parametrize("kind", [PreconditionUnmet, StepFailed])
+@pytest.mark.parametrize("dry", [False, True])
+def test_an_unmet_precondition_changes_nothing(dry, kind):
+    log = Log(c=kind("no"))
+    report = carry_out(log, dry=dry)
+    assert log == ["c"]
+    assert report.exit_code is ExitCode.PRECONDITION
+    assert not report.is_changed
+    assert report.next == "mend c"
+
+
+@pytest.mark.parametrize(
+    ("failing", "called"),
+    [
+        ({"v": StepFailed("no")}, ["c", "a", "b", "v", "undo b", "undo a"]),
+        ({"b": StepFailed("no")}, ["c", "a", "b", "undo b", "undo a"]),  # it may have been done for half
+        ({"a": PreconditionUnmet("no")}, ["c", "a", "undo a"]),
+        ({"v": PreconditionUnmet("no")}, ["c", "a", "b", "v", "undo b", "undo a"]),
+        ({"v": KeyboardInterrupt()}, ["c", "a", "b", "v", "undo b", "undo a"]),
+    ],
+)
+def test_what_was_done_is_undone_the_last_thing_first(failing, called):
+    log = Log(**failing)
+    report = carry_out(log)
+    assert log == called
+    assert report.exit_code is ExitCode.FAILED
+    assert not report.is_changed
+    assert report.next
+
+
+def test_running_out_of_time_is_undone_too_and_has_its_code():
+    log = Log(v=timed_out("late"))
+    report = carry_out(log)
+    assert report.exit_code is ExitCode.TIMEOUT
+    assert log[-2:] == ["undo b", "undo a"]
+    assert not report.is_changed
+
+
+def test_an_undo_that_fails_is_partial_and_the_others_are_tried():
+    failing = {"v": StepFailed("no"), "undo b": StepFailed("neither")}
+    log = Log(**failing)
+    report = carry_out(log)
+    assert log[-2:] == ["undo b", "undo a"]
+    assert report.exit_code is ExitCode.PARTIAL
+    assert report.is_changed
+
+
+def test_behind_what_cannot_be_undone_nothing_is():
+    log = Log(v=StepFailed("no"))
+    report = carry_out(log, final=True)
+    assert log == ["c", "a", "b", "v"]
+    assert report.exit_code is ExitCode.PARTIAL
+    assert report.is_changed
+    assert carry_out(Log(v=timed_out("late")), final=True).exit_code is ExitCode.TIMEOUT
+
+
+def test_before_what_cannot_be_undone_everything_is():
+    log = Log(a=StepFailed("no"))
+    assert carry_out(log, final=True).exit_code is ExitCode.FAILED
+    assert log == ["c", "a", "undo a"]
+
+
+def test_what_helped_for_a_part_stays():
+    log = Log(v=partial("more to do"))
+    report = carry_out(log)
+    assert log == ["c", "a", "b", "v"]
+    assert report.exit_code is ExitCode.PARTIAL
+    assert report.is_changed
+
+
+def test_what_is_so_already_is_neither_done_nor_undone():
+    log = Log(v=StepFailed("no"))
+    steps = log.steps()
+    steps[1] = Action(name="a", do=log.does("a"), undo=log.does("undo a"), is_done=lambda: True)
+    report = Run(MonotonicClock(), dry=False).carry_out(steps)
+    assert log == ["c", "b", "v", "undo b"]
+    assert report.taken[1].state == "not needed"
+
+
+def test_a_bug_is_not_hidden_and_what_was_done_is_undone():
+    log = Log(v=ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        carry_out(log)
+    assert log[-2:] == ["undo b", "undo a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--bogus"], 2),
+        (["--timeout", "0"], 2),
+        (["--timeout", "nan"], 2),
+        (["--add"], 2),  # flags are not abbreviated
+        ([], 3),
+    ],
+)
+def test_a_command_ends_with_one_object_and_its_code(capsys, arguments, code):
+    log = Log(c=PreconditionUnmet("no", what=1))
+    book = Runbook(name="x", about="X.", steps=lambda site, options: log.steps())
+    assert main(book, ["--json", *arguments]) == code
+    data = json.loads(capsys.readouterr().out)
+    assert data["exit_code"] == code
+    assert data["next"]
+
+
+def test_a_command_tells_a_person_each_step(capsys):
+    log = Log(v=StepFailed("no"))
+    assert main(Runbook(name="x", about="X.", steps=lambda site, options: log.steps()), []) == 1
+    shown = capsys.readouterr()
+    assert [line.split()[:2] for line in shown.out.splitlines()[:4]] == [
+        ["ok", "check"],
+        ["ok", "action"],
+        ["ok", "action"],
+        ["FAILED", "verification"],
+    ]
+    assert "exit code 1; nothing stays changed" in shown.out
+    assert "next: mend v" in shown.err
+
+
+def test_a_report_is_json():
+    log = Log(v=partial("more", left=["x"]))
+    data = json.loads(json.dumps(report_data(carry_out(log))))
+    assert data["fields"] == {"partial": True, "left": ["x"]}
+    assert [step["kind"] for step in data["steps"]] == ["check", "action", "action", "verification"]
