@@ -171,7 +171,9 @@ class GangTopology:
         for process in self.decode:
             process.expect("done", END_TIMEOUT_S)
         self._processes.give_back(self._taken)
-        assert used == [[self._lane]] * len(self.prefill), used
+        # The raw lane is open once the other side has answered; on busy processors the first frames are earlier.
+        before = {"inline"} if self._lane == "raw" else set()
+        assert all({self._lane} <= set(lanes) <= {self._lane} | before for lanes in used), used
 
     def start(self, request):
         decode_stream, prefill_stream = self.decode[0].open(request.key), self.prefill[0].open(request.key)
