@@ -212,7 +212,7 @@ class DecodeStats(_message.Message):
     def __init__(self, num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., kv_bytes_landed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., handoff_ms: _Optional[float] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "clock_id")
+    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "clock_id", "wishes_version", "wishes", "wishes_life")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +234,9 @@ class WorkerState(_message.Message):
     KV_BYTES_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
     CLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    WISHES_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WISHES_FIELD_NUMBER: _ClassVar[int]
+    WISHES_LIFE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     epoch: int
@@ -255,15 +258,58 @@ class WorkerState(_message.Message):
     kv_bytes_per_position: float
     build: str
     clock_id: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., clock_id: _Optional[str] = ...) -> None: ...
+    wishes_version: int
+    wishes: Wishes
+    wishes_life: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., clock_id: _Optional[str] = ..., wishes_version: _Optional[int] = ..., wishes: _Optional[_Union[Wishes, _Mapping]] = ..., wishes_life: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("known", "speculation")
+    __slots__ = ("known", "speculation", "wishes", "wants_wishes")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    WISHES_FIELD_NUMBER: _ClassVar[int]
+    WANTS_WISHES_FIELD_NUMBER: _ClassVar[int]
     known: bool
     speculation: SpeculationMode
-    def __init__(self, known: bool = ..., speculation: _Optional[_Union[SpeculationMode, _Mapping]] = ...) -> None: ...
+    wishes: Wishes
+    wants_wishes: bool
+    def __init__(self, known: bool = ..., speculation: _Optional[_Union[SpeculationMode, _Mapping]] = ..., wishes: _Optional[_Union[Wishes, _Mapping]] = ..., wants_wishes: bool = ...) -> None: ...
+
+class Wishes(_message.Message):
+    __slots__ = ("version", "speculation", "max_queue_len", "scale_num_prefill", "scale_num_decode", "drains", "blamed", "life")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUE_LEN_FIELD_NUMBER: _ClassVar[int]
+    SCALE_NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    SCALE_NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
+    DRAINS_FIELD_NUMBER: _ClassVar[int]
+    BLAMED_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    speculation: SpeculationMode
+    max_queue_len: int
+    scale_num_prefill: int
+    scale_num_decode: int
+    drains: _containers.RepeatedCompositeFieldContainer[DrainedLife]
+    blamed: _containers.RepeatedCompositeFieldContainer[BlamedRequest]
+    life: int
+    def __init__(self, version: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationMode, _Mapping]] = ..., max_queue_len: _Optional[int] = ..., scale_num_prefill: _Optional[int] = ..., scale_num_decode: _Optional[int] = ..., drains: _Optional[_Iterable[_Union[DrainedLife, _Mapping]]] = ..., blamed: _Optional[_Iterable[_Union[BlamedRequest, _Mapping]]] = ..., life: _Optional[int] = ...) -> None: ...
+
+class DrainedLife(_message.Message):
+    __slots__ = ("worker_id", "epoch")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class BlamedRequest(_message.Message):
+    __slots__ = ("fingerprint", "workers")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, fingerprint: _Optional[str] = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SpeculationMode(_message.Message):
     __slots__ = ("num_draft_tokens", "auto")

@@ -20,6 +20,7 @@ from baton.router.operations import Operations
 from baton.router.policy import require
 from baton.router.refusals import Refusals
 from baton.router.speculation import SpeculationWish
+from baton.router.wishes import ScaleWish
 
 INVENTORY_TIMEOUT_S: Final = 1.0
 
@@ -39,6 +40,7 @@ class AdminService(Operations):
         metrics: RouterMetrics,
         admission: Admission,
         speculation: SpeculationWish,
+        scale: ScaleWish,
         migration: Migration,
         clock: Clock,
     ) -> None:
@@ -52,7 +54,7 @@ class AdminService(Operations):
         self._speculation = speculation
         self._clock = clock
         self._start_s = clock.now_s()
-        self._scale: admin_pb2.ScaleRequest | None = None
+        self._scale = scale
 
     async def Status(
         self, request: admin_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -79,7 +81,7 @@ class AdminService(Operations):
             num_migrations=self._metrics.total("migrations"),
             quarantined=self.quarantined(),
             max_queue_len=self._admission.limit,
-            scale=self._scale,
+            scale=self._scale.request,
         )
 
     async def Inventory(
@@ -135,7 +137,7 @@ class AdminService(Operations):
             message = f"at least one worker of each role, and at most {MAX_WORKERS} in all"
             await wire.abort_with(context, InvalidRequest(message, field="num_prefill"))
         log.warning("there should be %d prefill and %d decode workers", request.num_prefill, request.num_decode)
-        self._scale = request
+        self._scale.request = request
         return admin_pb2.ScaleReply()
 
     async def _restart(self, request: admin_pb2.RestartRequest) -> admin_pb2.RestartReply:

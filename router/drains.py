@@ -39,6 +39,13 @@ class Drains:
         self._drains[worker_id] = drain
         return drain
 
+    def resume(self, life: Life, grace_s: float) -> bool:
+        """Go on with what another router began; False if that life is not known to live (yet)."""
+        alive = any(member.life == life and member.alive for member in self._members.all())
+        if alive:
+            self._drains[life.worker_id] = Drain(life, self._clock.now_s() + grace_s)
+        return alive
+
     def end(self, worker_id: str) -> bool:
         """It serves again; False if it was not being emptied.
 

@@ -6,6 +6,7 @@ The tick notices silent workers.
 import asyncio
 import logging
 import random
+import secrets
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Final
 
@@ -46,6 +47,7 @@ from baton.router.security import DoorLimits, RouterSecurity
 from baton.router.security_metrics import SecurityMetrics
 from baton.router.served_model import ServedModel
 from baton.router.speculation import SpeculationWish
+from baton.router.wishes import ScaleWish, Wishes
 
 SERVICES: Final = {
     name: service.full_name
@@ -194,7 +196,8 @@ class RouterServer:
 
     def _register(self, server: Any, admin_server: Any) -> InferenceService:
         admission = Admission(self.config.max_queue_len)
-        speculation = SpeculationWish()
+        speculation, scale = SpeculationWish(), ScaleWish()
+        self.wishes = Wishes(self.migration, speculation, admission, scale, self._clock, secrets.randbits(64) or 1)
         inference = InferenceService(
             model=self._model,
             host=self.config.host,
@@ -216,12 +219,13 @@ class RouterServer:
             metrics=self.metrics,
             admission=admission,
             speculation=speculation,
+            scale=scale,
             migration=self.migration,
             clock=self._clock,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, admin_server)
-        membership = MembershipService(self.members, self._model.name, speculation)
+        membership = MembershipService(self.members, self._model.name, speculation, self.wishes)
         worker_pb2_grpc.add_MembershipServicer_to_server(membership, admin_server)
         for listener in self._listeners:
             names = [SERVICES["Inference"]] if listener is self.public else []
@@ -253,6 +257,7 @@ class RouterServer:
                 about = {"worker_id": life.worker_id, "epoch": f"{life.epoch:016x}"}
                 log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(life), extra=about)
             self.migration.drains.tick()
+            self.wishes.tick()
             if self._gate is not None:
                 self._gate.look()
             if self._policy.name == PREFIX:

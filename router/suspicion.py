@@ -117,6 +117,11 @@ class Suspicion:
         self._forget(now_s)
         return list(self._blamed.values())
 
+    def resume(self, fingerprint: str, workers: tuple[str, ...], now_s: float) -> None:
+        """Refuse what another router had blamed, for a whole hold again."""
+        if self._num_deaths and len(self._blamed) < MAX_BLAMED:
+            self._blamed[fingerprint] = Blamed(fingerprint, workers, now_s + self._hold_s)
+
     def clear(self, fingerprint: str = "") -> int:
         """Refuse one no more, or none at all; returns how many that were."""
         names = [name for name in self._blamed if fingerprint in ("", name)]

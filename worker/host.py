@@ -65,6 +65,8 @@ class WorkerHost:
         self._register = register
         self._state = state
         self._router_address = router_address
+        self._wishes = worker_pb2.Wishes()  # the router's, kept for the next one
+        self._is_asked_wishes = False
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._started = threading.Event()
@@ -149,7 +151,7 @@ class WorkerHost:
             while True:
                 try:
                     membership = worker_pb2_grpc.MembershipStub(await router.newest())
-                    reply = await membership.Heartbeat(self._state(), timeout=HEARTBEAT_TIMEOUT_S)
+                    reply = await membership.Heartbeat(self._report(), timeout=HEARTBEAT_TIMEOUT_S)
                     reached = True
                     self._follow(reply)
                 except grpc.aio.AioRpcError as error:
@@ -171,8 +173,18 @@ class WorkerHost:
         error = WorkerLost("an operator ended this life of the worker")
         self._loop.call_later(END_DELAY_S, self._on_fatal, error)
 
+    def _report(self) -> worker_pb2.WorkerState:
+        state = self._state()
+        state.wishes_version, state.wishes_life = self._wishes.version, self._wishes.life
+        if self._is_asked_wishes:
+            state.wishes.CopyFrom(self._wishes)
+        return state
+
     def _follow(self, reply: worker_pb2.HeartbeatReply) -> None:
         """A worker that was not there when an operator set something hears of it with its heartbeats."""
+        self._is_asked_wishes = reply.wants_wishes
+        if reply.HasField("wishes"):
+            self._wishes = reply.wishes
         if self._set_speculation is None or not reply.HasField("speculation"):
             return
         try:

@@ -1,0 +1,214 @@
+"""What operators asked outlives the router: workers keep it, the next router goes on with it."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from baton.core.clock import VirtualClock
+from baton.core.metrics import RouterMetrics
+from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
+from baton.router.admission import Admission
+from baton.router.members import Life, Members
+from baton.router.migration import Migration, MigrationConfig
+from baton.router.speculation import SpeculationWish
+from baton.router.wishes import WAIT_S, ScaleWish, Wishes
+from baton.tests.router.fakes import cluster
+from baton.worker.host import WorkerHost
+
+pytestmark = pytest.mark.fast
+LIVES = itertools.count(100)
+
+
+class Worker:
+    """Keeps wishes as `WorkerHost` does."""
+
+    def __init__(self, worker_id="decode-0", role="decode", epoch=1):
+        self.state = worker_pb2.WorkerState(worker_id=worker_id, role=role, epoch=epoch, address="a:1", model="m")
+        self.state.inventory.num_blocks = 10
+        self.state.block_size = 16
+        self.state.max_model_len = 64
+        self.state.kv_address = "b:1" if role == "decode" else ""
+        self.kept = worker_pb2.Wishes()
+        self.is_asked = False
+
+    def report(self, router):
+        state = worker_pb2.WorkerState()
+        state.CopyFrom(self.state)
+        state.wishes_version, state.wishes_life = self.kept.version, self.kept.life
+        router.members.heartbeat(self.state)
+        if self.is_asked:
+            router.wishes.adopt(self.kept)
+        reply = worker_pb2.HeartbeatReply()
+        router.wishes.answer(state, reply)
+        self.is_asked = reply.wants_wishes
+        if reply.HasField("wishes"):
+            self.kept = reply.wishes
+
+
+class Router:
+    """Everything that wishes are about, without a port."""
+
+    def __init__(self, clock):
+        self.members = Members(clock, alive_s=1e9)
+        self.migration = Migration(MigrationConfig(), self.members, clock, RouterMetrics())
+        self.speculation, self.admission, self.scale = SpeculationWish(), Admission(64), ScaleWish()
+        self.wishes = Wishes(self.migration, self.speculation, self.admission, self.scale, clock, next(LIVES))
+
+    def blamed(self):
+        return [(one.fingerprint, one.workers) for one in self.migration.suspicion.blamed(0.0)]
+
+
+def set_k(router, num):
+    router.speculation.mode = worker_pb2.SpeculationMode(num_draft_tokens=num)
+
+
+def exchange(router, *workers, times=3):
+    for _ in range(times):
+        for worker in workers:
+            worker.report(router)
+        router.wishes.tick()
+
+
+@pytest.fixture
+def clock():
+    return VirtualClock()
+
+
+def test_a_router_that_was_asked_nothing_leaves_nothing(clock):
+    router, worker = Router(clock), Worker()
+    exchange(router, worker)
+    assert (router.wishes.version, worker.kept.version) == (0, 0)
+
+
+def test_the_next_router_goes_on_with_everything(clock):
+    old, workers = Router(clock), [Worker(), Worker("decode-1", epoch=2)]
+    exchange(old, *workers)
+    set_k(old, 1)
+    old.admission.limit = 7
+    old.scale.request = admin_pb2.ScaleRequest(num_prefill=2, num_decode=3)
+    old.migration.drains.begin("decode-1", 5.0)
+    old.migration.suspicion.resume("f" * 64, ("d0", "d1"), clock.now_s())
+    exchange(old, *workers)
+
+    new = Router(clock)
+    exchange(new, *workers)
+    assert new.speculation.mode.num_draft_tokens == 1
+    assert new.admission.limit == 7
+    assert (new.scale.request.num_prefill, new.scale.request.num_decode) == (2, 3)
+    assert new.migration.drains.lives() == {Life("decode-1", 2)}
+    assert new.blamed() == [("f" * 64, ("d0", "d1"))]
+    assert {worker.kept.version for worker in workers} == {new.wishes.version}
+    assert {worker.kept.life for worker in workers} == {workers[0].kept.life} != {0}
+
+
+def test_what_this_router_was_asked_wins_whatever_the_versions(clock):
+    """Operators may be faster than the first worker."""
+    for num_changes in (1, 2, 9):
+        old, worker = Router(clock), Worker()
+        old.admission.limit = 5
+        exchange(old, worker)
+        set_k(old, 3)
+        exchange(old, worker)
+        new = Router(clock)
+        for k in range(num_changes):
+            set_k(new, k % 3)
+            new.wishes.tick()
+        exchange(new, worker)
+        assert new.speculation.mode.num_draft_tokens == (num_changes - 1) % 3
+        assert new.admission.limit == 5
+        third = Router(clock)
+        exchange(third, worker)
+        assert (third.speculation.mode.num_draft_tokens, third.admission.limit) == ((num_changes - 1) % 3, 5)
+
+
+def test_an_undone_wish_stays_undone(clock):
+    old, worker = Router(clock), Worker()
+    exchange(old, worker)
+    old.migration.drains.begin("decode-0", 5.0)
+    exchange(old, worker)
+    old.migration.drains.end("decode-0")
+    exchange(old, worker)
+    new = Router(clock)
+    exchange(new, worker)
+    assert not new.migration.drains.lives()
+
+
+def test_a_worker_that_was_away_does_not_bring_the_past_back(clock):
+    first, away, near = Router(clock), Worker("decode-0"), Worker("decode-1", epoch=2)
+    set_k(first, 4)
+    exchange(first, away, near)
+    set_k(first, 2)
+    exchange(first, near)
+    second = Router(clock)
+    exchange(second, near)
+    exchange(second, near, away)
+    assert second.speculation.mode.num_draft_tokens == 2
+    assert away.kept == near.kept
+    third = Router(clock)
+    exchange(third, away, near)
+    assert third.speculation.mode.num_draft_tokens == 2
+
+
+def test_the_newer_of_two_memories_counts_in_either_order(clock):
+    for order in ((0, 1), (1, 0)):
+        old, workers = Router(clock), [Worker("decode-0"), Worker("decode-1", epoch=2)]
+        set_k(old, 4)
+        exchange(old, *workers)
+        set_k(old, 1)
+        exchange(old, workers[1])
+        new = Router(clock)
+        for at in order:
+            exchange(new, workers[at])
+        assert new.speculation.mode.num_draft_tokens == 1, order
+
+
+def test_a_drain_waits_for_its_life_and_for_no_other(clock):
+    old, worker, other = Router(clock), Worker(), Worker("decode-1", epoch=2)
+    exchange(old, worker, other)
+    old.migration.drains.begin("decode-0", 5.0)
+    exchange(old, worker, other)
+    new = Router(clock)
+    exchange(new, other)
+    assert not new.migration.drains.lives()
+    assert [drain.worker_id for drain in other.kept.drains] == ["decode-0"], "it is not forgotten meanwhile"
+    exchange(new, worker)
+    assert new.migration.drains.lives() == {Life("decode-0", 1)}
+    again = Router(clock)
+    exchange(again, other, Worker("decode-0", epoch=9))
+    assert not again.migration.drains.lives(), "the life that was emptied is over"
+    clock.advance(WAIT_S + 1.0)
+    again.wishes.tick()
+    exchange(again, other)
+    assert not other.kept.drains
+
+
+@pytest.mark.asyncio
+async def test_over_the_wire_a_host_keeps_it_for_the_next_router():
+    async def until(condition):
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.02)
+
+    async with cluster() as first:
+        port, state = first.router.port, first.of("decode")[0].state()
+        state.worker_id, state.epoch = "decode-7", 77
+
+        def report():
+            copy = worker_pb2.WorkerState()
+            copy.CopyFrom(state)
+            return copy
+
+        host = WorkerHost("127.0.0.1", lambda server: None, report, first.address, pytest.fail)
+        host.start()
+        admin = admin_pb2_grpc.AdminStub(first.channel)
+        await admin.SetAdmission(admin_pb2.SetAdmissionRequest(max_queue_len=9))
+        await until(lambda: host._wishes.max_queue_len == 9)
+    try:
+        async with cluster(port=port) as second:
+            await until(lambda: second.router.wishes.version > 1)
+            status = await admin_pb2_grpc.AdminStub(second.channel).Status(admin_pb2.StatusRequest())
+            assert status.max_queue_len == 9
+            assert not any(worker.state.HasField("wishes") for worker in status.workers)
+    finally:
+        host.close()
