@@ -1,0 +1,243 @@
+"""Whatever bytes reach any RPC of the router and of the workers, whoever sent them and whenever they go away: every end
+is a typed status, no process dies, nothing is held, and a good request afterwards has its tokens.
+
+BATON_FUZZ_GRPC_S is how long each test goes on; `make test-all` says 15 minutes, divided among them.
+"""
+
+import collections
+import itertools
+
+import grpc
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from baton.core.config import KVTransferConfig
+from baton.core.errors import BatonError
+from baton.kvtransfer.messages import encode_control
+from baton.kvtransfer.over_grpc_options import METHOD as EXCHANGE
+from baton.kvtransfer.over_grpc_options import NAME_KEY
+from baton.kvtransfer.over_grpc_packet import encode_control_packet
+from baton.proto import admin_pb2, inference_pb2, kv_pb2, wire, worker_pb2
+from baton.tests.e2e.fuzz_fleet import FuzzFleet, duration_s, rounds
+from baton.tests.e2e.proto_fuzz import damaged, payloads
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+SECONDS = duration_s("GRPC", 25.0) / 3
+NUM_EXAMPLES = 40  # in a round
+IDS = (f"fuzz-{number}" for number in itertools.count())
+LATE_S = 60.0
+SEEN = collections.Counter()  # ends, by method and status
+SAMPLING = {
+    "max_tokens": 12,
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "seed": 1,
+    "n": 1,
+    "repetition_penalty": 1.0,
+}
+GENERATE = inference_pb2.GenerateRequest(text="import os\n\n\ndef f(", sampling=SAMPLING)
+ROUTER = {
+    "/baton.v1.Inference/Generate": (inference_pb2.GenerateRequest, GENERATE),
+    "/baton.v1.Inference/Tokenize": (inference_pb2.TokenizeRequest, inference_pb2.TokenizeRequest(text="def f(")),
+    "/baton.v1.Inference/GetModel": (inference_pb2.GetModelRequest, None),
+    "/baton.v1.Admin/Status": (admin_pb2.StatusRequest, None),
+    "/baton.v1.Admin/Inventory": (admin_pb2.InventoryRequest, None),
+    "/baton.v1.Admin/SetSpeculation": (admin_pb2.SetSpeculationRequest, None),
+    "/baton.v1.Admin/Drain": (admin_pb2.DrainRequest, admin_pb2.DrainRequest(worker_id="decode-0", grace_ms=10)),
+    "/baton.v1.Admin/ClearQuarantine": (admin_pb2.ClearQuarantineRequest, None),
+    "/baton.v1.Admin/Restart": (admin_pb2.RestartRequest, admin_pb2.RestartRequest(worker_id="decode-0", epoch=7)),
+    "/baton.v1.Admin/SetAdmission": (admin_pb2.SetAdmissionRequest, admin_pb2.SetAdmissionRequest(max_queue_len=3)),
+    "/baton.v1.Admin/Scale": (admin_pb2.ScaleRequest, admin_pb2.ScaleRequest(num_prefill=1, num_decode=1)),
+}
+STREAMING = ("/Generate", "/Run", "/WatchPrefixes", "/Attend")
+# Beside an error of ours: of gRPC itself, or of the one who asked.
+UNTYPED = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+BROKEN = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DATA_LOSS)
+
+
+class Call:
+    """One RPC of plain bytes: begun, perhaps left in the middle, and ended."""
+
+    def __init__(self, channel, method, data, timeout_s, leave_after):
+        self.method, self.data, self.leave_after = method, data, leave_after
+        is_stream = method.endswith(STREAMING)
+        make = channel.unary_stream if is_stream else channel.unary_unary
+        stub = make(method)
+        self.stream = stub(data, timeout=timeout_s) if is_stream else None
+        self.future = None if is_stream else stub.future(data, timeout=timeout_s)
+
+    def end(self):
+        """Read what comes; every end is good that has a type."""
+        try:
+            if self.leave_after == 0:
+                (self.stream or self.future).cancel()
+            if self.future is not None:
+                self.future.result(LATE_S)
+            else:
+                for at, _ in enumerate(self.stream, 1):
+                    if at == self.leave_after:
+                        self.stream.cancel()
+            SEEN[self.method, "OK"] += 1
+        except grpc.FutureCancelledError:
+            SEEN[self.method, "CANCELLED"] += 1
+        except grpc.RpcError as error:
+            check_status(error, self.method, self.data)
+
+
+def check_status(error, method, data):
+    SEEN[method, error.code().name] += 1
+    shown = (method, data[:300], error.code(), error.details())
+    assert error.code() not in BROKEN, shown
+    if error.code() in UNTYPED:
+        return
+    assert wire.ERROR_KEY in [key for key, _ in error.trailing_metadata() or ()], shown
+    typed = wire.error_from_rpc(error)
+    assert isinstance(typed, BatonError) and typed.message, shown
+    assert type(typed).grpc_code == error.code().name, shown
+
+
+@st.composite
+def calls(draw, methods, known=()):
+    """What to send to one of the methods, and when to leave."""
+    method = draw(st.sampled_from(sorted(methods)))
+    kind, good = methods[method]
+    if good is not None and "attempt" in kind.DESCRIPTOR.fields_by_name and draw(st.integers(0, 3)):
+        good.attempt.request_id = next(IDS)  # else one that somebody has already
+    data = draw(payloads(kind.DESCRIPTOR, good, known))
+    timeout_s = draw(st.sampled_from([0.001, 0.05, 0.5, 3.0, 3.0, 3.0]))
+    return method, data, timeout_s, draw(st.sampled_from([None, None, None, 0, 1, 2, 5]))
+
+
+def run_round(number, strategy, send):
+    """One round of examples, side by side as they are drawn."""
+
+    @seed(number)
+    @settings(
+        max_examples=NUM_EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(strategy, min_size=1, max_size=6), st.booleans())
+    def each(drawn, disconnects):
+        send(drawn, disconnects)
+
+    each()
+
+
+def send_all(address, drawn, disconnects):
+    """All calls over one connection, which may be closed under them."""
+    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", 64 << 20))
+    with grpc.insecure_channel(address, options) as channel:
+        begun = [Call(channel, *one) for one in drawn]
+        if disconnects:
+            if begun[0].stream is not None:
+                begun[0].end()
+            return
+        for call in begun:
+            call.end()
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    running = FuzzFleet(transfer=KVTransferConfig(transport="grpc", lease_s=2.0))
+    yield running
+    running.close()
+    for (method, code), num in sorted(SEEN.items()):
+        print(f"{method.removeprefix('/baton.v1.')}: {num} {code}")
+
+
+def test_every_rpc_of_the_router(fleet):
+    known = (fleet.prefill.epoch ^ 1, fleet.decode.epoch ^ 1)
+    with grpc.insecure_channel(fleet.address) as channel:
+        for number in rounds(SECONDS, "router"):
+            run_round(number, calls(ROUTER, known), lambda drawn, leaves: send_all(fleet.address, drawn, leaves))
+            fleet.restore(channel)
+            fleet.check()
+
+
+def test_every_rpc_of_the_workers(fleet):
+    """Somebody with a certificate, or a router of another build: at the workers' own ports."""
+    sampling = wire.sampling_to_proto(wire.sampling_from_proto(inference_pb2.Sampling(**SAMPLING)))
+    decode = fleet.decode.about()
+    common = {
+        "attempt": {"request_id": "fuzz", "attempt": 1},
+        "prompt_token_ids": list(range(300, 340)),
+        "sampling": sampling,
+        "num_draft_tokens": 2,
+        "timeout_ms": 2000,
+    }
+    peer = {key: decode[key] for key in ("worker_id", "kv_address", "epoch")}
+    admin = {
+        method: given for method, given in ROUTER.items() if method.endswith(("Inventory", "SetSpeculation", "Restart"))
+    }
+    prefill = admin | {
+        "/baton.v1.Prefill/Run": (worker_pb2.PrefillRequest, worker_pb2.PrefillRequest(decode=peer, **common)),
+        "/baton.v1.Prefill/WatchPrefixes": (
+            worker_pb2.WatchPrefixesRequest,
+            worker_pb2.WatchPrefixesRequest(epoch=fleet.prefill.epoch),
+        ),
+    }
+    attend = {"/baton.v1.Decode/Attend": (worker_pb2.AttendRequest, worker_pb2.AttendRequest(**common))}
+    known = (decode["worker_id"], decode["kv_address"], "fuzz", fleet.prefill.epoch ^ 1, fleet.decode.epoch ^ 1)
+    sides = [(fleet.prefill, prefill), (fleet.decode, admin | attend)]
+    with grpc.insecure_channel(fleet.address) as channel:
+        for number in rounds(SECONDS, "workers"):
+            for node, methods in sides:
+                address = node.host.address
+                run_round(number, calls(methods, known), lambda drawn, leaves, to=address: send_all(to, drawn, leaves))
+            fleet.restore(channel)
+            fleet.check()
+
+
+@st.composite
+def packets(draw, known):
+    """Of a stream of the hand-off: Controls with a right checksum, or whatever."""
+    control = draw(payloads(kv_pb2.Control.DESCRIPTOR, None, known))
+    match draw(st.integers(0, 5)):
+        case 0:
+            return draw(payloads(kv_pb2.Packet.DESCRIPTOR))
+        case 1:
+            return draw(damaged(encode_control_packet(encode_control(kv_pb2.Control(hello=kv_pb2.Hello())))))
+        case _:
+            try:
+                parsed = kv_pb2.Control.FromString(control)
+            except DecodeError:
+                return encode_control_packet(control)
+            parsed.ClearField("checksum")
+            return encode_control_packet(encode_control(parsed))
+
+
+def exchange(address, streams, disconnects):
+    with grpc.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
+        for at, sent in enumerate(streams):
+            metadata = ((NAME_KEY, f"fuzz-{at}"), ("baton-stream", "bulk" if at % 2 else "control"))
+            stream = channel.stream_stream(EXCHANGE)(iter(sent), timeout=1.0, metadata=metadata)
+            if disconnects:
+                stream.cancel()
+                continue
+            try:
+                for _ in stream:
+                    SEEN[EXCHANGE, "answer"] += 1
+                SEEN[EXCHANGE, "OK"] += 1
+            except grpc.RpcError as error:
+                SEEN[EXCHANGE, error.code().name] += 1
+                assert error.code() not in BROKEN, (sent, error.code(), error.details())
+
+
+def test_the_hand_off(fleet):
+    """Controls that no prefill worker sends, at the port where KV lands."""
+    about = fleet.decode.about()
+    state = fleet.decode.state()
+    known = (about["epoch"], state.kv_epoch or about["epoch"], fleet.prefill.epoch, "fuzz")
+    address = about["kv_address"].removeprefix("grpc://")
+    with grpc.insecure_channel(fleet.address) as channel:
+        for number in rounds(SECONDS, "hand-off"):
+            streams = st.lists(packets(known), max_size=8)
+            run_round(number, streams, lambda drawn, leaves: exchange(address, drawn, leaves))
+            fleet.restore(channel)
+            fleet.check()
