@@ -1,10 +1,11 @@
 """Whatever bytes reach any RPC of the router and of the workers, whoever sent them and whenever they go away: every end
 is a typed status, no process dies, nothing is held, and a good request afterwards has its tokens.
 
-BATON_FUZZ_GRPC_S is how long each test goes on; `make test-all` says 15 minutes, divided among them.
+BATON_FUZZ_GRPC_S is how long all of it goes on; `make test-all` says 15 minutes.
 """
 
 import collections
+import contextlib
 import itertools
 
 import grpc
@@ -21,7 +22,7 @@ from baton.kvtransfer.over_grpc_options import NAME_KEY
 from baton.kvtransfer.over_grpc_packet import encode_control_packet
 from baton.proto import admin_pb2, inference_pb2, kv_pb2, wire, worker_pb2
 from baton.tests.e2e.fuzz_fleet import FuzzFleet, duration_s, rounds
-from baton.tests.e2e.proto_fuzz import damaged, payloads
+from baton.tests.e2e.proto_fuzz import damaged, nearly, payloads
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 SECONDS = duration_s("GRPC", 25.0) / 3
@@ -52,6 +53,8 @@ ROUTER = {
     "/baton.v1.Admin/SetAdmission": (admin_pb2.SetAdmissionRequest, admin_pb2.SetAdmissionRequest(max_queue_len=3)),
     "/baton.v1.Admin/Scale": (admin_pb2.ScaleRequest, admin_pb2.ScaleRequest(num_prefill=1, num_decode=1)),
 }
+BUSY = ("/Generate", "/Run", "/Attend")
+WAITING = ("/Run", "/WatchPrefixes", "/Attend")  # what nobody follows up
 STREAMING = ("/Generate", "/Run", "/WatchPrefixes", "/Attend")
 # Beside an error of ours: of gRPC itself, or of the one who asked.
 UNTYPED = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -100,15 +103,34 @@ def check_status(error, method, data):
 
 
 @st.composite
-def calls(draw, methods, known=()):
-    """What to send to one of the methods, and when to leave."""
-    method = draw(st.sampled_from(sorted(methods)))
+def calls(draw, side, methods, known=()):
+    """What to send to one of a side's methods, and when to leave. Half of it goes where the work is done."""
+    busy = [method for method in methods if method.endswith(BUSY)]
+    method = draw(st.sampled_from(busy if busy and draw(st.booleans()) else sorted(methods)))
     kind, good = methods[method]
     if good is not None and "attempt" in kind.DESCRIPTOR.fields_by_name and draw(st.integers(0, 3)):
         good.attempt.request_id = next(IDS)  # else one that somebody has already
-    data = draw(payloads(kind.DESCRIPTOR, good, known))
-    timeout_s = draw(st.sampled_from([0.001, 0.05, 0.5, 3.0, 3.0, 3.0]))
-    return method, data, timeout_s, draw(st.sampled_from([None, None, None, 0, 1, 2, 5]))
+    return side, method, draw(payloads(kind.DESCRIPTOR, good, known)), *draw(fates(method))
+
+
+@st.composite
+def fates(draw, method):
+    """(seconds, messages after which the caller leaves)."""
+    seconds = [0.001, 0.05, 0.3, 0.6, 0.6] if method.endswith(WAITING) else [0.001, 0.05, 0.5, 3.0, 3.0, 3.0]
+    return draw(st.sampled_from(seconds)), draw(st.sampled_from([None, None, None, 0, 1, 2, 5]))
+
+
+@st.composite
+def pairs(draw, prefill, decode, known):
+    """Both legs of one attempt, as a router opens them, each nearly good."""
+    request_id, made = next(IDS), []
+    for side, methods in (("decode", decode), ("prefill", prefill)):
+        method = next(method for method in methods if method.endswith(("/Attend", "/Run")))
+        good = methods[method][1]
+        good.attempt.request_id = request_id
+        message = draw(nearly(good, known)) if draw(st.integers(0, 2)) else good
+        made.append((side, method, message.SerializeToString(), *draw(fates("pair"))))
+    return made
 
 
 def run_round(number, strategy, send):
@@ -129,11 +151,14 @@ def run_round(number, strategy, send):
     each()
 
 
-def send_all(address, drawn, disconnects):
-    """All calls over one connection, which may be closed under them."""
+def send_all(addresses, drawn, disconnects):
+    """All calls over one connection to each side, which may be closed under them."""
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", 64 << 20))
-    with grpc.insecure_channel(address, options) as channel:
-        begun = [Call(channel, *one) for one in drawn]
+    with contextlib.ExitStack() as stack:
+        channels = {
+            side: stack.enter_context(grpc.insecure_channel(address, options)) for side, address in addresses.items()
+        }
+        begun = [Call(channels[side], *one) for side, *one in drawn]
         if disconnects:
             if begun[0].stream is not None:
                 begun[0].end()
@@ -154,8 +179,14 @@ def fleet():
 def test_every_rpc_of_the_router(fleet):
     known = (fleet.prefill.epoch ^ 1, fleet.decode.epoch ^ 1)
     with grpc.insecure_channel(fleet.address) as channel:
+
+        def send(drawn, disconnects):
+            send_all({"router": fleet.address}, drawn, disconnects)
+            if any(method.endswith(("/Drain", "/SetAdmission")) for _, method, *_ in drawn):
+                fleet.restore(channel)  # else little of what follows would come to a worker
+
         for number in rounds(SECONDS, "router"):
-            run_round(number, calls(ROUTER, known), lambda drawn, leaves: send_all(fleet.address, drawn, leaves))
+            run_round(number, calls("router", ROUTER, known), send)
             fleet.restore(channel)
             fleet.check()
 
@@ -184,12 +215,13 @@ def test_every_rpc_of_the_workers(fleet):
     }
     attend = {"/baton.v1.Decode/Attend": (worker_pb2.AttendRequest, worker_pb2.AttendRequest(**common))}
     known = (decode["worker_id"], decode["kv_address"], "fuzz", fleet.prefill.epoch ^ 1, fleet.decode.epoch ^ 1)
-    sides = [(fleet.prefill, prefill), (fleet.decode, admin | attend)]
+    addresses = {"prefill": fleet.prefill.host.address, "decode": fleet.decode.host.address}
+    kinds = [calls("prefill", prefill, known), calls("decode", admin | attend, known)]
+    both = pairs(prefill, attend, known)
     with grpc.insecure_channel(fleet.address) as channel:
         for number in rounds(SECONDS, "workers"):
-            for node, methods in sides:
-                address = node.host.address
-                run_round(number, calls(methods, known), lambda drawn, leaves, to=address: send_all(to, drawn, leaves))
+            run_round(number, st.one_of(kinds), lambda drawn, leaves: send_all(addresses, drawn, leaves))
+            run_round(number, both, lambda drawn, leaves: send_all(addresses, list(itertools.chain(*drawn)), leaves))
             fleet.restore(channel)
             fleet.check()
 
