@@ -5,12 +5,13 @@ import random
 import time
 import urllib.request
 
+import grpc
 import psutil
 
 from baton.client import BatonClient
-from baton.core.errors import Overloaded
+from baton.core.errors import BatonError, Retry, ServingError
 from baton.core.sampling import SamplingParams
-from baton.proto import admin_pb2, admin_pb2_grpc
+from baton.proto import admin_pb2, admin_pb2_grpc, wire
 from baton.tests.e2e.http_served import HttpServed
 
 SEED = int(os.environ.get("BATON_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
@@ -37,25 +38,32 @@ def rounds(seconds, what):
         at += 1
 
 
+def patiently(call):
+    """What a call gives, once there is room and both workers are heard of: on a busy machine heartbeats come late."""
+    end_s = time.monotonic() + IDLE_S
+    while True:
+        try:
+            return call()
+        except (ServingError, grpc.RpcError) as error:
+            typed = error if isinstance(error, BatonError) else wire.error_from_rpc(error)
+            assert typed.retry is not Retry.NEVER and time.monotonic() < end_s, typed
+            time.sleep(0.1)
+
+
 class FuzzFleet(HttpServed):
     """See `HttpServed`; it also knows what a good answer is, and how much everything has grown."""
 
     def __init__(self, *flags, **config):
         super().__init__(*flags, **config)
+        self.nodes = (self.prefill, self.decode)
         self.good = self.answer()
         self.before = None
 
     def answer(self):
-        """The tokens of a good request. A queue that is full of what was cancelled a moment ago is waited for."""
-        end_s = time.monotonic() + IDLE_S
+        """The tokens of a good request."""
         with BatonClient(self.address, timeout_s=IDLE_S) as client:
-            while True:
-                try:
-                    chunks = list(client.generate(PROMPT, sampling=GREEDY))
-                    return [token for chunk in chunks for token in chunk.token_ids]
-                except Overloaded:
-                    assert time.monotonic() < end_s
-                    time.sleep(0.1)
+            chunks = patiently(lambda: list(client.generate(PROMPT, sampling=GREEDY)))
+        return [token for chunk in chunks for token in chunk.token_ids]
 
     def grown(self):
         """What could leak, now."""
@@ -95,9 +103,10 @@ class FuzzFleet(HttpServed):
     def restore(self, channel):
         """Undo what operators' calls have changed."""
         admin = admin_pb2_grpc.AdminStub(channel)
-        admin.SetAdmission(admin_pb2.SetAdmissionRequest(max_queue_len=256), timeout=30)
-        mode = {"num_draft_tokens": 2}
-        admin.SetSpeculation(admin_pb2.SetSpeculationRequest(mode=mode), timeout=30)
-        for node in (self.prefill, self.decode):
-            admin.Drain(admin_pb2.DrainRequest(worker_id=node.config.worker_id, undo=True), timeout=30)
-        admin.ClearQuarantine(admin_pb2.ClearQuarantineRequest(), timeout=30)
+        drains = [admin_pb2.DrainRequest(worker_id=node.config.worker_id, undo=True) for node in self.nodes]
+        undo = [(admin.SetAdmission, admin_pb2.SetAdmissionRequest(max_queue_len=256))]
+        undo += [(admin.SetSpeculation, admin_pb2.SetSpeculationRequest(mode={"num_draft_tokens": 2}))]
+        undo += [(admin.Drain, drain) for drain in drains]
+        undo += [(admin.ClearQuarantine, admin_pb2.ClearQuarantineRequest())]
+        for call, message in undo:
+            patiently(lambda call=call, message=message: call(message, timeout=30))
