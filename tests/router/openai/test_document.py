@@ -22,6 +22,8 @@ from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED
 from baton.router.work import HIGH, LOW, NORMAL
 from baton.tests.router.fakes import TOKENIZER
 from baton.tests.router.openai.served import MODEL, served
+from baton.tests.router.openai.test_chat import report
+from baton.tests.router.openai.test_errors import CHAT, FAR, post
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).parents[3]
@@ -170,3 +172,51 @@ def test_what_changes_nothing_is_not_told_of():
     asked = CompletionRequest.model_validate_json(json.dumps({"prompt": "x", "new": 1} | dict.fromkeys(HARMLESS, "x")))
     asked.refuse_unbuilt()
     assert asked.ignored() == ["new"]
+
+
+MORE = (
+    {},
+    {"n": 2, "stop": "w"},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1, "return_token_ids": True, "logprobs": 0},
+    {"echo": True, "logprobs": 1, "return_tokens_as_token_ids": True},
+    {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"stream": True, "logprobs": 1, "return_token_ids": True},
+    {"stream": True, "max_tokens": 5000},
+    {"temperature": "hot"},
+    {"model": "other"},
+)
+
+
+def fits(document, path, status, media_type, data):
+    content = document["paths"][path]["post"]["responses"][str(status)]["content"][media_type]
+    schema = content.get("x-events", content["schema"])
+    if status == 200 and "error" in data:
+        schema = {"$ref": "#/components/schemas/Error"}
+    jsonschema.Draft202012Validator(schema | {"components": document["components"]}).validate(data)
+
+
+@pytest.mark.asyncio
+async def test_replies_are_those_of_the_document():
+    document = openapi_document(MODEL)
+    async with served() as (running, _):
+        running.script.logprobs = report
+        for path, base in (("/v1/completions", {"prompt": "x"}), (FAR, {"messages": CHAT["messages"]})):
+            for more in MORE:
+                if path == FAR:
+                    if "echo" in more:
+                        continue
+                    if "logprobs" in more:
+                        more = more | {"logprobs": True, "top_logprobs": more["logprobs"]}
+                status, fields, data = await post(running.url, path, base | more)
+                media_type = fields["content-type"].partition(";")[0]
+                if isinstance(data, bytes):
+                    events = data.decode().replace("\r\n", "\n").split("data: ")[1:]
+                    assert "[DONE]" in events[-1]
+                    for event in events[:-1]:
+                        fits(document, path, status, media_type, json.loads(event.partition("\n\n")[0]))
+                else:
+                    fits(document, path, status, media_type, data)
+        for path, body in (("/tokenize", {"prompt": "x", "return_token_strs": True}), ("/detokenize", {"tokens": [1]})):
+            status, _, data = await post(running.url, path, body)
+            fits(document, path, status, "application/json", data)
