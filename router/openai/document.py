@@ -160,8 +160,8 @@ def _request_schemas(model: str) -> dict[str, Schema]:
             properties.setdefault(name, {"enum": list(nothing), "description": f"anything else is refused: {why}"})
         for name in sorted(HARMLESS):
             properties.setdefault(name, {"description": "without effect"})
-    for kind in REQUESTS:
+    for name in [kind.__name__ for kind in REQUESTS]:
         about = "the one that is served; another name is not found"
-        schemas[kind.__name__]["properties"]["model"] = {"enum": [model, "", None], "description": about}
+        schemas[name]["properties"]["model"] = {"enum": [model, "", None], "description": about}
     schemas["Message"]["properties"]["role"]["enum"] = list(ROLES)
     return schemas

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 
 import grpc
+import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,10 @@ from baton.core.errors import BatonError
 from baton.proto import admin_pb2, inference_pb2, wire
 from baton.tests.e2e.proto_fuzz import nearly, payloads
 
+# The router and the workers in this process draw numbers at random, too, while Hypothesis watches who does.
+QUIET = pytest.mark.filterwarnings(
+    "ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning"
+)
 NUM_EXAMPLES = 40  # in a round
 IDS = (f"fuzz-{number}" for number in itertools.count())
 LATE_S = 60.0

@@ -19,9 +19,9 @@ from baton.kvtransfer.over_grpc_packet import encode_control_packet
 from baton.proto import inference_pb2, kv_pb2, wire, worker_pb2
 from baton.tests.e2e.fuzz_fleet import FuzzFleet, duration_s, rounds
 from baton.tests.e2e.proto_fuzz import damaged, payloads
-from baton.tests.e2e.rpc_fuzz import BROKEN, ROUTER, SAMPLING, SEEN, calls, pairs, run_round, send_all
+from baton.tests.e2e.rpc_fuzz import BROKEN, QUIET, ROUTER, SAMPLING, SEEN, calls, pairs, run_round, send_all
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), QUIET]
 SECONDS = duration_s("GRPC", 25.0) / 5
 
 

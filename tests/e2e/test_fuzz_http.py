@@ -23,8 +23,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from baton.tests.e2e.fuzz_fleet import FuzzFleet, duration_s, rounds
+from baton.tests.e2e.rpc_fuzz import QUIET
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), QUIET]
 SECONDS = duration_s("HTTP", 25.0)
 NUM_EXAMPLES = 60  # in a round
 CHECKS = [status_code_conformance, content_type_conformance, response_headers_conformance, response_schema_conformance]

@@ -8,15 +8,17 @@ import asyncio
 import pytest
 
 from baton.client import AsyncBatonClient
-from baton.tests.e2e.rpc_fuzz import ROUTER, calls, run_round, send_all
+from baton.tests.e2e.rpc_fuzz import QUIET, ROUTER, calls, run_round, send_all
 from baton.tests.router.fakes import cluster
+from baton.tests.router.openai.test_chat import report
 
-pytestmark = pytest.mark.fast
+pytestmark = [pytest.mark.fast, QUIET]
 
 
 @pytest.mark.asyncio
 async def test_no_bytes_are_a_servers_error():
-    async with cluster() as running:
+    async with cluster(alive_s=60.0) as running:
+        running.script.logprobs = report
         methods = {path: given for path, given in ROUTER.items() if not path.endswith(("/Drain", "/SetAdmission"))}
         known = tuple(worker.epoch ^ 1 for worker in running.workers)
 
