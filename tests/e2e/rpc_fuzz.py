@@ -20,7 +20,7 @@ QUIET = pytest.mark.filterwarnings(
 NUM_EXAMPLES = 40  # in a round
 IDS = (f"fuzz-{number}" for number in itertools.count())
 LATE_S = 60.0
-SEEN = collections.Counter()  # ends, by method and status
+SEEN: collections.Counter[tuple[str, str]] = collections.Counter()  # ends, by method and status
 SAMPLING = {
     "max_tokens": 12,
     "temperature": 0.0,

@@ -37,7 +37,7 @@ GOOD = {
     "/detokenize": {"tokens": [300, 301]},
 }
 CHUNKS = {"/v1/chat/completions": "ChatCompletionChunk", "/v1/completions": "CompletionChunk"}
-SEEN = collections.Counter()
+SEEN: collections.Counter[tuple[str, object]] = collections.Counter()
 
 
 @pytest.fixture(scope="module")

@@ -174,7 +174,7 @@ def test_what_changes_nothing_is_not_told_of():
     assert asked.ignored() == ["new"]
 
 
-MORE = (
+MORE: tuple[dict, ...] = (
     {},
     {"n": 2, "stop": "w"},
     {"logprobs": 2},
