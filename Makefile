@@ -27,6 +27,9 @@ test: dev
 coverage: dev
 	scripts/test_halves --cov 90 $(BIN)/pytest -q
 
+# Fuzzes HTTP and gRPC for 15 minutes each; without these variables, for seconds.
+test-all: export BATON_FUZZ_HTTP_S ?= 900
+test-all: export BATON_FUZZ_GRPC_S ?= 900
 test-all: dev
 	scripts/test_halves $(BIN)/pytest -q -m "not gpu"
 

@@ -1,12 +1,23 @@
 """Baton for asyncio: the same methods as the ordinary client, awaited."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
 
 from baton.client.access import Access
-from baton.client.messages import OPTIONS, ChunkCheck, Sampling, checked_text, checked_timeout_s, generate_request
+from baton.client.messages import (
+    OPTIONS,
+    ChunkCheck,
+    Sampling,
+    checked_text,
+    checked_timeout_s,
+    generate_request,
+    pause_after,
+)
+from baton.client.retries import NO_RETRY, CallAttempts, RetryPolicy
+from baton.core.errors import ProtocolError
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire
 
 
@@ -20,10 +31,15 @@ class AsyncBatonClient:
         address: "host:port" of the router.
         timeout_s: of each call, a whole answer included; ConfigInvalid unless positive and finite.
         access: certificates and an API key; ConfigInvalid if its files cannot be used.
+        retry: makes calls again whose errors say that this may help, within `timeout_s`, and only while nothing of the
+            answer has arrived; None makes each once. An error after that has what arrived in its field `received`.
     """
 
-    def __init__(self, address: str, timeout_s: float = 600.0, access: Access | None = None) -> None:
+    def __init__(
+        self, address: str, timeout_s: float = 600.0, access: Access | None = None, retry: RetryPolicy | None = None
+    ) -> None:
         self._timeout_s = checked_timeout_s(timeout_s)
+        self._retry = retry or NO_RETRY
         access = access or Access()
         self._metadata = access.metadata
         self._channel = access.open_aio(address, OPTIONS)
@@ -54,16 +70,25 @@ class AsyncBatonClient:
         Closing the iterator cancels the request.
         """
         request = generate_request(prompt, token_ids, sampling, model, tenant)
-        stream: Any = self._inference.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
-        check = ChunkCheck(request.sampling.n)
-        try:
-            async for chunk in stream:
-                yield check.take(chunk)
-        except grpc.RpcError as error:
-            raise wire.error_from_rpc(error) from error
-        finally:
-            stream.cancel()
-        check.end()
+        attempts = CallAttempts(self._retry, self._timeout_s)
+        while True:
+            stream: Any = self._inference.Generate(request, timeout=attempts.left_s, metadata=self._metadata)
+            check = ChunkCheck(request.sampling.n)
+            try:
+                async for chunk in stream:
+                    yield check.take(chunk)
+                check.end()
+                return
+            except ProtocolError as error:
+                raise check.with_received(error) from None
+            except grpc.RpcError as error:
+                failed = wire.error_from_rpc(error)
+                if check.has_any:
+                    raise check.with_received(failed) from error
+                pause_s = pause_after(attempts, failed, error)
+            finally:
+                stream.cancel()
+            await asyncio.sleep(pause_s)
 
     async def generate_text(
         self,
@@ -100,7 +125,10 @@ class AsyncBatonClient:
         return reply
 
     async def _call(self, method: Any, request: Any) -> Any:
-        try:
-            return await method(request, timeout=self._timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise wire.error_from_rpc(error) from error
+        attempts = CallAttempts(self._retry, self._timeout_s)
+        while True:
+            try:
+                return await method(request, timeout=attempts.left_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                pause_s = pause_after(attempts, wire.error_from_rpc(error), error)
+            await asyncio.sleep(pause_s)

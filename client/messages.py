@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 
+import grpc
+
+from baton.client.retries import CallAttempts
 from baton.core.clock import MAX_TIMEOUT_S
 from baton.core.errors import (
+    BatonError,
     ConfigInvalid,
     ConflictingOptions,
     EmptyPrompt,
@@ -13,6 +17,7 @@ from baton.core.errors import (
 )
 from baton.core.sampling import MAX_CHOICES, SamplingParams
 from baton.proto import inference_pb2, wire
+from baton.proto.secure_channel import is_refused_certificate
 
 Sampling = SamplingParams | inference_pb2.Sampling
 OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
@@ -73,8 +78,22 @@ def checked_timeout_s(timeout_s: float) -> float:
     return min(timeout_s, MAX_TIMEOUT_S)
 
 
+def pause_after(attempts: CallAttempts, failed: BatonError, cause: grpc.RpcError) -> float:
+    """Seconds to wait before the next attempt at a call that has failed before anything arrived.
+
+    Raises:
+        BatonError: the failure, if there is no next one; a certificate that is not accepted will not be the next time.
+    """
+    if is_refused_certificate(cause):
+        raise failed from cause
+    try:
+        return attempts.pause_s(failed)
+    except BatonError as final:
+        raise final from cause
+
+
 class ChunkCheck:
-    """Checks that no answer of a stream has a gap or a repetition, and that each has an end.
+    """Checks that no answer of a stream has a gap or a repetition, and that each has an end; knows what has arrived.
 
     Args:
         num_choices: answers that were asked for.
@@ -82,8 +101,15 @@ class ChunkCheck:
 
     def __init__(self, num_choices: int = 1) -> None:
         num_choices = min(max(num_choices, 1), MAX_CHOICES)  # the server refuses others
-        self._num_tokens = [0] * num_choices
+        self._token_ids: list[list[int]] = [[] for _ in range(num_choices)]
+        self._texts = [""] * num_choices
         self._unfinished = set(range(num_choices))
+        self._has_any = False
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a chunk has been passed on."""
+        return self._has_any
 
     def take(self, chunk: inference_pb2.GenerateChunk) -> inference_pb2.GenerateChunk:
         """The chunk, if it is its answer's next.
@@ -92,11 +118,13 @@ class ChunkCheck:
             ProtocolError: a token was lost or repeated on the way, or the answer is none of those asked for.
         """
         choice = chunk.choice
-        if choice >= len(self._num_tokens):
-            raise ProtocolError(f"answer {choice} of {len(self._num_tokens)}", choice=choice)
-        if chunk.index != self._num_tokens[choice]:
-            raise ProtocolError(f"expected token {self._num_tokens[choice]}, got {chunk.index}", index=chunk.index)
-        self._num_tokens[choice] += len(chunk.token_ids)
+        if choice >= len(self._token_ids):
+            raise ProtocolError(f"answer {choice} of {len(self._token_ids)}", choice=choice)
+        if chunk.index != len(self._token_ids[choice]):
+            raise ProtocolError(f"expected token {len(self._token_ids[choice])}, got {chunk.index}", index=chunk.index)
+        self._has_any = True
+        self._token_ids[choice] += chunk.token_ids
+        self._texts[choice] += chunk.text
         if chunk.HasField("finish"):
             self._unfinished.discard(choice)
         return chunk
@@ -108,4 +136,14 @@ class ChunkCheck:
             ProtocolError: an answer's last chunk was not its last.
         """
         if self._unfinished:
-            raise ProtocolError("the stream ended without a finish", num_tokens=sum(self._num_tokens))
+            raise ProtocolError("the stream ended without a finish", num_tokens=sum(map(len, self._token_ids)))
+
+    def with_received(self, error: BatonError) -> BatonError:
+        """The error, with what has arrived in its field `received`: token ids, text and whether it ended, by answer."""
+        if self._has_any:
+            pairs = zip(self._token_ids, self._texts, strict=True)
+            error.fields["received"] = [
+                {"choice": choice, "token_ids": token_ids, "text": text, "finished": choice not in self._unfinished}
+                for choice, (token_ids, text) in enumerate(pairs)
+            ]
+        return error

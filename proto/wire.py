@@ -34,7 +34,7 @@ from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.core.trace_context import of_attempt, parse_sampled
 from baton.proto import inference_pb2, kv_pb2, worker_pb2
-from baton.proto.retry_info import retry_details
+from baton.proto.retry_info import DETAILS_KEY, retry_after_s, retry_details
 
 ERROR_KEY: Final = "baton-error"
 MAX_ERROR_BYTES: Final = 4096  # gRPC refuses metadata beyond 8 KiB
@@ -239,12 +239,21 @@ def error_from_rpc(error: grpc.RpcError) -> BatonError:
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return BatonError(f"the call failed: {error}")
     metadata: Any = error.trailing_metadata()  # the stubs know only one of the two shapes it has
-    for key, value in metadata or ():
-        if key == ERROR_KEY:
-            try:
-                return from_wire(value if isinstance(value, str) else value.decode("utf-8", "replace"))
-            except MalformedMessage as malformed:
-                return malformed
+    found = dict(metadata or ())
+    typed = _typed_error(error, found.get(ERROR_KEY))
+    details = found.get(DETAILS_KEY)
+    after_s = retry_after_s(details) if isinstance(details, bytes) else None
+    if after_s is not None:
+        typed.fields.setdefault("retry_after_s", after_s)  # a proxy's word, too, or where the fields were too long
+    return typed
+
+
+def _typed_error(error: grpc.Call | grpc.aio.AioRpcError, value: str | bytes | None) -> BatonError:
+    if value is not None:
+        try:
+            return from_wire(value if isinstance(value, str) else value.decode("utf-8", "replace"))
+        except MalformedMessage as malformed:
+            return malformed
     code, details = error.code(), error.details() or ""
     kind = _KIND_OF_CODE.get(code, BatonError)
     if kind is Overloaded and "larger than max" in details:

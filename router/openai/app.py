@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from baton.core.errors import BatonError, NoWorker
 from baton.router.openai.chats import Chats
 from baton.router.openai.completions import Completions
+from baton.router.openai.document import openapi_document
 from baton.router.openai.entrance import Entrance
 from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.front import Front
@@ -39,6 +40,7 @@ def make_app(front: Front) -> ASGIApp:
         Route("/health", plain.health),
         Route("/ready", plain.ready),
         Route("/metrics", plain.metrics),
+        Route("/openapi.json", plain.document),
     ]
     handlers: Any = {BatonError: _on_error, HttpRefusal: _on_error, HTTPException: _on_http, Exception: _on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
@@ -56,6 +58,7 @@ class PlainEndpoints:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._created = int(front.now_unix_s())
+        self._document = openapi_document(front.model.name)
 
     async def models(self, request: Request) -> Response:
         """The one model."""
@@ -80,6 +83,10 @@ class PlainEndpoints:
         """Prometheus' text format."""
         text = await asyncio.to_thread(self._front.metrics.render)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def document(self, request: Request) -> Response:
+        """What is served, in OpenAPI."""
+        return JsonResponse(self._document)
 
     def _model(self) -> dict[str, Any]:
         served = self._front.inference.model()

@@ -54,6 +54,7 @@ class ChatCall(Call[ChatRequest]):
             sampling=sampling,
             request_id=request_id,
             tenant=asked.cache_salt or "",
+            priority=asked.turn,
         )
         self.requests = [request]
 

@@ -84,7 +84,11 @@ def _request(
     prompt: Prompt, asked: CompletionRequest, sampling: inference_pb2.Sampling, request_id: str
 ) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(
-        model=asked.model or "", sampling=sampling, request_id=request_id, tenant=asked.cache_salt or ""
+        model=asked.model or "",
+        sampling=sampling,
+        request_id=request_id,
+        tenant=asked.cache_salt or "",
+        priority=asked.turn,
     )
     if isinstance(prompt, str):
         request.text = prompt

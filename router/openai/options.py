@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from baton.core.errors import ConflictingOptions, InvalidRequest, InvalidSampling, InvalidText
 from baton.proto import inference_pb2
 from baton.router.inference import MAX_TENANT_LEN
+from baton.router.work import HIGH, LOW, NORMAL
 
 SEED_MASK: Final = (1 << 63) - 1
 LOW_INT64, HIGH_INT64 = -(1 << 63), (1 << 63) - 1
@@ -31,7 +32,6 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "prompt_embeds": ((None,), "prompts are text or token ids"),
     "logprob_token_ids": ((None,), "log-probabilities are those of the likeliest tokens"),
     "logits_processors": ((None, []), "requests bring no code"),
-    "priority": ((None, 0), "all requests have the same"),
     "thinking_token_budget": ((None, -1), "only max_tokens limits thinking"),
     "repetition_detection": ((None,), "only stop, EOS and max_tokens end an answer"),
     "watermarking": ((None, False), "there is no watermark"),
@@ -123,6 +123,7 @@ class Options(Wire):
     guided_grammar: str | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
+    priority: int | None = None
     cache_salt: str | None = Field(None, max_length=MAX_TENANT_LEN)
     request_id: str | None = None
 
@@ -130,6 +131,11 @@ class Options(Wire):
     def num_choices(self) -> int:
         """Answers to each prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def turn(self) -> int:
+        """`GenerateRequest.priority`: vLLM serves lower numbers first and knows any; here are three, higher first."""
+        return NORMAL if not self.priority else HIGH if self.priority < 0 else LOW
 
     @property
     def include_usage(self) -> bool:

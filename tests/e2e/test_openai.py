@@ -1,16 +1,23 @@
-"""OpenAI's client and curl against the tiny model: a router process, whole workers, no Ray."""
+"""OpenAI's client, curl, and a gRPC client with nothing but reflection, against the tiny model.
+
+A router process, whole workers, no Ray.
+"""
 
 import json
 import shutil
 import subprocess
 import threading
 
+import grpc
 import jsonschema
 import openai
 import pytest
+from google.protobuf import descriptor_pool, message_factory
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from baton.client import BatonClient
 from baton.core.sampling import SamplingParams
+from baton.proto import inference_pb2
 from baton.tests.e2e.http_served import HttpServed
 
 HI = [{"role": "user", "content": "def main(argv=None):"}]
@@ -236,3 +243,55 @@ def test_curl(served, compact):
     formed = curl("/v1/chat/completions", body | {"response_format": form, "logit_bias": compact, "max_tokens": 200})
     jsonschema.validate(json.loads(json.loads(formed)["choices"][0]["message"]["content"]), WEATHER)
     assert json.loads(curl("/v1/chat/completions", body | {"model": "no"}))["error"]["code"] == "model_not_found"
+
+
+class Reflected:
+    """A client that has no file of ours: it asks the server what there is."""
+
+    def __init__(self, channel):
+        self.channel = channel
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert "baton.v1.Inference" in database.get_services()
+        self.methods = descriptor_pool.DescriptorPool(database).FindServiceByName("baton.v1.Inference").methods_by_name
+
+    def call(self, name, **fields):
+        """All replies to one request."""
+        method = self.methods[name]
+        path = f"/{method.containing_service.full_name}/{name}"
+        request, reply = map(message_factory.GetMessageClass, (method.input_type, method.output_type))
+        assert request is not inference_pb2.GenerateRequest
+        codecs = {"request_serializer": request.SerializeToString, "response_deserializer": reply.FromString}
+        if method.server_streaming:
+            return list(self.channel.unary_stream(path, **codecs)(request(**fields), timeout=60))
+        return [self.channel.unary_unary(path, **codecs)(request(**fields), timeout=60)]
+
+
+def test_a_client_that_knows_only_reflection(served, compact):
+    prompt = f"<|im_start|>user\n{HI[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    biases = [{"token_id": int(token), "bias": bias} for token, bias in compact.items()]
+    with grpc.insecure_channel(served.address) as channel:
+        client = Reflected(channel)
+        [model] = client.call("GetModel")
+        assert model.name == "tiny"
+        [tokens] = client.call("Tokenize", text=prompt)
+        sampling = {"max_tokens": 16, "seed": 5}
+        chunks = client.call("Generate", text=prompt, sampling=sampling)
+        assert "".join(chunk.text for chunk in chunks) == text_of(chat(served))
+        assert len(chunks) > 2 and not any(chunk.HasField("finish") for chunk in chunks[:-1])
+        assert chunks[-1].finish.stats.prompt_len == len(tokens.token_ids)
+        assert [chunk.index for chunk in chunks[1:]] == [
+            sum(len(chunk.token_ids) for chunk in chunks[:at]) for at in range(1, len(chunks))
+        ]
+        reported = client.call("Generate", text=prompt, sampling=sampling | {"logprobs": 2})
+        reports = [report for chunk in reported for report in chunk.logprobs]
+        entries = chat(served, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        assert [report.logprob for report in reports] == [entry.logprob for entry in entries]
+        assert all(len(report.top_token_ids) == 2 for report in reports)
+        form = {"json_schema": json.dumps(WEATHER)}
+        limits = {"max_tokens": 120, "seed": 1, "logit_bias": biases, "grammar": form}
+        formed = client.call("Generate", text=prompt, sampling=limits)
+        assert formed[-1].finish.reason == "stop"
+        jsonschema.validate(json.loads("".join(chunk.text for chunk in formed)), WEATHER)
+        with pytest.raises(grpc.RpcError) as refused:
+            client.call("Generate", text=prompt, model="other")
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND

@@ -3,13 +3,27 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import jsonschema
+import openai
 import pytest
 
-from baton.core.errors import InvalidRequest
+from baton.core import sampling
+from baton.core.errors import InvalidRequest, InvalidSampling
+from baton.core.sampling import SamplingParams
+from baton.router import inference
+from baton.router.inference import MAX_REQUEST_ID_LEN, MAX_TENANT_LEN
+from baton.router.openai.app import make_app
 from baton.router.openai.chat_request import ChatRequest
-from baton.router.openai.completion_request import CompletionRequest
-from baton.router.openai.options import HARMLESS, REFUSED
+from baton.router.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
+from baton.router.openai.document import LIMITS, openapi_document
+from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED
+from baton.router.work import HIGH, LOW, NORMAL
+from baton.tests.router.fakes import TOKENIZER
+from baton.tests.router.openai.served import MODEL, served
+from baton.tests.router.openai.test_chat import report
+from baton.tests.router.openai.test_errors import CHAT, FAR, post
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).parents[3]
@@ -31,6 +45,109 @@ def test_every_row_names_what_backs_it():
         backing = re.findall(r"`([\w.]+)`", row[3])
         assert row[3] == "the same" or backing, row
         assert set(backing) <= names | files, row
+
+
+FIELDS = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+# In the table for what replies hold, or as another way to ask.
+BESIDE = {"usage", "finish_reason", "X-Request-Id"}
+# What rows say in numbers, and what the code holds.
+NUMBERS = {
+    "n": ("1 to 16;", sampling.MAX_CHOICES),
+    "max_tokens": ("completions: 16;", DEFAULT_MAX_TOKENS),
+    "presence_penalty": ("in [-2, 2]", sampling.MAX_ADDED_PENALTY),
+    "stop": ("up to 16 strings", sampling.MAX_STOP_STRINGS),
+    "logit_bias": ("up to 1,024 tokens, -100 to 100", (sampling.MAX_LOGIT_BIASES, sampling.MAX_LOGIT_BIAS)),
+    "bad_words": ("up to 128 and 4,096", (sampling.MAX_BAD_WORDS, sampling.MAX_ALLOWED_TOKEN_IDS)),
+    "top_logprobs": ("up to 20", (sampling.MAX_LOGPROBS, MAX_TOP_LOGPROBS)),
+    "cache_salt": ("up to 256 characters", MAX_TENANT_LEN),
+    "request_id": ("up to 128 characters", MAX_REQUEST_ID_LEN),
+}
+
+
+def parameters_of(row):
+    """Names in a row's first cell, without values: "tool_choice: none" is of tool_choice."""
+    return re.findall(r"`([\w-]+)(?:: [^`]+)?`", row[0])
+
+
+def test_the_table_has_every_parameter_and_no_other():
+    named = {name for row in ROWS for name in parameters_of(row)}
+    assert len(named) >= 30
+    assert named - BESIDE <= FIELDS | REFUSED.keys() | HARMLESS
+    said = DOCUMENT.partition("## Parameters")[2].partition("## Errors")[0]
+    parts = {"stream_options", "structured_outputs", "response_format"}  # a row says what is in them
+    assert parts <= named
+    in_text = {"reasoning_content", "enable_thinking"}
+    assert {name for name in FIELDS if f"`{name}`" not in said and f"`{name}:" not in said} <= in_text
+
+
+def test_rows_say_what_the_code_does_with_a_parameter():
+    for row in ROWS:
+        for name in set(parameters_of(row)) - BESIDE:
+            if row[1].startswith("refused") and "unless" not in row[1]:
+                assert name in REFUSED, row
+            elif row[1].startswith("without effect"):
+                assert name in HARMLESS, row
+            elif not row[1].startswith("refused"):
+                assert name in FIELDS, row
+    told = {name for row in ROWS for name in parameters_of(row)}
+    assert {"best_of", "suffix", "chat_template", "include_stop_str_in_output"} <= told & REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_the_table_are_those_of_the_code(name):
+    words, values = NUMBERS[name]
+    [row] = [row for row in ROWS if name in parameters_of(row) and words in row[1]]
+    said = [float(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", words)]
+    for value in values if isinstance(values, tuple) else (values,):
+        assert value in said, row
+
+
+def test_the_document_has_the_paths_that_are_served():
+    model = SimpleNamespace(name="toy", tokenizer=TOKENIZER)
+    front = SimpleNamespace(model=model, now_unix_s=lambda: 0.0, door=None)
+    made = make_app(front)._app.routes
+    routes = {(route.path.replace("{name:path}", "{name}"), min(route.methods - {"HEAD"}).lower()) for route in made}
+    document = openapi_document("toy")
+    assert routes == {(path, method) for path, methods in document["paths"].items() for method in methods}
+    listed = DOCUMENT.partition("## Parameters")[0]
+    assert all(f"{path.replace('{name}', 'NAME')}`" in listed for path, _ in routes)
+    for kind in (ChatRequest, CompletionRequest):
+        properties = document["components"]["schemas"][kind.__name__]["properties"]
+        assert kind.model_fields.keys() | REFUSED.keys() | HARMLESS == properties.keys()
+    jsonschema.Draft202012Validator.check_schema({"$defs": document["components"]["schemas"]})
+
+
+@pytest.mark.parametrize("name", sorted(LIMITS.keys() & SamplingParams.__dataclass_fields__.keys()))
+def test_limits_of_the_document_are_those_of_the_check(name):
+    """The edges of each range are good, and what lies beyond is refused."""
+    for form, limits in LIMITS[name].items():
+        if form not in ("integer", "number") or name in ("top_k", "max_tokens"):
+            continue  # -1 and 0 have a meaning over HTTP
+        more = {"max_tokens": (1 << 31) - 1} if name == "min_tokens" else {}
+        low, high = limits.get("minimum", limits.get("exclusiveMinimum")), limits["maximum"]
+        inside = [high] if "exclusiveMinimum" in limits else [low, high]
+        outside = [low if "exclusiveMinimum" in limits else low - 1, high + 1]
+        for value in inside:
+            SamplingParams(**more | {name: value}).validate(300)
+        for value in outside:
+            with pytest.raises(InvalidSampling):
+                SamplingParams(**more | {name: value}).validate(300)
+
+
+@pytest.mark.asyncio
+async def test_whose_turn_it_is(monkeypatch):
+    seen, of = [], inference._priority
+    monkeypatch.setattr(inference, "_priority", lambda asked: seen.append(of(asked)) or seen[-1])
+    async with served() as (_, client):
+        for priority in (None, 0, -1, 5, -(10**20), 10**20):
+            more = {"extra_body": {"priority": priority}}
+            await client.completions.create(model=MODEL, prompt="x", max_tokens=2, **more)
+            await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], **more)
+        with pytest.raises(openai.BadRequestError):
+            await client.completions.create(model=MODEL, prompt="x", extra_body={"priority": "high"})
+        reply = await client.get("/../openapi.json", cast_to=object)
+        assert reply == openapi_document(MODEL)
+    assert seen == [turn for turn in (NORMAL, NORMAL, HIGH, LOW, HIGH, LOW) for _ in range(2)]
 
 
 def test_every_field_of_a_request_is_in_the_document():
@@ -55,3 +172,51 @@ def test_what_changes_nothing_is_not_told_of():
     asked = CompletionRequest.model_validate_json(json.dumps({"prompt": "x", "new": 1} | dict.fromkeys(HARMLESS, "x")))
     asked.refuse_unbuilt()
     assert asked.ignored() == ["new"]
+
+
+MORE: tuple[dict, ...] = (
+    {},
+    {"n": 2, "stop": "w"},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1, "return_token_ids": True, "logprobs": 0},
+    {"echo": True, "logprobs": 1, "return_tokens_as_token_ids": True},
+    {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"stream": True, "logprobs": 1, "return_token_ids": True},
+    {"stream": True, "max_tokens": 5000},
+    {"temperature": "hot"},
+    {"model": "other"},
+)
+
+
+def fits(document, path, status, media_type, data):
+    content = document["paths"][path]["post"]["responses"][str(status)]["content"][media_type]
+    schema = content.get("x-events", content["schema"])
+    if status == 200 and "error" in data:
+        schema = {"$ref": "#/components/schemas/Error"}
+    jsonschema.Draft202012Validator(schema | {"components": document["components"]}).validate(data)
+
+
+@pytest.mark.asyncio
+async def test_replies_are_those_of_the_document():
+    document = openapi_document(MODEL)
+    async with served() as (running, _):
+        running.script.logprobs = report
+        for path, base in (("/v1/completions", {"prompt": "x"}), (FAR, {"messages": CHAT["messages"]})):
+            for more in MORE:
+                if path == FAR:
+                    if "echo" in more:
+                        continue
+                    if "logprobs" in more:
+                        more = more | {"logprobs": True, "top_logprobs": more["logprobs"]}
+                status, fields, data = await post(running.url, path, base | more)
+                media_type = fields["content-type"].partition(";")[0]
+                if isinstance(data, bytes):
+                    events = data.decode().replace("\r\n", "\n").split("data: ")[1:]
+                    assert "[DONE]" in events[-1]
+                    for event in events[:-1]:
+                        fits(document, path, status, media_type, json.loads(event.partition("\n\n")[0]))
+                else:
+                    fits(document, path, status, media_type, data)
+        for path, body in (("/tokenize", {"prompt": "x", "return_token_strs": True}), ("/detokenize", {"tokens": [1]})):
+            status, _, data = await post(running.url, path, body)
+            fits(document, path, status, "application/json", data)
