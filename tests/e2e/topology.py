@@ -149,7 +149,12 @@ class DecodeSide:
             max_queue_len=1024,
             clock=clock,
             on_fatal=fatal,
-            prefill=PrefillRunner(model, self.pool, eos_token_ids=eos_token_ids),
+            prefill=PrefillRunner(
+                model,
+                self.pool,
+                eos_token_ids=eos_token_ids,
+                grammars=GrammarCompiler(tokenizer, model.config.vocab_size),
+            ),
             **options,
         )
         self.worker.start()
