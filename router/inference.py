@@ -318,8 +318,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             NoWorker: a role has no live worker.
         """
         prefill, decode = self._members.live(PREFILL), self._members.live(DECODE)
-        require(prefill, PREFILL)
         require(decode, DECODE)
+        if not prefill and self._attempts_context.attendance.local.suffices(decode):
+            prefill = decode
+        require(prefill, PREFILL)
         return RequestLimits(
             max_model_len=min(member.state.max_model_len for member in (*prefill, *decode)),
             vocab_size=self._model.vocab_size,
