@@ -93,10 +93,9 @@ def serve(
     flags = {name: value for name, value in locals().items() if name not in ("config", "json", "more")} | more
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.resolve import read_config
-        from baton.cluster.serve import serve
+        from baton.cluster import resolve, serve
 
-        return serve(read_config(config, flags), output)
+        return serve.serve(resolve.read_config(config, flags), output)
 
     return run_command(json, body)
 

@@ -210,6 +210,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             num_draft_tokens=num_draft_tokens,
             tenant=asked.tenant,
             priority=_priority(asked),
+            split_only=asked.split_only,
             trace=None if self._tracing is None else self._tracing.begin(),
         )
 

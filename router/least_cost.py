@@ -77,7 +77,7 @@ class LeastCost:
             WorkersIncompatible: every pair is excluded.
         """
         require(decode, DECODE)
-        must = self._local.required(prefill, decode, excluded)
+        must = self._local.required(prefill, decode, excluded, request)
         if not must:
             require(prefill, PREFILL)
         now_s = self._clock.now_s()
@@ -87,7 +87,7 @@ class LeastCost:
         matched = self._match(prefill, request, now_s)
         at_prefill = self._prefill_costs(prefill, asked, matched, now_s)
         at_decode = self._decode_costs(decode, asked)
-        able = must or self._local.able(decode, excluded)
+        able = must or self._local.optional(decode, excluded, request)
         local = self._local_costs(able, at_decode, at_prefill, asked, now_s, is_must=bool(must))
         if must:
             return self._keep(min(local, key=lambda item: item[0])[1], asked, self._local.required_reason(prefill))
@@ -101,7 +101,7 @@ class LeastCost:
             least_s, member = min(local, key=lambda item: item[0])
             if least_s < self._split_s(pair, at_prefill, at_decode, asked, matched):
                 return self._keep(member, asked, "cheaper")
-        self._local.chosen(SPLIT, "cheaper" if local else "not_known" if able else "not_able")
+        self._local.chosen(SPLIT, self._local.split_reason(able, bool(local), request))
         self._send(pair, asked, at_prefill, matched, now_s, request)
         return dataclasses.replace(pair, expected_cached_len=matched.get(pair.prefill.life, 0))
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Final
 
+from baton.core.request import GenerationRequest
 from baton.router.members import Life, Member
 
 AUTO: Final = "auto"
@@ -37,7 +38,7 @@ class LocalPrefill:
         self.is_only_way = False
 
     def able(self, decode: Sequence[Member], excluded: Set[tuple[Life, Life]] = frozenset()) -> list[Member]:
-        """Decode workers that may be given a prompt."""
+        """Decode workers that can be given a prompt."""
         if self.mode == NEVER:
             return []
         return [member for member in decode if member.state.can_prefill and (member.life, member.life) not in excluded]
@@ -47,12 +48,32 @@ class LocalPrefill:
         return bool(self.able(decode))
 
     def required(
-        self, prefill: Sequence[Member], decode: Sequence[Member], excluded: Set[tuple[Life, Life]]
+        self,
+        prefill: Sequence[Member],
+        decode: Sequence[Member],
+        excluded: Set[tuple[Life, Life]],
+        request: GenerationRequest | None = None,
     ) -> list[Member]:
         """Decode workers of which one must compute the prompt; empty if a prefill worker may."""
-        if prefill and self.mode != ALWAYS:
+        if prefill and (self.mode != ALWAYS or _is_split_only(request)):
             return []
         return self.able(decode, excluded)
+
+    def optional(
+        self, decode: Sequence[Member], excluded: Set[tuple[Life, Life]], request: GenerationRequest | None
+    ) -> list[Member]:
+        """Decode workers that may compute the prompt, where a prefill worker may, too."""
+        return [] if _is_split_only(request) else self.able(decode, excluded)
+
+    def split_reason(self, able: Sequence[Member], known: bool, request: GenerationRequest | None) -> str:
+        """Why a prefill worker was chosen: of these decode workers that may, the costs of some are known, or not."""
+        if self.mode == NEVER:
+            return NEVER
+        if _is_split_only(request):
+            return "asked"
+        if not able:
+            return "not_able"
+        return "cheaper" if known else "not_known"
 
     def chosen(self, path: str, reason: str) -> None:
         """An attempt goes this way."""
@@ -64,3 +85,7 @@ class LocalPrefill:
     def required_reason(self, prefill: Sequence[Member]) -> str:
         """Why `required` named any."""
         return ALWAYS if prefill else ONLY_WAY
+
+
+def _is_split_only(request: GenerationRequest | None) -> bool:
+    return request is not None and request.split_only

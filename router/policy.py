@@ -89,7 +89,7 @@ class RoundRobin:
             WorkersIncompatible: every pair is excluded; no turn is taken.
         """
         require(decode, DECODE)
-        able = self._local.required(prefill, decode, excluded)
+        able = self._local.required(prefill, decode, excluded, request)
         if able:
             member = self._in_turn(able, DECODE)[0]
             self._last[DECODE] = member.state.worker_id
