@@ -62,7 +62,7 @@ def format_status(data: dict[str, Any]) -> str:
     lines = [summary, format_table(header, rows), *([format_decode(data["decode"])] if data["decode"] else [])]
     for pair in data["refused_pairs"]:
         lines.append(f"{pair['prefill_worker']} and {pair['decode_worker']} are not paired: {pair['reason']}")
-    lines += local_lines(data["local_prefill"])
+    lines += local_lines(data.get("local_prefill"))
     for one in data["quarantined"]:
         workers = ", ".join(one["workers"])
         lines.append(f"request {one['fingerprint']} is refused for {one['left_s']:.0f} s: {workers} died of it")
