@@ -93,6 +93,20 @@ class RoutedDeployment:
         except TimeoutError:
             raise WorkerStartFailed("a worker of the bench did not report in time", timed_out=True) from None
 
+    def set_local_prefill(self, mode: str) -> None:
+        """Whether decode workers compute prompts (`router.local_prefill`), from the next request on."""
+        assert self._router is not None
+        self._router.local.mode = mode
+
+    async def heard(self) -> None:
+        """Wait until every worker has reported again."""
+        assert self._router is not None
+        members = self._router.members
+        before = {member.life: member.heartbeat_s for role in (PREFILL, DECODE) for member in members.live(role)}
+        async with asyncio.timeout(START_LIMIT_S):
+            while not all(members.heard_since(life, moment_s) for life, moment_s in before.items()):
+                await asyncio.sleep(LOOK_S / 5)
+
     async def close(self) -> None:
         """End the workers, then the router."""
         for remote in self._remotes:

@@ -64,12 +64,13 @@ class AsyncBatonClient:
         sampling: Sampling | None = None,
         model: str = "",
         tenant: str = "",
+        split_only: bool = False,
     ) -> AsyncIterator[inference_pb2.GenerateChunk]:
         """Chunks of one answer, or of `n` side by side, each of its `choice`; the last of each has `finish`.
 
         Closing the iterator cancels the request.
         """
-        request = generate_request(prompt, token_ids, sampling, model, tenant)
+        request = generate_request(prompt, token_ids, sampling, model, tenant, split_only=split_only)
         attempts = CallAttempts(self._retry, self._timeout_s)
         while True:
             stream: Any = self._inference.Generate(request, timeout=attempts.left_s, metadata=self._metadata)

@@ -24,7 +24,13 @@ OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_messag
 
 
 def generate_request(
-    prompt: str | None, token_ids: Sequence[int] | None, sampling: Sampling | None, model: str, tenant: str = ""
+    prompt: str | None,
+    token_ids: Sequence[int] | None,
+    sampling: Sampling | None,
+    model: str,
+    tenant: str = "",
+    *,
+    split_only: bool = False,
 ) -> inference_pb2.GenerateRequest:
     """The message for one answer. Without `sampling` the server's defaults hold, a fresh seed among them.
 
@@ -36,7 +42,9 @@ def generate_request(
     """
     if prompt is not None and token_ids is not None:
         raise ConflictingOptions("give a text or token ids, not both")
-    message = inference_pb2.GenerateRequest(model=checked_text(model, "model"), tenant=checked_text(tenant, "tenant"))
+    message = inference_pb2.GenerateRequest(
+        model=checked_text(model, "model"), tenant=checked_text(tenant, "tenant"), split_only=split_only
+    )
     if isinstance(sampling, SamplingParams):
         sampling = wire.sampling_to_proto(sampling)
     if sampling is not None:

@@ -64,12 +64,13 @@ class BatonClient:
         sampling: Sampling | None = None,
         model: str = "",
         tenant: str = "",
+        split_only: bool = False,
     ) -> Iterator[inference_pb2.GenerateChunk]:
         """Chunks of one answer, or of `n` side by side, each of its `choice`; the last of each has `finish`.
 
         Dropping the iterator cancels the request.
         """
-        request = generate_request(prompt, token_ids, sampling, model, tenant)
+        request = generate_request(prompt, token_ids, sampling, model, tenant, split_only=split_only)
         return self._chunks(request)
 
     def generate_text(

@@ -91,6 +91,46 @@ def bench_routing(output: Output, **asked: Any) -> ExitCode:
     return ExitCode.OK if all(check["holds"] for check in data["checks"]) else ExitCode.PARTIAL
 
 
+def bench_crossover(output: Output, *, plot: Path | None, **asked: Any) -> ExitCode:
+    """Measure where prompts are computed best. PARTIAL when a promise is broken.
+
+    Raises:
+        ConfigInvalid: a value that does not exist.
+        PackageMissing: `plot` without matplotlib.
+        WorkerStartFailed: a worker did not come up.
+    """
+    from baton.bench.crossover import bench_crossover as measure
+    from baton.bench.crossover import read_options
+    from baton.bench.plot import require_plot
+    from baton.bench.plot_crossover import plot_crossover
+    from baton.cluster.resolve import find_model
+
+    options = read_options(**asked)
+    if plot is not None:
+        require_plot(plot)
+    data = measure(options, find_model("tiny").path, output.note)
+    if plot is not None:
+        plot_crossover(data["rows"], plot)
+    output.emit(data, format_crossover(data))
+    return ExitCode.OK if all(check["holds"] for check in data["checks"]) else ExitCode.PARTIAL
+
+
+def format_crossover(data: dict[str, Any]) -> str:
+    """What a person reads."""
+    keys = ("ttft_ms", "second_ms", "beside_itl_ms", "beside_gap_ms", "local_share")
+    order = ("workload", "load", "prompt_len", "system")
+    rows = [
+        (*(str(row[key]) for key in order), *(_range(row, key) for key in keys))
+        for row in sorted(data["rows"], key=lambda row: tuple(row[key] for key in order))
+    ]
+    ways = [
+        f"{one['workload']}, {one['load']}: "
+        + (f"split is faster from {one['split_is_faster_from']} tokens on" if one["split_is_faster_from"] else "local")
+        for one in data["crossovers"]
+    ]
+    return "\n".join([format_table((*order, *keys), rows), *ways, *_verdicts(data)])
+
+
 def format_routing(data: dict[str, Any]) -> str:
     """What a person reads."""
     keys = ("hit_rate", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "queue_mean_ms", "requests_per_s")

@@ -95,3 +95,23 @@ def bench_routing(
         return bench_routing(output, **asked)
 
     return run_command(json, body)
+
+
+@app.command("crossover")
+def bench_crossover(
+    lengths: Annotated[str, typer.Option(help="comma-separated: tokens of prompts")] = "4,16,48,96,192,400,800",
+    streams: Annotated[int, typer.Option(help="that decode beside the prompts of half of the runs")] = 4,
+    rounds: Annotated[int, typer.Option(help="how often everything is measured")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="of prompts and their order")] = 0,
+    plot: Annotated[Path | None, _option("draw the rows into a .png, .svg or .pdf (needs matplotlib)")] = None,
+    json: Json = False,
+) -> int:
+    """Measure prompts on prefill workers and on decode workers, and what the router chooses, on this machine's CPUs."""
+    asked = {name: value for name, value in locals().items() if name not in ("json", "plot")}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.bench import bench_crossover
+
+        return bench_crossover(output, plot=plot, **asked)
+
+    return run_command(json, body)

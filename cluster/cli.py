@@ -68,6 +68,7 @@ def serve(
     max_num_seqs: Annotated[Count, _option("sequences a decode worker runs at once  [16]")] = None,
     max_queue_len: Annotated[Count, _option("requests the router holds; more are refused  [256]")] = None,
     routing: Annotated[Text, _option("prefix|least_cost|round_robin: how workers are chosen  [prefix]")] = None,
+    local_prefill: Annotated[Text, _option("auto|never|always: prompts that decode workers compute  [auto]")] = None,
     max_wait_s: Annotated[float | None, _option("requests that would wait longer are refused  [30]")] = None,
     chunk_len: Annotated[Count, _option("prompt tokens per prefill step  [256]")] = None,
     prefix_cache: Annotated[bool | None, _option("keep prompts' KV for those that begin alike  [on]")] = None,
@@ -92,10 +93,9 @@ def serve(
     flags = {name: value for name, value in locals().items() if name not in ("config", "json", "more")} | more
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.resolve import read_config
-        from baton.cluster.serve import serve
+        from baton.cluster import resolve, serve
 
-        return serve(read_config(config, flags), output)
+        return serve.serve(resolve.read_config(config, flags), output)
 
     return run_command(json, body)
 

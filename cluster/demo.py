@@ -33,6 +33,7 @@ CONFIG = {
     "numerics": "invariant",
     "dtype": "float32",
     "chunk_len": 128,
+    "local_prefill": "never",  # what it shows is the hand-over
     "start_timeout_s": 60,
 }
 

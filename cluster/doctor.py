@@ -69,7 +69,7 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     findings = list(check_all(grpc_port))
     if selftest:
         findings.append(check_numerics())
-    findings += [] if status is None else [*check_ranks(status), *check_graphs(status)]
+    findings += [] if status is None else [*check_ranks(status), *check_graphs(status), *check_prefill(status)]
     findings += [check_path(path) for path in found]
     seen = [] if status is None or address is None else list(wires(address, status, current_access().tls.ca_file))
     findings += [check_wire(wire) for wire in seen]
@@ -209,6 +209,13 @@ def check_ranks(status: admin_pb2.StatusReply) -> list[Finding]:
         for worker in status.workers
         if worker.alive and len(worker.state.rank_pids) > 1
     ]
+
+
+def check_prefill(status: admin_pb2.StatusReply) -> Iterator[Finding]:
+    """Whether decode workers do the prefill workers' work, because there are none."""
+    if status.local_prefill.only_way:
+        detail = "none is alive: decode workers compute prompts, and streams wait for them"
+        yield Finding("prefill workers", "warn", detail, "look at their logs; `baton scale` starts more")
 
 
 def check_graphs(status: admin_pb2.StatusReply) -> list[Finding]:

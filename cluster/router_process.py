@@ -27,6 +27,7 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
         "weights": config.weights,
         "max-queue-len": config.max_queue_len,
         "routing": config.routing,
+        "local-prefill": config.local_prefill,
         "max-wait-s": config.max_wait_s,
         "request-timeout-s": config.request_timeout_s,
         "max-migrations": config.max_migrations if config.migration else 0,

@@ -62,6 +62,7 @@ def format_status(data: dict[str, Any]) -> str:
     lines = [summary, format_table(header, rows), *([format_decode(data["decode"])] if data["decode"] else [])]
     for pair in data["refused_pairs"]:
         lines.append(f"{pair['prefill_worker']} and {pair['decode_worker']} are not paired: {pair['reason']}")
+    lines += local_lines(data.get("local_prefill"))
     for one in data["quarantined"]:
         workers = ", ".join(one["workers"])
         lines.append(f"request {one['fingerprint']} is refused for {one['left_s']:.0f} s: {workers} died of it")
@@ -78,3 +79,15 @@ def alive_cell(worker: dict[str, Any]) -> str:
 def ranks_cell(pids: list[int]) -> str:
     """How many ranks a worker has and, of a gang, their processes in rank order."""
     return f"{len(pids)} ({', '.join(map(str, pids))})" if len(pids) > 1 else "1"
+
+
+def local_lines(local: dict[str, Any] | None) -> list[str]:
+    """How many prompts went which way and why, once any went to a decode worker; and whether that is the only way."""
+    choices = {} if local is None else local["num_choices"]
+    lines = []
+    if any(name.startswith("local") for name in choices):
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(choices.items()))
+        lines.append(f"prompts by the way they went: {counts}")
+    if local is not None and local["only_way"]:
+        lines.append("no prefill worker is alive: decode workers compute prompts")
+    return lines

@@ -30,6 +30,7 @@ MAX_DRAFTS = 4  # drafts per step that a deployment may be started with; `auto` 
 TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
 SchedulingName = Literal["async", "sync"]
 RoutingName = Literal["prefix", "least_cost", "round_robin"]
+LocalPrefillName = Literal["auto", "never", "always"]
 
 
 class ServeConfig(BaseModel):
@@ -106,6 +107,10 @@ class ServeConfig(BaseModel):
     max_queue_len: int = Field(256, ge=1, le=100_000, description="requests the router holds; more are refused")
     routing: RoutingName = Field(
         "prefix", description="prefix: least cost with what is cached where; least_cost: by load alone; round_robin"
+    )
+    local_prefill: LocalPrefillName = Field(
+        "auto",
+        description="auto: decode workers compute prompts where that costs less, or nobody else can; never; always",
     )
     max_wait_s: float = Field(
         30.0, gt=0, le=MAX_TIMEOUT_S, description="requests that would wait longer for their turn are refused"

@@ -39,6 +39,7 @@ class RouterMetrics:
         )
         self.num_streams_open = Gauge("baton_num_streams_open", "Requests open at the router", registry=self._registry)
         self.requests_finished = self._counter("requests_finished", "Requests that ended well", "reason")
+        self.answers = self._counter("answers", "Answers that ended well: split, local or prefill", "path")
         self.requests_failed = self._counter("requests_failed", "Requests that ended with an error", "error")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens whose KV the prefill worker had already")

@@ -47,6 +47,7 @@ class GenerationRequest:
             prefilled, and the answer goes on behind them. `sampling` counts them as generated.
         priority: where the router makes it wait: 0 low, 1 normal, 2 high.
         trace: the span that this is done for; None if none is recorded.
+        split_only: whether a prefill worker computes its prompt wherever there is one.
     """
 
     key: AttemptKey
@@ -59,6 +60,7 @@ class GenerationRequest:
     num_forced: int = 0
     priority: int = 1
     trace: TraceContext | None = None
+    split_only: bool = False
 
     @property
     def prompt_len(self) -> int:

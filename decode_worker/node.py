@@ -175,6 +175,7 @@ class DecodeNode:
             clock_id=clock_id(),
             speculation=self._speculation(),
             max_num_seqs=self.config.max_num_seqs,
+            can_prefill=True,
         )
 
     def rank_pids(self) -> list[int]:
@@ -260,7 +261,7 @@ class DecodeRank:
 def _runners(
     config: WorkerConfig, loaded: LoadedWorker, channel: PlanChannel | None
 ) -> tuple[DecodeRunner, PrefillRunner]:
-    """What decodes, and what computes again the KV of sequences that were preempted."""
+    """What decodes, and what computes prompts here, and again the KV of sequences that were preempted."""
     group = None if channel is None else channel.communicator
     step = graphed_step(
         loaded.model,
@@ -284,7 +285,8 @@ def _runners(
         host_kv_bytes=config.host_kv_bytes,
         step=step,
     )
-    return decode, PrefillRunner(loaded.model, loaded.pool, group, eos_token_ids=eos_token_ids)
+    prefill = PrefillRunner(loaded.model, loaded.pool, group, eos_token_ids=eos_token_ids, grammars=loaded.grammars)
+    return decode, prefill
 
 
 def _region_name(region: SharedRegion) -> bytes:

@@ -1,7 +1,8 @@
 """How preempted sequences leave the slots of a decode worker, and how they come back.
 
 Those whose KV was saved run again as soon as they have blocks; the others are computed again first, between steps. All
-of them go before anybody who has not started.
+of them go before anybody who has not started. Prompts that are computed here from the beginning take the same way from
+their slot on.
 """
 
 import bisect
@@ -9,7 +10,8 @@ from collections.abc import Sequence
 
 from baton.core.request import AttemptKey
 from baton.decode_worker.recompute import Recompute, start_of
-from baton.decode_worker.scheduler import DecodeScheduler, DecodeSequence
+from baton.decode_worker.scheduler import DecodeScheduler
+from baton.decode_worker.sequence import DecodeSequence
 from baton.engine.decode import DecodeRunner
 from baton.engine.gang import LeadDecode
 from baton.engine.preemption import Preemption, table_of
@@ -71,7 +73,7 @@ class Returns:
                 self._preemption.load(sequence, sequence.slot)
 
     def compute(self) -> bool:
-        """Compute a chunk again, if there is anything and no step is in flight; False: launch none, so that it will."""
+        """Compute a chunk, if there is anything and no step is in flight; False: launch none, so that it will."""
         computing = self._scheduler.computing()
         if not computing:
             return True
@@ -81,7 +83,9 @@ class Returns:
         self._runner.drain()  # copies of KV, too
         self._runner.meter.interrupt()
         self._steps.disturb()
-        for sequence, start in self._recompute.step(computing):
+        for sequence, start in self._recompute.step(computing, holds_up=bool(self._scheduler.running())):
+            if not sequence.token_ids:
+                sequence.token_ids.append(start.first_token)
             self._run(sequence, start)
         return True
 

@@ -5,6 +5,9 @@ The life of a request here: ATTENDING (the router listens; nothing is held) -> L
 once, but its blocks are quarantined until nothing can write them; one that ends while RUNNING keeps its slot and blocks
 until no step has it. RESERVEs wait first come, first served, and hold nothing while they wait.
 
+One whose prompt is computed here (`is_local`) waits for blocks in the same line, by itself. Then it is READY for a slot
+without a landing, and COMPUTING until its first token is known.
+
 With `overcommit` a grant is of blocks for the prompt and the first step, and sequences grow as they run. One that gives
 way (`engine.preemption`) is PREEMPTED: it holds nothing here, and is served before any RESERVE; it runs again at once
 if its KV was saved, else it is COMPUTING first.
@@ -13,102 +16,20 @@ if its KV was saved, else it is COMPUTING first.
 import bisect
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
-from baton.core.request import AttemptKey, GenerationRequest, SpeculationCounts
-from baton.decode_worker.times import DecodeTimes
-from baton.engine.finish import FinishChecker
-from baton.engine.preemption import MAX_PREEMPTIONS, table_of
+from baton.core.request import AttemptKey
+from baton.decode_worker.sequence import DecodeSequence, DecodeState, DecodeStream
+from baton.engine.preemption import table_of
 from baton.engine.prefill import SequenceStart
 from baton.engine.slots import Growth
 from baton.kvcache.allocator import BlockAllocator, BlockTable
-from baton.kvcache.host_ranges import HostRange
 from baton.kvtransfer.landing import ReserveWanted, Sealed
-from baton.proto import worker_pb2
-from baton.worker.stream import EventSink
+
+__all__ = ["DecodeScheduler", "DecodeSequence", "DecodeState", "DecodeStream"]
 
 MAX_ENDED = 4096  # attempts remembered after they ended, so that a late RESERVE is refused and not parked
 
-DecodeStream = EventSink[worker_pb2.DecodeEvent]
-
-
-class DecodeState(Enum):
-    """Where a request is on its way through the decode worker."""
-
-    ATTENDING = auto()
-    LANDING = auto()
-    READY = auto()
-    RUNNING = auto()
-    PREEMPTED = auto()
-    COMPUTING = auto()
-    ENDED = auto()
-
-
 _WAITS_FOR = {DecodeState.LANDING: "transfer", DecodeState.READY: "slot", DecodeState.PREEMPTED: "preempted"}
-
-
-@dataclass(slots=True, eq=False)
-class DecodeSequence:
-    """One request on a decode worker."""
-
-    request: GenerationRequest
-    stream: DecodeStream
-    checker: FinishChecker
-    state: DecodeState = DecodeState.ATTENDING
-    table: BlockTable | None = None
-    sealed: Sealed | None = None
-    start: SequenceStart | None = None
-    slot: int = -1
-    order: int = -1  # of grants
-    token_ids: list[int] = field(default_factory=list)  # of the output so far, the first one included, none forced
-    handoff_ms: float = 0.0
-    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
-    is_giving_way: bool = False
-    saved: HostRange | None = None
-    num_lost: int = 0
-    num_preemptions: int = 0
-    num_scripted: int = 0  # of those, some that a test asked for
-    num_computed: int = 0  # positions, while it is computed again
-    times: DecodeTimes = field(default_factory=DecodeTimes)
-
-    @property
-    def key(self) -> AttemptKey:
-        """Identity of the attempt."""
-        return self.request.key
-
-    @property
-    def num_output(self) -> int:
-        """Tokens of the output so far, without those of earlier attempts."""
-        return len(self.token_ids)
-
-    @property
-    def step_len(self) -> int:
-        """Positions it occupies once its next decode step is done, whatever that accepts."""
-        num_tokens = self.request.prompt_len + max(1, len(self.token_ids))
-        return min(num_tokens + self.request.num_draft_tokens, self.request.capacity_len)
-
-    @property
-    def is_protected(self) -> bool:
-        """Whether it has been preempted often enough."""
-        return self.num_preemptions >= MAX_PREEMPTIONS
-
-    @property
-    def runner_slot(self) -> int | None:
-        """Where the runner has it, if it decodes."""
-        return self.slot if self.state is DecodeState.RUNNING else None
-
-    @property
-    def num_kv(self) -> int:
-        """Positions whose KV is in its blocks, all steps read."""
-        if self.state is DecodeState.COMPUTING:
-            return self.num_computed
-        return self.request.prompt_len + max(0, len(self.token_ids) - 1)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether its prompt is computed."""
-        return self.state in (DecodeState.READY, DecodeState.RUNNING)
 
 
 class DecodeScheduler:
@@ -120,7 +41,7 @@ class DecodeScheduler:
         self._overcommit = overcommit
         self._free_slots = deque(range(max_num_seqs))
         self._sequences: dict[AttemptKey, DecodeSequence] = {}
-        self._reserves: deque[ReserveWanted] = deque()
+        self._asks: deque[ReserveWanted | DecodeSequence] = deque()  # for blocks
         self._ready: deque[DecodeSequence] = deque()
         self._ended: OrderedDict[AttemptKey, None] = OrderedDict()
         self._quarantined: dict[AttemptKey, BlockTable] = {}
@@ -138,6 +59,8 @@ class DecodeScheduler:
         """A stream for this attempt was opened."""
         assert sequence.key not in self._sequences
         self._sequences[sequence.key] = sequence
+        if sequence.is_local:
+            self._asks.append(sequence)
 
     def get(self, key: AttemptKey) -> DecodeSequence | None:
         """The sequence of `key`, if it is here."""
@@ -153,7 +76,7 @@ class DecodeScheduler:
 
     def num_waiting(self) -> dict[str, int]:
         """Sequences that do not run yet, by what they wait for, in the order of their lives. Any thread."""
-        asking = {reserve.attempt for reserve in tuple(self._reserves)}
+        asking = {ask.key if isinstance(ask, DecodeSequence) else ask.attempt for ask in tuple(self._asks)}
         waiting = dict.fromkeys(("prefill", "blocks", *_WAITS_FOR.values()), 0)
         for sequence in self.sequences():
             if sequence.state is DecodeState.ATTENDING:
@@ -168,52 +91,66 @@ class DecodeScheduler:
         return len(self._running) + len(self._giving_way) + len(self._computing) + self._num_leaving
 
     def want(self, reserve: ReserveWanted) -> bool:
-        """Queue a prefill worker's RESERVE; False, and not queued, when its attempt has ended here."""
-        if reserve.attempt in self._ended:
+        """Queue a prefill worker's RESERVE; False, and not queued, when its attempt has ended here, or needs none."""
+        sequence = self._sequences.get(reserve.attempt)
+        if reserve.attempt in self._ended or (sequence is not None and sequence.is_local):
             return False
-        self._reserves.append(reserve)
+        self._asks.append(reserve)
         return True
 
     def open_reserves(self) -> Iterable[tuple[ReserveWanted, DecodeSequence]]:
         """RESERVEs whose stream is open, oldest first."""
-        for reserve in tuple(self._reserves):
-            sequence = self._sequences.get(reserve.attempt)
-            if sequence is not None and sequence.state is DecodeState.ATTENDING:
-                yield reserve, sequence
+        for ask, sequence in self._open_asks():
+            if isinstance(ask, ReserveWanted):
+                yield ask, sequence
 
     def next_grant(self) -> DecodeSequence | None:
         """The oldest RESERVE that can be granted now, with its blocks taken; None when none can.
 
         A RESERVE whose stream is not open yet does not hold up those behind it; one that waits for blocks does, so
-        that a long prompt is not starved by short ones. None is granted while a preempted sequence waits.
+        that a long prompt is not starved by short ones. None is granted while a preempted sequence waits. Sequences
+        that are computed here have their turns between, and are not returned.
         """
         if self._preempted:
             return None
-        for reserve, sequence in self.open_reserves():
+        for ask, sequence in self._open_asks():
             table = self._reserve(sequence)
             if table is None:
                 return None
-            self._reserves.remove(reserve)
+            self._asks.remove(ask)
             sequence.table = table
-            sequence.state = DecodeState.LANDING
             sequence.order = self._num_granted
             self._num_granted += 1
-            return sequence
+            if not sequence.is_local:
+                sequence.state = DecodeState.LANDING
+                return sequence
+            sequence.state = DecodeState.READY
+            self._ready.append(sequence)
         return None
+
+    def _open_asks(self) -> Iterable[tuple[ReserveWanted | DecodeSequence, DecodeSequence]]:
+        """Who asks for blocks and can use them, oldest first."""
+        for ask in tuple(self._asks):
+            if isinstance(ask, DecodeSequence):
+                yield ask, ask
+                continue
+            sequence = self._sequences.get(ask.attempt)
+            if sequence is not None and sequence.state is DecodeState.ATTENDING and not sequence.is_local:
+                yield ask, sequence
+
+    def _take_reserves(self, is_gone: Callable[[ReserveWanted], bool]) -> list[ReserveWanted]:
+        gone = [ask for ask in self._asks if isinstance(ask, ReserveWanted) and is_gone(ask)]
+        for reserve in gone:
+            self._asks.remove(reserve)
+        return gone
 
     def expired_reserves(self, now_s: float) -> Iterable[ReserveWanted]:
         """RESERVEs whose time to be answered has passed; they leave the queue."""
-        late = [reserve for reserve in self._reserves if reserve.deadline_s <= now_s]
-        for reserve in late:
-            self._reserves.remove(reserve)
-        return late
+        return self._take_reserves(lambda reserve: reserve.deadline_s <= now_s)
 
     def drop_reserves(self, key: AttemptKey) -> list[ReserveWanted]:
         """Take the RESERVEs of an attempt that ended out of the queue."""
-        gone = [reserve for reserve in self._reserves if reserve.attempt == key]
-        for reserve in gone:
-            self._reserves.remove(reserve)
-        return gone
+        return self._take_reserves(lambda reserve: reserve.attempt == key)
 
     def seal(self, sequence: DecodeSequence, sealed: Sealed, start: SequenceStart | None) -> None:
         """The landing is complete and verified; the sequence waits for a slot, if its commit made sense."""
@@ -226,13 +163,22 @@ class DecodeScheduler:
             self._ready.append(sequence)
 
     def next_admission(self) -> DecodeSequence | None:
-        """The oldest ready sequence, given a slot; None when there is none, or no slot."""
-        if not self._ready or not self._free_slots:
-            return None
-        sequence = self._ready.popleft()
-        sequence.slot = self._free_slots.popleft()
-        self.run(sequence)
-        return sequence
+        """The oldest ready sequence, given a slot; None when there is none, or no slot.
+
+        Those whose prompts are still to be computed get theirs on the way, and are COMPUTING then.
+        """
+        while self._ready and self._free_slots:
+            sequence = self._ready.popleft()
+            sequence.slot = self._free_slots.popleft()
+            if sequence.is_whole:
+                self.run(sequence)
+                return sequence
+            self._compute(sequence)
+        return None
+
+    def _compute(self, sequence: DecodeSequence) -> None:
+        sequence.state, sequence.num_computed = DecodeState.COMPUTING, 0
+        bisect.insort(self._computing, sequence, key=_order)
 
     def run(self, sequence: DecodeSequence) -> None:
         """A sequence that has a slot takes part in steps from now on."""
@@ -251,12 +197,11 @@ class DecodeScheduler:
             return None
         sequence = self._preempted.pop(0)
         sequence.table, sequence.slot = table, self._free_slots.popleft()
-        sequence.state, sequence.num_computed = DecodeState.COMPUTING, 0
-        bisect.insort(self._computing, sequence, key=_order)
+        self._compute(sequence)
         return sequence
 
     def computing(self) -> Sequence[DecodeSequence]:
-        """Sequences whose KV is to be computed again, in order of grants."""
+        """Sequences whose KV is to be computed here, in order of grants."""
         return tuple(self._computing)
 
     def running(self) -> Sequence[DecodeSequence]:
@@ -306,9 +251,9 @@ class DecodeScheduler:
             self._leave(sequence)
         if sequence.saved is None:
             sequence.start = None  # its hidden state belongs to what is lost
-        if sequence.num_preemptions == 1:
+        if sequence.num_preemptions == 1 and not sequence.is_local:
             self._dropped.append(sequence.key)
-        sequence.state = DecodeState.PREEMPTED
+        sequence.state, sequence.num_computed = DecodeState.PREEMPTED, 0
         sequence.is_giving_way = False
         sequence.table, sequence.slot = None, -1
         bisect.insort(self._preempted, sequence, key=_order)
@@ -353,6 +298,8 @@ class DecodeScheduler:
             self._ended.popitem(last=False)
         if sequence in self._ready:
             self._ready.remove(sequence)
+        elif sequence in self._asks:
+            self._asks.remove(sequence)
         elif sequence.state is DecodeState.PREEMPTED:
             self._preempted.remove(sequence)
         elif sequence.slot >= 0:

@@ -29,7 +29,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             attempt = request_from_attend(request, self._clock.now_s())
             if attempt.sampling.grammar is not None:
                 await asyncio.to_thread(self._worker.check, attempt)  # other streams go on while it compiles
-            self._worker.attend(attempt, stream)
+            self._worker.attend(attempt, stream, prefill_here=request.prefill_here)
         except BatonError as error:
             await abort_with(context, error)
         try:

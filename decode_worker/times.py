@@ -16,12 +16,16 @@ class DecodeTimes:
     Attributes:
         attended_s: the router's stream was opened.
         granted_s: blocks were granted.
-        admitted_s: it got its first slot.
+        computing_s: of a prompt that is computed here, its first chunk was begun.
+        first_token_s: likewise, its first token was known.
+        admitted_s: it took part in steps from here on.
         first_s: the first step's tokens were ready.
     """
 
     attended_s: float = 0.0
     granted_s: float = 0.0
+    computing_s: float = 0.0
+    first_token_s: float = 0.0
     admitted_s: float = 0.0
     first_s: float = 0.0
 
@@ -46,5 +50,14 @@ def decode_start(times: DecodeTimes, sealed: Sealed) -> worker_pb2.DecodeStart:
         landed_ns=int(1e9 * here_s),
         verification_ms=1e3 * (sealed.sealed_s - here_s),
         admission_ms=1e3 * (times.admitted_s - sealed.sealed_s),
+        step_ms=1e3 * (times.first_s - times.admitted_s),
+    )
+
+
+def local_start(times: DecodeTimes) -> worker_pb2.DecodeStart:
+    """The same where the prompt was computed here: nothing was handed over."""
+    return worker_pb2.DecodeStart(
+        draft_ms=1e3 * (times.admitted_s - times.first_token_s),
+        landed_ns=int(1e9 * times.admitted_s),
         step_ms=1e3 * (times.first_s - times.admitted_s),
     )

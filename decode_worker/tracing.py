@@ -4,7 +4,7 @@ import functools
 
 from baton.core.span import SERVER, Attribute, SpanBatch, Tracer
 from baton.core.trace_context import TraceContext
-from baton.decode_worker.scheduler import DecodeSequence
+from baton.decode_worker.sequence import DecodeSequence
 from baton.decode_worker.times import landed_s
 
 
@@ -27,7 +27,10 @@ def _make(context: TraceContext, sequence: DecodeSequence, now_s: float, error: 
         "num_preemptions": sequence.num_preemptions,
     }
     batch.add(context, "decode", times.attended_s, now_s, kind=SERVER, error=error, attributes=about)
-    if sealed is None:
+    if sequence.is_local:
+        batch.child(context, "decode.queue", times.attended_s, times.computing_s)
+        batch.child(context, "decode.prefill", times.computing_s, times.admitted_s)
+    elif sealed is None:
         batch.child(context, "landing", times.granted_s, now_s)
     else:
         batch.child(context, "landing", times.granted_s, landed_s(sealed), {"bytes_landed": sealed.bytes_landed})

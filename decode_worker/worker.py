@@ -11,18 +11,21 @@ from collections.abc import Callable, Sequence
 
 from baton.core.clock import Clock
 from baton.core.config import SchedulingName
-from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded, TransferFailed
+from baton.core.errors import BatonError, InvalidRequest, RequestCancelled, RequestDeadlineExceeded, TransferFailed
 from baton.core.logprobs import TokenLogprobs
+from baton.core.pace import PrefillPace
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.span import Tracer
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_attempt
-from baton.decode_worker.events import token_event
-from baton.decode_worker.graph_counts import graph_counts
+from baton.decode_worker.chunk_budget import ChunkBudget
+from baton.decode_worker.events import first_token_event, prompt_logprobs_event, token_event
 from baton.decode_worker.handover import check_reserve, sequence_start
-from baton.decode_worker.recompute import Prefill, Recompute
+from baton.decode_worker.inventory import decode_inventory
+from baton.decode_worker.recompute import Computed, Prefill, Recompute
 from baton.decode_worker.returns import Returns, admit
-from baton.decode_worker.scheduler import DecodeScheduler, DecodeSequence, DecodeState, DecodeStream
+from baton.decode_worker.scheduler import DecodeScheduler
+from baton.decode_worker.sequence import DecodeSequence, DecodeState, DecodeStream
 from baton.decode_worker.tracing import trace_decode
 from baton.engine.decode import DecodeRunner
 from baton.engine.finish import FinishChecker
@@ -37,10 +40,8 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed
 from baton.proto import kv_pb2, worker_pb2
-from baton.proto.step_wire import report_to_proto, waiting_to_proto
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
-from baton.worker.transfer_counts import landing_counts
 
 FINISHED = "finished"
 
@@ -86,8 +87,8 @@ class DecodeWorker:
         self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size)
         self._scheduler = DecodeScheduler(self._allocator, max_num_seqs, overcommit=overcommit)
         self._preemption = Preemption(self._allocator, self._scheduler, runner, self._steps)
-        recompute = None if prefill is None else Recompute(prefill, chunk_len)
-        self._returns = Returns(self._scheduler, self._preemption, self._steps, runner, recompute, preempt_at)
+        self._recompute = None if prefill is None else self._make_recompute(prefill, chunk_len)
+        self._returns = Returns(self._scheduler, self._preemption, self._steps, runner, self._recompute, preempt_at)
         capacity_len = pool.num_blocks * pool.layout.block_size
         self._limits = dataclasses.replace(limits, decode_capacity_len=capacity_len)
         self._gate = Gate("the decode worker is full", max_queue_len)
@@ -96,6 +97,13 @@ class DecodeWorker:
         self._num_failed = 0
         self._loop = LoopThread("decode-loop", self._step, on_fatal)
         landing.wakeup = self._loop.wake
+
+    def _make_recompute(self, prefill: Prefill, chunk_len: int) -> Recompute:
+        pace, meter = PrefillPace(), self._runner.meter
+        budget = ChunkBudget(chunk_len, pace, lambda: meter.times()[0])
+        return Recompute(
+            prefill, chunk_len, budget=budget, pace=pace, on_computed=self._publish_computed, clock=self._clock
+        )
 
     def start(self) -> None:
         """Begin to serve."""
@@ -110,17 +118,20 @@ class DecodeWorker:
             sequence.stream.end(RequestCancelled("the decode worker is shutting down"))
         self._landing.close()
 
-    def attend(self, request: GenerationRequest, stream: DecodeStream) -> None:
-        """Expect this attempt's landing and send its tokens to `stream`. Allocates nothing.
+    def attend(self, request: GenerationRequest, stream: DecodeStream, *, prefill_here: bool = False) -> None:
+        """Expect this attempt's landing, or compute its prompt here; tokens go to `stream`. Allocates nothing.
 
         Raises:
             InvalidRequest: it can never be served here.
             Overloaded: too many streams are open.
         """
+        if prefill_here and self._recompute is None:
+            raise InvalidRequest("this decode worker computes no prompts", field="prefill_here")
         self.check(request)
         checker = FinishChecker.of(request, self._tokenizer)
         self._gate.enter()
-        self._loop.post(lambda: self._add(DecodeSequence(request, stream, checker)), always=True)
+        sequence = DecodeSequence(request, stream, checker, is_local=prefill_here)
+        self._loop.post(lambda: self._add(sequence), always=True)
 
     def check(self, request: GenerationRequest) -> None:
         """What `attend` checks first; a new grammar is compiled, which may take a while. Any thread.
@@ -142,38 +153,17 @@ class DecodeWorker:
 
     def inventory(self) -> worker_pb2.Inventory:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
-        landings = self._landing.inventory()
-        scheduler, preempted = self._scheduler, self._preemption.counts
-        meter, waiting = self._runner.meter, scheduler.num_waiting()
-        steps = self._tally.report(meter, meter.computed())
-        return worker_pb2.Inventory(
-            num_requests_waiting=sum(waiting.values()),
-            waiting=waiting_to_proto(waiting),
-            num_requests_running=scheduler.count(DecodeState.RUNNING, DecodeState.COMPUTING),
-            num_blocks=self._allocator.num_blocks,
-            num_blocks_free=self._allocator.num_free,
-            num_blocks_reserved=self._allocator.num_reserved,
-            num_blocks_quarantined=self._allocator.num_quarantined,
-            num_landings=landings["num_landings"],
-            num_slots_in_use=scheduler.num_slots_in_use,
-            num_attends=len(scheduler.sequences()),
-            frames_late_dropped=landings["frames_late_dropped"],
-            frames_corrupt=landings["frames_corrupt"],
-            num_draft_tokens=steps.kept.num_draft_tokens,
-            num_accepted_tokens=steps.kept.num_accepted_tokens,
-            num_emitted_tokens=steps.kept.num_tokens,
-            num_requests_finished=self._num_finished,
-            num_requests_failed=self._num_failed,
-            kv_bytes=landings["bytes_landed"],
-            num_preemptions=preempted.num_preemptions,
-            num_recomputed_tokens=preempted.num_recomputed_tokens,
-            num_offloaded_blocks=preempted.num_offloaded_blocks,
-            num_restored_blocks=preempted.num_restored_blocks,
-            num_host_full=preempted.num_host_full,
+        return decode_inventory(
+            self._scheduler,
+            self._allocator,
+            self._runner,
+            self._tally,
+            self._landing.inventory(),
+            self._preemption.counts,
+            self._recompute,
             num_host_blocks_used=self._preemption.num_host_blocks_used,
-            transfer=landing_counts(landings, self._allocator.num_quarantined),
-            steps=report_to_proto(steps),
-            graphs=graph_counts(self._runner.graphs),
+            num_finished=self._num_finished,
+            num_failed=self._num_failed,
         )
 
     # The loop: receive -> preempt -> grant -> admit -> launch -> publish. Everything below runs on the loop thread.
@@ -263,6 +253,7 @@ class DecodeWorker:
             self._landing.grant(sequence.key, sequence.table)
 
     def _admit(self) -> None:
+        # Those that are computed here get their slots on the way, and run when `_returns` has computed them.
         while (sequence := self._scheduler.next_admission()) is not None:
             sealed, start = sequence.sealed, sequence.start
             assert sealed is not None
@@ -316,6 +307,19 @@ class DecodeWorker:
         for sequence, kept, logprobs, reason in published:
             self._publish(sequence, kept, logprobs, reason)
 
+    def _publish_computed(self, sequence: DecodeSequence, computed: Computed) -> None:
+        if computed.prompt_logprobs:
+            sequence.stream.emit(prompt_logprobs_event(computed.prompt_logprobs))
+        token = computed.first_token
+        if token is None:
+            return
+        _, reason = sequence.checker.accept([token])
+        sequence.stream.emit(first_token_event(sequence, token, computed, reason))
+        if reason is not None:  # nothing is decoded
+            sequence.stream.end()
+            self._num_finished += 1
+            self._give_up(sequence, FINISHED)
+
     def _publish(
         self,
         sequence: DecodeSequence,
@@ -359,11 +363,12 @@ class DecodeWorker:
                 self._forget(sequence)
             case DecodeState.READY:
                 # Sealed: nothing of this landing is written any more, so its blocks are free at once.
-                self._landing.release(sequence.key)
+                if not sequence.is_local:
+                    self._landing.release(sequence.key)
                 self._forget(sequence)
             case DecodeState.RUNNING:
                 # Nor of this one, but a step in flight may read and write its blocks.
-                if sequence.num_preemptions == 0:
+                if sequence.num_preemptions == 0 and not sequence.is_local:
                     self._landing.release(sequence.key)
                 self._scheduler.retire(sequence)
                 self._gate.leave()

@@ -1,5 +1,6 @@
 """What a prefill worker's heartbeat says it holds, from its parts; any thread, counts may be a step apart."""
 
+from baton.core.pace import PrefillPace
 from baton.core.rate import RateMeter
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvtransfer.push import PushService
@@ -7,6 +8,7 @@ from baton.prefill_worker.gang import GangPush
 from baton.prefill_worker.scheduler import PrefillScheduler, PrefillState
 from baton.proto import worker_pb2
 from baton.proto.step_wire import waiting_to_proto
+from baton.worker.prefill_pace import pace_to_proto
 from baton.worker.transfer_counts import push_counts
 
 
@@ -15,6 +17,7 @@ def prefill_inventory(
     allocator: BlockAllocator,
     push: PushService | GangPush,
     rate: RateMeter,
+    pace: PrefillPace,
     *,
     num_requests: int,
     num_finished: int,
@@ -27,6 +30,7 @@ def prefill_inventory(
         allocator: of its blocks.
         push: its side of the hand-off.
         rate: prompt tokens computed.
+        pace: what steps over them take.
         num_requests: that are here.
         num_finished: that ended well.
         num_failed: that did not.
@@ -52,4 +56,5 @@ def prefill_inventory(
         transfer=push_counts(pushes, push.paths(), push.lanes()),
         num_prefill_tokens_queued=scheduler.num_tokens_queued(),
         prefill_tokens_per_s=rate.per_s,
+        prefill_pace=pace_to_proto(pace),
     )

@@ -19,6 +19,7 @@ from baton.core.errors import (
     TransferFailed,
 )
 from baton.core.logprobs import TokenLogprobs
+from baton.core.pace import PrefillPace
 from baton.core.rate import RateMeter
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.span import Tracer
@@ -91,7 +92,7 @@ class PrefillWorker:
         self.block_log = BlockLog()
         index = PrefixIndex(self.block_log)
         self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size, index)
-        self._rate = RateMeter()
+        self._rate, self._pace = RateMeter(), PrefillPace()
         self._scheduler = PrefillScheduler(self._allocator, chunk_len, max_num_seqs)
         capacity_len = pool.num_blocks * pool.layout.block_size
         self._limits = dataclasses.replace(limits, prefill_capacity_len=capacity_len)
@@ -152,6 +153,7 @@ class PrefillWorker:
             self._allocator,
             self._push,
             self._rate,
+            self._pace,
             num_requests=len(self._runs),
             num_finished=self._num_finished,
             num_failed=self._num_failed,
@@ -273,7 +275,9 @@ class PrefillWorker:
                 if first_token is not None:
                     self._publish_first_token(self._runs[chunk.sequence.key], first_token, logprobs, first_token_s)
             starts = self._runner.draft(forward, step.submit)
-        self._rate.add(sum(chunk.length for chunk in plan), self._clock.now_s() - start_s)
+        end_s, num_tokens = self._clock.now_s(), sum(chunk.length for chunk in plan)
+        self._rate.add(num_tokens, end_s - start_s)
+        self._pace.add(num_tokens, end_s - start_s, end_s - first_token_s)
         for chunk in plan:
             self._scheduler.name_blocks(chunk)
         for chunk, start in zip(plan, starts, strict=True):

@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "version", "uptime_s", "num_requests_running", "num_requests_finished", "num_requests_failed", "num_tokens_streamed", "workers", "refused_pairs", "num_handoff_retries", "num_migrations", "quarantined", "max_queue_len", "scale")
+    __slots__ = ("model", "version", "uptime_s", "num_requests_running", "num_requests_finished", "num_requests_failed", "num_tokens_streamed", "workers", "refused_pairs", "num_handoff_retries", "num_migrations", "quarantined", "max_queue_len", "scale", "local_prefill")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class StatusReply(_message.Message):
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUE_LEN_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     uptime_s: float
@@ -40,7 +41,25 @@ class StatusReply(_message.Message):
     quarantined: _containers.RepeatedCompositeFieldContainer[Quarantined]
     max_queue_len: int
     scale: ScaleRequest
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_requests_running: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., num_tokens_streamed: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., refused_pairs: _Optional[_Iterable[_Union[RefusedPair, _Mapping]]] = ..., num_handoff_retries: _Optional[int] = ..., num_migrations: _Optional[int] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., max_queue_len: _Optional[int] = ..., scale: _Optional[_Union[ScaleRequest, _Mapping]] = ...) -> None: ...
+    local_prefill: LocalPrefill
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_requests_running: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., num_tokens_streamed: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., refused_pairs: _Optional[_Iterable[_Union[RefusedPair, _Mapping]]] = ..., num_handoff_retries: _Optional[int] = ..., num_migrations: _Optional[int] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., max_queue_len: _Optional[int] = ..., scale: _Optional[_Union[ScaleRequest, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, _Mapping]] = ...) -> None: ...
+
+class LocalPrefill(_message.Message):
+    __slots__ = ("mode", "num_choices", "only_way")
+    class NumChoicesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    ONLY_WAY_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    num_choices: _containers.ScalarMap[str, int]
+    only_way: bool
+    def __init__(self, mode: _Optional[str] = ..., num_choices: _Optional[_Mapping[str, int]] = ..., only_way: bool = ...) -> None: ...
 
 class RefusedPair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "reason")

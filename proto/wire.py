@@ -187,8 +187,11 @@ def prefill_request(request: GenerationRequest, decode: worker_pb2.Peer, now_s: 
     )
 
 
-def attend_request(request: GenerationRequest, now_s: float) -> worker_pb2.AttendRequest:
-    """What the router sends to a decode worker; `now_s` is the clock that `request.deadline_s` is read from."""
+def attend_request(request: GenerationRequest, now_s: float, *, prefill_here: bool = False) -> worker_pb2.AttendRequest:
+    """What the router sends to a decode worker; `now_s` is the clock that `request.deadline_s` is read from.
+
+    With `prefill_here` nobody else computes the prompt.
+    """
     return worker_pb2.AttendRequest(
         attempt=attempt_to_proto(request.key),
         prompt_token_ids=request.prompt_token_ids,
@@ -198,6 +201,7 @@ def attend_request(request: GenerationRequest, now_s: float) -> worker_pb2.Atten
         choice=request.choice,
         num_forced_tokens=request.num_forced,
         traceparent=of_attempt(request.trace, request.key.request_id, request.key.attempt),
+        prefill_here=prefill_here,
     )
 
 

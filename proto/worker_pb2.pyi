@@ -128,7 +128,7 @@ class PrefixNaming(_message.Message):
     def __init__(self, model: _Optional[str] = ..., block_size: _Optional[int] = ..., with_mtp: bool = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "sampling", "num_draft_tokens", "timeout_ms", "choice", "num_forced_tokens", "traceparent")
+    __slots__ = ("attempt", "prompt_token_ids", "sampling", "num_draft_tokens", "timeout_ms", "choice", "num_forced_tokens", "traceparent", "prefill_here")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +137,7 @@ class AttendRequest(_message.Message):
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     NUM_FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
     attempt: _kv_pb2.Attempt
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _inference_pb2.Sampling
@@ -145,15 +146,20 @@ class AttendRequest(_message.Message):
     choice: int
     num_forced_tokens: int
     traceparent: str
-    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., choice: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    prefill_here: bool
+    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., choice: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., prefill_here: bool = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("attending", "tokens")
+    __slots__ = ("attending", "tokens", "first_token", "prompt_logprobs")
     ATTENDING_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     attending: Attending
     tokens: DecodeTokens
-    def __init__(self, attending: _Optional[_Union[Attending, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ...) -> None: ...
+    first_token: FirstToken
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, attending: _Optional[_Union[Attending, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Attending(_message.Message):
     __slots__ = ("epoch",)
@@ -212,7 +218,7 @@ class DecodeStats(_message.Message):
     def __init__(self, num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., kv_bytes_landed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., handoff_ms: _Optional[float] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "clock_id", "wishes_version", "wishes", "wishes_life")
+    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "clock_id", "wishes_version", "wishes", "wishes_life", "can_prefill")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +243,7 @@ class WorkerState(_message.Message):
     WISHES_VERSION_FIELD_NUMBER: _ClassVar[int]
     WISHES_FIELD_NUMBER: _ClassVar[int]
     WISHES_LIFE_FIELD_NUMBER: _ClassVar[int]
+    CAN_PREFILL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     epoch: int
@@ -261,7 +268,8 @@ class WorkerState(_message.Message):
     wishes_version: int
     wishes: Wishes
     wishes_life: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., clock_id: _Optional[str] = ..., wishes_version: _Optional[int] = ..., wishes: _Optional[_Union[Wishes, _Mapping]] = ..., wishes_life: _Optional[int] = ...) -> None: ...
+    can_prefill: bool
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., clock_id: _Optional[str] = ..., wishes_version: _Optional[int] = ..., wishes: _Optional[_Union[Wishes, _Mapping]] = ..., wishes_life: _Optional[int] = ..., can_prefill: bool = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("known", "speculation", "wishes", "wants_wishes")
@@ -330,7 +338,7 @@ class Speculation(_message.Message):
     def __init__(self, auto: bool = ..., num_draft_tokens: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class Inventory(_message.Message):
-    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs", "num_prefill_tokens_queued", "prefill_tokens_per_s")
+    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs", "num_prefill_tokens_queued", "prefill_tokens_per_s", "prefill_pace", "num_local_prefills", "num_local_prefill_tokens", "local_chunk_len")
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -364,6 +372,10 @@ class Inventory(_message.Message):
     GRAPHS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILL_TOKENS_QUEUED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PACE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOCAL_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_CHUNK_LEN_FIELD_NUMBER: _ClassVar[int]
     num_requests_waiting: int
     num_requests_running: int
     num_blocks: int
@@ -397,7 +409,21 @@ class Inventory(_message.Message):
     graphs: GraphCounts
     num_prefill_tokens_queued: int
     prefill_tokens_per_s: float
-    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ..., num_prefill_tokens_queued: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
+    prefill_pace: PrefillPace
+    num_local_prefills: int
+    num_local_prefill_tokens: int
+    local_chunk_len: int
+    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ..., num_prefill_tokens_queued: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_pace: _Optional[_Union[PrefillPace, _Mapping]] = ..., num_local_prefills: _Optional[int] = ..., num_local_prefill_tokens: _Optional[int] = ..., local_chunk_len: _Optional[int] = ...) -> None: ...
+
+class PrefillPace(_message.Message):
+    __slots__ = ("fixed_s", "per_token_s", "draft_s")
+    FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_S_FIELD_NUMBER: _ClassVar[int]
+    fixed_s: float
+    per_token_s: float
+    draft_s: float
+    def __init__(self, fixed_s: _Optional[float] = ..., per_token_s: _Optional[float] = ..., draft_s: _Optional[float] = ...) -> None: ...
 
 class GraphCounts(_message.Message):
     __slots__ = ("num_captured", "failed", "num_steps_replayed", "num_steps_eager", "num_sequences_padded")

@@ -14,7 +14,7 @@ from baton.core.metrics import RouterMetrics
 from baton.proto import admin_pb2, admin_pb2_grpc, wire
 from baton.router.admission import Admission
 from baton.router.channels import Channels
-from baton.router.members import DECODE, MAX_WORKERS, Member, Members
+from baton.router.members import DECODE, MAX_WORKERS, PREFILL, Member, Members
 from baton.router.migration import Migration
 from baton.router.operations import Operations
 from baton.router.policy import require
@@ -53,6 +53,7 @@ class AdminService(Operations):
         self._admission = admission
         self._speculation = speculation
         self._clock = clock
+        self._local = migration.attendance.local
         self._start_s = clock.now_s()
         self._scale = scale
 
@@ -82,6 +83,11 @@ class AdminService(Operations):
             quarantined=self.quarantined(),
             max_queue_len=self._admission.limit,
             scale=self._scale.request,
+            local_prefill=admin_pb2.LocalPrefill(
+                mode=self._local.mode,
+                num_choices={f"{path}: {why}": num for (path, why), num in self._local.choices.items()},
+                only_way=not self._members.live(PREFILL) and self._local.suffices(self._members.live(DECODE)),
+            ),
         )
 
     async def Inventory(

@@ -18,6 +18,7 @@ from baton.proto import worker_pb2
 from baton.router.attendance import Attendance, Visitor
 from baton.router.channels import Channels
 from baton.router.continuation import Again, Cause, Continuation, MigrationLimits, cause_of
+from baton.router.local_run import LocalRun
 from baton.router.members import DECODE, PREFILL, Member
 from baton.router.outcasts import Outcasts, fits
 from baton.router.policy import Pair, Policy
@@ -183,7 +184,8 @@ class Attempts:
     def _start(self, pair: Pair) -> RequestRun:
         request = self._answer.begin(pair.prefill.capacity_len)
         context = self._context
-        run = RequestRun(request, pair, channels=context.channels, visitor=self._visitor, clock=context.clock)
+        kind = LocalRun if pair.is_local else RequestRun
+        run = kind(request, pair, channels=context.channels, visitor=self._visitor, clock=context.clock)
         run.start()
         self.runs.append(run)
         return run
@@ -242,7 +244,9 @@ class Attempts:
         draining = attendance.drains.lives()
         refused = self._context.refusals.lives()
         prefill, decode = (
-            [member.life for member in attendance.members.live(role) if member.life not in draining]
+            [member for member in attendance.members.live(role) if member.life not in draining]
             for role in (PREFILL, DECODE)
         )
-        return any((one, other) not in refused for one in prefill for other in decode)
+        if attendance.local.able(decode, refused):
+            return True
+        return any((one.life, other.life) not in refused for one in prefill for other in decode)

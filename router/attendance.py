@@ -4,12 +4,13 @@ It joins who is alive, who is being emptied and who is where.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.core.errors import WorkerLost
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.router.continuation import Cause
 from baton.router.drains import Drains
+from baton.router.local_prefill import LocalPrefill
 from baton.router.members import Life, Members
 from baton.router.presence import Leaving, Presence
 
@@ -24,11 +25,13 @@ class Attendance:
         members: who is alive.
         drains: who is being emptied.
         presence: who is where.
+        local: whether decode workers can do without a prefill worker.
     """
 
     members: Members
     drains: Drains
     presence: Presence
+    local: LocalPrefill = field(default_factory=LocalPrefill)
 
 
 class Visitor:

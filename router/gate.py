@@ -129,7 +129,8 @@ class Gate:
         )
 
     def _capacity(self) -> Capacity:
-        prefill, decode = self._members.live(PREFILL), self._members.live(DECODE)
+        decode = self._members.live(DECODE)
+        prefill = self._members.live(PREFILL) or decode  # which compute prompts then, or nobody does
         rates = [member.state.inventory.prefill_tokens_per_s for member in prefill]
         measured = [rate for rate in rates if rate > 0]
         mean = sum(measured) / len(measured) if measured else 0.0

@@ -210,6 +210,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             num_draft_tokens=num_draft_tokens,
             tenant=asked.tenant,
             priority=_priority(asked),
+            split_only=asked.split_only,
             trace=None if self._tracing is None else self._tracing.begin(),
         )
 
@@ -318,8 +319,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             NoWorker: a role has no live worker.
         """
         prefill, decode = self._members.live(PREFILL), self._members.live(DECODE)
-        require(prefill, PREFILL)
         require(decode, DECODE)
+        if not prefill and self._attempts_context.attendance.local.suffices(decode):
+            prefill = decode
+        require(prefill, PREFILL)
         return RequestLimits(
             max_model_len=min(member.state.max_model_len for member in (*prefill, *decode)),
             vocab_size=self._model.vocab_size,

@@ -22,6 +22,8 @@ from baton.router.cost import (
     prefill_cost,
 )
 from baton.router.load import Load, Loads, Sent
+from baton.router.local_cost import local_cost, split_cost
+from baton.router.local_prefill import LOCAL, SPLIT, LocalPrefill
 from baton.router.members import DECODE, PREFILL, Life, Member
 from baton.router.policy import NOBODY, Lives, Pair, require
 from baton.router.prefix_index import PrefixIndex
@@ -40,11 +42,18 @@ class LeastCost:
         rng: decides between equals.
         prefixes: what is cached where; None leaves it out of account.
         weights: of what is not measured.
+        local: whether decode workers may compute prompts; None: never.
     """
 
     def __init__(
-        self, clock: Clock, rng: random.Random, prefixes: PrefixIndex | None = None, weights: CostWeights = WEIGHTS
+        self,
+        clock: Clock,
+        rng: random.Random,
+        prefixes: PrefixIndex | None = None,
+        weights: CostWeights = WEIGHTS,
+        local: LocalPrefill | None = None,
     ) -> None:
+        self._local = local or LocalPrefill()
         self.name = "least_cost" if prefixes is None else "prefix"
         self._clock = clock
         self._rng = rng
@@ -61,14 +70,16 @@ class LeastCost:
         excluded: Set[Lives] = NOBODY,
         request: GenerationRequest | None = None,
     ) -> Pair:
-        """The pair of least cost; what it is sent counts from now on.
+        """The pair of least cost, or a decode worker alone; what they are sent counts from now on.
 
         Raises:
             NoWorker: a role has none.
             WorkersIncompatible: every pair is excluded.
         """
-        require(prefill, PREFILL)
         require(decode, DECODE)
+        must = self._local.required(prefill, decode, excluded, request)
+        if not must:
+            require(prefill, PREFILL)
         now_s = self._clock.now_s()
         self._loads.keep([*prefill, *decode])
         prompt_len = request.prompt_len if request is not None else 1
@@ -76,9 +87,82 @@ class LeastCost:
         matched = self._match(prefill, request, now_s)
         at_prefill = self._prefill_costs(prefill, asked, matched, now_s)
         at_decode = self._decode_costs(decode, asked)
-        pair = self._cheapest(at_prefill, at_decode, asked, excluded)
+        able = must or self._local.optional(decode, excluded, request)
+        local = self._local_costs(able, at_decode, at_prefill, asked, now_s, is_must=bool(must))
+        if must:
+            return self._keep(min(local, key=lambda item: item[0])[1], asked, self._local.required_reason(prefill))
+        try:
+            pair = self._cheapest(at_prefill, at_decode, asked, excluded)
+        except WorkersIncompatible:
+            if not local:
+                raise
+            return self._keep(min(local, key=lambda item: item[0])[1], asked, "incompatible")
+        if local:
+            least_s, member = min(local, key=lambda item: item[0])
+            if least_s < self._split_s(pair, at_prefill, at_decode, asked, matched):
+                return self._keep(member, asked, "cheaper")
+        self._local.chosen(SPLIT, self._local.split_reason(able, bool(local), request))
         self._send(pair, asked, at_prefill, matched, now_s, request)
         return dataclasses.replace(pair, expected_cached_len=matched.get(pair.prefill.life, 0))
+
+    def _keep(self, member: Member, asked: Asked, reason: str) -> Pair:
+        """A decode worker computes the prompt."""
+        self._local.chosen(LOCAL, reason)
+        sent = Sent(self._clock.now_s(), asked.prompt_len, asked.num_blocks)
+        self._loads.of(member).sent.append(sent)
+        return Pair(member, member, routing=self.name)
+
+    def _local_costs(
+        self,
+        able: Sequence[Member],
+        at_decode: list[tuple[float, Member]],
+        at_prefill: list[tuple[PrefillCost, Member, Load]],
+        asked: Asked,
+        now_s: float,
+        *,
+        is_must: bool,
+    ) -> list[tuple[float, Member]]:
+        """Of those decode workers of which it is known; of all if it must be one of them."""
+        paces = [self._loads.of(member).pace for _, member in at_decode] + [load.pace for _, _, load in at_prefill]
+        assumed = next((pace for pace in paces if pace is not None), None)
+        lives, costs = {member.life for member in able}, []
+        for decode_s, member in at_decode:
+            if member.life not in lives:
+                continue
+            load = self._loads.of(member)
+            step_s = load.step_s or self._weights.step_s
+            cost = local_cost(load, asked, assumed=assumed, step_s=step_s, now_s=now_s, weights=self._weights)
+            if cost is not None or is_must:
+                costs.append((decode_s + (0.0 if cost is None else cost.total_s), member))
+        return costs
+
+    def _split_s(
+        self,
+        pair: Pair,
+        at_prefill: list[tuple[PrefillCost, Member, Load]],
+        at_decode: list[tuple[float, Member]],
+        asked: Asked,
+        matched: dict[Life, int],
+    ) -> float:
+        """The cost of the best pair, in the terms of `local_cost`."""
+        cost, load = next((cost, load) for cost, member, load in at_prefill if member is pair.prefill)
+        decode_s = next(decode_s for decode_s, member in at_decode if member is pair.decode)
+        edge = load.edges.get(_landing_of(pair.decode))
+        edge_s = edge_cost(
+            edge,
+            asked,
+            bytes_per_position=load.bytes_per_position,
+            bytes_per_s=edge.bytes_per_s if edge is not None else 0.0,
+            compute_s=cost.compute_s,
+        )
+        return decode_s + split_cost(
+            load,
+            cost,
+            asked,
+            cached_len=matched.get(pair.prefill.life, 0),
+            edge_s=edge_s,
+            round_trip_s=edge.round_trip_s if edge is not None else 0.0,
+        )
 
     def cached_len(self, prefill: Sequence[Member], request: GenerationRequest) -> int:
         """Prompt tokens that the worker which has most of them has cached, or is about to."""
@@ -174,10 +258,7 @@ class LeastCost:
         excluded: Set[Lives],
     ) -> list[tuple[float, Pair]]:
         assumed = _mean([edge.bytes_per_s for _, _, load in at_prefill for edge in load.edges.values()])
-        landings = [
-            (cost_s, member, (member.state.kv_address, member.state.kv_epoch or member.state.epoch))
-            for cost_s, member in at_decode
-        ]
+        landings = [(cost_s, member, _landing_of(member)) for cost_s, member in at_decode]
         costs = []
         for prefill, prefill_member, load in at_prefill:
             for decode_s, decode_member, landing in landings:
@@ -214,6 +295,10 @@ class LeastCost:
             first = cached_len // pair.prefill.state.prefix_naming.block_size
             names = self._block_names(pair.prefill, request)
             self._prefixes.expect(pair.prefill.life, names[first:], until_s)
+
+
+def _landing_of(decode: Member) -> tuple[str, int]:
+    return decode.state.kv_address, decode.state.kv_epoch or decode.state.epoch
 
 
 def _mean(values: list[float]) -> float:

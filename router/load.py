@@ -12,7 +12,7 @@ from baton.proto import worker_pb2
 from baton.router.members import Life, Member
 
 LAG_S: Final = 0.02  # between a request's leaving here and its being counted there
-STEP_WEIGHT: Final = 0.5  # of the steps since the last heartbeat in the mean step time
+STEP_WEIGHT: Final = 0.5  # of what came since the last heartbeat in a mean time
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,15 @@ class Edge:
     usable: bool
     bytes_per_s: float
     round_trip_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a step over prompts takes: a fixed time, and one for each token; the MTP head's part of it."""
+
+    fixed_s: float
+    per_token_s: float
+    draft_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,10 @@ class Load:
         num_sequences: there, waiting or running, then.
         max_num_seqs: that it runs at once; 0 not said.
         step_s: of a decode step, lately; 0 not measured.
+        num_running: sequences that decode, or compute, then.
+        pace: of prompts that it computes; None not measured.
+        local_chunk_len: of a prompt between two decode steps; 0 not said.
+        exposed_s: from the end of a prefill to the seal, lately; 0 not measured.
         bytes_per_position: of KV.
         edges: by address and life of the decode worker's landing.
         sent: since then.
@@ -61,10 +74,15 @@ class Load:
     num_sequences: int = 0
     max_num_seqs: int = 0
     step_s: float = 0.0
+    num_running: int = 0
+    pace: Pace | None = None
+    local_chunk_len: int = 0
+    exposed_s: float = 0.0
     bytes_per_position: float = 0.0
     edges: dict[tuple[str, int], Edge] = field(default_factory=dict)
     sent: deque[Sent] = field(default_factory=deque)
     _steps: tuple[int, float] = (0, 0.0)  # count and seconds, at the last heartbeat
+    _exposed: tuple[int, float] = (0, 0.0)  # likewise
     _state: worker_pb2.WorkerState | None = None  # the last heartbeat itself
 
     @property
@@ -91,21 +109,29 @@ class Load:
         self.num_sequences = held.num_attends
         self.max_num_seqs = member.state.max_num_seqs
         self.bytes_per_position = member.state.kv_bytes_per_position
+        self.num_running = held.num_requests_running
+        pace = held.prefill_pace
+        self.pace = Pace(pace.fixed_s, pace.per_token_s, pace.draft_s) if held.HasField("prefill_pace") else None
+        self.local_chunk_len = held.local_chunk_len
         self.edges = {
             (path.kv_address, path.epoch): Edge(path.lane != "", path.gbps * 1e9, path.round_trip_ms / 1e3)
             for path in held.transfer.paths
         }
         seconds = held.steps.step_seconds
-        self._hear_steps(sum(seconds.counts), seconds.total)
+        self.step_s, self._steps = _newer(self.step_s, self._steps, (sum(seconds.counts), seconds.total))
+        exposed = (held.transfer.transfers, held.transfer.exposed_seconds)
+        self.exposed_s, self._exposed = _newer(self.exposed_s, self._exposed, exposed)
         while self.sent and self.sent[0].sent_s < self.heartbeat_s - LAG_S:
             self.sent.popleft()
 
-    def _hear_steps(self, count: int, total_s: float) -> None:
-        num, seconds = count - self._steps[0], total_s - self._steps[1]
-        if num > 0 and seconds > 0:
-            mean_s = seconds / num
-            self.step_s = mean_s if not self.step_s else self.step_s + STEP_WEIGHT * (mean_s - self.step_s)
-        self._steps = (count, total_s)
+
+def _newer(mean_s: float, seen: tuple[int, float], now: tuple[int, float]) -> tuple[float, tuple[int, float]]:
+    """The mean of durations lately, from their count and sum then and now; and what is seen now."""
+    num, seconds = now[0] - seen[0], now[1] - seen[1]
+    if num <= 0 or seconds <= 0:
+        return mean_s, now
+    new_s = seconds / num
+    return (mean_s + STEP_WEIGHT * (new_s - mean_s) if mean_s else new_s), now
 
 
 class Loads:

@@ -11,6 +11,7 @@ from baton.router.attendance import Attendance
 from baton.router.continuation import Cause, MigrationLimits
 from baton.router.drains import Drains
 from baton.router.fingerprint import fingerprint
+from baton.router.local_prefill import LocalPrefill
 from baton.router.members import DECODE, PREFILL, Members
 from baton.router.presence import Presence
 from baton.router.suspicion import HOLD_S, NUM_DEATHS, Blamed, Suspicion
@@ -40,23 +41,35 @@ class MigrationConfig:
 class Migration:
     """One router's."""
 
-    def __init__(self, config: MigrationConfig, members: Members, clock: Clock, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        config: MigrationConfig,
+        members: Members,
+        clock: Clock,
+        metrics: RouterMetrics,
+        local: LocalPrefill | None = None,
+    ) -> None:
         self.config = config
         self.limits = MigrationLimits(max_migrations=config.max_migrations, wait_s=config.wait_s)
         self.suspicion = Suspicion(num_deaths=config.quarantine_deaths, hold_s=config.quarantine_s)
         self.drains = Drains(members, clock)
         self.presence = Presence(members, self.suspicion, clock, _log_blamed)
-        self.attendance = Attendance(members, self.drains, self.presence)
+        self.attendance = Attendance(members, self.drains, self.presence, local or LocalPrefill())
         self._members = members
         self._clock = clock
         self._metrics = metrics
 
     @property
     def serving(self) -> bool:
-        """Whether a new request could be served: of each role, a worker lives and is not being emptied."""
+        """Whether a new request could be served: of each role, a worker lives and is not being emptied.
+
+        Decode workers that compute prompts do without the other role.
+        """
         draining = self.drains.lives()
-        roles = (self._members.live(PREFILL), self._members.live(DECODE))
-        return all(any(member.life not in draining for member in members) for members in roles)
+        prefill, decode = (
+            [member for member in self._members.live(role) if member.life not in draining] for role in (PREFILL, DECODE)
+        )
+        return bool(decode) and (bool(prefill) or self.attendance.local.suffices(decode))
 
     def admit(self, request: GenerationRequest) -> None:
         """Check that a request is not one that kills workers.

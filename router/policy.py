@@ -7,6 +7,7 @@ from typing import Protocol
 
 from baton.core.errors import NoWorker, WorkersIncompatible
 from baton.core.request import GenerationRequest
+from baton.router.local_prefill import LOCAL, SPLIT, LocalPrefill
 from baton.router.members import DECODE, PREFILL, Life, Member
 
 Lives = tuple[Life, Life]  # of a prefill worker and a decode worker
@@ -15,7 +16,7 @@ NOBODY: Set[Lives] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Who computes the prompt and who writes the answer."""
+    """Who computes the prompt and who writes the answer; one member twice if the decode worker does both."""
 
     prefill: Member
     decode: Member
@@ -26,6 +27,11 @@ class Pair:
     def lives(self) -> Lives:
         """The lives the two are in."""
         return self.prefill.life, self.decode.life
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the decode worker computes the prompt."""
+        return self.prefill.life == self.decode.life
 
 
 class Policy(Protocol):
@@ -63,7 +69,8 @@ class RoundRobin:
 
     name = "round_robin"
 
-    def __init__(self) -> None:
+    def __init__(self, local: LocalPrefill | None = None) -> None:
+        self._local = local or LocalPrefill()
         self._last = {PREFILL: "", DECODE: ""}
 
     def pick(
@@ -75,18 +82,27 @@ class RoundRobin:
     ) -> Pair:
         """The next of each role; where that pair is excluded, the next pair after it.
 
+        It compares no costs: a decode worker computes a prompt only where it always does, or nobody else is there.
+
         Raises:
             NoWorker: a role has none; no turn is taken.
             WorkersIncompatible: every pair is excluded; no turn is taken.
         """
-        require(prefill, PREFILL)
         require(decode, DECODE)
+        able = self._local.required(prefill, decode, excluded, request)
+        if able:
+            member = self._in_turn(able, DECODE)[0]
+            self._last[DECODE] = member.state.worker_id
+            self._local.chosen(LOCAL, self._local.required_reason(prefill))
+            return Pair(member, member, routing=self.name)
+        require(prefill, PREFILL)
         decode_in_turn = self._in_turn(decode, DECODE)
         for prefill_member in self._in_turn(prefill, PREFILL):
             for decode_member in decode_in_turn:
                 if (prefill_member.life, decode_member.life) not in excluded:
                     self._last[PREFILL] = prefill_member.state.worker_id
                     self._last[DECODE] = decode_member.state.worker_id
+                    self._local.chosen(SPLIT, self.name)
                     return Pair(prefill_member, decode_member, routing=self.name)
         message = f"none of {len(prefill)} prefill workers can hand over to any of {len(decode)} decode workers"
         raise WorkersIncompatible(message, num_prefill=len(prefill), num_decode=len(decode))

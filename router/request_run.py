@@ -52,6 +52,8 @@ class RequestRun:
     soon as they are done, however slow the reader is.
     """
 
+    is_local = False  # whether the decode worker computes the prompt
+
     def __init__(
         self, request: GenerationRequest, pair: Pair, *, channels: Channels, visitor: Visitor, clock: Clock
     ) -> None:
@@ -151,19 +153,28 @@ class RequestRun:
             raise self._cut_off(self._prefill, "before it was done")
 
     async def _read_decode(self, now_s: float, timeout_s: float) -> None:
-        message = wire.attend_request(self.request, now_s)
+        message = self._attend_request(now_s)
         call = worker_pb2_grpc.DecodeStub(self._channels[1]).Attend(message, timeout=timeout_s)
         try:
             async for event in call:
                 if event.HasField("tokens"):
                     self._decode_finished = event.tokens.finish_reason != ""
                     self._on_decode_tokens(event.tokens)
-                elif event.HasField("attending") and event.attending.epoch != self._decode_epoch:
-                    raise WorkerLost(f"{self._decode} was restarted", worker_id=self._decode.worker_id)
+                elif event.HasField("attending"):
+                    if event.attending.epoch != self._decode_epoch:
+                        raise WorkerLost(f"{self._decode} was restarted", worker_id=self._decode.worker_id)
+                else:
+                    self._on_other(event)
         finally:
             call.cancel()
         if not self._ended and not self._decode_finished:
             raise self._cut_off(self._decode, "without a finish")
+
+    def _attend_request(self, now_s: float) -> worker_pb2.AttendRequest:
+        return wire.attend_request(self.request, now_s)
+
+    def _on_other(self, event: worker_pb2.DecodeEvent) -> None:
+        """What a decode worker has nothing to say of, where a prefill worker does."""
 
     def _on_prompt_logprobs(self, reports: worker_pb2.PromptLogprobs) -> None:
         self._prompt_logprobs.extend(reports.tokens)

@@ -7,18 +7,21 @@ from baton.core.clock import Clock
 from baton.core.errors import ConfigInvalid
 from baton.proto import worker_pb2
 from baton.router.least_cost import LeastCost
+from baton.router.local_prefill import LOCAL, SPLIT, LocalPrefill
 from baton.router.policy import Pair, Policy, RoundRobin
 from baton.router.prefix_index import PrefixIndex
+from baton.router.request_run import RequestRun
 
 ROUND_ROBIN: Final = "round_robin"
 LEAST_COST: Final = "least_cost"
 PREFIX: Final = "prefix"
 ROUTINGS: Final = (PREFIX, LEAST_COST, ROUND_ROBIN)
-SPLIT: Final = "split"
 PREFILL_ALONE: Final = "prefill"
 
 
-def make_policy(name: str, clock: Clock, rng: random.Random, prefixes: PrefixIndex) -> Policy:
+def make_policy(
+    name: str, clock: Clock, rng: random.Random, prefixes: PrefixIndex, local: LocalPrefill | None = None
+) -> Policy:
     """The policy of a name.
 
     Args:
@@ -26,17 +29,18 @@ def make_policy(name: str, clock: Clock, rng: random.Random, prefixes: PrefixInd
         clock: that heartbeats are stamped with.
         rng: decides between pairs that cost the same.
         prefixes: what is cached where; only "prefix" reads it.
+        local: whether decode workers may compute prompts; None: never.
 
     Raises:
         ConfigInvalid: there is no such policy.
     """
     match name:
         case "round_robin":
-            return RoundRobin()
+            return RoundRobin(local)
         case "least_cost":
-            return LeastCost(clock, rng)
+            return LeastCost(clock, rng, local=local)
         case "prefix":
-            return LeastCost(clock, rng, prefixes)
+            return LeastCost(clock, rng, prefixes, local=local)
     raise ConfigInvalid(f"routing: {name[:40]!r} is none of {', '.join(ROUTINGS)}", keys=["routing"])
 
 
@@ -48,3 +52,10 @@ def lane_of(pair: Pair, done: worker_pb2.PrefillDone | None) -> str:
     landing = (decode.kv_address, decode.kv_epoch or decode.epoch)
     paths = pair.prefill.state.inventory.transfer.paths
     return next((path.lane for path in paths if (path.kv_address, path.epoch) == landing), "")
+
+
+def path_of(run: RequestRun) -> str:
+    """Which way a finished answer's last attempt went."""
+    if run.is_local:
+        return LOCAL
+    return SPLIT if run.decode_worker else PREFILL_ALONE

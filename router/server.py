@@ -32,6 +32,8 @@ from baton.router.gate import Gate
 from baton.router.inference import InferenceService
 from baton.router.least_cost import LeastCost
 from baton.router.listener import Listener, why_not_bound
+from baton.router.local_metrics import LocalPrefillCollector
+from baton.router.local_prefill import NEVER, LocalPrefill
 from baton.router.members import ALIVE_S, PREFILL, Members
 from baton.router.membership import MembershipService
 from baton.router.migration import Migration, MigrationConfig
@@ -74,6 +76,7 @@ class RouterConfig:
     alive_s: float = ALIVE_S
     migration: MigrationConfig = MigrationConfig()  # noqa: RUF009
     routing: str = ROUND_ROBIN
+    local_prefill: str = NEVER
     max_wait_s: float = 0.0  # for a turn before anything is sent to workers; 0: nobody waits here
     security: RouterSecurity = field(default_factory=RouterSecurity)
     http: HttpConfig | None = None
@@ -99,11 +102,13 @@ class RouterServer:
         self.metrics.watch_workers(self.members.totals)
         self.metrics.registry.register(FleetCollector(lambda: fleet_totals(self.members)))
         self.refusals = Refusals(self.members)
-        self.migration = Migration(config.migration, self.members, self._clock, self.metrics)
+        self.local = LocalPrefill(config.local_prefill)
+        self.metrics.registry.register(LocalPrefillCollector(self.local))
+        self.migration = Migration(config.migration, self.members, self._clock, self.metrics, self.local)
         self._channels = Channels(self.members, self._background.spawn, SecureChannels(config.security.tls))
         self.prefixes = PrefixIndex()
         self.metrics.registry.register(PrefixCollector(self.prefixes))
-        self._policy = make_policy(config.routing, self._clock, random.Random(), self.prefixes)
+        self._policy = make_policy(config.routing, self._clock, random.Random(), self.prefixes, self.local)
         self._feed = PrefixFeed(self.prefixes, self.members, self._channels, self._background.spawn)
         self._gate = self._make_gate()
         security = config.security

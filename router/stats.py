@@ -7,7 +7,7 @@ from baton.core.metrics import RouterMetrics
 from baton.core.waterfall import RouterTimes
 from baton.proto import inference_pb2
 from baton.router.attempts import Attempts
-from baton.router.routing import PREFILL_ALONE, SPLIT, lane_of
+from baton.router.routing import lane_of, path_of
 from baton.router.timing import add_timing
 
 
@@ -77,12 +77,12 @@ class StreamStats:
             num_handoff_retries=attempts.num_retries,
             num_migrations=attempts.num_migrations,
             num_forced_tokens=attempts.num_forced,
-            path=SPLIT if run.decode_worker else PREFILL_ALONE,
+            path=path_of(run),
         )
         if attempts.first_pair is not None:
             stats.routing = attempts.first_pair.routing
             stats.num_expected_cached_tokens = attempts.first_pair.expected_cached_len
-            if run.decode_worker:
+            if run.decode_worker and not run.is_local:
                 stats.kv_lane = lane_of(attempts.first_pair, done)
         router = RouterTimes(
             received_s=self.received_s,
@@ -106,6 +106,7 @@ class StreamStats:
         """Add a finished answer to the process's metrics; with the last one the request."""
         self._num_finished += 1
         metrics = self._metrics
+        metrics.answers.labels(stats.path).inc()
         if self._num_finished == num_choices:
             self.counted = True
             metrics.requests_finished.labels(reason).inc()

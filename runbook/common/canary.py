@@ -62,7 +62,9 @@ def _ask(site: Site, prompt: str) -> Answer:
     stats = inference_pb2.RequestStats()
     try:
         with BatonClient(site.client_address, timeout_s=max(0.1, min(REQUEST_S, site.left_s))) as client:
-            for chunk in client.generate(prompt, sampling=sampling, tenant=f"canary-{secrets.token_hex(8)}"):
+            tenant = f"canary-{secrets.token_hex(8)}"
+            # A canary is to see both workers of a pair.
+            for chunk in client.generate(prompt, sampling=sampling, tenant=tenant, split_only=True):
                 token_ids.extend(chunk.token_ids)
                 stats = chunk.finish.stats  # of the last one
     except BatonError as error:

@@ -1,6 +1,7 @@
-"""A decode worker's sequences without a model: landings, growth, preemption and recompute in any order."""
+"""A decode worker's sequences without a model: landings, prompts of its own, growth, preemption, in any order."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -47,11 +48,12 @@ class Prefill:
     def forward(self, chunks, on_layer):
         for chunk in chunks:
             assert 0 <= chunk.start < chunk.end <= min(len(chunk.prompt_token_ids), chunk.table.capacity_len)
-            assert chunk.next_token is not None
-        return chunks
+        nothing = [None] * len(chunks)
+        tokens = [0 if chunk.is_last else None for chunk in chunks]
+        return SimpleNamespace(chunks=chunks, first_tokens=tokens, first_logprobs=nothing, prompt_logprobs=nothing)
 
     def draft(self, forward, on_layer):
-        return [start_after(len(chunk.prompt_token_ids)) if chunk.is_last else None for chunk in forward]
+        return [start_after(len(chunk.prompt_token_ids)) if chunk.is_last else None for chunk in forward.chunks]
 
 
 def start_after(prompt_len):
@@ -67,16 +69,23 @@ class Bookkeeping(RuleBasedStateMachine):
         self.runner = WorkerRunner(self, num_host_blocks)
         self.steps = StepPipeline(self.runner, scheduling, Speculation(MOST_DRAFTS, MOST_DRAFTS, VirtualClock()))
         self.preemption = Preemption(self.allocator, self.scheduler, self.runner, self.steps)
-        recompute = Recompute(Prefill(), 8)
+        recompute = Recompute(Prefill(), 8, on_computed=self.hear)
         self.returns = Returns(self.scheduler, self.preemption, self.steps, self.runner, recompute, ())
         self.names = itertools.count()
-        self.quarantined, self.scripted = {}, {}
+        self.quarantined, self.scripted, self.num_first = {}, {}, {}
+
+    def hear(self, sequence, computed):
+        """Every prompt of its own has one first token, also if it gave way in between."""
+        assert sequence.is_local
+        assert not sequence.token_ids
+        self.num_first[sequence.key] = self.num_first.get(sequence.key, 0) + (computed.first_token is not None)
+        assert self.num_first[sequence.key] <= 1
 
     def of(self, *states):
         return [sequence for sequence in self.scheduler.sequences() if sequence.state in states]
 
-    @rule(prompt_len=PROMPT_LENS, max_tokens=MAX_TOKENS, draft_cap=st.integers(0, 2))
-    def submit(self, prompt_len, max_tokens, draft_cap):
+    @rule(prompt_len=PROMPT_LENS, max_tokens=MAX_TOKENS, draft_cap=st.integers(0, 2), is_local=st.booleans())
+    def submit(self, prompt_len, max_tokens, draft_cap, is_local):
         key = AttemptKey(str(next(self.names)), 1)
         request = GenerationRequest(
             key=key,
@@ -85,8 +94,9 @@ class Bookkeeping(RuleBasedStateMachine):
             deadline_s=1e9,
             num_draft_tokens=draft_cap,
         )
-        self.scheduler.add(DecodeSequence(request, None, checker=None))
-        self.scheduler.want(ReserveWanted(key, prompt_len, request.capacity_len, deadline_s=1e9))
+        self.scheduler.add(DecodeSequence(request, None, checker=None, is_local=is_local))
+        reserve = ReserveWanted(key, prompt_len, request.capacity_len, deadline_s=1e9)
+        assert self.scheduler.want(reserve) is not is_local, "nobody lands in a sequence that needs no landing"
 
     @rule(data=st.data())
     @precondition(lambda self: self.of(DecodeState.LANDING))
@@ -174,6 +184,11 @@ class Bookkeeping(RuleBasedStateMachine):
         for item in self.scheduler.sequences():
             assert item.num_preemptions <= MAX_PREEMPTIONS + self.scripted.get(item, 0)
             assert (item.saved is None) or item.state is DecodeState.PREEMPTED
+
+    @invariant()
+    def nothing_lands_in_a_sequence_that_is_computed_here(self):
+        assert not any(item.is_local for item in self.of(DecodeState.LANDING))
+        assert not any(item.is_local for _, item in self.scheduler.open_reserves())
 
     def teardown(self):
         if not hasattr(self, "scheduler"):

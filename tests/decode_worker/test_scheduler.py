@@ -243,3 +243,77 @@ def test_one_that_ends_while_it_is_away_leaves_nothing(when):
     assert plan.num_slots_in_use == plan.num_coming == 0
     assert plan.sequences() == ()
     assert plan.next_return() is None
+
+
+def local(name, prompt_len=16, capacity_len=32):
+    item = sequence(name, prompt_len, capacity_len)
+    item.is_local = True
+    return item
+
+
+def test_a_prompt_that_is_computed_here_waits_for_blocks_in_line():
+    plan, _ = scheduler(num_blocks=5, max_num_seqs=4)
+    for name in "abc":
+        if name == "b":
+            plan.add(local(name))
+            continue
+        plan.want(want(name))
+        plan.add(sequence(name))
+    assert plan.num_waiting()["blocks"] == 3
+    assert plan.next_grant().key.request_id == "a"
+    assert plan.next_grant() is None, "c does not fit"
+    b = plan.get(AttemptKey("b", 1))
+    assert (b.state, b.is_whole, b.num_kv, b.num_queued) == (DecodeState.READY, False, 0, 16)
+    assert plan.next_admission() is None
+    assert (b.state, plan.computing()) == (DecodeState.COMPUTING, (b,))
+    assert plan.num_slots_in_use == 1
+    plan.add(local("d"))
+    plan.remove(b)
+    assert plan.next_grant().key.request_id == "c", "who came before"
+    assert plan.next_grant() is None
+    assert plan.get(AttemptKey("d", 1)).state is DecodeState.ATTENDING
+
+
+def test_a_prompt_that_is_computed_here_waits_for_a_slot_behind_what_has_landed():
+    plan, _ = scheduler(num_blocks=20, max_num_seqs=1)
+    plan.want(want("a"))
+    plan.add(sequence("a"))
+    a = plan.next_grant()
+    plan.add(local("b"))
+    assert plan.next_grant() is None
+    b = plan.get(AttemptKey("b", 1))
+    assert plan.next_admission() is None
+    assert b.state is DecodeState.COMPUTING, "the slot was free"
+    plan.seal(a, None, START)
+    assert plan.next_admission() is None
+    plan.remove(b)
+    assert plan.next_admission() is a
+
+
+def test_a_reserve_for_a_prompt_that_is_computed_here_is_refused_or_never_granted():
+    plan, allocator = scheduler()
+    plan.add(local("a"))
+    assert not plan.want(want("a"))
+    assert plan.want(want("b")), "its stream may come yet"
+    plan.add(local("b"))
+    assert plan.next_grant() is None
+    assert list(plan.open_reserves()) == []
+    assert allocator.num_reserved == 4, "of a and b themselves"
+    assert [late.attempt.request_id for late in plan.expired_reserves(1e9)] == ["b"]
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+def test_a_prompt_that_ends_anywhere_on_its_way_leaves_nothing(num_steps):
+    plan, allocator = scheduler()
+    item = local("a")
+    plan.add(item)
+    steps = [plan.next_grant, plan.next_admission, lambda: plan.preempt(item)()]
+    for step in steps[:num_steps]:
+        step()
+    assert item.state is list(DecodeState)[[0, 2, 5, 4][num_steps]]
+    plan.remove(item)
+    assert allocator.num_free == 8
+    assert plan.num_slots_in_use == plan.num_coming == 0
+    assert plan.num_waiting() == dict.fromkeys(("prefill", "blocks", "transfer", "slot", "preempted"), 0)
+    assert plan.next_grant() is None
+    assert not plan.dropped(), "there was no landing to leave"

@@ -234,7 +234,7 @@ def decode_rank(rank, receive):
         grammars=rank.grammars,
         host_kv_bytes=job.host_kv_bytes,
     )
-    prefill = PrefillRunner(rank.model, pool, rank.group)
+    prefill = PrefillRunner(rank.model, pool, rank.group, grammars=rank.grammars)
     if job.rank > 0:
         tables_NM = runner._table._tables_NM
         rank.follow(FollowDecode(runner, rank.channel, prefill).run, lambda: tables_NM.bitwise_xor_(1))
@@ -274,8 +274,8 @@ def serve(rank, worker, receive):
         match command:
             case ("submit", request, peer):
                 worker.submit(request, peer, PipeSink(rank.send, request.key))
-            case ("attend", request):
-                worker.attend(request, PipeSink(rank.send, request.key))
+            case ("attend", request, *options):
+                worker.attend(request, PipeSink(rank.send, request.key), **dict(options))
             case ("cancel", key):
                 worker.cancel(key)
             case ("inventory",):

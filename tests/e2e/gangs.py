@@ -175,7 +175,11 @@ class GangTopology:
         before = {"inline"} if self._lane == "raw" else set()
         assert all({self._lane} <= set(lanes) <= {self._lane} | before for lanes in used), used
 
-    def start(self, request):
+    def start(self, request, *, local=False):
+        if local:  # the decode worker says everything
+            stream = self.decode[0].open(request.key)
+            self.decode[0].pipe.send(("attend", request, ("prefill_here", True)))
+            return request, None, stream
         decode_stream, prefill_stream = self.decode[0].open(request.key), self.prefill[0].open(request.key)
         self.decode[0].pipe.send(("attend", request))
         self.prefill[0].pipe.send(("submit", request, self.peer))
@@ -191,7 +195,7 @@ class GangTopology:
         request, prefill_stream, decode_stream = running
         outcome = Outcome()
         try:
-            for event in _events(prefill_stream):
+            for event in _events(prefill_stream) if prefill_stream is not None else ():
                 if event.HasField("first_token"):
                     outcome.token_ids.append(event.first_token.token)
                     outcome.finish_reason = event.first_token.finish_reason
@@ -199,6 +203,10 @@ class GangTopology:
                 self.cancel(running)
                 return outcome
             for event in _events(decode_stream):
+                if event.HasField("first_token"):
+                    outcome.token_ids.append(event.first_token.token)
+                    outcome.finish_reason = event.first_token.finish_reason
+                    continue
                 assert event.tokens.index == request.num_forced + len(outcome.token_ids)
                 outcome.token_ids.extend(event.tokens.token_ids)
                 outcome.finish_reason = event.tokens.finish_reason

@@ -46,7 +46,7 @@ class Hold:
         self.first_token = self.done = True
 
     def passes(self, event):
-        if isinstance(event, worker_pb2.DecodeEvent):
+        if isinstance(event, worker_pb2.DecodeEvent) and not event.HasField("first_token"):
             if self.num_tokens is None or not event.HasField("tokens"):
                 return True
             return event.tokens.index + len(event.tokens.token_ids) <= self.num_tokens
@@ -154,6 +154,7 @@ class Served:
             numerics="default",
             dtype="float64",
             inventory=side.worker.inventory(),
+            can_prefill=side.role == "decode",
         )
 
     async def _beat(self):

@@ -29,7 +29,7 @@ def test_it_carries_requests_to_the_same_tokens(load_tiny, tokenizer, transport,
         token_prompts(tokenizer, 4), sampled=False, num_drafts=2, max_tokens=MAX_TOKENS, tag=transport
     )
     want = local_tokens(load_tiny(torch.float64, with_mtp=False), tokenizer, requests)
-    with Deployment(ServeConfig.from_mapping({**CONFIG, "transport": transport})) as running:
+    with Deployment(ServeConfig.from_mapping({**CONFIG, "transport": transport, "local_prefill": "never"})) as running:
         with BatonClient(running.address) as client:
             for request, tokens in zip(requests, want, strict=True):
                 chunks = list(client.generate(token_ids=request.prompt_token_ids, sampling=request.sampling))

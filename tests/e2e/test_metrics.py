@@ -59,7 +59,8 @@ class Running:
 
     def __init__(self, *flags, stderr=None, **more):
         command = [sys.executable, "-P", "-m", "baton.router", "--model-name", "tiny", "--model-path", str(TINY)]
-        command += ["--port", "0", "--metrics-port", "0", "--exit-with-parent", *flags]
+        command += ["--port", "0", "--metrics-port", "0", "--exit-with-parent"]
+        command += ["--local-prefill", "never", *flags]  # the hand-over is counted, too
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
         ports = json.loads(self.process.stdout.readline())
         self.address = f"127.0.0.1:{ports['grpc_port']}"

@@ -63,6 +63,7 @@ class Outcome:
     num_cached_tokens: int = 0
     decode_stats: Any = None
     prefill_done: Any = None
+    first: Any = None  # FirstToken of a decode worker that computed the prompt
     error: BatonError | None = None
 
 
@@ -149,7 +150,12 @@ class DecodeSide:
             max_queue_len=1024,
             clock=clock,
             on_fatal=fatal,
-            prefill=PrefillRunner(model, self.pool, eos_token_ids=eos_token_ids),
+            prefill=PrefillRunner(
+                model,
+                self.pool,
+                eos_token_ids=eos_token_ids,
+                grammars=GrammarCompiler(tokenizer, model.config.vocab_size),
+            ),
             **options,
         )
         self.worker.start()
@@ -228,15 +234,24 @@ class Topology:
         prefill.worker.submit(request, decode.peer, prefill_sink)
         return request, prefill, decode, prefill_sink, decode_sink
 
+    def start_local(self, request: GenerationRequest):
+        """The same without a prefill worker."""
+        decode, sink = self.decode[next(self._turn) % len(self.decode)], QueueSink()
+        decode.worker.attend(request, sink, prefill_here=True)
+        return request, None, decode, None, sink
+
     def cancel(self, running):
         request, prefill, decode, _, _ = running
-        prefill.worker.cancel(request.key)
+        if prefill is not None:
+            prefill.worker.cancel(request.key)
         decode.worker.cancel(request.key)
 
     def finish(self, running, timeout_s=120.0) -> Outcome:
         """Wait for a request's end, as a router would: the first token from prefill, the others from decode."""
-        request, _, decode, prefill_sink, decode_sink = running
+        request, prefill, decode, prefill_sink, decode_sink = running
         outcome = Outcome()
+        if prefill is None:
+            return self._finish_local(request, outcome, decode, decode_sink.events(timeout_s))
         try:
             for event in prefill_sink.events(timeout_s):
                 if event.HasField("prompt_logprobs"):
@@ -266,9 +281,39 @@ class Topology:
             self.cancel(running)
         return outcome
 
-    def generate(self, requests, timeout_s=120.0) -> list[Outcome]:
+    @staticmethod
+    def _finish_local(request, outcome, decode, events):
+        """Everything from one worker; nothing comes before the reports on the prompt, or behind the end."""
+        try:
+            for event in events:
+                assert not outcome.finish_reason
+                kind = event.WhichOneof("event")
+                if kind == "prompt_logprobs":
+                    assert not outcome.token_ids
+                    outcome.prompt_logprobs += map(wire.logprobs_from_proto, event.prompt_logprobs.tokens)
+                    continue
+                if kind == "first_token":
+                    first = event.first_token
+                    index, tokens, logprobs = first.index, [first.token], [first.logprobs] * first.HasField("logprobs")
+                    outcome.finish_reason = first.finish_reason
+                    outcome.first = first
+                else:
+                    assert kind == "tokens"
+                    index, tokens, logprobs = event.tokens.index, event.tokens.token_ids, event.tokens.logprobs
+                    outcome.finish_reason = event.tokens.finish_reason
+                    outcome.decode_stats = event.tokens.stats if event.tokens.finish_reason else None
+                assert index == request.num_forced + len(outcome.token_ids)
+                outcome.token_ids.extend(tokens)
+                outcome.logprobs += map(wire.logprobs_from_proto, logprobs)
+        except BatonError as error:
+            outcome.error = error
+            decode.worker.cancel(request.key)
+        return outcome
+
+    def generate(self, requests, timeout_s=120.0, *, local=False) -> list[Outcome]:
         """All requests at once; every emitted token is accounted for."""
-        outcomes = [self.finish(running, timeout_s) for running in [self.start(request) for request in requests]]
+        start = self.start_local if local else self.start
+        outcomes = [self.finish(running, timeout_s) for running in [start(request) for request in requests]]
         for outcome in outcomes:
             stats = outcome.decode_stats
             if stats is not None:

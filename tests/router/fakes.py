@@ -235,7 +235,12 @@ class Decode(worker_pb2_grpc.DecodeServicer):
             await context.write(worker_pb2.DecodeEvent(attending=worker_pb2.Attending(epoch=epoch)))
             if script.decode_error is not None and script.decode_error_after == 0:
                 await wire.abort_with(context, script.decode_error)
-            await self.worker.bench.sent(request).wait()
+            if request.prefill_here:
+                await self.first_token(request, context, seen)
+                if script.finish_at_first:
+                    return
+            else:
+                await self.worker.bench.sent(request).wait()
             if request.attempt.attempt in script.attempt_errors:
                 await seen.hang.wait()
             if script.events is not None:
@@ -245,6 +250,31 @@ class Decode(worker_pb2_grpc.DecodeServicer):
                     await seen.hang.wait()
                 return
             await self.answer(request, context, seen)
+
+    async def first_token(self, request, context, seen):
+        """What a prefill worker would have said."""
+        script, received_ns = self.worker.script, now_ns()
+        await asyncio.sleep(script.first_delay_s)
+        if script.prefill_error is not None:
+            await wire.abort_with(context, script.prefill_error)
+        if script.prefill_hangs:
+            await seen.hang.wait()
+        token = TOKENIZER.encode(script.answer)[request.num_forced_tokens]
+        first = worker_pb2.FirstToken(
+            token=token,
+            index=request.num_forced_tokens,
+            finish_reason=script.finish_at_first,
+            received_ns=received_ns,
+            sent_ns=now_ns(),
+        )
+        first.prefill_ms = (first.sent_ns - received_ns) / 1e6
+        if script.logprobs is not None and request.sampling.HasField("logprobs"):
+            first.logprobs.CopyFrom(script.logprobs(token))
+        if script.logprobs is not None and request.sampling.HasField("prompt_logprobs"):
+            reports = [script.logprobs(token) for token in request.prompt_token_ids[1:]]
+            event = worker_pb2.DecodeEvent(prompt_logprobs=worker_pb2.PromptLogprobs(tokens=reports))
+            await context.write(event)
+        await context.write(worker_pb2.DecodeEvent(first_token=first))
 
     async def answer(self, request, context, seen):
         script = self.worker.script

@@ -22,6 +22,7 @@ CONFIG = {
     "mtp": 2,
     "dtype": "float64",
     "grpc_port": 0,
+    "local_prefill": "never",  # streams are to depend on both workers
     "kv_memory_mib": 64,
     "prefill": 2,
     "decode": 2,
