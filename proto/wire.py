@@ -226,7 +226,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonEr
     code = grpc.StatusCode[error.grpc_code]
     message = _short(error.message)
     details = retry_details(error, code.value[0], message)
-    await context.abort(code, message, ((ERROR_KEY, _bounded_wire(error)), *details))
+    await context.abort(code, message, ((ERROR_KEY, bounded_wire(error)), *details))
     raise AssertionError("abort returns by raising")
 
 
@@ -306,7 +306,8 @@ def _timeout_ms(request: GenerationRequest, now_s: float) -> int:
     return min(max(int((request.deadline_s - now_s) * 1e3), 1), MAX_TIMEOUT_MS)
 
 
-def _bounded_wire(error: BatonError) -> str:
+def bounded_wire(error: BatonError) -> str:
+    """An error as text that fits trailing metadata; its fields are left out where they are too long."""
     wire = error.to_wire()
     return wire if len(wire) <= MAX_ERROR_BYTES else type(error)(_short(error.message)).to_wire()
 

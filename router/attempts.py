@@ -129,7 +129,7 @@ class Attempts:
         """End the attempt that is under way, if it has not ended."""
         if self._run is not None:
             self._run.close()
-            self._context.spawn(self._run.drain())
+            self._run.linger()
 
     async def _find_pair(self) -> Pair:
         """A pair, waited for where the answer has begun.
