@@ -23,7 +23,7 @@ class End:
     error: BatonError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would make each three times as dear
 class Tokens:
     """Tokens of a stream, and nothing else to say of them."""
 

@@ -5,6 +5,7 @@ all (no request id, no deadline, a number too wide for its field) is refused her
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -176,7 +177,7 @@ def prefill_request(request: GenerationRequest, decode: worker_pb2.Peer, now_s: 
     return worker_pb2.PrefillRequest(
         attempt=attempt_to_proto(request.key),
         prompt_token_ids=request.prompt_token_ids,
-        sampling=sampling_to_proto(request.sampling),
+        sampling=_sent_sampling(request.sampling),
         decode=decode,
         num_draft_tokens=request.num_draft_tokens,
         timeout_ms=_timeout_ms(request, now_s),
@@ -192,13 +193,19 @@ def attend_request(request: GenerationRequest, now_s: float) -> worker_pb2.Atten
     return worker_pb2.AttendRequest(
         attempt=attempt_to_proto(request.key),
         prompt_token_ids=request.prompt_token_ids,
-        sampling=sampling_to_proto(request.sampling),
+        sampling=_sent_sampling(request.sampling),
         num_draft_tokens=request.num_draft_tokens,
         timeout_ms=_timeout_ms(request, now_s),
         choice=request.choice,
         num_forced_tokens=request.num_forced,
         traceparent=of_attempt(request.trace, request.key.request_id, request.key.attempt),
     )
+
+
+@functools.lru_cache(maxsize=4)  # both workers are sent the same
+def _sent_sampling(sampling: SamplingParams) -> inference_pb2.Sampling:
+    """To be copied into a message, never to be changed."""
+    return sampling_to_proto(sampling)
 
 
 def request_from_prefill(message: worker_pb2.PrefillRequest, now_s: float) -> GenerationRequest:

@@ -113,7 +113,13 @@ class Attempts:
             self._pair = pair = await self._find_pair()
             self._run = run = self._start(pair)
             try:
-                async for emitted in run.events():
+                finished = False
+                while not finished:
+                    emitted = run.take()
+                    if emitted is None:
+                        await run.changed()
+                        continue
+                    finished = emitted.finish_reason != ""
                     if self.first is None:
                         self.first, self.first_pair = run.first, pair
                     new = self._take(run, emitted)

@@ -6,7 +6,8 @@ given a moment.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ CAUSE_WAIT_S: Final = 0.25  # a failed hand-off seen by decode has its cause at 
 _FINISH_REASONS: Final = frozenset((FinishReason.STOP.value, FinishReason.LENGTH.value))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would make each three times as dear
 class Emitted:
     """Tokens that are certain, in order, with reports on each if asked for; the last holds the reason."""
 
@@ -47,10 +48,10 @@ class Emitted:
 
 
 class RequestRun:
-    """One attempt. `start`, iterate `events`, then `close` and `linger` in any case.
+    """One attempt. `start`, then `take`, waiting for `changed`, then `close` and `linger` in any case.
 
-    At most `max_tokens` events wait for a slow reader, so the queue needs no other bound; the workers are free as
-    soon as they are done, however slow the reader is.
+    A slow reader finds all that came meanwhile as one `Emitted`. What waits for it is at most the answer, of
+    `max_tokens` tokens, and needs no other bound; the workers are free as soon as they are done, however slow it is.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class RequestRun:
         self._order = TokenOrder(request.sampling.max_tokens, request.forced_token_ids)
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
         self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
-        self._queue: asyncio.Queue[Emitted | BatonError] = asyncio.Queue()
+        self._waiting: deque[Emitted] = deque()  # for the reader; of two neighbours one has reports on the prompt
+        self._error: BatonError | None = None
+        self._changed: asyncio.Future[None] | None = None
         self._decode_finished = False
         self._ended = False
         self._timers: list[asyncio.TimerHandle] = []
@@ -107,19 +110,36 @@ class RequestRun:
         if self._ended:  # one of them is lost already
             self._end()
 
-    async def events(self) -> AsyncIterator[Emitted]:
-        """Tokens in order; ends after the one with a finish reason.
+    def take(self) -> Emitted | None:
+        """The next tokens in order, up to those with a finish reason; None: `changed` says when there are more.
 
         Raises:
-            BatonError: what ended the request; all tokens that had arrived were yielded before.
+            BatonError: what ended the request; all tokens that had arrived were taken before.
         """
-        while True:
-            item = await self._queue.get()
-            if isinstance(item, BatonError):
-                raise item
-            yield item
-            if item.finish_reason:
-                return
+        if self._waiting:
+            return self._waiting.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def changed(self) -> "asyncio.Future[None]":
+        """Done as soon as `take` has something; for one reader."""
+        self._changed = asyncio.get_running_loop().create_future()
+        return self._changed
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _put(self, emitted: Emitted) -> None:
+        last = self._waiting[-1] if self._waiting else None
+        if last is None or last.prompt_logprobs or emitted.prompt_logprobs:
+            self._waiting.append(emitted)
+        else:
+            last.token_ids += emitted.token_ids
+            last.logprobs = [*last.logprobs, *emitted.logprobs] if emitted.logprobs else last.logprobs
+            last.finish_reason = emitted.finish_reason
+        self._wake()
 
     def close(self) -> None:
         """The reader is gone: if the request has not ended, it ends now."""
@@ -243,7 +263,7 @@ class RequestRun:
         if new or finish_reason:
             logprobs = logprobs[len(token_ids) - len(new) :]
             prompt_logprobs = () if first > self.request.num_forced else self._prompt_logprobs
-            self._queue.put_nowait(Emitted(first, new, finish_reason, logprobs, prompt_logprobs))
+            self._put(Emitted(first, new, finish_reason, logprobs, prompt_logprobs))
         if finish_reason:
             self._end()
             if self.first is not None and self.first.finish_reason:
@@ -297,7 +317,8 @@ class RequestRun:
             self._prefill.doubt()
             self._decode.doubt()
         self._end()
-        self._queue.put_nowait(error)
+        self._error = error
+        self._wake()
         self._prefill.cancel()
         self._decode.cancel()
 
