@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 
 from baton.proto import inference_pb2
+from baton.proto.retry_info import DETAILS_KEY
 
 METHOD: Final = "/baton.v1.Inference/Generate"
 STREAMS_PER_CHANNEL: Final = 500
@@ -36,8 +37,9 @@ class Outcome:
         num_tokens: that came.
         num_chunks: in which they came.
         code: gRPC's name of how it ended.
-        ttft_ms: of the router's own stats.
-        worker_first_s: when the worker sent the first token, by the same stats and the same clock.
+        has_retry_info: a refusal said when to try again.
+        publish_ms: by the router's own stats: from the worker's first token to where it leaves the router.
+        router_ms: likewise, from arrival at the router to arrival at the worker.
     """
 
     due_s: float
@@ -47,6 +49,7 @@ class Outcome:
     num_tokens: int = 0
     num_chunks: int = 0
     code: str = ""
+    has_retry_info: bool = False
     publish_ms: float = 0.0
     router_ms: float = 0.0
 
@@ -65,7 +68,8 @@ class Load:
 class LoadClient:
     """Made in its own process (`bench.actor.SpawnedRemote`)."""
 
-    def __init__(self, address: str, num_channels: int = 1) -> None:
+    def __init__(self, address: str, num_channels: int = 1, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="load", daemon=True).start()
         self._address = address
@@ -115,7 +119,7 @@ class LoadClient:
 
     def _call(self, request: bytes, at: int) -> Any:
         # Bytes in, bytes out: a client that parses little leaves the processors to what is measured.
-        return self._channels[at % len(self._channels)].unary_stream(METHOD)(request, timeout=TIMEOUT_S)
+        return self._channels[at % len(self._channels)].unary_stream(METHOD)(request, timeout=self._timeout_s)
 
     async def _one(self, request: bytes, outcome: Outcome, at: int) -> Outcome:
         outcome.sent_s = time.monotonic()
@@ -136,6 +140,7 @@ class LoadClient:
             outcome.code = (await call.code()).name
         except grpc.aio.AioRpcError as error:
             outcome.code = error.code().name
+            outcome.has_retry_info = any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
         outcome.end_s = time.monotonic()
         if last:
             stats = inference_pb2.GenerateChunk.FromString(last).finish.stats
