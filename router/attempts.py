@@ -22,6 +22,7 @@ from baton.router.members import DECODE, PREFILL, Member
 from baton.router.outcasts import Outcasts, fits
 from baton.router.policy import Pair, Policy
 from baton.router.refusals import Refusals
+from baton.router.retry_budget import RetryBudget
 from baton.router.request_run import Emitted, RequestRun
 
 SETTLE_S = 0.05  # between looks whether a worker died
@@ -42,7 +43,9 @@ class AttemptsContext:
         clock: that deadlines are read from.
         spawn: runs a coroutine in the background and keeps hold of it.
         limits: of migration.
-        on_retry: called before each attempt after a failed hand-off.
+        budget: of attempts after failed hand-offs.
+        on_retry: called before each of those.
+        on_retry_refused: called for each that the budget refuses.
         on_migration: called before each that follows a lost worker.
         on_finished: called when an answer is complete.
         admit: refuses a request that is not to go to a worker any more, by raising.
@@ -55,7 +58,9 @@ class AttemptsContext:
     clock: Clock
     spawn: Callable[[Coroutine[Any, Any, None]], None]
     limits: MigrationLimits
+    budget: RetryBudget
     on_retry: Callable[[], None]
+    on_retry_refused: Callable[[], None]
     on_migration: Callable[[Cause], None]
     on_finished: Callable[[GenerationRequest], None]
     admit: Callable[[GenerationRequest], None]
@@ -109,6 +114,7 @@ class Attempts:
             BatonError: what ended the request; all tokens that had arrived were yielded before.
         """
         self._context.admit(self.request)
+        self._context.budget.request(self._context.clock.now_s())
         while True:
             self._pair = pair = await self._find_pair()
             self._run = run = self._start(pair)
@@ -218,6 +224,9 @@ class Attempts:
         self._outcasts.add(pair, role=error.fields.get("role") if cause_of(error) else None, now_s=now_s)
         names = [life.worker_id for life in pair.lives]
         again = self._answer.failed(error, prefill=names[0], decode=names[1], now_s=now_s)
+        if again.takes_budget and (wait_s := self._context.budget.retry(now_s)):
+            self._context.on_retry_refused()
+            raise self._answer.unaffordable(error, wait_s)
         await self._prepare(again)
         log.warning("%s goes on elsewhere from token %d: %s", self.request.key, self._answer.num_tokens, error.message)
 

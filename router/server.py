@@ -41,6 +41,7 @@ from baton.router.prefix_feed import PrefixFeed
 from baton.router.prefix_index import PrefixIndex
 from baton.router.prefix_metrics import PrefixCollector
 from baton.router.refusals import Refusals
+from baton.router.retry_budget import RetryBudget, RetryLimits
 from baton.router.routing import PREFIX, ROUND_ROBIN, make_policy
 from baton.router.security import DoorLimits, RouterSecurity
 from baton.router.security_metrics import SecurityMetrics
@@ -53,6 +54,7 @@ SERVICES: Final = {
     for name, service in file.DESCRIPTOR.services_by_name.items()
 }
 MEMBERSHIP: Final = SERVICES["Membership"]
+MAX_RUNNING: Final = QueueLimits().max_running
 TICK_S: Final = 0.05
 STOP_GRACE_S: Final = 1.0
 
@@ -71,6 +73,7 @@ class RouterConfig:
     request_timeout_s: float
     alive_s: float = ALIVE_S
     migration: MigrationConfig = MigrationConfig()  # noqa: RUF009
+    retries: RetryLimits = RetryLimits()  # noqa: RUF009
     routing: str = ROUND_ROBIN
     max_wait_s: float = 0.0  # for a turn before anything is sent to workers; 0: nobody waits here
     security: RouterSecurity = field(default_factory=RouterSecurity)
@@ -97,6 +100,7 @@ class RouterServer:
         self.metrics.watch_workers(self.members.totals)
         self.metrics.registry.register(FleetCollector(lambda: fleet_totals(self.members)))
         self.refusals = Refusals(self.members)
+        self.retries = RetryBudget(config.retries, self._clock.now_s())
         self.migration = Migration(config.migration, self.members, self._clock, self.metrics)
         self._channels = Channels(self.members, self._background.spawn, SecureChannels(config.security.tls))
         self.prefixes = PrefixIndex()
@@ -139,7 +143,8 @@ class RouterServer:
         def cached_len(request: GenerationRequest) -> int:
             return policy.cached_len(self.members.live(PREFILL), request) if isinstance(policy, LeastCost) else 0
 
-        limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=self.config.max_queue_len)
+        num = self.config.max_queue_len
+        limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=num, max_running=max(num, MAX_RUNNING))
         gate = Gate(limits, self.members, self._clock, cached_len)
         self.metrics.registry.register(AdmissionCollector(gate.queue))
         return gate
@@ -217,6 +222,7 @@ class RouterServer:
             admission=admission,
             speculation=speculation,
             migration=self.migration,
+            retries=self.retries,
             clock=self._clock,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
@@ -240,7 +246,9 @@ class RouterServer:
             clock=self._clock,
             spawn=self._background.spawn,
             limits=migration.limits,
+            budget=self.retries,
             on_retry=self.metrics.handoff_retries.inc,
+            on_retry_refused=self.metrics.retries_refused.inc,
             on_migration=migration.migrated,
             on_finished=migration.finished,
             admit=migration.admit,
