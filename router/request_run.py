@@ -32,6 +32,7 @@ from baton.router.token_order import TokenOrder
 
 LEG_GRACE_S: Final = 2.0  # a leg's own deadline is this much later than the request's: the backstop, not the rule
 LINGER_S: Final = 2.0
+MAX_WAITING: Final = 64  # events of an answer for its reader; more become one
 CAUSE_WAIT_S: Final = 0.25  # a failed hand-off seen by decode has its cause at prefill, whose word may be on its way
 _FINISH_REASONS: Final = frozenset((FinishReason.STOP.value, FinishReason.LENGTH.value))
 
@@ -50,8 +51,9 @@ class Emitted:
 class RequestRun:
     """One attempt. `start`, then `take`, waiting for `changed`, then `close` and `linger` in any case.
 
-    A slow reader finds all that came meanwhile as one `Emitted`. What waits for it is at most the answer, of
-    `max_tokens` tokens, and needs no other bound; the workers are free as soon as they are done, however slow it is.
+    For a slow reader at most `MAX_WAITING` events wait; what comes then is added to the last of them. So what it costs is
+    bounded by the tokens of the answer, which are at most `max_tokens`, and nobody waits for it: neither other streams
+    nor the workers, which are free as soon as they are done.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class RequestRun:
         self._order = TokenOrder(request.sampling.max_tokens, request.forced_token_ids)
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
         self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
-        self._waiting: deque[Emitted] = deque()  # for the reader; of two neighbours one has reports on the prompt
+        self._waiting: deque[Emitted] = deque()  # for the reader
         self._error: BatonError | None = None
         self._changed: asyncio.Future[None] | None = None
         self._decode_finished = False
@@ -132,10 +134,10 @@ class RequestRun:
             self._changed.set_result(None)
 
     def _put(self, emitted: Emitted) -> None:
-        last = self._waiting[-1] if self._waiting else None
-        if last is None or last.prompt_logprobs or emitted.prompt_logprobs:
+        if len(self._waiting) < MAX_WAITING:
             self._waiting.append(emitted)
         else:
+            last = self._waiting[-1]
             last.token_ids += emitted.token_ids
             last.logprobs = [*last.logprobs, *emitted.logprobs] if emitted.logprobs else last.logprobs
             last.finish_reason = emitted.finish_reason
