@@ -1,4 +1,4 @@
-"""A decode worker that computes nothing: a token of every running stream each step, in slots and blocks like a real one.
+"""A decode worker that computes nothing: a token of each running stream at each step, in slots and blocks.
 
 All of it runs on the event loop of the worker's gRPC host.
 """

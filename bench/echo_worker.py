@@ -54,7 +54,8 @@ def main() -> int:
         served = EchoPrefill(pace, epoch)
     else:
         served = EchoDecode(
-            DecodePace(options.step_s, options.max_num_seqs, options.num_blocks, BLOCK_SIZE, options.max_queue_len), epoch
+            DecodePace(options.step_s, options.max_num_seqs, options.num_blocks, BLOCK_SIZE, options.max_queue_len),
+            epoch,
         )
     host = WorkerHost(
         "127.0.0.1", _register(served), _state(options, served, epoch, lambda: host), options.router, _die

@@ -1,4 +1,4 @@
-"""Processes of a bench that are modules of Baton: started, asked for their first line, ended. Each dies with its parent."""
+"""Processes of a bench that are modules of Baton: started, heard, ended. Each dies with its parent."""
 
 import json
 import os

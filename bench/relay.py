@@ -1,8 +1,8 @@
 """`python -m baton.bench.relay`: the least that a gRPC front door in Python can be, to compare a router with.
 
-Without `--upstream` it is a source: it answers `Generate` with so many chunks, each one step after the other. With it, it
-passes every message of every call on as it is, bytes for bytes: a call there for each call here, and nothing else. It
-says `{"address": ...}` on stdout once it serves, and ends when its stdin closes.
+Without `--upstream` it is a source: it answers `Generate` with so many chunks, each one step after the other. With it,
+it passes every message of every call on as it is, bytes for bytes: a call there for each call here, and nothing else.
+It says `{"address": ...}` on stdout once it serves, and ends when its stdin closes.
 """
 
 import argparse

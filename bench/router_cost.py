@@ -237,16 +237,25 @@ def _row(
         return row
     by_round = [system.samples[at : at + len(CELLS)] for at in range(0, len(system.samples), len(CELLS))]
     found = [
-        costs([(sample.cpu_s - system.idle_cpu * sample.seconds, sample.num_requests, sample.num_tokens) for sample in each])
+        costs(
+            [
+                (sample.cpu_s - system.idle_cpu * sample.seconds, sample.num_requests, sample.num_tokens)
+                for sample in each
+            ]
+        )
         for each in by_round
     ]
     row |= spread("cpu_ms_per_request", [1e3 * request_s for request_s, _ in found])
     row |= spread("cpu_us_per_token", [1e6 * token_s for _, token_s in found])
     row |= spread("requests_per_s", _rates(system, "requests", lambda sample: sample.num_requests / sample.seconds)[1:])
     row |= spread("tokens_per_s", _rates(system, "tokens", lambda sample: sample.tokens_per_s)[1:])
-    row |= spread("tokens_per_chunk", _rates(system, "tokens", lambda sample: sample.num_tokens / sample.num_chunks)[1:])
+    row |= spread(
+        "tokens_per_chunk", _rates(system, "tokens", lambda sample: sample.num_tokens / sample.num_chunks)[1:]
+    )
     row |= spread("cpu_at_tokens", _rates(system, "tokens", lambda sample: sample.cpu_s / sample.seconds)[1:])
-    row |= spread("client_cpu_at_tokens", _rates(system, "tokens", lambda sample: sample.client_cpu_s / sample.seconds)[1:])
+    row |= spread(
+        "client_cpu_at_tokens", _rates(system, "tokens", lambda sample: sample.client_cpu_s / sample.seconds)[1:]
+    )
     return row
 
 

@@ -1,7 +1,7 @@
 """Frames of `RunAll` and `AttendAll`: what many streams say at the same time, in one message. Pure.
 
-Most of what decode workers say is a token: those travel side by side in packed fields, which cost both ends a small part
-of what a message each would.
+Most of what decode workers say is a token: those travel side by side in packed fields, which cost both ends a small
+part of what a message each would.
 """
 
 from collections.abc import Iterator, Sequence

@@ -22,8 +22,8 @@ from baton.router.members import DECODE, PREFILL, Member
 from baton.router.outcasts import Outcasts, fits
 from baton.router.policy import Pair, Policy
 from baton.router.refusals import Refusals
-from baton.router.retry_budget import RetryBudget
 from baton.router.request_run import Emitted, RequestRun
+from baton.router.retry_budget import RetryBudget
 
 SETTLE_S = 0.05  # between looks whether a worker died
 SETTLE_LOOKS = 40

@@ -96,4 +96,6 @@ def _bundle(channel: grpc.aio.Channel, member: Member) -> Bundle:
     if member.state.role == PREFILL:
         call = worker_pb2_grpc.PrefillStub(channel).RunAll()
         return Bundle(call, worker_pb2.PrefillCommands, read_prefill_frame, **about)
-    return Bundle(worker_pb2_grpc.DecodeStub(channel).AttendAll(), worker_pb2.DecodeCommands, read_decode_frame, **about)
+    return Bundle(
+        worker_pb2_grpc.DecodeStub(channel).AttendAll(), worker_pb2.DecodeCommands, read_decode_frame, **about
+    )

@@ -9,7 +9,7 @@ FLOOR_S: Final = 0.05  # less is never clipped
 
 
 class Estimate:
-    """A running mean and mean deviation, as for TCP's retransmission timer (RFC 6298); 0 before anything is measured."""
+    """A running mean and mean deviation, of TCP's retransmission timer (RFC 6298); 0 before anything is measured."""
 
     def __init__(self) -> None:
         self.mean = 0.0

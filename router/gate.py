@@ -1,9 +1,9 @@
 """Where requests wait for their turn: the fair queue, with a clock and coroutines around it.
 
 What is predicted rests on what live workers report: prompt tokens per second, KV blocks; and on what passes here: how
-long requests hold KV, how long answers are, and how long they take. Before anything was measured, nothing is refused but
-by number. A request must have its first token early enough that the rest of its answer still fits its deadline: else one
-that was accepted would be late because it had waited.
+long requests hold KV, how long answers are, and how long they take. Before anything was measured, nothing is refused
+but by number. A request must have its first token early enough that the rest of its answer still fits its deadline:
+else one that was accepted would be late because it had waited.
 """
 
 import asyncio

@@ -41,9 +41,7 @@ class Leg:
         """Its name."""
         return self.life.worker_id
 
-    def call(
-        self, reading: Coroutine[Any, Any, None], on_ended: Callable[["Leg", BaseException | None], None]
-    ) -> None:
+    def call(self, reading: Coroutine[Any, Any, None], on_ended: Callable[["Leg", BaseException | None], None]) -> None:
         """Read the stream of a call; `on_ended` gets this leg and what ended it, None if it ended well."""
 
         def ended(task: asyncio.Task[None]) -> None:

@@ -51,9 +51,9 @@ class Emitted:
 class RequestRun:
     """One attempt. `start`, then `take`, waiting for `changed`, then `close` and `linger` in any case.
 
-    For a slow reader at most `MAX_WAITING` events wait; what comes then is added to the last of them. So what it costs is
-    bounded by the tokens of the answer, which are at most `max_tokens`, and nobody waits for it: neither other streams
-    nor the workers, which are free as soon as they are done.
+    For a slow reader at most `MAX_WAITING` events wait; what comes then is added to the last of them. So what it costs
+    is bounded by the tokens of the answer, which are at most `max_tokens`, and nobody waits for it: neither other
+    streams nor the workers, which are free as soon as they are done.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ async def serve_bundle(method, frame_of, epoch, context):
             await method(request, _StreamContext(lambda event: say(number, event)))
         except _AbortedError as aborted:
             end = End(aborted.error)
-        except Exception as error:  # as gRPC would say it
+        except Exception as error:  # noqa: BLE001  as gRPC would say it
             end = End(BatonError(f"UNKNOWN: Unexpected {error!r}"))
         await say(number, end)
 
