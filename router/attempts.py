@@ -203,6 +203,8 @@ class Attempts:
     def _take(self, run: RequestRun, emitted: Emitted) -> Emitted | None:
         first = self._answer.num_tokens
         new = self._answer.take(run.request.key.attempt, emitted.index, emitted.token_ids)
+        if len(new) == len(emitted.token_ids) and (first == emitted.index > 0):
+            return emitted  # as a rule
         if new or emitted.finish_reason:
             logprobs = emitted.logprobs[len(emitted.token_ids) - len(new) :]
             prompt_logprobs = () if first else emitted.prompt_logprobs

@@ -139,8 +139,11 @@ class Bundle:
             while (frame := await self._call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 if frame.epoch and frame.epoch != self._epoch:
                     raise WorkerLost(f"{self._name} was restarted", **self._about)
+                readers = self._readers
                 for number, said in self._read_frame(frame):
-                    self._say(number, said)
+                    reader = readers.get(number)
+                    if reader is not None:  # else it was cancelled
+                        self._say(number, reader, said)
             error = self._broken("ended the call of all streams")
         except ProtocolError as found:
             error = self._broken(f"sent {found.message}")
@@ -152,11 +155,8 @@ class Bundle:
     def _broken(self, what: str) -> ProtocolError:
         return ProtocolError(f"{self._name} {what}", cause=Cause.STREAM.value, **self._about)
 
-    def _say(self, number: int, said: Any) -> None:
-        reader = self._readers.get(number)
-        if reader is None:
-            return  # it was cancelled
-        if isinstance(said, End):
+    def _say(self, number: int, reader: Reader, said: Any) -> None:
+        if type(said) is End:
             del self._readers[number]
             reader.on_end(said.error)
             self._end_if_idle()
