@@ -6,7 +6,6 @@ given a moment.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -80,7 +79,7 @@ class RequestRun:
         self._order = TokenOrder(request.sampling.max_tokens, request.forced_token_ids)
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
         self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
-        self._waiting: deque[Emitted] = deque()  # for the reader
+        self._waiting: list[Emitted] = []  # for the reader; an idle one would pay more for a deque
         self._error: BatonError | None = None
         self._changed: asyncio.Future[None] | None = None
         self._decode_finished = False
@@ -119,7 +118,7 @@ class RequestRun:
             BatonError: what ended the request; all tokens that had arrived were taken before.
         """
         if self._waiting:
-            return self._waiting.popleft()
+            return self._waiting.pop(0)
         if self._error is not None:
             raise self._error
         return None

@@ -124,7 +124,7 @@ async def test_a_worker_of_another_life_at_the_same_address_serves_nobody():
 
 async def test_what_waits_for_a_slow_reader_is_bounded_and_loses_nothing():
     run = RequestRun.__new__(RequestRun)
-    run._waiting, run._error, run._changed = request_run.deque(), None, None
+    run._waiting, run._error, run._changed = [], None, None
     for index in range(10_000):
         run._put(Emitted(index, [index], "length" if index == 9_999 else "", [index]))
     assert len(run._waiting) == request_run.MAX_WAITING
