@@ -30,13 +30,17 @@ class _StreamContext:
 
 async def serve_bundle(method, frame_of, epoch, context):
     """Until the call ends; then all streams are cancelled."""
-    first, lock, tasks = frame_of(()), asyncio.Lock(), {}
+    first, items, tasks = frame_of(()), asyncio.Queue(), {}
     first.epoch = epoch
     await context.write(first)
 
+    async def write():  # alone: a stream that is cancelled must not take a write with it
+        while True:
+            await context.write(frame_of([await items.get()]))
+
     async def say(number, said):
-        async with lock:
-            await context.write(frame_of([(number, said)]))
+        items.put_nowait((number, said))
+        await asyncio.sleep(0)
 
     async def run(number, request):
         end = End()
@@ -48,6 +52,7 @@ async def serve_bundle(method, frame_of, epoch, context):
             end = End(BatonError(f"UNKNOWN: Unexpected {error!r}"))
         await say(number, end)
 
+    writing = asyncio.create_task(write())
     try:
         while (commands := await context.read()) is not grpc.aio.EOF:
             for opened in commands.open:
@@ -55,5 +60,5 @@ async def serve_bundle(method, frame_of, epoch, context):
             for number in commands.cancelled:
                 tasks[number].cancel()
     finally:
-        for task in tasks.values():
+        for task in (writing, *tasks.values()):
             task.cancel()
