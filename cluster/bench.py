@@ -135,7 +135,7 @@ def format_routing(data: dict[str, Any]) -> str:
     """What a person reads."""
     keys = ("hit_rate", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "queue_mean_ms", "requests_per_s")
     rows = [(row["system"], *(_range(row, key) for key in keys)) for row in data["rows"]]
-    return "\n".join([format_table(("policy", *keys), rows), *_verdicts(data)])
+    return "\n".join([format_table(("policy", *keys), rows), *format_verdicts(data)])
 
 
 def format_decode(data: dict[str, Any]) -> str:
@@ -175,16 +175,17 @@ def format_kv(data: dict[str, Any]) -> str:
         )
         for row in sorted(data["rows"], key=lambda row: (row["workload"], row["gil_load"], -row["gbps"]))
     ]
-    return "\n".join([format_table(header, rows), *_verdicts(data)])
+    return "\n".join([format_table(header, rows), *format_verdicts(data)])
 
 
 def _format_steps(data: dict[str, Any]) -> str:
     keys = ("step_off_ms", "step_on_ms", "step_ratio", "submit_us", "submit_p99_us")
     rows = [(row["workload"], _label(row), *(_range(row, key) for key in keys)) for row in data["rows"]]
-    return "\n".join([format_table(("workload", "system", *keys), rows), *_verdicts(data)])
+    return "\n".join([format_table(("workload", "system", *keys), rows), *format_verdicts(data)])
 
 
-def _verdicts(data: dict[str, Any]) -> list[str]:
+def format_verdicts(data: dict[str, Any]) -> list[str]:
+    """A line for each promise, and for each cell that failed."""
     lines = []
     for check in data["checks"]:
         limit = f">= {check['at_least']}" if "at_least" in check else f"<= {check['at_most']}"

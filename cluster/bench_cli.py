@@ -115,3 +115,42 @@ def bench_crossover(
         return bench_crossover(output, plot=plot, **asked)
 
     return run_command(json, body)
+
+
+@app.command("router")
+def bench_router(
+    seconds: Annotated[float, typer.Option(help="of each load")] = 5.0,
+    rounds: Annotated[int, typer.Option(help="how often every load is put on each system")] = 2,
+    idle_streams: Annotated[int, typer.Option(help="open at once while the router's memory is read")] = 5000,
+    step_ms: Annotated[float, typer.Option(help="between two tokens of a stream")] = 20.0,
+    json: Json = False,
+) -> int:
+    """Measure what a request and a token cost the router's process, with echo workers, beside a bare relay."""
+    asked = {name: value for name, value in locals().items() if name != "json"}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.bench_router import bench_router
+
+        return bench_router(output, **asked)
+
+    return run_command(json, body)
+
+
+@app.command("overload")
+def bench_overload(
+    seconds: Annotated[float, typer.Option(help="of the overload")] = 60.0,
+    capacity_s: Annotated[float, typer.Option(help="for which the capacity is measured before")] = 20.0,
+    factor: Annotated[float, typer.Option(help="offered, in capacities")] = 3.0,
+    deadline_s: Annotated[float, typer.Option(help="of each request")] = 2.0,
+    num_clients: Annotated[int, typer.Option(help="client processes")] = 2,
+    json: Json = False,
+) -> int:
+    """Measure goodput and refusals at a multiple of the capacity, with echo workers and an open loop."""
+    asked = {name: value for name, value in locals().items() if name != "json"}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.bench_router import bench_overload
+
+        return bench_overload(output, **asked)
+
+    return run_command(json, body)

@@ -59,6 +59,8 @@ def format_status(data: dict[str, Any]) -> str:
         f"{data['num_requests_failed']} failed, {data['num_tokens_streamed']} tokens, "
         f"{data['num_handoff_retries']} hand-offs tried again, {data['num_migrations']} streams moved"
     )
+    if data["num_retries_refused"]:
+        summary += f", {data['num_retries_refused']} more than the retry budget allows"
     lines = [summary, format_table(header, rows), *([format_decode(data["decode"])] if data["decode"] else [])]
     for pair in data["refused_pairs"]:
         lines.append(f"{pair['prefill_worker']} and {pair['decode_worker']} are not paired: {pair['reason']}")

@@ -50,6 +50,7 @@ class RouterMetrics:
             "baton_generation_tokens", "Tokens streamed to clients", registry=self._registry
         )
         self.handoff_retries = self._counter("handoff_retries", "Attempts after a failed hand-off")
+        self.retries_refused = self._counter("retries_refused", "Such attempts that the retry budget did not allow")
         self.migrations = self._counter("migrations", "Answers that went on elsewhere after a lost worker", "cause")
 
     def render(self) -> str:

@@ -173,6 +173,7 @@ class DecodeNode:
             rank_pids=self.rank_pids(),
             build=self._build,
             clock_id=clock_id(),
+            bundles=True,
             speculation=self._speculation(),
             max_num_seqs=self.config.max_num_seqs,
             can_prefill=True,

@@ -8,9 +8,13 @@ import grpc.aio
 
 from baton.core.clock import Clock
 from baton.core.errors import BatonError
+from baton.core.request import AttemptKey, GenerationRequest
 from baton.decode_worker.worker import DecodeWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.proto.bundle_wire import decode_frame
 from baton.proto.wire import abort_with, request_from_attend
+from baton.worker.bundle import Bundle
+from baton.worker.outbox import BundledStream
 from baton.worker.stream import EventStream
 
 
@@ -41,3 +45,32 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         finally:
             if not stream.ended:
                 self._worker.cancel(attempt.key, stream)
+
+    async def AttendAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Stream all attempts of one router, a frame for each step. A call that ends cancels them."""
+        await Bundle(_Attends(self._worker, self._clock), decode_frame, self._worker.cork, self._epoch).serve(context)
+
+
+class _Attends:
+    """What a bundle does with its streams (`worker.bundle.Role`)."""
+
+    def __init__(self, worker: DecodeWorker, clock: Clock) -> None:
+        self._worker = worker
+        self._clock = clock
+
+    def read(self, message: worker_pb2.AttendRequest) -> GenerationRequest:
+        return request_from_attend(message, self._clock.now_s())
+
+    def check(self, attempt: GenerationRequest) -> None:
+        self._worker.check(attempt)
+
+    def begin(
+        self,
+        message: worker_pb2.AttendRequest,
+        attempt: GenerationRequest,
+        stream: BundledStream[worker_pb2.DecodeEvent],
+    ) -> None:
+        self._worker.attend(attempt, stream, prefill_here=message.prefill_here)
+
+    def cancel(self, key: AttemptKey, stream: BundledStream[worker_pb2.DecodeEvent]) -> None:
+        self._worker.cancel(key, stream)

@@ -40,6 +40,7 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed
 from baton.proto import kv_pb2, worker_pb2
+from baton.worker.cork import Cork
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
 
@@ -93,6 +94,7 @@ class DecodeWorker:
         self._limits = dataclasses.replace(limits, decode_capacity_len=capacity_len)
         self._gate = Gate("the decode worker is full", max_queue_len)
         self._tally = StepTally(runner.num_draft_tokens)
+        self.cork = Cork()  # held while a step is published
         self._num_finished = 0
         self._num_failed = 0
         self._loop = LoopThread("decode-loop", self._step, on_fatal)
@@ -304,8 +306,9 @@ class DecodeWorker:
             published.append((sequence, kept, (emitted.logprobs or ())[: len(kept)], reason))
         if proposed_lens or dropped:  # counted before anybody hears of it
             self._tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
-        for sequence, kept, logprobs, reason in published:
-            self._publish(sequence, kept, logprobs, reason)
+        with self.cork.hold():
+            for sequence, kept, logprobs, reason in published:
+                self._publish(sequence, kept, logprobs, reason)
 
     def _publish_computed(self, sequence: DecodeSequence, computed: Computed) -> None:
         if computed.prompt_logprobs:

@@ -118,6 +118,7 @@ class PrefillNode:
             kv_bytes_per_position=self._layout.bytes_per_block / self._layout.block_size,
             build=self._build,
             clock_id=clock_id(),
+            bundles=True,
         )
 
     def rank_pids(self) -> list[int]:

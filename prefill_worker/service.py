@@ -9,11 +9,16 @@ import grpc.aio
 
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, WorkerLost
+from baton.core.request import AttemptKey, GenerationRequest
 from baton.kvtransfer.push import DecodePeer
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.block_wire import change_to_proto
+from baton.proto.bundle_wire import prefill_frame
 from baton.proto.wire import abort_with, request_from_prefill
+from baton.worker.bundle import Bundle
+from baton.worker.cork import Cork
+from baton.worker.outbox import BundledStream
 from baton.worker.stream import EventStream
 
 GATHER_S: Final = 0.005  # changes of the prefix cache within so long are told together
@@ -32,7 +37,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         stream: EventStream[worker_pb2.PrefillEvent] = EventStream(asyncio.get_running_loop())
         try:
             attempt = request_from_prefill(request, self._clock.now_s())
-            peer = DecodePeer(request.decode.worker_id, request.decode.kv_address, request.decode.epoch)
+            peer = _peer(request)
             if attempt.sampling.grammar is not None:
                 await asyncio.to_thread(self._worker.check, attempt)  # other streams go on while it compiles
             self._worker.submit(attempt, peer, stream)
@@ -46,6 +51,10 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         finally:
             if not stream.ended:
                 self._worker.cancel(attempt.key, stream)
+
+    async def RunAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Prefill all attempts of one router. A call that ends cancels them."""
+        await Bundle(_Runs(self._worker, self._clock), prefill_frame, Cork(), self._epoch).serve(context)
 
     async def WatchPrefixes(
         self, request: worker_pb2.WatchPrefixesRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -71,3 +80,32 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             finally:
                 forget()
             await asyncio.sleep(GATHER_S)
+
+
+class _Runs:
+    """What a bundle does with its streams (`worker.bundle.Role`)."""
+
+    def __init__(self, worker: PrefillWorker, clock: Clock) -> None:
+        self._worker = worker
+        self._clock = clock
+
+    def read(self, message: worker_pb2.PrefillRequest) -> GenerationRequest:
+        return request_from_prefill(message, self._clock.now_s())
+
+    def check(self, attempt: GenerationRequest) -> None:
+        self._worker.check(attempt)
+
+    def begin(
+        self,
+        message: worker_pb2.PrefillRequest,
+        attempt: GenerationRequest,
+        stream: BundledStream[worker_pb2.PrefillEvent],
+    ) -> None:
+        self._worker.submit(attempt, _peer(message), stream)
+
+    def cancel(self, key: AttemptKey, stream: BundledStream[worker_pb2.PrefillEvent]) -> None:
+        self._worker.cancel(key, stream)
+
+
+def _peer(message: worker_pb2.PrefillRequest) -> DecodePeer:
+    return DecodePeer(message.decode.worker_id, message.decode.kv_address, message.decode.epoch)

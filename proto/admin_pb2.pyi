@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "version", "uptime_s", "num_requests_running", "num_requests_finished", "num_requests_failed", "num_tokens_streamed", "workers", "refused_pairs", "num_handoff_retries", "num_migrations", "quarantined", "max_queue_len", "scale", "local_prefill")
+    __slots__ = ("model", "version", "uptime_s", "num_requests_running", "num_requests_finished", "num_requests_failed", "num_tokens_streamed", "workers", "refused_pairs", "num_handoff_retries", "num_retries_refused", "retry_tokens", "num_migrations", "quarantined", "max_queue_len", "scale", "local_prefill")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,8 @@ class StatusReply(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_PAIRS_FIELD_NUMBER: _ClassVar[int]
     NUM_HANDOFF_RETRIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETRIES_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RETRY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -37,12 +39,14 @@ class StatusReply(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     refused_pairs: _containers.RepeatedCompositeFieldContainer[RefusedPair]
     num_handoff_retries: int
+    num_retries_refused: int
+    retry_tokens: float
     num_migrations: int
     quarantined: _containers.RepeatedCompositeFieldContainer[Quarantined]
     max_queue_len: int
     scale: ScaleRequest
     local_prefill: LocalPrefill
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_requests_running: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., num_tokens_streamed: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., refused_pairs: _Optional[_Iterable[_Union[RefusedPair, _Mapping]]] = ..., num_handoff_retries: _Optional[int] = ..., num_migrations: _Optional[int] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., max_queue_len: _Optional[int] = ..., scale: _Optional[_Union[ScaleRequest, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_requests_running: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., num_tokens_streamed: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., refused_pairs: _Optional[_Iterable[_Union[RefusedPair, _Mapping]]] = ..., num_handoff_retries: _Optional[int] = ..., num_retries_refused: _Optional[int] = ..., retry_tokens: _Optional[float] = ..., num_migrations: _Optional[int] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., max_queue_len: _Optional[int] = ..., scale: _Optional[_Union[ScaleRequest, _Mapping]] = ..., local_prefill: _Optional[_Union[LocalPrefill, _Mapping]] = ...) -> None: ...
 
 class LocalPrefill(_message.Message):
     __slots__ = ("mode", "num_choices", "only_way")

@@ -5,6 +5,7 @@ all (no request id, no deadline, a number too wide for its field) is refused her
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -176,7 +177,7 @@ def prefill_request(request: GenerationRequest, decode: worker_pb2.Peer, now_s: 
     return worker_pb2.PrefillRequest(
         attempt=attempt_to_proto(request.key),
         prompt_token_ids=request.prompt_token_ids,
-        sampling=sampling_to_proto(request.sampling),
+        sampling=_sent_sampling(request.sampling),
         decode=decode,
         num_draft_tokens=request.num_draft_tokens,
         timeout_ms=_timeout_ms(request, now_s),
@@ -195,7 +196,7 @@ def attend_request(request: GenerationRequest, now_s: float, *, prefill_here: bo
     return worker_pb2.AttendRequest(
         attempt=attempt_to_proto(request.key),
         prompt_token_ids=request.prompt_token_ids,
-        sampling=sampling_to_proto(request.sampling),
+        sampling=_sent_sampling(request.sampling),
         num_draft_tokens=request.num_draft_tokens,
         timeout_ms=_timeout_ms(request, now_s),
         choice=request.choice,
@@ -203,6 +204,12 @@ def attend_request(request: GenerationRequest, now_s: float, *, prefill_here: bo
         traceparent=of_attempt(request.trace, request.key.request_id, request.key.attempt),
         prefill_here=prefill_here,
     )
+
+
+@functools.lru_cache(maxsize=4)  # both workers are sent the same
+def _sent_sampling(sampling: SamplingParams) -> inference_pb2.Sampling:
+    """To be copied into a message, never to be changed."""
+    return sampling_to_proto(sampling)
 
 
 def request_from_prefill(message: worker_pb2.PrefillRequest, now_s: float) -> GenerationRequest:
@@ -230,7 +237,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonEr
     code = grpc.StatusCode[error.grpc_code]
     message = _short(error.message)
     details = retry_details(error, code.value[0], message)
-    await context.abort(code, message, ((ERROR_KEY, _bounded_wire(error)), *details))
+    await context.abort(code, message, ((ERROR_KEY, bounded_wire(error)), *details))
     raise AssertionError("abort returns by raising")
 
 
@@ -319,7 +326,8 @@ def _timeout_ms(request: GenerationRequest, now_s: float) -> int:
     return min(max(int((request.deadline_s - now_s) * 1e3), 1), MAX_TIMEOUT_MS)
 
 
-def _bounded_wire(error: BatonError) -> str:
+def bounded_wire(error: BatonError) -> str:
+    """An error as text that fits trailing metadata; its fields are left out where they are too long."""
     wire = error.to_wire()
     return wire if len(wire) <= MAX_ERROR_BYTES else type(error)(_short(error.message)).to_wire()
 

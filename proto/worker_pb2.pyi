@@ -199,6 +199,88 @@ class DecodeStart(_message.Message):
     step_ms: float
     def __init__(self, draft_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., landed_ns: _Optional[int] = ..., verification_ms: _Optional[float] = ..., admission_ms: _Optional[float] = ..., step_ms: _Optional[float] = ...) -> None: ...
 
+class PrefillCommands(_message.Message):
+    __slots__ = ("open", "cancelled")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    open: _containers.RepeatedCompositeFieldContainer[PrefillOpen]
+    cancelled: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, open: _Optional[_Iterable[_Union[PrefillOpen, _Mapping]]] = ..., cancelled: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PrefillOpen(_message.Message):
+    __slots__ = ("stream", "request")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    request: PrefillRequest
+    def __init__(self, stream: _Optional[int] = ..., request: _Optional[_Union[PrefillRequest, _Mapping]] = ...) -> None: ...
+
+class DecodeCommands(_message.Message):
+    __slots__ = ("open", "cancelled")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    open: _containers.RepeatedCompositeFieldContainer[DecodeOpen]
+    cancelled: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, open: _Optional[_Iterable[_Union[DecodeOpen, _Mapping]]] = ..., cancelled: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DecodeOpen(_message.Message):
+    __slots__ = ("stream", "request")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    request: AttendRequest
+    def __init__(self, stream: _Optional[int] = ..., request: _Optional[_Union[AttendRequest, _Mapping]] = ...) -> None: ...
+
+class PrefillFrame(_message.Message):
+    __slots__ = ("items", "epoch")
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[PrefillItem]
+    epoch: int
+    def __init__(self, items: _Optional[_Iterable[_Union[PrefillItem, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class PrefillItem(_message.Message):
+    __slots__ = ("stream", "event", "end")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    event: PrefillEvent
+    end: StreamEnd
+    def __init__(self, stream: _Optional[int] = ..., event: _Optional[_Union[PrefillEvent, _Mapping]] = ..., end: _Optional[_Union[StreamEnd, _Mapping]] = ...) -> None: ...
+
+class DecodeFrame(_message.Message):
+    __slots__ = ("streams", "indices", "lens", "token_ids", "items", "epoch")
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    LENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    streams: _containers.RepeatedScalarFieldContainer[int]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    lens: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    items: _containers.RepeatedCompositeFieldContainer[DecodeItem]
+    epoch: int
+    def __init__(self, streams: _Optional[_Iterable[int]] = ..., indices: _Optional[_Iterable[int]] = ..., lens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., items: _Optional[_Iterable[_Union[DecodeItem, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class DecodeItem(_message.Message):
+    __slots__ = ("stream", "event", "end")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    event: DecodeEvent
+    end: StreamEnd
+    def __init__(self, stream: _Optional[int] = ..., event: _Optional[_Union[DecodeEvent, _Mapping]] = ..., end: _Optional[_Union[StreamEnd, _Mapping]] = ...) -> None: ...
+
+class StreamEnd(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    def __init__(self, error: _Optional[str] = ...) -> None: ...
+
 class DecodeStats(_message.Message):
     __slots__ = ("num_verify_steps", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "kv_bytes_landed", "kv_bytes_landed_before_prefill_end", "handoff_ms")
     NUM_VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -218,7 +300,7 @@ class DecodeStats(_message.Message):
     def __init__(self, num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., kv_bytes_landed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., handoff_ms: _Optional[float] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "clock_id", "wishes_version", "wishes", "wishes_life", "can_prefill")
+    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "bundles", "clock_id", "wishes_version", "wishes", "wishes_life", "can_prefill")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +321,7 @@ class WorkerState(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
+    BUNDLES_FIELD_NUMBER: _ClassVar[int]
     CLOCK_ID_FIELD_NUMBER: _ClassVar[int]
     WISHES_VERSION_FIELD_NUMBER: _ClassVar[int]
     WISHES_FIELD_NUMBER: _ClassVar[int]
@@ -264,12 +347,13 @@ class WorkerState(_message.Message):
     max_num_seqs: int
     kv_bytes_per_position: float
     build: str
+    bundles: bool
     clock_id: str
     wishes_version: int
     wishes: Wishes
     wishes_life: int
     can_prefill: bool
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., clock_id: _Optional[str] = ..., wishes_version: _Optional[int] = ..., wishes: _Optional[_Union[Wishes, _Mapping]] = ..., wishes_life: _Optional[int] = ..., can_prefill: bool = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., bundles: bool = ..., clock_id: _Optional[str] = ..., wishes_version: _Optional[int] = ..., wishes: _Optional[_Union[Wishes, _Mapping]] = ..., wishes_life: _Optional[int] = ..., can_prefill: bool = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("known", "speculation", "wishes", "wants_wishes")

@@ -44,6 +44,11 @@ class PrefillStub(object):
                 request_serializer=baton_dot_proto_dot_worker__pb2.WatchPrefixesRequest.SerializeToString,
                 response_deserializer=baton_dot_proto_dot_worker__pb2.PrefixChange.FromString,
                 _registered_method=True)
+        self.RunAll = channel.stream_stream(
+                '/baton.v1.Prefill/RunAll',
+                request_serializer=baton_dot_proto_dot_worker__pb2.PrefillCommands.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_worker__pb2.PrefillFrame.FromString,
+                _registered_method=True)
 
 
 class PrefillServicer(object):
@@ -63,6 +68,14 @@ class PrefillServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RunAll(self, request_iterator, context):
+        """Many runs over one call, which a router keeps open for as long as it knows this life (WorkerState.bundles). What is
+        ready at the same time comes in one frame. When the call ends, all its runs are cancelled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +88,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.WatchPrefixes,
                     request_deserializer=baton_dot_proto_dot_worker__pb2.WatchPrefixesRequest.FromString,
                     response_serializer=baton_dot_proto_dot_worker__pb2.PrefixChange.SerializeToString,
+            ),
+            'RunAll': grpc.stream_stream_rpc_method_handler(
+                    servicer.RunAll,
+                    request_deserializer=baton_dot_proto_dot_worker__pb2.PrefillCommands.FromString,
+                    response_serializer=baton_dot_proto_dot_worker__pb2.PrefillFrame.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -141,6 +159,33 @@ class Prefill(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def RunAll(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.v1.Prefill/RunAll',
+            baton_dot_proto_dot_worker__pb2.PrefillCommands.SerializeToString,
+            baton_dot_proto_dot_worker__pb2.PrefillFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class DecodeStub(object):
     """Missing associated documentation comment in .proto file."""
@@ -156,6 +201,11 @@ class DecodeStub(object):
                 request_serializer=baton_dot_proto_dot_worker__pb2.AttendRequest.SerializeToString,
                 response_deserializer=baton_dot_proto_dot_worker__pb2.DecodeEvent.FromString,
                 _registered_method=True)
+        self.AttendAll = channel.stream_stream(
+                '/baton.v1.Decode/AttendAll',
+                request_serializer=baton_dot_proto_dot_worker__pb2.DecodeCommands.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_worker__pb2.DecodeFrame.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer(object):
@@ -168,6 +218,13 @@ class DecodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttendAll(self, request_iterator, context):
+        """Many attends over one call, like Prefill.RunAll: a decode step is one frame.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -175,6 +232,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Attend,
                     request_deserializer=baton_dot_proto_dot_worker__pb2.AttendRequest.FromString,
                     response_serializer=baton_dot_proto_dot_worker__pb2.DecodeEvent.SerializeToString,
+            ),
+            'AttendAll': grpc.stream_stream_rpc_method_handler(
+                    servicer.AttendAll,
+                    request_deserializer=baton_dot_proto_dot_worker__pb2.DecodeCommands.FromString,
+                    response_serializer=baton_dot_proto_dot_worker__pb2.DecodeFrame.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -204,6 +266,33 @@ class Decode(object):
             '/baton.v1.Decode/Attend',
             baton_dot_proto_dot_worker__pb2.AttendRequest.SerializeToString,
             baton_dot_proto_dot_worker__pb2.DecodeEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttendAll(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.v1.Decode/AttendAll',
+            baton_dot_proto_dot_worker__pb2.DecodeCommands.SerializeToString,
+            baton_dot_proto_dot_worker__pb2.DecodeFrame.FromString,
             options,
             channel_credentials,
             insecure,

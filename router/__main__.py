@@ -6,6 +6,7 @@ stderr, the error's JSON, and exit code 3.
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from baton.router.server import RouterConfig, RouterServer
 
 EXIT_OK = 0
 EXIT_PRECONDITION = 3
+GC_THRESHOLD = 20_000  # objects made and not freed between two collections
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -102,6 +104,9 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
     if telemetry.tracer is not None:
         router.metrics.registry.register(SpanCollector(lambda: telemetry.num_dropped))
     await router.start()
+    # A stream is a few hundred objects: as many as there are streams would be looked at again and again.
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, 10, 20)
     try:
         ports = {"grpc_port": router.port}
         if config.security.admin_port is not None:

@@ -19,6 +19,7 @@ from baton.router.migration import Migration
 from baton.router.operations import Operations
 from baton.router.policy import require
 from baton.router.refusals import Refusals
+from baton.router.retry_budget import RetryBudget
 from baton.router.speculation import SpeculationWish
 from baton.router.wishes import ScaleWish
 
@@ -42,6 +43,7 @@ class AdminService(Operations):
         speculation: SpeculationWish,
         scale: ScaleWish,
         migration: Migration,
+        retries: RetryBudget,
         clock: Clock,
     ) -> None:
         super().__init__(members, migration, clock)
@@ -50,6 +52,7 @@ class AdminService(Operations):
         self._refusals = refusals
         self._channels = channels
         self._metrics = metrics
+        self._retries = retries
         self._admission = admission
         self._speculation = speculation
         self._clock = clock
@@ -79,6 +82,8 @@ class AdminService(Operations):
                 for refusal in self._refusals.all()
             ],
             num_handoff_retries=self._metrics.total("handoff_retries"),
+            num_retries_refused=self._retries.num_refused,
+            retry_tokens=self._retries.tokens(self._clock.now_s()),
             num_migrations=self._metrics.total("migrations"),
             quarantined=self.quarantined(),
             max_queue_len=self._admission.limit,

@@ -37,6 +37,11 @@ class Answers:
         for stream in self._streams:
             await stream.aclose()
 
+    def only(self) -> Chunks:
+        """The chunks of a call that asked for one thing. To be iterated once, instead of `chunks`."""
+        (stream,) = self._streams
+        return stream
+
     async def chunks(self) -> AsyncGenerator[tuple[int, inference_pb2.GenerateChunk]]:
         """(which request, chunk), each request's in order. To be iterated once.
 
@@ -44,7 +49,7 @@ class Answers:
             BatonError: what ended one request, and with it the call.
         """
         if len(self._streams) == 1:
-            async for chunk in self._streams[0]:
+            async for chunk in self.only():
                 yield 0, chunk
             return
         # No request has more events than tokens, so the queue needs no other bound.

@@ -24,6 +24,7 @@ from baton.router.outcasts import Outcasts, fits
 from baton.router.policy import Pair, Policy
 from baton.router.refusals import Refusals
 from baton.router.request_run import Emitted, RequestRun
+from baton.router.retry_budget import RetryBudget
 
 SETTLE_S = 0.05  # between looks whether a worker died
 SETTLE_LOOKS = 40
@@ -43,7 +44,9 @@ class AttemptsContext:
         clock: that deadlines are read from.
         spawn: runs a coroutine in the background and keeps hold of it.
         limits: of migration.
-        on_retry: called before each attempt after a failed hand-off.
+        budget: of attempts after failed hand-offs.
+        on_retry: called before each of those.
+        on_retry_refused: called for each that the budget refuses.
         on_migration: called before each that follows a lost worker.
         on_finished: called when an answer is complete.
         admit: refuses a request that is not to go to a worker any more, by raising.
@@ -56,7 +59,9 @@ class AttemptsContext:
     clock: Clock
     spawn: Callable[[Coroutine[Any, Any, None]], None]
     limits: MigrationLimits
+    budget: RetryBudget
     on_retry: Callable[[], None]
+    on_retry_refused: Callable[[], None]
     on_migration: Callable[[Cause], None]
     on_finished: Callable[[GenerationRequest], None]
     admit: Callable[[GenerationRequest], None]
@@ -110,11 +115,18 @@ class Attempts:
             BatonError: what ended the request; all tokens that had arrived were yielded before.
         """
         self._context.admit(self.request)
+        self._context.budget.request(self._context.clock.now_s())
         while True:
             self._pair = pair = await self._find_pair()
             self._run = run = self._start(pair)
             try:
-                async for emitted in run.events():
+                finished = False
+                while not finished:
+                    emitted = run.take()
+                    if emitted is None:
+                        await run.changed()
+                        continue
+                    finished = emitted.finish_reason != ""
                     if self.first is None:
                         self.first, self.first_pair = run.first, pair
                     new = self._take(run, emitted)
@@ -130,7 +142,7 @@ class Attempts:
         """End the attempt that is under way, if it has not ended."""
         if self._run is not None:
             self._run.close()
-            self._context.spawn(self._run.drain())
+            self._run.linger()
 
     async def _find_pair(self) -> Pair:
         """A pair, waited for where the answer has begun.
@@ -193,6 +205,8 @@ class Attempts:
     def _take(self, run: RequestRun, emitted: Emitted) -> Emitted | None:
         first = self._answer.num_tokens
         new = self._answer.take(run.request.key.attempt, emitted.index, emitted.token_ids)
+        if len(new) == len(emitted.token_ids) and (first == emitted.index > 0):
+            return emitted  # as a rule
         if new or emitted.finish_reason:
             logprobs = emitted.logprobs[len(emitted.token_ids) - len(new) :]
             prompt_logprobs = () if first else emitted.prompt_logprobs
@@ -214,6 +228,9 @@ class Attempts:
         self._outcasts.add(pair, role=error.fields.get("role") if cause_of(error) else None, now_s=now_s)
         names = [life.worker_id for life in pair.lives]
         again = self._answer.failed(error, prefill=names[0], decode=names[1], now_s=now_s)
+        if again.takes_budget and (wait_s := self._context.budget.retry(now_s)):
+            self._context.on_retry_refused()
+            raise self._answer.unaffordable(error, wait_s)
         await self._prepare(again)
         log.warning("%s goes on elsewhere from token %d: %s", self.request.key, self._answer.num_tokens, error.message)
 

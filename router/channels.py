@@ -1,12 +1,18 @@
-"""One gRPC channel to each life of each worker, opened when first needed and closed when the life is lost."""
+"""One gRPC channel to each life of each worker, opened when first needed and closed when the life is lost.
+
+On it, where the worker serves that, one call for all streams (`bundle`), begun anew after it has ended.
+"""
 
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import grpc.aio
 
+from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.proto.bundle_wire import read_decode_frame, read_prefill_frame
 from baton.proto.secure_channel import SecureChannels
-from baton.router.members import Life, Member, Members
+from baton.router.bundle import Bundle
+from baton.router.members import PREFILL, Life, Member, Members
 
 OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -41,6 +47,7 @@ class Channels:
         self._spawn = spawn
         self._secure = secure or SecureChannels()
         self._channels: dict[Life, tuple[grpc.aio.Channel, int]] = {}
+        self._bundles: dict[Life, tuple[Bundle, int]] = {}
 
     def to(self, member: Member) -> grpc.aio.Channel:
         """The channel to the life `member` is in. The member must be alive."""
@@ -57,12 +64,38 @@ class Channels:
             self._channels[life] = channel, version
         return channel
 
+    def bundle(self, member: Member) -> Bundle:
+        """The call for all streams to the life `member` is in, which must be alive and serve that."""
+        channel, version = self.to(member), self._secure.version
+        life = member.life
+        bundle, begun_version = self._bundles.get(life, (None, 0))
+        if bundle is None or bundle.over or begun_version != version:
+            if bundle is not None:
+                bundle.retire()
+            bundle = _bundle(channel, member)
+            self._bundles[life] = bundle, version
+        return bundle
+
     async def close(self) -> None:
         """Close all; calls still open on them end."""
         for life in tuple(self._channels):
             await self._close(life)
 
     async def _close(self, life: Life) -> None:
+        bundle, _ = self._bundles.pop(life, (None, 0))
+        if bundle is not None:
+            bundle.close()
         channel, _ = self._channels.pop(life, (None, 0))
         if channel is not None:
             await channel.close(None)
+
+
+def _bundle(channel: grpc.aio.Channel, member: Member) -> Bundle:
+    life = member.life
+    about: dict[str, Any] = {"worker_id": life.worker_id, "role": member.state.role, "epoch": life.epoch}
+    if member.state.role == PREFILL:
+        call = worker_pb2_grpc.PrefillStub(channel).RunAll()
+        return Bundle(call, worker_pb2.PrefillCommands, read_prefill_frame, **about)
+    return Bundle(
+        worker_pb2_grpc.DecodeStub(channel).AttendAll(), worker_pb2.DecodeCommands, read_decode_frame, **about
+    )

@@ -11,7 +11,7 @@ from baton.router.gate import Gate, Turn
 from baton.router.request_run import Emitted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would make each three times as dear
 class ChoiceEvent:
     """What one answer's attempts emitted."""
 
@@ -50,16 +50,18 @@ class Choices:
         """
         if self._gate is not None:
             self._turn = await self._gate.enter(self._request)
+        if len(self.attempts) == 1:
+            async for emitted in self.attempts[0].events():
+                if self._turn is not None:
+                    self._turn.tokens(len(emitted.token_ids))
+                yield ChoiceEvent(0, emitted)
+            return
         async for event in self._events():
             if self._turn is not None:
                 self._turn.tokens(len(event.emitted.token_ids))
             yield event
 
     async def _events(self) -> AsyncIterator[ChoiceEvent]:
-        if len(self.attempts) == 1:
-            async for emitted in self.attempts[0].events():
-                yield ChoiceEvent(0, emitted)
-            return
         # Each answer has at most `max_tokens` events, so the queue needs no other bound.
         queue: asyncio.Queue[ChoiceEvent | BaseException | None] = asyncio.Queue()
 

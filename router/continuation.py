@@ -68,10 +68,17 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """What follows a failed attempt: another, after a pause; with a cause if it is a migration."""
+    """What follows a failed attempt: another, after a pause.
+
+    Attributes:
+        delay_s: the pause.
+        cause: why it moves, if it is a migration.
+        takes_budget: it is a retry of a request that nothing has come of yet.
+    """
 
     delay_s: float
     cause: Cause | None = None
+    takes_budget: bool = False
 
 
 def cause_of(error: BatonError) -> Cause | None:
@@ -188,13 +195,19 @@ class Continuation:
             if self.num_retries >= MAX_RETRIES or error.fields.get("diverged"):
                 raise self._final(error)
             self.num_retries += 1
-            return Again(0.0 if self.num_retries == 1 else self._delay_s())
+            return Again(0.0 if self.num_retries == 1 else self._delay_s(), takes_budget=not self._has_begun)
         if isinstance(error, Overloaded) and self._may_wait:
             return Again(self._wait_s(error, now_s))  # who has begun is not turned away
         if cause is None or not self.migrates:
             raise self._final(error)
         self.num_migrations += 1
         return Again(0.0 if self.num_migrations == 1 else self._delay_s(), cause)
+
+    def unaffordable(self, error: BatonError, retry_after_s: float) -> BatonError:
+        """The error of a retry that the router cannot afford; says when the client may try again."""
+        self.num_retries -= 1
+        about = {"retry_after_s": round(retry_after_s, 2), "tried": [str(one) for one in self.tried[-8:]]}
+        return type(error)(f"{error.message}; the router's retries are used up", **(error.fields | about))
 
     def no_pair(self, error: BatonError, now_s: float) -> float:
         """How long to wait before looking again for a pair, where there is none.
@@ -210,7 +223,12 @@ class Continuation:
     @property
     def _may_wait(self) -> bool:
         """Whether it has begun: then it is not turned away, but waits."""
-        return self._limits.max_migrations > 0 and (self.num_migrations > 0 or bool(self._order.token_ids))
+        return self._limits.max_migrations > 0 and self._has_begun
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the client has tokens, or the answer has moved already."""
+        return self.num_migrations > 0 or bool(self._order.token_ids)
 
     def _wait_s(self, error: BatonError, now_s: float) -> float:
         if self._waiting_since_s is None:

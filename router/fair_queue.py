@@ -82,6 +82,11 @@ class FairQueue:
         """Requests that were granted and have not left."""
         return len(self._running)
 
+    @property
+    def capacity(self) -> Capacity:
+        """What the workers can do."""
+        return self._capacity
+
     def set_capacity(self, capacity: Capacity) -> None:
         """What the workers can do from now on."""
         self._capacity = capacity
@@ -122,7 +127,7 @@ class FairQueue:
             self._ring.take(ticket)
             ticket.granted = True
             self._running[ticket] = None
-            should_s = self._ahead_s() + self._capacity.own_s(ticket.work)
+            ticket.expected_s = should_s = self._ahead_s() + self._capacity.own_s(ticket.work)
             self._ahead[ticket] = now_s + 2 * should_s + self._limits.stall_s
             self._num_positions += ticket.work.num_positions
             granted.append(ticket)

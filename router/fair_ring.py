@@ -16,11 +16,12 @@ QUANTUM: Final = 512  # tokens
 class Ticket:
     """One request's place."""
 
-    __slots__ = ("granted", "work")
+    __slots__ = ("expected_s", "granted", "work")
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.granted = False
+        self.expected_s = 0.0  # from the grant to the first token
 
 
 class FairRing:

@@ -1,10 +1,13 @@
 """Where requests wait for their turn: the fair queue, with a clock and coroutines around it.
 
 What is predicted rests on what live workers report: prompt tokens per second, KV blocks; and on what passes here: how
-long requests hold KV, and how long answers are. Before anything was measured, nothing is refused but by number.
+long requests hold KV, how long answers are, and how long they take. Before anything was measured, nothing is refused
+but by number. A request must have its first token early enough that the rest of its answer still fits its deadline:
+else one that was accepted would be late because it had waited.
 """
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Final
@@ -12,6 +15,7 @@ from typing import Final
 from baton.core.clock import Clock
 from baton.core.errors import RequestDeadlineExceeded
 from baton.core.request import GenerationRequest
+from baton.router.estimate import Estimate
 from baton.router.fair_queue import FairQueue, QueueLimits
 from baton.router.fair_ring import Ticket
 from baton.router.members import DECODE, PREFILL, Members
@@ -31,6 +35,7 @@ class Turn:
         self._has_first_token = False
         self._has_left = False
         self._begin_s = gate.clock.now_s()
+        self._first_s = 0.0
         self._num_tokens = 0
 
     def tokens(self, num_tokens: int) -> None:
@@ -38,6 +43,8 @@ class Turn:
         self._num_tokens += num_tokens
         if not self._has_first_token:
             self._has_first_token = True
+            self._first_s = self._gate.clock.now_s()
+            self._gate.slack.add(max(0.0, self._first_s - self._begin_s - self._ticket.expected_s))
             self._gate.queue.first_token(self._ticket)
             self._gate.look()
 
@@ -46,7 +53,10 @@ class Turn:
         if not self._has_left:
             self._has_left = True
             if self._has_first_token:
-                self._gate.measure(self._gate.clock.now_s() - self._begin_s, self._num_tokens)
+                now_s = self._gate.clock.now_s()
+                self._gate.measure(now_s - self._begin_s, self._num_tokens)
+                if self._num_tokens > 1:
+                    self._gate.pace.add((now_s - self._first_s) / (self._num_tokens - 1))
             self._gate.queue.leave(self._ticket)
             self._gate.look()
 
@@ -69,6 +79,9 @@ class Gate:
         cached_len: Callable[[GenerationRequest], int],
     ) -> None:
         self.queue = FairQueue(limits)
+        self.slack = Estimate()  # seconds by which first tokens come later than the workers' rates say
+        self.pace = Estimate()  # seconds from one token of an answer to the next
+        self._margin_s = limits.margin_s
         self.clock = clock
         self._members = members
         self._cached_len = cached_len
@@ -84,12 +97,13 @@ class Gate:
             RequestDeadlineExceeded: its turn did not come in time after all.
         """
         now_s = self.clock.now_s()
-        ticket = self.queue.offer(self._work(request), now_s)
+        ticket = self.queue.offer(self._work(request, now_s), now_s)
         turn = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         self.look()
         try:
-            async with asyncio.timeout(request.deadline_s - now_s):
-                await turn
+            if not turn.done():
+                async with asyncio.timeout(request.deadline_s - now_s):
+                    await turn
         except TimeoutError:
             self._give_up(ticket)
             raise RequestDeadlineExceeded("the deadline passed before the request's turn") from None
@@ -117,16 +131,21 @@ class Gate:
         self.queue.leave(ticket)
         self.look()
 
-    def _work(self, request: GenerationRequest) -> Work:
+    def _work(self, request: GenerationRequest, now_s: float) -> Work:
         num_answers, max_tokens = request.sampling.n, request.sampling.max_tokens
         answer_len = min(max_tokens, math.ceil(SPARE * self._answer_len)) if self._answer_len else max_tokens
-        return Work(
+        work = Work(
             tenant=request.tenant,
             num_tokens=num_answers * (request.prompt_len - self._cached_len(request)),
             num_positions=num_answers * (request.prompt_len + answer_len),
             deadline_s=request.deadline_s,
             priority=request.priority,
         )
+        rest_s = self.slack.high + self.pace.high * (answer_len - 1) if self._answer_len else 0.0
+        # Who would be late even if nobody else were here is not refused for it.
+        alone_s = self.queue.capacity.own_s(work) + 2 * self._margin_s
+        latest_s = min(request.deadline_s, max(request.deadline_s - rest_s, now_s + alone_s))
+        return dataclasses.replace(work, deadline_s=latest_s)
 
     def _capacity(self) -> Capacity:
         decode = self._members.live(DECODE)

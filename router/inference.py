@@ -88,7 +88,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             INCOMING.set(from_metadata(context.invocation_metadata()))
         try:
             async with self.open([request], context.time_remaining()) as answers:
-                async for _, chunk in answers.chunks():
+                async for chunk in answers.only():
                     await context.write(chunk)
         except BatonError as error:
             await wire.abort_with(context, error)
@@ -194,12 +194,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise InvalidRequest(message, field="tenant", limit=MAX_TENANT_LEN)
         self._check_size(asked)
         # Once without the workers, so that a bad value is named even when nobody is there to serve a good one.
-        self._sampling(asked, 1, default_max_tokens).validate(self._model.vocab_size)
+        sampling = self._sampling(asked, 1, default_max_tokens)
+        sampling.validate(self._model.vocab_size)
         limits = self._limits()
         num_draft_tokens = _num_draft_tokens(asked, limits)
         prompt_token_ids = await self._prompt(asked)  # the only dear step: after all that can refuse without it
         positions = min(limits.max_model_len, limits.decode_capacity_len - limits.num_draft_tokens)
-        sampling = self._sampling(asked, positions - len(prompt_token_ids), default_max_tokens)
+        if not asked.sampling.HasField("max_tokens"):
+            sampling = self._sampling(asked, positions - len(prompt_token_ids), default_max_tokens)
         validate_request(prompt_token_ids, sampling, limits)
         timeout_s = self._request_timeout_s if time_left_s is None else min(time_left_s, self._request_timeout_s)
         return GenerationRequest(
@@ -223,16 +225,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             async for event in choices.events():
                 emitted, text = event.emitted, texts[event.choice]
-                for reports in _batched(emitted.prompt_logprobs, MAX_PROMPT_LOGPROBS):
-                    yield inference_pb2.GenerateChunk(request_id=shown_id, prompt_logprobs=reports)
-                chunk = inference_pb2.GenerateChunk(
-                    request_id=shown_id,
-                    index=emitted.index,
-                    token_ids=emitted.token_ids,
-                    text=text.push(emitted.token_ids),
-                    choice=event.choice,
-                    logprobs=emitted.logprobs,
-                )
+                if emitted.prompt_logprobs:
+                    for reports in _batched(emitted.prompt_logprobs, MAX_PROMPT_LOGPROBS):
+                        yield inference_pb2.GenerateChunk(request_id=shown_id, prompt_logprobs=reports)
+                chunk = inference_pb2.GenerateChunk()  # filled in place, which takes half the time of the constructor
+                chunk.request_id = shown_id
+                chunk.index = emitted.index
+                chunk.token_ids.extend(emitted.token_ids)
+                chunk.text = text.push(emitted.token_ids)
+                if event.choice:
+                    chunk.choice = event.choice
+                if emitted.logprobs:
+                    chunk.logprobs.extend(emitted.logprobs)
                 if emitted.token_ids:
                     stats.mark(event.choice, len(emitted.token_ids))
                 if emitted.finish_reason:

@@ -1,4 +1,4 @@
-"""One worker's stream of one attempt, as a task; and what its end means for the request."""
+"""One worker's stream of one attempt, in a bundle or as a call of its own; and what its end means for the request."""
 
 import asyncio
 import logging
@@ -12,6 +12,7 @@ from baton.core.errors import BatonError, RequestCancelled, WorkerLost
 from baton.core.request import AttemptKey
 from baton.proto import wire
 from baton.router.attendance import Visitor
+from baton.router.bundle import Bundle
 from baton.router.continuation import Cause
 from baton.router.members import Member
 from baton.router.presence import Leaving
@@ -27,7 +28,8 @@ class Leg:
     def __init__(self, role: str, member: Member) -> None:
         self.role = role
         self.life = member.life
-        self.task: asyncio.Task[None] | None = None
+        self.is_open = False
+        self._give_up: Callable[[], object] | None = None
         self._leaving = Leaving.IN_ORDER
         self._leave: Callable[[Leaving], None] | None = None
 
@@ -39,17 +41,29 @@ class Leg:
         """Its name."""
         return self.life.worker_id
 
-    def start(
-        self, reading: Coroutine[Any, Any, None], on_ended: Callable[["Leg", BaseException | None], None]
-    ) -> None:
-        """Read the stream; `on_ended` gets this leg and what ended it, None if it ended well."""
+    def call(self, reading: Coroutine[Any, Any, None], on_ended: Callable[["Leg", BaseException | None], None]) -> None:
+        """Read the stream of a call; `on_ended` gets this leg and what ended it, None if it ended well."""
 
         def ended(task: asyncio.Task[None]) -> None:
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
+            self.is_open = False
             on_ended(self, error)
 
-        self.task = asyncio.create_task(reading)
-        self.task.add_done_callback(ended)
+        self.is_open = True
+        task = asyncio.create_task(reading)
+        self._give_up = task.cancel
+        task.add_done_callback(ended)
+
+    def join(
+        self,
+        bundle: Bundle,
+        message: Any,
+        on_said: Callable[[Any], None],
+        on_ended: Callable[["Leg", BaseException | None], None],
+    ) -> None:
+        """Open a stream in a bundle; `on_ended` as in `call`, but for a leg that was cancelled."""
+        self.is_open = True
+        self._give_up = bundle.open(message, _Bundled(self, on_said, on_ended))
 
     def watch(self, visitor: Visitor, key: AttemptKey, on_lost: Callable[[BatonError], None]) -> None:
         """Have `on_lost` called with a WorkerLost when the worker's life is lost, or when it should be left."""
@@ -67,9 +81,10 @@ class Leg:
             self._leaving = Leaving.DOUBTED
 
     def cancel(self) -> None:
-        """Cancel the RPC; the worker then gives up what it holds."""
-        if self.task is not None:
-            self.task.cancel()
+        """Cancel the stream; the worker then gives up what it holds."""
+        if self.is_open and self._give_up is not None:
+            self.is_open = False
+            self._give_up()
 
     def explain(self, error: BaseException) -> BatonError:
         """The error of this leg, as the error of the request."""
@@ -89,3 +104,23 @@ class Leg:
             return typed
         log.error("%s: reading its stream failed", self, exc_info=error)
         return BatonError(f"{self}: reading its stream failed: {error!r}")
+
+
+class _Bundled:
+    """A leg as a bundle's reader."""
+
+    __slots__ = ("_leg", "_on_ended", "on_said")
+
+    def __init__(
+        self,
+        leg: Leg,
+        on_said: Callable[[Any], None],
+        on_ended: Callable[[Leg, BaseException | None], None],
+    ) -> None:
+        self._leg = leg
+        self._on_ended = on_ended
+        self.on_said = on_said
+
+    def on_end(self, error: BaseException | None) -> None:
+        self._leg.is_open = False
+        self._on_ended(self._leg, error)

@@ -38,7 +38,7 @@ class LocalRun(RequestRun):
         now_s = self._clock.now_s()
         left_s = self.request.deadline_s - now_s
         self._timers.append(asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire))
-        self._decode.start(self._read_decode(now_s, left_s + LEG_GRACE_S), self._on_leg_ended)
+        self._open_decode(now_s, left_s + LEG_GRACE_S)
         self._decode.watch(self._visitor, self.request.key, self._fail)
         if self._ended:  # it is lost already
             self._end()

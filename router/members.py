@@ -63,7 +63,8 @@ class Members:
         self._clock = clock
         self._alive_s = alive_s
         self._members: dict[str, Member] = {}
-        self._watches: dict[Life, list[Callable[[], None]]] = {}
+        self._watches: dict[Life, dict[object, Callable[[], None]]] = {}
+        self._live: dict[str, list[Member]] = {}  # by role, as long as nobody comes or goes
         self._expired_s = clock.now_s()
 
     def heartbeat(self, state: worker_pb2.WorkerState) -> bool:
@@ -80,6 +81,7 @@ class Members:
             if len(self._members) >= MAX_WORKERS:
                 raise Overloaded(f"the router knows {MAX_WORKERS} workers, no more", limit=MAX_WORKERS)
             self._members[state.worker_id] = Member(state, now_s)
+            self._live.clear()
             return False
         if state.epoch in member.retired_epochs:
             return False  # of a life that was replaced: a report that was late, or a process that should be dead
@@ -88,6 +90,8 @@ class Members:
             self._lose(member, "death")
             member.retired_epochs.append(member.state.epoch)
             member.num_epochs += 1
+        if not known or state.role != member.state.role:
+            self._live.clear()
         member.state, member.heartbeat_s, member.alive = state, now_s, True
         return known
 
@@ -116,12 +120,12 @@ class Members:
         if member is None or not member.alive or member.life != life:
             on_lost()
             return lambda: None
-        self._watches.setdefault(life, []).append(on_lost)
+        key = object()
+        self._watches.setdefault(life, {})[key] = on_lost
 
         def unwatch() -> None:
-            watches = self._watches.get(life, [])
-            if on_lost in watches:
-                watches.remove(on_lost)
+            watches = self._watches.get(life, {})
+            watches.pop(key, None)
             if not watches:
                 self._watches.pop(life, None)
 
@@ -139,8 +143,11 @@ class Members:
 
     def live(self, role: str) -> list[Member]:
         """Live workers of a role, by name."""
-        members = (self._members[worker_id] for worker_id in sorted(self._members))
-        return [member for member in members if member.alive and member.state.role == role]
+        found = self._live.get(role)
+        if found is None:
+            found = [member for member in self.all() if member.alive and member.state.role == role]
+            self._live[role] = found
+        return list(found)
 
     def all(self) -> list[Member]:
         """Every worker heard of, by name."""
@@ -167,7 +174,8 @@ class Members:
         if member.alive:
             member.lost_by = why
         member.alive = False
-        for on_lost in self._watches.pop(member.life, []):
+        self._live.clear()
+        for on_lost in self._watches.pop(member.life, {}).values():
             on_lost()
 
 

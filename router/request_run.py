@@ -6,9 +6,9 @@ given a moment.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from baton.core.clock import Clock
 from baton.core.errors import (
@@ -21,6 +21,7 @@ from baton.core.errors import (
 )
 from baton.core.request import FinishReason, GenerationRequest
 from baton.proto import inference_pb2, wire, worker_pb2, worker_pb2_grpc
+from baton.proto.bundle_wire import Tokens
 from baton.router.attendance import Visitor
 from baton.router.channels import Channels
 from baton.router.continuation import Cause
@@ -29,12 +30,13 @@ from baton.router.policy import Pair
 from baton.router.token_order import TokenOrder
 
 LEG_GRACE_S: Final = 2.0  # a leg's own deadline is this much later than the request's: the backstop, not the rule
-DRAIN_S: Final = 2.0
+LINGER_S: Final = 2.0
+MAX_WAITING: Final = 64  # events of an answer for its reader; more become one
 CAUSE_WAIT_S: Final = 0.25  # a failed hand-off seen by decode has its cause at prefill, whose word may be on its way
 _FINISH_REASONS: Final = frozenset((FinishReason.STOP.value, FinishReason.LENGTH.value))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would make each three times as dear
 class Emitted:
     """Tokens that are certain, in order, with reports on each if asked for; the last holds the reason."""
 
@@ -46,10 +48,11 @@ class Emitted:
 
 
 class RequestRun:
-    """One attempt. `start`, iterate `events`, then `close` in any case, and `drain` if it ended well.
+    """One attempt. `start`, then `take`, waiting for `changed`, then `close` and `linger` in any case.
 
-    At most `max_tokens` events wait for a slow reader, so the queue needs no other bound; the workers are free as
-    soon as they are done, however slow the reader is.
+    For a slow reader at most `MAX_WAITING` events wait; what comes then is added to the last of them. So what it costs
+    is bounded by the tokens of the answer, which are at most `max_tokens`, and nobody waits for it: neither other
+    streams nor the workers, which are free as soon as they are done.
     """
 
     is_local = False  # whether the decode worker computes the prompt
@@ -67,7 +70,8 @@ class RequestRun:
         self._visitor = visitor
         self._prefill = Leg("prefill", pair.prefill)
         self._decode = Leg("decode", pair.decode)
-        self._channels = (channels.to(pair.prefill), channels.to(pair.decode))
+        self._channels = channels
+        self._pair = pair
         self._peer = worker_pb2.Peer(
             worker_id=pair.decode.state.worker_id,
             kv_address=pair.decode.state.kv_address,
@@ -77,11 +81,14 @@ class RequestRun:
         self._order = TokenOrder(request.sampling.max_tokens, request.forced_token_ids)
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
         self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
-        self._queue: asyncio.Queue[Emitted | BatonError] = asyncio.Queue()
+        self._waiting: list[Emitted] = []  # for the reader; an idle one would pay more for a deque
+        self._error: BatonError | None = None
+        self._changed: asyncio.Future[None] | None = None
         self._decode_finished = False
         self._ended = False
         self._timers: list[asyncio.TimerHandle] = []
         self._suspended: BatonError | None = None  # decode's, until prefill has had its word
+        self._lingering: asyncio.TimerHandle | None = None
 
     @property
     def prefill_worker(self) -> str:
@@ -99,76 +106,94 @@ class RequestRun:
         now_s = self._clock.now_s()
         left_s = self.request.deadline_s - now_s
         self._timers.append(asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire))
-        self._decode.start(self._read_decode(now_s, left_s + LEG_GRACE_S), self._on_leg_ended)
-        self._prefill.start(self._read_prefill(now_s, left_s + LEG_GRACE_S), self._on_leg_ended)
+        self._open_decode(now_s, left_s + LEG_GRACE_S)
+        self._open_prefill(now_s, left_s + LEG_GRACE_S)
         for leg in (self._decode, self._prefill):
             leg.watch(self._visitor, self.request.key, self._fail)
         if self._ended:  # one of them is lost already
             self._end()
 
-    async def events(self) -> AsyncIterator[Emitted]:
-        """Tokens in order; ends after the one with a finish reason.
+    def take(self) -> Emitted | None:
+        """The next tokens in order, up to those with a finish reason; None: `changed` says when there are more.
 
         Raises:
-            BatonError: what ended the request; all tokens that had arrived were yielded before.
+            BatonError: what ended the request; all tokens that had arrived were taken before.
         """
-        while True:
-            item = await self._queue.get()
-            if isinstance(item, BatonError):
-                raise item
-            yield item
-            if item.finish_reason:
-                return
+        if self._waiting:
+            return self._waiting.pop(0)
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def changed(self) -> "asyncio.Future[None]":
+        """Done as soon as `take` has something; for one reader."""
+        self._changed = asyncio.get_running_loop().create_future()
+        return self._changed
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _put(self, emitted: Emitted) -> None:
+        if len(self._waiting) < MAX_WAITING:
+            self._waiting.append(emitted)
+        else:
+            last = self._waiting[-1]
+            last.token_ids += emitted.token_ids
+            last.logprobs = [*last.logprobs, *emitted.logprobs] if emitted.logprobs else last.logprobs
+            last.finish_reason = emitted.finish_reason
+        self._wake()
 
     def close(self) -> None:
         """The reader is gone: if the request has not ended, it ends now."""
         self._fail(RequestCancelled("the client went away or cancelled"))
 
-    async def drain(self) -> None:
+    def linger(self) -> None:
         """Give the legs of an ended request a moment to end by themselves, then cancel them."""
-        tasks = [leg.task for leg in (self._prefill, self._decode) if leg.task is not None and not leg.task.done()]
-        try:
-            if tasks:
-                await asyncio.wait(tasks, timeout=DRAIN_S)
-        finally:
-            self._prefill.cancel()
-            self._decode.cancel()
+        if self._prefill.is_open or self._decode.is_open:
+            self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._cancel)
 
-    # Each leg is a task that reads one stream; an error in it ends the request.
+    def _cancel(self) -> None:
+        self._prefill.cancel()
+        self._decode.cancel()
 
-    async def _read_prefill(self, now_s: float, timeout_s: float) -> None:
-        message = wire.prefill_request(self.request, self._peer, now_s)
-        call = worker_pb2_grpc.PrefillStub(self._channels[0]).Run(message, timeout=timeout_s)
-        try:
-            async for event in call:
-                if event.HasField("first_token"):
-                    self._on_first_token(event.first_token)
-                elif event.HasField("prompt_logprobs"):
-                    self._on_prompt_logprobs(event.prompt_logprobs)
-                elif event.HasField("done"):
-                    self._on_prefill_done(event.done)
-        finally:
-            call.cancel()
-        if self.prefill_done is None:
-            raise self._cut_off(self._prefill, "before it was done")
+    # Each leg reads one stream; an error in it ends the request.
 
-    async def _read_decode(self, now_s: float, timeout_s: float) -> None:
-        message = self._attend_request(now_s)
-        call = worker_pb2_grpc.DecodeStub(self._channels[1]).Attend(message, timeout=timeout_s)
-        try:
-            async for event in call:
-                if event.HasField("tokens"):
-                    self._decode_finished = event.tokens.finish_reason != ""
-                    self._on_decode_tokens(event.tokens)
-                elif event.HasField("attending"):
-                    if event.attending.epoch != self._decode_epoch:
-                        raise WorkerLost(f"{self._decode} was restarted", worker_id=self._decode.worker_id)
-                else:
-                    self._on_other(event)
-        finally:
-            call.cancel()
-        if not self._ended and not self._decode_finished:
-            raise self._cut_off(self._decode, "without a finish")
+    def _open_prefill(self, now_s: float, timeout_s: float) -> None:
+        message, member = wire.prefill_request(self.request, self._peer, now_s), self._pair.prefill
+        if member.state.bundles:
+            self._prefill.join(self._channels.bundle(member), message, self._on_prefill_event, self._on_leg_ended)
+            return
+        call = worker_pb2_grpc.PrefillStub(self._channels.to(member)).Run(message, timeout=timeout_s)
+        self._prefill.call(_read(call, self._on_prefill_event), self._on_leg_ended)
+
+    def _open_decode(self, now_s: float, timeout_s: float) -> None:
+        message, member = self._attend_request(now_s), self._pair.decode
+        if member.state.bundles:
+            self._decode.join(self._channels.bundle(member), message, self._on_decode_event, self._on_leg_ended)
+            return
+        call = worker_pb2_grpc.DecodeStub(self._channels.to(member)).Attend(message, timeout=timeout_s)
+        self._decode.call(_read(call, self._on_decode_event), self._on_leg_ended)
+
+    def _on_prefill_event(self, event: worker_pb2.PrefillEvent) -> None:
+        if event.HasField("first_token"):
+            self._on_first_token(event.first_token)
+        elif event.HasField("prompt_logprobs"):
+            self._on_prompt_logprobs(event.prompt_logprobs)
+        elif event.HasField("done"):
+            self._on_prefill_done(event.done)
+
+    def _on_decode_event(self, event: worker_pb2.DecodeEvent | Tokens) -> None:
+        if isinstance(event, Tokens):
+            self._on_plain_tokens(event)
+        elif event.HasField("tokens"):
+            self._decode_finished = event.tokens.finish_reason != ""
+            self._on_decode_tokens(event.tokens)
+        elif event.HasField("attending"):
+            if event.attending.epoch != self._decode_epoch:
+                raise WorkerLost(f"{self._decode} was restarted", worker_id=self._decode.worker_id)
+        else:
+            self._on_other(event)
 
     def _attend_request(self, now_s: float) -> worker_pb2.AttendRequest:
         return wire.attend_request(self.request, now_s)
@@ -215,6 +240,13 @@ class RequestRun:
         self.prefill_done = done
         self._prefill.unwatch()
 
+    def _on_plain_tokens(self, tokens: Tokens) -> None:
+        if self.first is None:
+            self._on_decode_tokens(worker_pb2.DecodeTokens(index=tokens.index, token_ids=tokens.token_ids))
+        elif not self._ended:
+            self._prefill.unwatch()
+            self._emit(tokens.index, tokens.token_ids, "", [])
+
     def _on_decode_tokens(self, tokens: worker_pb2.DecodeTokens) -> None:
         if self._ended:
             return
@@ -243,7 +275,7 @@ class RequestRun:
         if new or finish_reason:
             logprobs = logprobs[len(token_ids) - len(new) :]
             prompt_logprobs = () if first > self.request.num_forced else self._prompt_logprobs
-            self._queue.put_nowait(Emitted(first, new, finish_reason, logprobs, prompt_logprobs))
+            self._put(Emitted(first, new, finish_reason, logprobs, prompt_logprobs))
         if finish_reason:
             self._end()
             if self.first is not None and self.first.finish_reason:
@@ -264,9 +296,13 @@ class RequestRun:
     # The end: once, for one reason.
 
     def _on_leg_ended(self, leg: Leg, error: BaseException | None) -> None:
+        if self._lingering is not None and not (self._prefill.is_open or self._decode.is_open):
+            self._lingering.cancel()
         needed = leg is self._decode or self.prefill_done is None
         if leg is self._prefill and self.first is not None and len(self._order) > self.request.num_forced + 1:
             needed = False  # decode has the hand-off already
+        if error is None:
+            error = self._missing(leg)
         if error is None or self._ended or not needed:
             return
         explained = leg.explain(error)
@@ -276,6 +312,12 @@ class RequestRun:
             self._timers.append(asyncio.get_running_loop().call_later(CAUSE_WAIT_S, self._fail, explained))
             return
         self._fail(explained)
+
+    def _missing(self, leg: Leg) -> BatonError | None:
+        """What is wrong with a stream that ended well; None: nothing."""
+        if leg is self._prefill:
+            return self._cut_off(leg, "before it was done") if self.prefill_done is None else None
+        return None if self._decode_finished else self._cut_off(leg, "without a finish")
 
     def _expire(self) -> None:
         self._fail(RequestDeadlineExceeded("the request's deadline passed", num_tokens=len(self._order)))
@@ -287,7 +329,8 @@ class RequestRun:
             self._prefill.doubt()
             self._decode.doubt()
         self._end()
-        self._queue.put_nowait(error)
+        self._error = error
+        self._wake()
         self._prefill.cancel()
         self._decode.cancel()
 
@@ -297,3 +340,12 @@ class RequestRun:
             timer.cancel()
         self._prefill.unwatch()
         self._decode.unwatch()
+
+
+async def _read(call: Any, on_event: Callable[[Any], None]) -> None:
+    """Read a stream that is a call of its own."""
+    try:
+        async for event in call:
+            on_event(event)
+    finally:
+        call.cancel()

@@ -44,6 +44,7 @@ from baton.router.prefix_feed import PrefixFeed
 from baton.router.prefix_index import PrefixIndex
 from baton.router.prefix_metrics import PrefixCollector
 from baton.router.refusals import Refusals
+from baton.router.retry_budget import RetryBudget, RetryLimits
 from baton.router.routing import PREFIX, ROUND_ROBIN, make_policy
 from baton.router.security import DoorLimits, RouterSecurity
 from baton.router.security_metrics import SecurityMetrics
@@ -57,6 +58,7 @@ SERVICES: Final = {
     for name, service in file.DESCRIPTOR.services_by_name.items()
 }
 MEMBERSHIP: Final = SERVICES["Membership"]
+MAX_RUNNING: Final = QueueLimits().max_running
 TICK_S: Final = 0.05
 STOP_GRACE_S: Final = 1.0
 
@@ -75,6 +77,7 @@ class RouterConfig:
     request_timeout_s: float
     alive_s: float = ALIVE_S
     migration: MigrationConfig = MigrationConfig()  # noqa: RUF009
+    retries: RetryLimits = RetryLimits()  # noqa: RUF009
     routing: str = ROUND_ROBIN
     local_prefill: str = NEVER
     max_wait_s: float = 0.0  # for a turn before anything is sent to workers; 0: nobody waits here
@@ -105,6 +108,7 @@ class RouterServer:
         self.local = LocalPrefill(config.local_prefill)
         self.metrics.registry.register(LocalPrefillCollector(self.local))
         self.migration = Migration(config.migration, self.members, self._clock, self.metrics, self.local)
+        self.retries = RetryBudget(config.retries, self._clock.now_s())
         self._channels = Channels(self.members, self._background.spawn, SecureChannels(config.security.tls))
         self.prefixes = PrefixIndex()
         self.metrics.registry.register(PrefixCollector(self.prefixes))
@@ -146,7 +150,8 @@ class RouterServer:
         def cached_len(request: GenerationRequest) -> int:
             return policy.cached_len(self.members.live(PREFILL), request) if isinstance(policy, LeastCost) else 0
 
-        limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=self.config.max_queue_len)
+        num = self.config.max_queue_len
+        limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=num, max_running=max(num, MAX_RUNNING))
         gate = Gate(limits, self.members, self._clock, cached_len)
         self.metrics.registry.register(AdmissionCollector(gate.queue))
         return gate
@@ -226,6 +231,7 @@ class RouterServer:
             speculation=speculation,
             scale=scale,
             migration=self.migration,
+            retries=self.retries,
             clock=self._clock,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
@@ -249,7 +255,9 @@ class RouterServer:
             clock=self._clock,
             spawn=self._background.spawn,
             limits=migration.limits,
+            budget=self.retries,
             on_retry=self.metrics.handoff_retries.inc,
+            on_retry_refused=self.metrics.retries_refused.inc,
             on_migration=migration.migrated,
             on_finished=migration.finished,
             admit=migration.admit,

@@ -35,7 +35,9 @@ class StreamStats:
     def mark(self, choice: int, num_tokens: int) -> None:
         """A chunk with this many tokens leaves now."""
         now_s = self._clock.now_s()
-        marks = self._marks.setdefault(choice, _Marks())
+        marks = self._marks.get(choice)
+        if marks is None:
+            marks = self._marks[choice] = _Marks()
         if marks.num_tokens == 0:
             marks.first_s = now_s
             self._metrics.ttft_s.observe(now_s - self.received_s)

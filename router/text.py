@@ -16,19 +16,20 @@ class IncrementalText:
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int = 0) -> None:
         self._stream = tokenizer.stream()
+        self._stops = bool(stop)
         self._matcher = StopMatcher(stop)
         self._num_unchecked = min_tokens
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that became certain with these tokens."""
-        return "".join(self._push(token_id) for token_id in token_ids)
+        return "".join(map(self._push, token_ids))
 
     def _push(self, token_id: int) -> str:
         text = self._stream.push(token_id)
         if self._num_unchecked:
             self._num_unchecked -= 1
             return text
-        return self._matcher.push(text)
+        return self._matcher.push(text) if self._stops else text
 
     def finish(self) -> str:
         """What was still withheld at the end."""

@@ -26,6 +26,9 @@ class TokenOrder:
             ProtocolError: a gap, a repeated token that differs, or too many tokens.
         """
         have = len(self.token_ids)
+        if index == have and have + len(token_ids) <= self._max_tokens:  # as a rule
+            self.token_ids.extend(token_ids)
+            return list(token_ids)
         if index > have:
             raise ProtocolError(f"a worker skipped from token {have} to {index}", expected=have, index=index)
         num_old = min(have - index, len(token_ids))

@@ -37,6 +37,7 @@ BY_FAULTS = {
     "worker_up": "a worker that is lost: tests/router/test_fleet_metrics.py",
     "worker_lives": "a worker that is started again: likewise",
     "handoff_retries": "a failed hand-off: tests/router/test_attempts.py",
+    "retries_refused": "more of them than the retry budget allows: likewise",
     "migrations": "a lost worker: tests/router/test_migration.py",
     "router_requests_waiting": "more requests than workers take: tests/router/test_gate.py",
     "router_requests_refused": "likewise, and more than fit their deadlines",

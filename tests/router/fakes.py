@@ -16,10 +16,12 @@ from baton.core.errors import TransferFailed
 from baton.core.tls_files import TlsWatch
 from baton.core.tokenizer import Tokenizer
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, wire, worker_pb2, worker_pb2_grpc
+from baton.proto.bundle_wire import decode_frame, prefill_frame
 from baton.proto.secure_channel import SecureChannels, server_credentials
 from baton.router.migration import MigrationConfig
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
+from baton.tests.router.fake_bundles import serve_bundle
 
 MODEL = "toy"
 OFF = MigrationConfig(max_migrations=0)
@@ -135,6 +137,7 @@ class FakeWorker:
             block_size=16,
             numerics="default",
             dtype="float32",
+            bundles=True,
             inventory=worker_pb2.Inventory(num_blocks=10, num_blocks_free=10, num_attends=len(self.running())),
         )
         for name, value in self.overrides.items():
@@ -169,6 +172,9 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
         if self.worker.watch is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no prefixes here")
         await self.worker.watch(request, context)
+
+    async def RunAll(self, request_iterator, context):
+        await serve_bundle(self.Run, prefill_frame, self.worker.epoch, context)
 
     async def Run(self, request, context):
         script = self.worker.script
@@ -227,6 +233,9 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
 class Decode(worker_pb2_grpc.DecodeServicer):
     def __init__(self, worker):
         self.worker = worker
+
+    async def AttendAll(self, request_iterator, context):
+        await serve_bundle(self.Attend, decode_frame, self.worker.epoch, context)
 
     async def Attend(self, request, context):
         script = self.worker.script

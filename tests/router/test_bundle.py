@@ -1,0 +1,163 @@
+"""All streams to a worker over one call: what they share, and what none of them may do to the others."""
+
+import asyncio
+
+import pytest
+
+from baton.client import AsyncBatonClient
+from baton.core.errors import ProtocolError
+from baton.core.sampling import SamplingParams
+from baton.router import request_run
+from baton.router.request_run import Emitted, RequestRun
+from baton.tests.router.fakes import TOKENIZER, cluster, decode_tokens, finished
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+
+
+async def text_of(running, prompt="hi", sampling=GREEDY):
+    async with AsyncBatonClient(running.address, timeout_s=20.0) as client:
+        return await client.generate_text(prompt, sampling=sampling)
+
+
+async def until(condition, timeout_s=10.0):
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def bundles_of(running):
+    return [bundle for bundle, _ in running.router._channels._bundles.values()]
+
+
+def is_idle(running):
+    return all(bundle.num_open == 0 for bundle in bundles_of(running))
+
+
+async def test_many_streams_share_one_call_to_each_worker_and_leave_nothing():
+    async with cluster() as running:
+        running.script.token_delay_s = 0.01
+        assert await asyncio.gather(*(text_of(running) for _ in range(12))) == ["hello world"] * 12
+        assert len(bundles_of(running)) == 2
+        await until(lambda: is_idle(running))
+        assert [bundle._last for bundle in bundles_of(running)] == [12, 12]
+        await running.idle(3.0)
+
+
+async def test_a_worker_that_does_not_serve_bundles_gets_calls():
+    async with cluster() as running:
+        running.of("decode")[0].overrides = {"bundles": False}
+        await until(lambda: not running.router.members.live("decode")[0].state.bundles)
+        assert await text_of(running) == "hello world"
+        assert len(bundles_of(running)) == 1
+        await running.idle(3.0)
+
+
+async def test_a_cancelled_stream_is_cancelled_at_both_workers_and_the_others_go_on():
+    async with cluster() as running:
+        running.script.token_delay_s = 0.1
+        other = asyncio.create_task(text_of(running))
+        leaving = asyncio.create_task(text_of(running))
+        decode = running.of("decode")[0]
+        await until(lambda: len(decode.running()) == 2)
+        leaving.cancel()
+        await until(lambda: len(decode.running()) == 1 or other.done())
+        assert await other == "hello world"
+        await running.idle(3.0)
+        assert sum(seen.cancelled for seen in decode.seen) == 1
+        await until(lambda: is_idle(running))
+
+
+async def test_what_one_stream_may_not_say_ends_that_stream_alone():
+    async with cluster() as running:
+        running.script.token_delay_s = 0.05
+        good = asyncio.create_task(text_of(running))
+        await until(lambda: running.router.metrics.total("generation_tokens") >= 3)  # its script is read already
+        running.script.events = [decode_tokens(7, [1])]
+        with pytest.raises(ProtocolError, match="skipped"):
+            await text_of(running)
+        assert await good == "hello world"
+        await running.idle(3.0)
+        assert len(bundles_of(running)) == 2
+        assert not any(bundle.over for bundle in bundles_of(running))
+
+
+async def test_a_call_that_ends_moves_all_its_streams_and_another_is_begun():
+    async with cluster(1, 2) as running:
+        running.script.token_delay_s = 0.1
+        answers = [asyncio.create_task(text_of(running)) for _ in range(6)]
+        lost = running.of("decode")[0]
+        await until(lambda: len(lost.running()) == 3)
+        (broken,) = (
+            bundle
+            for life, (bundle, _) in running.router._channels._bundles.items()
+            if life.worker_id == lost.worker_id
+        )
+        broken.close()
+        assert await asyncio.gather(*answers) == ["hello world"] * 6
+        assert broken.over
+        assert running.router.metrics.total("migrations") == 3
+        await running.idle(3.0)
+        running.script.token_delay_s = 0.0
+        await until(
+            lambda: not running.router.migration.presence.is_unsettled(running.router.members.live("decode")[0].life)
+        )
+        for _ in range(4):
+            assert await text_of(running) == "hello world"
+
+
+async def test_a_worker_of_another_life_at_the_same_address_serves_nobody():
+    async with cluster(1, 2) as running:
+        wrong = running.of("decode")[0]
+        told, wrong.epoch = wrong.epoch, wrong.epoch + 5000
+
+        def state():
+            found = type(wrong).state(wrong)
+            found.epoch = told
+            return found
+
+        wrong.state = state
+        assert await asyncio.gather(*(text_of(running) for _ in range(4))) == ["hello world"] * 4
+        assert not wrong.seen or all(seen.cancelled for seen in wrong.seen)
+
+
+async def test_what_waits_for_a_slow_reader_is_bounded_and_loses_nothing():
+    run = RequestRun.__new__(RequestRun)
+    run._waiting, run._error, run._changed = [], None, None
+    for index in range(10_000):
+        run._put(Emitted(index, [index], "length" if index == 9_999 else "", [index]))
+    assert len(run._waiting) == request_run.MAX_WAITING
+    found = []
+    while (emitted := run.take()) is not None:
+        assert emitted.index == len(found)
+        assert list(emitted.logprobs) == emitted.token_ids
+        found += emitted.token_ids
+        last = emitted
+    assert found == list(range(10_000))
+    assert last.finish_reason == "length"
+
+
+async def test_a_slow_reader_holds_up_no_other_stream_and_gets_its_whole_answer():
+    async with cluster() as running:
+        text = "slow reader " * 10
+        running.script.answer, running.script.step = text, 1
+        async with AsyncBatonClient(running.address, timeout_s=30.0) as client:
+            sampling = SamplingParams(max_tokens=len(TOKENIZER.encode(text)), temperature=0.0)
+            slow = client.generate("hi", sampling=sampling)
+            first = await anext(slow)
+            assert await text_of(running, sampling=sampling) == text
+            await running.idle(5.0)  # the workers wait for nobody
+            parts = [first.text]
+            async for chunk in slow:
+                parts.append(chunk.text)
+            assert "".join(parts) == text
+
+
+async def test_packed_tokens_may_overtake_the_first_token():
+    async with cluster() as running:
+        running.script.decode_before_first = True
+        token_ids = TOKENIZER.encode("hello world")
+        rest = [decode_tokens(index, [token_ids[index]]) for index in range(1, len(token_ids) - 1)]
+        last = decode_tokens(len(token_ids) - 1, token_ids[-1:])
+        running.script.events = [*rest, finished(last, len(token_ids) - 1, len(token_ids) - 1)]
+        assert await text_of(running) == "hello world"

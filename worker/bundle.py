@@ -1,0 +1,157 @@
+"""The worker's end of a bundle: one call that carries all the streams of one router.
+
+A stream that ends badly is one item of a frame, and the others go on. When the call ends, for whatever reason, nobody
+reads any of them any more, and all are cancelled.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc.aio
+
+from baton.core.errors import BatonError, MalformedMessage
+from baton.core.request import AttemptKey, GenerationRequest
+from baton.proto.bundle_wire import MAX_FRAME_BYTES, MAX_ITEMS, End
+from baton.proto.wire import abort_with
+from baton.worker.cork import Cork
+from baton.worker.outbox import BundledStream, Outbox
+
+Message = TypeVar("Message")
+Event = TypeVar("Event")
+MessageIn = TypeVar("MessageIn", contravariant=True)
+
+
+class Role(Protocol[MessageIn, Event]):
+    """What a worker does with a stream."""
+
+    def read(self, message: MessageIn) -> GenerationRequest:
+        """The attempt that a message opens.
+
+        Raises:
+            BatonError: it opens none.
+        """
+        ...
+
+    def check(self, attempt: GenerationRequest) -> None:
+        """What may take a while before `begin`: called in a thread, for attempts with a grammar.
+
+        Raises:
+            InvalidRequest: it can never be served here.
+        """
+        ...
+
+    def begin(self, message: MessageIn, attempt: GenerationRequest, stream: BundledStream[Event]) -> None:
+        """Serve it.
+
+        Raises:
+            BatonError: it is refused.
+        """
+        ...
+
+    def cancel(self, key: AttemptKey, stream: BundledStream[Event]) -> None:
+        """Nobody reads it any more."""
+        ...
+
+
+class Bundle(Generic[Message, Event]):
+    """One call; `serve` until it ends.
+
+    Args:
+        role: serves the streams.
+        frame_of: what streams say, as a message.
+        cork: held by the worker while it says what belongs together.
+        epoch: of this life.
+    """
+
+    def __init__(
+        self,
+        role: Role[Message, Event],
+        frame_of: Callable[[Sequence[tuple[int, Event | End]]], Any],
+        cork: Cork,
+        epoch: int,
+    ) -> None:
+        self._role = role
+        self._frame_of = frame_of
+        self._epoch = epoch
+        self._outbox: Outbox[Event] = Outbox(asyncio.get_running_loop(), cork)
+        self._streams: dict[int, tuple[AttemptKey, BundledStream[Event]]] = {}
+        self._last = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Open, cancel and answer, until the caller or the connection ends the call."""
+        frame = self._frame_of(())
+        frame.epoch = self._epoch
+        await context.write(frame)
+        self._spawn(self._write(context))
+        try:
+            while (commands := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                for opened in commands.open:
+                    self._open(opened.stream, opened.request)
+                for number in commands.cancelled:
+                    self._cancel(number)
+        except MalformedMessage as error:
+            await abort_with(context, error)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            for number in tuple(self._streams):
+                self._cancel(number)
+
+    async def _write(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while True:
+            items = await self._outbox.take()
+            while items:
+                part = items[: self._room(items)]
+                items = items[len(part) :]
+                for number, item in part:
+                    if isinstance(item, End):
+                        self._streams.pop(number, None)
+                await context.write(self._frame_of(part))
+
+    @staticmethod
+    def _room(items: Sequence[tuple[int, Any]]) -> int:
+        """How many of them one frame takes."""
+        num_bytes = 0
+        for at, (_, item) in enumerate(items[:MAX_ITEMS]):
+            num_bytes += 0 if isinstance(item, End) else item.ByteSize()
+            if num_bytes > MAX_FRAME_BYTES:
+                return max(at, 1)
+        return min(len(items), MAX_ITEMS)
+
+    def _open(self, number: int, message: Message) -> None:
+        if number <= self._last:
+            raise MalformedMessage(f"stream {number} was opened after {self._last}", field="open.stream")
+        self._last = number
+        stream = BundledStream(number, self._outbox)
+        try:
+            attempt = self._role.read(message)
+            self._streams[number] = (attempt.key, stream)
+            if attempt.sampling.grammar is None:
+                self._role.begin(message, attempt, stream)
+            else:
+                self._spawn(self._check(number, message, attempt, stream))
+        except BatonError as error:
+            stream.end(error)
+
+    async def _check(
+        self, number: int, message: Message, attempt: GenerationRequest, stream: BundledStream[Event]
+    ) -> None:
+        """Let other streams go on while a grammar compiles."""
+        try:
+            await asyncio.to_thread(self._role.check, attempt)
+            if number in self._streams:
+                self._role.begin(message, attempt, stream)
+        except BatonError as error:
+            stream.end(error)
+
+    def _cancel(self, number: int) -> None:
+        key, stream = self._streams.pop(number, (None, None))
+        if key is not None and stream is not None and not stream.ended:
+            self._role.cancel(key, stream)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,33 @@
+"""What one step says to many streams leaves together: wake-ups that come while a cork is held wait for its release."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+
+class Cork:
+    """Held by one thread at a time; other threads' wake-ups pass."""
+
+    def __init__(self) -> None:
+        self._holder: int | None = None
+        self._held: dict[Callable[[], None], None] = {}
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Until the end of the block; not to be nested."""
+        assert self._holder is None
+        self._holder = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._holder = None
+            held, self._held = self._held, {}
+            for wake in held:
+                wake()
+
+    def call(self, wake: Callable[[], None]) -> None:
+        """Call `wake` now, or once at the release of a cork that this thread holds."""
+        if self._holder == threading.get_ident():
+            self._held[wake] = None
+        else:
+            wake()

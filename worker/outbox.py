@@ -1,0 +1,80 @@
+"""What the streams of one call have said and the call has not carried yet: from any thread to one coroutine.
+
+A stream says no more than its answer has tokens, so what waits here is bounded by the answers of the streams, however
+slow the reader at the other end is; what has gathered goes in one frame.
+"""
+
+import asyncio
+import contextlib
+import threading
+from typing import Generic, TypeVar
+
+from baton.core.errors import BatonError
+from baton.proto.bundle_wire import End
+from baton.worker.cork import Cork
+
+Event = TypeVar("Event")
+
+
+class Outbox(Generic[Event]):
+    """Of one call.
+
+    Args:
+        loop: the reader's.
+        cork: what is said while it is held is taken in one piece.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, cork: Cork) -> None:
+        self._loop = loop
+        self._cork = cork
+        self._lock = threading.Lock()
+        self._items: list[tuple[int, Event | End]] = []
+        self._is_waking = False
+        self._ready = asyncio.Event()
+
+    def put(self, number: int, item: Event | End) -> None:
+        """A stream says something. Any thread."""
+        with self._lock:
+            self._items.append((number, item))
+            if self._is_waking:
+                return
+            self._is_waking = True
+        self._cork.call(self._wake)
+
+    async def take(self) -> list[tuple[int, Event | End]]:
+        """All that was said since, at least one item."""
+        await self._ready.wait()
+        self._ready.clear()
+        with self._lock:
+            items, self._items = self._items, []
+            self._is_waking = False
+        return items
+
+    def _wake(self) -> None:
+        # A closed event loop has no reader left, and closing may come between a check and the call.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._ready.set)
+
+
+class BundledStream(Generic[Event]):
+    """One stream of a call: an `EventSink`."""
+
+    def __init__(self, number: int, outbox: Outbox[Event]) -> None:
+        self._number = number
+        self._outbox = outbox
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether `end` was called."""
+        return self._ended
+
+    def emit(self, event: Event) -> None:
+        """Add an event. Any thread."""
+        self._outbox.put(self._number, event)
+
+    def end(self, error: BatonError | None = None) -> None:
+        """No event follows; `error` says why there are no more. Any thread; later calls change nothing."""
+        if not self._ended:
+            self._ended = True
+            self._outbox.put(self._number, End(error))
