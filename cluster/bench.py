@@ -128,7 +128,7 @@ def format_crossover(data: dict[str, Any]) -> str:
         + (f"split is faster from {one['split_is_faster_from']} tokens on" if one["split_is_faster_from"] else "local")
         for one in data["crossovers"]
     ]
-    return "\n".join([format_table((*order, *keys), rows), *ways, *_verdicts(data)])
+    return "\n".join([format_table((*order, *keys), rows), *ways, *format_verdicts(data)])
 
 
 def format_routing(data: dict[str, Any]) -> str:
