@@ -106,6 +106,8 @@ async def test_the_routers_deadline_ends_both_legs_with_a_type(point):
         start_s = time.monotonic()
         error, text = await fails(running, RequestDeadlineExceeded)
         assert 0.19 < time.monotonic() - start_s < 1.0
+        received = error.fields.pop("received", [])  # the client's own word
+        assert sum(len(one["token_ids"]) for one in received) == POINTS[point]
         assert error.fields == {"num_tokens": POINTS[point]}
         assert len(text) == POINTS[point]
         _, decode = await running.idle()
