@@ -87,7 +87,7 @@ class EchoFleet:
 
             def is_ready() -> bool:
                 status = admin.Status(admin_pb2.StatusRequest(), timeout=5.0)
-                return sum(worker.alive for worker in status.workers) == num_workers
+                return bool(sum(worker.alive for worker in status.workers) == num_workers)
 
             wait_until(is_ready, "a worker did not report in time")
 

@@ -91,7 +91,7 @@ class LoadClient:
 
     def hold(self, request: bytes, number: int) -> int:
         """Open so many streams and read each up to its first token; returns how many are open."""
-        return self._run(self._hold(request, number))
+        return int(self._run(self._hold(request, number)))
 
     def release(self) -> None:
         """Cancel those."""
@@ -140,7 +140,8 @@ class LoadClient:
             outcome.code = (await call.code()).name
         except grpc.aio.AioRpcError as error:
             outcome.code = error.code().name
-            outcome.has_retry_info = any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
+            metadata: Any = error.trailing_metadata()  # the stubs know only one of the two shapes it has
+            outcome.has_retry_info = any(key == DETAILS_KEY for key, _ in metadata or ())
         outcome.end_s = time.monotonic()
         if last:
             stats = inference_pb2.GenerateChunk.FromString(last).finish.stats

@@ -28,7 +28,8 @@ class Relay:
     """Passes on what another server says."""
 
     def __init__(self, upstream: str) -> None:
-        self._call = grpc.aio.insecure_channel(upstream).unary_stream(METHOD)
+        channel: Any = grpc.aio.insecure_channel(upstream)
+        self._call = channel.unary_stream(METHOD)
 
     async def generate(self, request: bytes, context: Any) -> None:
         """One call."""

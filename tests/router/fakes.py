@@ -179,6 +179,7 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
     async def Run(self, request, context):
         script = self.worker.script
         received_ns = now_ns()
+        hangs = script.prefill_hangs  # whatever a test that sees this request changes before it gets there
         async with self.worker.record(request, context) as seen:
             await asyncio.sleep(script.first_delay_s)
             if script.prefill_error is not None:
@@ -189,7 +190,7 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
                 attempt_error = TransferFailed("the landing was refused", pair_refused=refused)
             if attempt_error is not None and not script.errors_after_first:
                 await wire.abort_with(context, attempt_error)
-            if script.prefill_hangs:
+            if hangs or script.prefill_hangs:
                 await seen.hang.wait()
             answer = script.attempt_answers.get(request.attempt.attempt, script.answer)
             token = TOKENIZER.encode(answer)[request.num_forced_tokens]
