@@ -109,6 +109,13 @@ class RaySession:
         """Nodes that are alive."""
         return sum(1 for node in self.ray.nodes() if node["Alive"])
 
+    def pid_of(self, actor: Any) -> int | None:
+        """Process id, on its node, of an actor that Ray holds for alive."""
+        from ray._private import state  # `ray.util.state` needs the dashboard, which a head may not have
+
+        found: dict[str, Any] = state.actors(actor_id=actor._actor_id.hex())
+        return int(found["Pid"]) if found.get("State") == "ALIVE" else None
+
     def close(self) -> None:
         """Leave the cluster; a private one ends with it."""
         self.ray.shutdown()
