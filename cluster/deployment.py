@@ -31,7 +31,6 @@ from baton.cluster.ray_session import RaySession
 from baton.cluster.resolve import (
     ModelDirectory,
     find_model,
-    reachable_host,
     require_port_free,
     resolve_device,
     resolve_worker,

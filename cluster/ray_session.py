@@ -78,7 +78,7 @@ class RaySession:
                 "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
             }
         else:
-            _require_ray(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+            require_ray(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
         self._connect(address, options)
         self.resources: dict[str, float] = self.ray.cluster_resources()
 
@@ -121,7 +121,7 @@ class RaySession:
         self.ray.shutdown()
 
 
-def _require_ray(address: str) -> None:
+def require_ray(address: str) -> None:
     """Ask for a sign of life first: `ray.init` waits a minute, deaf to signals, for whatever else listens there."""
     if address in ("auto", "local"):
         return

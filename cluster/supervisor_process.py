@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from baton.client.access import Access
 from baton.core.config import ServeConfig
-from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed, from_wire
+from baton.core.errors import WorkerLost, WorkerStartFailed, from_wire
 
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 5.0

@@ -16,7 +16,9 @@ AUTH = "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.baton/ray_token"
 JOIN_S = 240.0
 SERVE_S = 300.0
 STOP_S = 60.0
-RAY_OWN = re.compile(r"/raylet/raylet|gcs_server|/monitor\.py|/agent\.py|/main\.py|log_monitor|autoscaler|dashboard|^ray::")
+RAY_OWN = re.compile(
+    r"/raylet/raylet|gcs_server|/monitor\.py|/agent\.py|/main\.py|log_monitor|autoscaler|dashboard|^ray::"
+)
 FLAGS = (
     "--host 0.0.0.0 --grpc-port 50051 --dtype float64 --mtp 2 --kv-memory-mib 64 --chunk-len 64 --max-num-seqs 16 "
     "--start-timeout-s 240 --migration-wait-s 120 --max-wait-s 120 --request-timeout-s 280 --max-migrations 8"
@@ -114,7 +116,9 @@ class RayCluster:
 
     def kill_head(self):
         """SIGKILL everything of Ray's on the head; what it says of itself goes on in Redis."""
-        ended = [(here, line) for here, _, line in self.head.processes() if RAY_OWN.search(line) and "baton" not in line]
+        ended = [
+            (here, line) for here, _, line in self.head.processes() if RAY_OWN.search(line) and "baton" not in line
+        ]
         for here, _ in ended:
             signal_to(here, signal.SIGKILL)
         return [line for _, line in ended]

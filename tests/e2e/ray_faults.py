@@ -122,9 +122,7 @@ class Campaign:
             "num_streams": NUM_STREAMS,
             "num_equal": sum(one.token_ids == want for one, want in zip(streams, self.want, strict=True)),
             "num_newcomers": NUM_NEWCOMERS,
-            "num_newcomers_equal": sum(
-                one.token_ids == want for one, want in zip(newcomers, self.want, strict=False)
-            ),
+            "num_newcomers_equal": sum(one.token_ids == want for one, want in zip(newcomers, self.want, strict=False)),
             "errors": sorted({one.error for one in (*streams, *newcomers) if one.error}),
             "num_moved": sum(one.num_moved for one in streams),
             "pauses_s": sorted(round(one.pause_s(), 3) for one in streams),
