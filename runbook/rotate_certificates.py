@@ -61,7 +61,7 @@ class _Rotation:
         trust = Check(
             name="the new authorities are those of every port",
             look=self._look_at_trust,
-            next="first put old and new authority into one file everywhere; take the old one out after all certificates",
+            next="put old and new authority into one file everywhere; take the old one out after all certificates",
         )
         shown = Verification(
             name="this host's ports show the new certificate",

@@ -66,7 +66,8 @@ def is_trusted(cert_file: str, key_file: str, ca_file: str, names: list[str]) ->
     """Check in a handshake without a network that those who trust `ca_file` take a certificate.
 
     Args:
-        cert_file, key_file: of the server.
+        cert_file: of the server.
+        key_file: and its private key.
         ca_file: of the client.
         names: that must be in it.
 

@@ -1,8 +1,8 @@
 """Hosts of one machine: each has a network, processes, files of its own, and an ssh server. Linux and root only.
 
-A host is a network namespace on a bridge, with PID, mount, UTS and IPC namespaces, so that `ray stop` there ends nothing
-here, and memory of one host is not another's. Everything is made in namespaces of the caller's own (`in_namespaces`),
-and is gone with its process.
+A host is a network namespace on a bridge, with PID, mount, UTS and IPC namespaces, so that `ray stop` there ends
+nothing here, and memory of one host is not another's. Everything is made in namespaces of the caller's own
+(`in_namespaces`), and is gone with its process.
 """
 
 import json

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -86,8 +87,20 @@ class RayCluster:
         self.announced = json.loads(line)
         assert self.announced["address"] == self.address, self.announced
 
+    def save_logs(self):
+        """What router, supervisor and workers have said so far; their hosts' files end with them."""
+        into = self._directory / "logs"
+        for host in self.hosts:
+            (into / host.name).mkdir(parents=True, exist_ok=True)
+            host.run(
+                f"cp /tmp/baton-*/*.err /tmp/ray/session_latest/logs/worker-*.err /tmp/ray/session_latest/logs/monitor* "
+                f"{into / host.name} 2>/dev/null || true"
+            )
+
     def close(self):
         """End Baton, which ends its workers; then the cluster."""
+        if "BATON_KEEP" in os.environ:
+            self.save_logs()
         if self.serve is not None:
             here = next(here for here, _, line in self.head.processes() if "-m baton.cluster serve" in line)
             signal_to(here, signal.SIGTERM)
@@ -129,8 +142,7 @@ class RayCluster:
 
 
 def signal_to(pid, number):
-    import os
-
+    """Send one."""
     os.kill(pid, number)
 
 

@@ -1,8 +1,8 @@
-"""`python -m baton.tests.e2e.ray_faults`: workers and head of a real cluster hit under sixteen streams, again and again.
+"""`python -m baton.tests.e2e.ray_faults`: workers and head of a real cluster hit under sixteen streams, in rounds.
 
 Each fault hits while all streams decode. Every stream must end with the tokens of the fault-free run, in float64; the
-longest pause of each is noted, and afterwards every worker must be back and hold nothing. With one prefill worker, those
-who ask while it is away wait for its next life: they are counted apart, as newcomers.
+longest pause of each is noted, and afterwards every worker must be back and hold nothing. With one prefill worker,
+those who ask while it is away wait for its next life: they are counted apart, as newcomers.
 """
 
 import argparse
@@ -57,11 +57,18 @@ class Stream:
                     if len(self.token_ids) >= STARTED_LEN:
                         self.started.set()
                 self.num_moved = chunk.finish.stats.num_migrations
+                self.workers = chunk.finish.stats.prefill_worker, chunk.finish.stats.decode_worker
         except BatonError as error:
             self.error = f"{type(error).__name__}: {error.message}"
         finally:
             self.started.set()
         return self
+
+    def longest(self, hit_s):
+        """(longest pause, when it began after the fault, tokens before it, migrations, workers in the end)."""
+        pairs = zip(self.times_s, self.times_s[1:], strict=False)
+        at, (a, b) = max(enumerate(pairs), key=lambda item: item[1][1] - item[1][0], default=(0, (0.0, 0.0)))
+        return round(b - a, 3), round(a - hit_s, 3), at, self.num_moved, *getattr(self, "workers", ())
 
     def pause_s(self):
         """The longest between two tokens."""
@@ -127,6 +134,7 @@ class Campaign:
             "num_moved": sum(one.num_moved for one in streams),
             "pauses_s": sorted(round(one.pause_s(), 3) for one in streams),
             "newcomer_ttft_s": [round(one.times_s[0] - one.asked_s, 3) for one in newcomers if one.times_s],
+            "longest": sorted((one.longest(hit_s) for one in streams), reverse=True)[:4],
             "held": held,
             "streams_s": round(ended_s - hit_s, 2),
             "back_s": round(time.monotonic() - ended_s, 2),
