@@ -93,7 +93,7 @@ class RayCluster:
         for host in self.hosts:
             (into / host.name).mkdir(parents=True, exist_ok=True)
             host.run(
-                f"cp /tmp/baton-*/*.err /tmp/ray/session_latest/logs/worker-*.err /tmp/ray/session_latest/logs/monitor* "
+                "cd /tmp; cp baton-*/*.err ray/session_latest/logs/worker-*.err ray/session_latest/logs/monitor* "
                 f"{into / host.name} 2>/dev/null || true"
             )
 
