@@ -172,7 +172,9 @@ class Host:
 
     def pid_here(self, pid_there):
         """The process id here of one of its processes."""
-        return next(here for here, there, _ in self.processes() if there == pid_there)
+        found = [here for here, there, _ in self.processes() if there == pid_there]
+        assert len(found) == 1, f"{self.name} has {len(found)} processes {pid_there}"
+        return found[0]
 
     def is_up(self):
         """Its ssh server listens."""

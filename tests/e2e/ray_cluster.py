@@ -118,14 +118,11 @@ class RayCluster:
         assert done.stdout, done.stderr
         return done.returncode, json.loads(done.stdout)
 
-    def host_of(self, worker_id):
-        """Where a worker is."""
-        return self.hosts[f"host-{worker_id}"]
-
-    def pid_of(self, status, worker_id):
-        """A worker's process, as seen from here."""
+    def place_of(self, status, worker_id):
+        """(host, process id as seen from here) of a worker: Ray chose among the hosts of its role."""
         state = next(worker.state for worker in status.workers if worker.state.worker_id == worker_id)
-        return self.host_of(worker_id).pid_here(state.rank_pids[0])
+        host = next(host for host in self.hosts if host.address == state.address.rpartition(":")[0])
+        return host, host.pid_here(state.rank_pids[0])
 
     def kill_head(self):
         """SIGKILL everything of Ray's on the head; what it says of itself goes on in Redis."""

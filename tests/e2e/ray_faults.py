@@ -145,8 +145,9 @@ class Campaign:
 
     async def _fault(self, kind, worker_id):
         cluster = self.cluster
+        async with AsyncBatonClient(cluster.address) as client:
+            host, pid = cluster.place_of(await client.status(), worker_id)
         if kind == "link":
-            host = cluster.host_of(worker_id)
             host.link(up=False)
 
             async def plug():
@@ -154,8 +155,6 @@ class Campaign:
                 host.link(up=True)
 
             return plug
-        async with AsyncBatonClient(cluster.address) as client:
-            pid = cluster.pid_of(await client.status(), worker_id)
         signal_to(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
         async def go_on():
@@ -225,7 +224,7 @@ def main():
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
     parser.add_argument("--workers", nargs="*")
     parser.add_argument("--prefill", type=int, default=1)
-    parser.add_argument("--no-head", action="store_true")
+    parser.add_argument("--no-head", action="store_true", help="leave the head alone")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
