@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -111,10 +112,14 @@ class RayCluster:
             assert not left, left
         ray_up.ray(self._directory, "down", "-y", str(self.file))
 
-    def baton(self, *arguments, timeout_s=120.0):
-        """A command of ours on the head: (exit code, its object)."""
-        command = f"python -P -m baton.cluster {' '.join(arguments)} --json"
-        done = subprocess.run(self.head.enter(command), capture_output=True, text=True, timeout=timeout_s)
+    def runbook(self, name, *arguments, timeout_s=240.0):
+        """One of ours, on the operator's machine: (exit code, its object)."""
+        command = [sys.executable, "-P", "-m", "baton.cluster", "runbook", name, "--address", self.address, "--json"]
+        token = Path(self._directory) / "ray_secrets" / "ray_token"
+        environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, timeout=timeout_s + 60.0, env=environment
+        )
         assert done.stdout, done.stderr
         return done.returncode, json.loads(done.stdout)
 
@@ -127,15 +132,18 @@ class RayCluster:
     def kill_head(self):
         """SIGKILL everything of Ray's on the head; what it says of itself goes on in Redis."""
         ended = [
-            (here, line) for here, _, line in self.head.processes() if RAY_OWN.search(line) and "baton" not in line
+            (here, line) for here, _, line in self.head.processes() if RAY_OWN.search(line) and "-m baton." not in line
         ]
         for here, _ in ended:
             signal_to(here, signal.SIGKILL)
         return [line for _, line in ended]
 
     def restart_head(self):
-        """As an operator does it."""
-        ray_up.ray(self._directory, "up", "-y", "--no-config-cache", "--restart-only", str(self.file))
+        """As an operator does it; what the runbook answers."""
+        home = self._directory / "home"
+        command = f"env HOME={home} RAY_AUTH_MODE=disabled ray up -y --no-config-cache --restart-only {self.file}"
+        where = ("--ray-address", f"{self.head.address}:6379", "--timeout", "240")
+        return self.runbook("head-restart", *where, "--command", command)
 
 
 def signal_to(pid, number):

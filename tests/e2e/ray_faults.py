@@ -165,21 +165,40 @@ class Campaign:
         return go_on
 
     async def head(self):
-        """The head's Ray is killed and started again under streams."""
-        epochs = await self._epochs()
+        """The head's Ray is killed and started again under streams; then it must be of use again."""
+        cluster, epochs = self.cluster, await self._epochs()
 
         async def fault():
-            assert self.cluster.kill_head()
+            assert cluster.kill_head()
 
             async def back():
                 await asyncio.sleep(AWAY_S)
-                await asyncio.to_thread(self.cluster.restart_head)
+                code, data = await asyncio.to_thread(cluster.restart_head)
+                restarted.update(code=code, steps=data["steps"])
 
             return back
 
+        restarted = {}
         row = await self._under_streams(fault, "kill", "head")
         row["is_same_lives"] = await self._epochs() == epochs
+        row["runbook"] = restarted["code"]
+        if restarted["code"]:
+            row["steps"] = restarted["steps"]
+        row["is_scaled"] = await self._scales()
         return row
+
+    async def _scales(self):
+        """The next supervisor ends a worker, starts one, and starts one again that is drained and ended."""
+        for runbook in (
+            ("scale", "--decode", "1"),
+            ("scale", "--decode", "2"),
+            ("replace-decode", "--worker", "decode-1"),
+        ):
+            code, data = await asyncio.to_thread(self.cluster.runbook, *runbook)
+            if code:
+                print(json.dumps(data), file=sys.stderr, flush=True)
+                return False
+        return not await wait_calm(self.cluster.address, len(self.cluster.workers), BACK_S)
 
     async def _epochs(self):
         async with AsyncBatonClient(self.cluster.address) as client:
