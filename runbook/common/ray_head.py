@@ -43,8 +43,8 @@ def ask_head(site: Site, address: str, worker_ids: set[str]) -> Table:
     except (subprocess.TimeoutExpired, ValueError) as error:
         raise StepFailed(f"Ray's head at {address} does not answer", address=address) from error
     if "error" in data:
-        error = from_wire(data["error"])
-        raise StepFailed(f"Ray's head at {address}: {error.message}", cause=type(error).__name__)
+        said = from_wire(data["error"])
+        raise StepFailed(f"Ray's head at {address}: {said.message}", cause=type(said).__name__)
     # An actor is called baton-ID-WORKER; other deployments of the cluster have names of their own.
     workers = {
         worker_id: str(actor["state"])
