@@ -105,6 +105,11 @@ class RaySession:
         return str(self.ray.util.get_node_ip_address())
 
     @property
+    def address(self) -> str:
+        """HOST:PORT of the head, also where `auto` was given: a head that is gone is not found by itself."""
+        return str(self.ray.get_runtime_context().gcs_address)
+
+    @property
     def num_nodes(self) -> int:
         """Nodes that are alive."""
         return sum(1 for node in self.ray.nodes() if node["Alive"])

@@ -54,10 +54,13 @@ class Supervisor:
         threading.Thread(target=self._wait_for_end, daemon=True).start()
         roster = Roster(**order["roster"]) if order["roster"] else None
         session = RaySession(
-            config.ray_address, namespace=order["name"], temp_dir=self._beat_path.parent, num_gpus=None
+            order["ray_address"] or config.ray_address,
+            namespace=order["name"],
+            temp_dir=self._beat_path.parent,
+            num_gpus=None,
         )
         host = reachable_host(config, session.num_nodes, session.node_ip) if roster is None else order["host"]
-        say("session", host=host, node_ip=session.node_ip)
+        say("session", host=host, ray_address=session.address)
         crew = Crew(session, self._plan(host))
         try:
             if roster is not None:

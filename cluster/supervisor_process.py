@@ -62,6 +62,7 @@ class SupervisorProcess:
         self._order = order
         self._on_event = on_event
         self.host = ""
+        self._ray_address = ""
         self.roster: dict[str, Any] | None = None
         self._beat_path = order.directory / "supervisor.beat"
         self._beat_path.touch()
@@ -108,6 +109,7 @@ class SupervisorProcess:
             "beat_path": str(self._beat_path),
             "start_timeout_s": start_timeout_s,
             "host": self.host,
+            "ray_address": self._ray_address,
             "roster": self.roster,
         }
         assert self._process.stdin is not None
@@ -183,7 +185,7 @@ class SupervisorProcess:
     def _take(self, event: dict[str, Any]) -> None:
         match event["event"]:
             case "session":
-                self.host = event["host"]
+                self.host, self._ray_address = event["host"], event["ray_address"]
             case "roster":
                 self.roster = event["roster"]
             case "serving":

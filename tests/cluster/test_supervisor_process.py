@@ -18,7 +18,8 @@ from baton.core.errors import RayUnavailable, WorkerLost, WorkerStartFailed
 SCRIPT = """
 import json, os, sys, time
 order = json.loads(sys.stdin.readline())
-print(json.dumps({"event": "session", "host": "h"}), flush=True)
+assert bool(order["ray_address"]) == bool(order["roster"])
+print(json.dumps({"event": "session", "host": "h", "ray_address": "r:1"}), flush=True)
 %s
 """
 SERVES = """
