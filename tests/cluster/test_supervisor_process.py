@@ -83,9 +83,12 @@ def test_one_that_dies_is_followed_by_one_that_is_told_the_roster(make):
 def test_one_that_stands_still_is_killed(make, monkeypatch):
     supervisor = make(SERVES)
     start(supervisor)
-    monkeypatch.setattr(supervisor_process, "STUCK_S", 0.2)
-    wait_for(supervisor, "adopted")
+    stuck = supervisor._process
+    monkeypatch.setattr(supervisor_process, "STUCK_S", 0.0)
+    supervisor.check()
     monkeypatch.setattr(supervisor_process, "STUCK_S", 60.0)
+    assert stuck.returncode == -signal.SIGKILL
+    wait_for(supervisor, "adopted")
 
 
 def test_the_first_ones_error_is_raised(make):
