@@ -75,6 +75,7 @@ def test_workers_wait_for_a_head_that_is_gone(name):
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         words = dict(word.split("=", 1) for word in config[key][-1].split() if "=" in word)
         assert int(words["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 3600
+        assert words["RAY_worker_niceness"] == "0"
 
 
 @pytest.mark.fast
