@@ -27,7 +27,9 @@ class Restarts:
         self._due_s: dict[str, float] = {}
 
     def died(self, worker_id: str) -> bool:
-        """A worker is dead for good; returns whether it will be started again."""
+        """A worker is dead for good; returns whether it will be started again. Told twice of a death, it counts one."""
+        if worker_id in self._due_s:
+            return True
         now_s = self._now_s()
         starts = self._starts.setdefault(worker_id, deque())
         while starts and starts[0] + self._window_s <= now_s:

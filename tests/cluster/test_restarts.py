@@ -40,17 +40,29 @@ def test_waits_double_up_to_a_bound_and_each_start_is_named_once(clock, restarts
     assert restarts.due() == []
 
 
+def die(restarts, num=MAX_STARTS):
+    """So many deaths, a start after each."""
+    for _ in range(num):
+        assert restarts.died("decode-0")
+        restarts._due_s.clear()
+
+
+def test_a_death_that_is_told_twice_counts_once(clock, restarts):
+    for _ in range(2 * MAX_STARTS):
+        assert restarts.died("decode-0")
+    clock.now_s += FIRST_WAIT_S
+    assert restarts.due() == ["decode-0"]
+
+
 def test_who_is_given_up_has_no_start_left_over(clock, restarts):
-    for _ in range(MAX_STARTS):
-        restarts.died("decode-0")
+    die(restarts)
     assert not restarts.died("decode-0")
     clock.now_s += MAX_WAIT_S
     assert restarts.due() == []
 
 
 def test_what_is_long_ago_does_not_count(clock, restarts):
-    for _ in range(MAX_STARTS):
-        restarts.died("decode-0")
+    die(restarts)
     clock.now_s += WINDOW_S
     assert restarts.died("decode-0")
     clock.now_s += FIRST_WAIT_S
@@ -58,8 +70,8 @@ def test_what_is_long_ago_does_not_count(clock, restarts):
 
 
 def test_workers_count_for_themselves_and_one_that_is_not_wanted_is_forgotten(clock, restarts):
-    for _ in range(MAX_STARTS + 1):
-        restarts.died("decode-0")
+    die(restarts)
+    assert not restarts.died("decode-0")
     assert restarts.died("decode-1")
     restarts.forget("decode-1")
     restarts.forget("decode-0")
