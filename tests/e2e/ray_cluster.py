@@ -15,7 +15,7 @@ from baton.tests.e2e import ray_up
 from baton.tests.e2e.hosts import Hosts
 
 AUTH = "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.baton/ray_token"
-JOIN_S = 240.0
+JOIN_S = 600.0
 SERVE_S = 300.0
 STOP_S = 60.0
 RAY_OWN = re.compile(
@@ -74,7 +74,7 @@ class RayCluster:
             if found == self._needed:
                 return
             assert time.monotonic() < deadline_s, f"{found} of {self._needed} joined: {said}"
-            time.sleep(1.0)
+            time.sleep(5.0)
 
     def _serve(self):
         command = f"{AUTH} exec python -P -m baton.cluster serve --json --ray-address auto {self._flags}"
