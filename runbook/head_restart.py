@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from baton.cluster.resolve import LOOPBACK
 from baton.core.errors import ConfigInvalid, StepFailed
 from baton.runbook.common import ray_head
 from baton.runbook.common.canary import Canaries
@@ -56,7 +57,7 @@ class _HeadRestart:
             Action(
                 name="start Ray's head again",
                 do=lambda: ray_head.carry_out(self._site, self._command),
-                is_done=lambda: not self._is_forced and ray_head.answers(self._site, self._ray_address),
+                is_done=lambda: not self._is_forced and self._is_up(),
                 next="run the command by hand; the deployment serves on meanwhile, but nobody is started again",
             ),
             Verification(
@@ -100,11 +101,22 @@ class _HeadRestart:
             except StepFailed:
                 return None
             is_found = all(table.workers.get(worker_id) == "ALIVE" for worker_id in self._lives)
-            return table if is_found else None
+            return table if is_found and self._is_whole(table) else None
 
         table = self._site.wait(look, f"the head at {self._ray_address} knows {', '.join(sorted(self._lives))}")
         self._site.found["nodes"] = list(table.nodes)
         return f"{len(table.workers)} workers on {len(table.nodes)} nodes"
+
+    def _is_up(self) -> bool:
+        try:
+            return self._is_whole(ray_head.ask_head(self._site, self._ray_address, set()))
+        except StepFailed:
+            return False
+
+    def _is_whole(self, table: ray_head.Table) -> bool:
+        """Its table may answer where its node has not come up, and then nobody can join there."""
+        host = self._ray_address.rpartition(":")[0]
+        return bool(table.nodes) if host in LOOPBACK else host in table.nodes
 
     def _same_lives(self) -> str:
         now = self._live()

@@ -55,15 +55,6 @@ def ask_head(site: Site, address: str, worker_ids: set[str]) -> Table:
     return Table(tuple(data["nodes"]), workers)
 
 
-def answers(site: Site, address: str) -> bool:
-    """Whether a head answers there."""
-    try:
-        ask_head(site, address, set())
-    except StepFailed:
-        return False
-    return True
-
-
 def redis_keys(address: str, password: str = "") -> int:
     """How many keys the Redis behind a head holds.
 
