@@ -124,11 +124,13 @@ class PlacementGroups:
     Args:
         ray: the module, connected.
         name: of the deployment; before those of the groups.
+        is_detached: they outlive the driver, and the next one adopts them.
     """
 
-    def __init__(self, ray: Any, name: str) -> None:
+    def __init__(self, ray: Any, name: str, *, is_detached: bool = False) -> None:
         self._ray = ray
         self._name = name
+        self._lifetime = "detached" if is_detached else None
         self._groups: dict[str, Any] = {}
 
     def place(self, worker_id: str, bundles: Sequence[dict[str, float]], timeout_s: float) -> Any:
@@ -139,12 +141,20 @@ class PlacementGroups:
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        group = self._ray.util.placement_group(list(bundles), strategy="STRICT_PACK", name=f"{self._name}-{worker_id}")
+        group = self._groups.get(worker_id)  # of a life before, if Ray has given the worker up
+        if group is None:
+            group = self._ray.util.placement_group(
+                list(bundles), strategy="STRICT_PACK", name=f"{self._name}-{worker_id}", lifetime=self._lifetime
+            )
         self._groups[worker_id] = group
         if not group.wait(timeout_s):
             message = f"{worker_id}: no node has room for its {len(bundles)} ranks ({dict(bundles[-1])} each)"
             raise WorkerStartFailed(message, worker_id=worker_id, num_ranks=len(bundles))
         return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
+
+    def adopt(self, worker_id: str) -> None:
+        """Find the one that a driver before this one has made."""
+        self._groups[worker_id] = self._ray.util.get_placement_group(f"{self._name}-{worker_id}")
 
     def release(self, worker_id: str) -> None:
         """Give the one of a worker back, if it has one."""

@@ -78,7 +78,7 @@ class RaySession:
                 "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
             }
         else:
-            _require_ray(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+            require_ray(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
         self._connect(address, options)
         self.resources: dict[str, float] = self.ray.cluster_resources()
 
@@ -105,16 +105,28 @@ class RaySession:
         return str(self.ray.util.get_node_ip_address())
 
     @property
+    def address(self) -> str:
+        """HOST:PORT of the head, also where `auto` was given: a head that is gone is not found by itself."""
+        return str(self.ray.get_runtime_context().gcs_address)
+
+    @property
     def num_nodes(self) -> int:
         """Nodes that are alive."""
         return sum(1 for node in self.ray.nodes() if node["Alive"])
+
+    def pid_of(self, actor: Any) -> int | None:
+        """Process id, on its node, of an actor that Ray holds for alive."""
+        from ray._private import state  # `ray.util.state` needs the dashboard, which a head may not have
+
+        found: dict[str, Any] = state.actors(actor_id=actor._actor_id.hex())
+        return int(found["Pid"]) if found.get("State") == "ALIVE" else None
 
     def close(self) -> None:
         """Leave the cluster; a private one ends with it."""
         self.ray.shutdown()
 
 
-def _require_ray(address: str) -> None:
+def require_ray(address: str) -> None:
     """Ask for a sign of life first: `ray.init` waits a minute, deaf to signals, for whatever else listens there."""
     if address in ("auto", "local"):
         return

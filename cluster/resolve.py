@@ -17,6 +17,8 @@ from baton.core.config import MAX_DRAFTS, KVTransferConfig, ServeConfig, WorkerC
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PortInUse
 from baton.core.tls_files import TlsFiles
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 BUNDLED_MODELS = ("tiny", "tiny-pruned")
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
 
@@ -228,6 +230,18 @@ def worker_ids(config: ServeConfig) -> dict[str, str]:
 def tp_size(config: ServeConfig, role: str) -> int:
     """Ranks of each worker of a role."""
     return config.tp_prefill if role == "prefill" else config.tp_decode
+
+
+def reachable_host(config: ServeConfig, num_nodes: int, node_ip: str) -> str:
+    """Where workers in a cluster reach the router.
+
+    Raises:
+        ConfigInvalid: workers on other nodes cannot.
+    """
+    if num_nodes > 1 and config.host in LOOPBACK:
+        message = f"host: workers on other nodes cannot reach {config.host}; use 0.0.0.0 or this node's address"
+        raise ConfigInvalid(message, keys=["host"])
+    return node_ip if config.host in ("0.0.0.0", "::") else config.host
 
 
 def require_port_free(host: str, port: int) -> None:

@@ -5,7 +5,7 @@ router's business: its heartbeats stop.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.cluster.actors import error_from_ray
@@ -21,9 +21,17 @@ class WorkerWatch:
         ray: the module, connected.
         actors: handle of each worker, by worker id.
         roles: role of each worker, by worker id.
+        on_dead: told of each dead worker, and why; returns whether it will be started again, and so is not lost.
     """
 
-    def __init__(self, ray: Any, actors: Mapping[str, Any], roles: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        actors: Mapping[str, Any],
+        roles: Mapping[str, str],
+        on_dead: Callable[[str, str], bool] | None = None,
+    ) -> None:
+        self._on_dead = on_dead
         self._ray = ray
         self._actors = dict(actors)
         self._roles = roles
@@ -52,7 +60,10 @@ class WorkerWatch:
         self._require_every_role()
 
     def _bury(self, worker_id: str, said: str) -> None:
-        self._dead[worker_id] = str(error_from_ray(said))
+        why = str(error_from_ray(said))
+        if self._on_dead is not None and self._on_dead(worker_id, why):
+            return
+        self._dead[worker_id] = why
         _logger.error("worker %s is dead and will not be restarted: %s", worker_id, self._dead[worker_id])
 
     def _require_every_role(self) -> None:

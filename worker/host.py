@@ -28,6 +28,8 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # Pings of a peer that was cut off, or of one stopped, come all at once afterwards; that is no reason to hang up.
+    ("grpc.http2.max_ping_strikes", 0),
 )
 
 SetSpeculation = Callable[[worker_pb2.SpeculationMode], worker_pb2.Speculation]

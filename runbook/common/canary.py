@@ -1,6 +1,7 @@
 """Requests of a runbook's own: greedy ones, whose tokens must be the same before and after, here and there.
 
-Each round is of a tenant of its own, so that its prompts are computed and pushed, not found in a cache.
+Each round is of a tenant of its own, so that its prompts are computed and pushed, not found in a cache. Where clients
+need a key, the tenant is the key's, and what earlier rounds have left may be found.
 """
 
 import secrets
@@ -61,8 +62,10 @@ def _ask(site: Site, prompt: str) -> Answer:
     token_ids: list[int] = []
     stats = inference_pb2.RequestStats()
     try:
-        with BatonClient(site.client_address, timeout_s=max(0.1, min(REQUEST_S, site.left_s))) as client:
-            tenant = f"canary-{secrets.token_hex(8)}"
+        access = site.client_access
+        tenant = "" if access.api_key else f"canary-{secrets.token_hex(8)}"
+        timeout_s = max(0.1, min(REQUEST_S, site.left_s))
+        with BatonClient(site.client_address, timeout_s=timeout_s, access=access) as client:
             # A canary is to see both workers of a pair.
             for chunk in client.generate(prompt, sampling=sampling, tenant=tenant, split_only=True):
                 token_ids.extend(chunk.token_ids)

@@ -3,9 +3,11 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
+from baton.client.access import Access
+from baton.cluster.access import current_access
 from baton.cluster.outcome import ExitCode, Output, run_command
 from baton.core.clock import MonotonicClock
 from baton.core.errors import ConfigInvalid
@@ -68,6 +70,7 @@ def _parser(runbook: Runbook) -> argparse.ArgumentParser:
     )
     parser.add_argument("--address", default=DEFAULT_ADDRESS, help=f"HOST:PORT of the router  [{DEFAULT_ADDRESS}]")
     parser.add_argument("--client-address", default="", help="where clients come, if that is another port")
+    parser.add_argument("--client-api-key-file", default="", help="a client's key, if clients need another than you")
     runbook.options(parser)
     parser.add_argument("--dry-run", action="store_true", help="check what must hold, say what would be done")
     parser.add_argument(
@@ -105,7 +108,7 @@ def count(text: str) -> int:
 
 def _run(runbook: Runbook, options: argparse.Namespace, output: Output) -> ExitCode:
     clock = MonotonicClock()
-    site = Site(options.address, clock, options.timeout, options.client_address)
+    site = Site(options.address, clock, options.timeout, options.client_address, _client_access(options))
 
     def show(taken: Taken) -> None:
         output.write(format_taken(taken) + "\n")
@@ -117,6 +120,13 @@ def _run(runbook: Runbook, options: argparse.Namespace, output: Output) -> ExitC
         output.note(f"baton: {type(report.error).__name__}: {report.error.message}\nnext: {report.next}")
     output.emit(data, f"{runbook.name}: {_ending(report, options.dry_run)}")
     return report.exit_code
+
+
+def _client_access(options: argparse.Namespace) -> Access:
+    own = current_access()
+    if not options.client_api_key_file:
+        return own
+    return replace(own, api_key=Access.of({"api_key_file": options.client_api_key_file}).api_key)
 
 
 def report_data(report: Report) -> dict[str, Any]:

@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from baton.client.access import Access
 from baton.cluster import operate
+from baton.cluster.access import current_access
 from baton.cluster.admin import fetch_inventory, fetch_status
 from baton.core.clock import Clock
 from baton.core.errors import InvalidRequest
@@ -24,14 +26,23 @@ class Site:
         clock: of the deadline.
         timeout_s: from now to the deadline.
         client_address: where clients come, if that is another port.
+        client_access: what gets in there; what gets operators in, if nothing is given.
 
     Attributes:
         found: facts for the report.
     """
 
-    def __init__(self, address: str, clock: Clock, timeout_s: float, client_address: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        clock: Clock,
+        timeout_s: float,
+        client_address: str = "",
+        client_access: Access | None = None,
+    ) -> None:
         self.address = address
         self.client_address = client_address or address
+        self.client_access = client_access or current_access()
         self.found: dict[str, Any] = {}
         self._clock = clock
         self._deadline_s = clock.now_s() + timeout_s

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 
 from baton.cluster import operate
-from baton.cluster.deployment import MAX_RESTARTS
+from baton.cluster.crew import MAX_RESTARTS
 from baton.core.errors import StepFailed
 from baton.proto import admin_pb2
 from baton.runbook.common.canary import Canaries

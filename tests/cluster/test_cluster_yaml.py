@@ -39,3 +39,56 @@ def test_roles_are_resources_of_node_types():
     types = yaml.safe_load((ROOT / "cluster.yaml").read_text())["available_node_types"]
     for role in ("prefill", "decode"):
         assert types[role]["resources"][role] == types[role]["resources"]["GPU"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", FILES)
+def test_tokens_reach_every_node_and_no_two_modes_meet(name):
+    config = yaml.safe_load((ROOT / name).read_text())
+    assert "~/.baton" in config["file_mounts"]
+    modes = set()
+    for command in config["head_start_ray_commands"] + config["worker_start_ray_commands"]:
+        modes |= {word for word in command.split() if word.startswith("RAY_AUTH_MODE=")}
+        if "ray start" in command:
+            assert "RAY_AUTH_TOKEN_PATH=~/.baton/ray_token" in command.split()
+    assert modes == {"RAY_AUTH_MODE=token"}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", FILES)
+def test_the_head_keeps_what_it_knows_in_redis_and_starts_the_workers(name):
+    config = yaml.safe_load((ROOT / name).read_text())
+    *before, start = config["head_start_ray_commands"]
+    words = dict(word.split("=", 1) for word in start.split() if "=" in word)
+    port = words["RAY_REDIS_ADDRESS"].rpartition(":")[2]
+    assert any(f"redis-server --port {port} " in command and "--appendonly yes" in command for command in before)
+    assert not words["RAY_REDIS_ADDRESS"].endswith(words["--port"]), "6379 is Ray's own"
+    assert words["RAY_external_storage_namespace"]
+    # Without it `ray up` starts no worker, and nobody starts Ray again on a node that was lost.
+    assert words["--autoscaling-config"] == "~/ray_bootstrap_config.yaml"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", FILES)
+def test_workers_wait_for_a_head_that_is_gone(name):
+    config = yaml.safe_load((ROOT / name).read_text())
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        words = dict(word.split("=", 1) for word in config[key][-1].split() if "=" in word)
+        assert int(words["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 3600
+        assert words["RAY_worker_niceness"] == "0"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", FILES)
+def test_no_port_is_given_twice(name):
+    config = yaml.safe_load((ROOT / name).read_text())
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        words = [word.split("=", 1) for word in config[key][-1].split() if word.startswith("--") and "=" in word]
+        ports = [int(value) for flag, value in words if flag.endswith("port")]
+        assert len(ports) == len(set(ports)) >= 8
+
+
+@pytest.mark.fast
+def test_hosts_of_ones_own_are_scaled_by_the_first_autoscaler():
+    start = yaml.safe_load((ROOT / "cluster.local.yaml").read_text())["head_start_ray_commands"][-1]
+    assert "RAY_enable_autoscaler_v2=0" in start.split()

@@ -87,3 +87,22 @@ def test_a_dead_worker_is_logged_once_and_the_last_of_a_role_ends_it(ray, caplog
             watch.check()
     assert lost.value.fields == {"role": "decode", "worker_ids": ["decode-0", "decode-1"]}
     assert len(caplog.records) == 2
+
+
+def test_a_dead_worker_that_will_be_started_again_is_not_lost(ray, caplog):
+    told = []
+
+    def on_dead(worker_id, why):
+        told.append((worker_id, why))
+        return len(told) < 3
+
+    watch = WorkerWatch(ray, ray.actors, ROLES, on_dead)
+    for worker_id in ("decode-0", "decode-1"):
+        ray.answers[worker_id] = ActorDiedError("long\nkilled by signal 9")
+    for _ in range(3):
+        watch.check()
+    assert told == [("decode-0", "killed by signal 9"), ("decode-1", "killed by signal 9")]
+    assert not caplog.records
+    watch = WorkerWatch(ray, ray.actors, {**ROLES, "decode-1": "prefill"}, on_dead)
+    with pytest.raises(WorkerLost, match="no decode worker is left"):
+        watch.check()

@@ -282,3 +282,41 @@ def test_a_request_that_workers_died_of_is_shown_and_taken_again(runbook, client
     again = runbook("poison-request", "--watch", "1", "--clear", one["fingerprint"])
     assert again.code == 3, "it is not refused any more"
     assert not runbook("poison-request", "--watch", "1").data["found"]["quarantined"]
+
+
+def test_a_head_is_started_again_by_what_the_operator_says(runbook, deployment, standing, tmp_path):
+    head = deployment._ray.ray.get_runtime_context().gcs_address
+    mark, before = tmp_path / "started", standing()
+    given = ("--ray-address", head, "--command", f"echo again >> {mark}")
+    dry = runbook("head-restart", *given, "--force", "--dry-run")
+    assert dry.code == 0, dry.stderr
+    assert not dry.data["changed"]
+    assert not mark.exists()
+    done = runbook("head-restart", *given)  # it answers
+    assert done.code == 0, done.stderr
+    assert not done.data["changed"]
+    assert not mark.exists()
+    done = runbook("head-restart", *given, "--force")
+    assert done.code == 0, done.stderr
+    assert mark.read_text() == "again\n"
+    assert len(done.data["found"]["epochs"]) == CONFIG["prefill"] + CONFIG["decode"]
+    assert standing() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--command", " "], 2),
+        (["--command", "true", "--redis", "127.0.0.1:1"], 3),
+        (["--command", "true", "--redis", "nowhere"], 3),
+        (["--command", "exit 9", "--ray-address", "127.0.0.1:1"], 4),
+        (["--command", "true", "--ray-address", "127.0.0.1:1", "--timeout", "20"], 124),
+    ],
+)
+def test_a_head_that_does_not_come_is_told_by_the_exit_code(runbook, standing, arguments, code):
+    before = standing()
+    done = runbook("head-restart", *arguments)
+    assert done.code == code, done.stderr
+    assert done.data["next"]
+    assert standing() == before

@@ -1,0 +1,56 @@
+"""When a worker that Ray has given up is started again: soon at first, then ever later, and so often only. Pure."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+MAX_STARTS: Final = 12
+WINDOW_S: Final = 600.0
+FIRST_WAIT_S: Final = 0.5
+MAX_WAIT_S: Final = 30.0
+
+
+class Restarts:
+    """Of the workers of one deployment.
+
+    Args:
+        now_s: a monotonic clock.
+        max_starts: of one worker within the window; one that needs more is given up.
+        window_s: what is longer ago is forgotten.
+    """
+
+    def __init__(self, now_s: Callable[[], float], *, max_starts: int = MAX_STARTS, window_s: float = WINDOW_S) -> None:
+        self._now_s = now_s
+        self._max_starts = max_starts
+        self._window_s = window_s
+        self._starts: dict[str, deque[float]] = {}
+        self._due_s: dict[str, float] = {}
+
+    def died(self, worker_id: str) -> bool:
+        """A worker is dead for good; returns whether it will be started again. Told twice of a death, it counts one."""
+        if worker_id in self._due_s:
+            return True
+        now_s = self._now_s()
+        starts = self._starts.setdefault(worker_id, deque())
+        while starts and starts[0] + self._window_s <= now_s:
+            starts.popleft()
+        if len(starts) >= self._max_starts:
+            self._due_s.pop(worker_id, None)
+            return False
+        wait_s: float = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** len(starts))
+        starts.append(now_s)
+        self._due_s[worker_id] = now_s + wait_s
+        return True
+
+    def due(self) -> list[str]:
+        """Those whose time has come; each is named once."""
+        now_s = self._now_s()
+        names = sorted(name for name, due_s in self._due_s.items() if due_s <= now_s)
+        for name in names:
+            del self._due_s[name]
+        return names
+
+    def forget(self, worker_id: str) -> None:
+        """A worker is wanted no more."""
+        self._starts.pop(worker_id, None)
+        self._due_s.pop(worker_id, None)

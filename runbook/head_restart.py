@@ -1,0 +1,137 @@
+#!/usr/bin/env -S python3 -P
+"""Start Ray's head again under a deployment that serves on, and show that it has found every worker again."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from baton.cluster.resolve import LOOPBACK
+from baton.core.errors import ConfigInvalid, StepFailed
+from baton.runbook.common import ray_head
+from baton.runbook.common.canary import Canaries
+from baton.runbook.common.command import Runbook, main
+from baton.runbook.common.site import Site
+from baton.runbook.common.steps import Action, Check, Step, Verification, require
+
+DEFAULT_RAY = "127.0.0.1:6379"
+PASSWORD_VARIABLE = "BATON_REDIS_PASSWORD"
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ray-address", default=DEFAULT_RAY, help=f"HOST:PORT of the head  [{DEFAULT_RAY}]")
+    parser.add_argument(
+        "--command", default="", help="what starts it again: 'ray up -y --restart-only cluster.yaml'; required"
+    )
+    parser.add_argument(
+        "--redis", default="", help=f"HOST:PORT of its Redis, to look at first; a password is in {PASSWORD_VARIABLE}"
+    )
+    parser.add_argument("--force", action="store_true", help="even if the head answers")
+
+
+class _HeadRestart:
+    """What one run knows."""
+
+    def __init__(self, site: Site, options: argparse.Namespace) -> None:
+        if not options.command.strip():
+            raise ConfigInvalid("give --command: what starts the head again")
+        self._site = site
+        self._ray_address: str = options.ray_address
+        self._command: str = options.command
+        self._redis: str = options.redis
+        self._is_forced: bool = options.force
+        self._canaries = Canaries(site)
+        self._lives: dict[str, int] = {}
+
+    def steps(self) -> Sequence[Step]:
+        """Look at what must go on, start the head, look again."""
+        remembers = Check(
+            name="what the head knew is in Redis",
+            look=self._look_at_redis,
+            next="without it a new head knows no worker: end the deployment, then start Ray and the deployment again",
+        )
+        return [
+            Check(name="workers serve", look=self._note_lives, next="see `baton status`; replace who is silent first"),
+            Check(name="canaries are answered", look=self._ask, next="see `baton doctor --address`; mend that first"),
+            *([remembers] if self._redis else []),
+            Action(
+                name="start Ray's head again",
+                do=lambda: ray_head.carry_out(self._site, self._command),
+                is_done=lambda: not self._is_forced and self._is_up(),
+                next="run the command by hand; the deployment serves on meanwhile, but nobody is started again",
+            ),
+            Verification(
+                name="the head has found every worker again",
+                look=self._wait_found,
+                next="see `ray status` and the log of `baton serve`; a worker that Ray does not know is started again",
+            ),
+            Verification(
+                name="no worker has changed its life",
+                look=self._same_lives,
+                next="their streams went on at others; see the workers' logs for why they ended",
+            ),
+            Verification(
+                name="canaries get the tokens expected", look=self._ask, next="run `baton runbook collect-diagnostics`"
+            ),
+        ]
+
+    def _live(self) -> dict[str, int]:
+        return {worker.state.worker_id: worker.state.epoch for worker in self._site.status().workers if worker.alive}
+
+    def _note_lives(self) -> str:
+        self._lives = self._live()
+        roles = {worker.state.role for worker in self._site.status().workers if worker.alive}
+        for role in ("prefill", "decode"):
+            require(role in roles, f"no {role} worker is heard", role=role)
+        self._site.found["epochs"] = {name: f"{epoch:016x}" for name, epoch in self._lives.items()}
+        return f"{len(self._lives)} workers are heard"
+
+    def _look_at_redis(self) -> str:
+        num_keys = ray_head.redis_keys(self._redis, os.environ.get(PASSWORD_VARIABLE, ""))
+        require(num_keys > 0, f"the Redis at {self._redis} holds nothing", address=self._redis)
+        return f"{num_keys} keys at {self._redis}"
+
+    def _ask(self) -> str:
+        return f"{len(self._canaries.round())} canaries answered"
+
+    def _wait_found(self) -> str:
+        def look() -> ray_head.Table | None:
+            try:
+                table = ray_head.ask_head(self._site, self._ray_address, set(self._lives))
+            except StepFailed:
+                return None
+            is_found = all(table.workers.get(worker_id) == "ALIVE" for worker_id in self._lives)
+            return table if is_found and self._is_whole(table) else None
+
+        table = self._site.wait(look, f"the head at {self._ray_address} knows {', '.join(sorted(self._lives))}")
+        self._site.found["nodes"] = list(table.nodes)
+        return f"{len(table.workers)} workers on {len(table.nodes)} nodes"
+
+    def _is_up(self) -> bool:
+        try:
+            return self._is_whole(ray_head.ask_head(self._site, self._ray_address, set()))
+        except StepFailed:
+            return False
+
+    def _is_whole(self, table: ray_head.Table) -> bool:
+        """Its table may answer where its node has not come up, and then nobody can join there."""
+        host = self._ray_address.rpartition(":")[0]
+        return bool(table.nodes) if host in LOOPBACK else host in table.nodes
+
+    def _same_lives(self) -> str:
+        now = self._live()
+        changed = sorted(name for name, epoch in self._lives.items() if now.get(name) != epoch)
+        if changed:
+            raise StepFailed(f"{', '.join(changed)} are in another life, or silent", worker_ids=changed)
+        return "all in the lives they were in"
+
+
+RUNBOOK = Runbook(
+    name="head-restart",
+    about=__doc__ or "",
+    steps=lambda site, options: _HeadRestart(site, options).steps(),
+    options=_options,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(RUNBOOK))

@@ -1,0 +1,86 @@
+"""Who is killed for standing still: no one that loads, is heard, or is in another life. No Ray."""
+
+import types
+
+import pytest
+
+from baton.cluster import silence
+from baton.cluster.silence import AGAIN_S, INTERVAL_S, SILENT_S, SilenceWatch
+from baton.core.errors import StartupError
+from baton.proto import admin_pb2, worker_pb2
+
+pytestmark = pytest.mark.fast
+
+
+class Session:
+    """Ray knows a process id for each actor; None while it is not alive."""
+
+    def __init__(self):
+        self.pids, self.killed, self.ray = {"decode-0": 7, "decode-1": 8}, [], self
+
+    def pid_of(self, actor):
+        return self.pids[actor]
+
+    def kill(self, actor, no_restart):
+        assert no_restart is False
+        self.killed.append(actor)
+
+
+class World:
+    def __init__(self, monkeypatch):
+        self.now_s, self.session = 100.0, Session()
+        self.age_s, self.alive, self.epoch, self.is_down = 2 * SILENT_S, False, 5, False
+        self.watch = SilenceWatch(self.session, "router")
+        monkeypatch.setattr(silence, "time", types.SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(silence, "fetch_status", self.status)
+
+    def status(self, address, timeout_s):
+        if self.is_down:
+            raise StartupError("nobody")
+        state = worker_pb2.WorkerState(worker_id="decode-0", epoch=self.epoch, rank_pids=[7])
+        worker = admin_pb2.WorkerStatus(state=state, alive=self.alive, heartbeat_age_s=self.age_s)
+        return admin_pb2.StatusReply(workers=[worker])
+
+    def look(self):
+        self.now_s += INTERVAL_S
+        self.watch.check({name: name for name in self.session.pids})
+        return self.session.killed
+
+
+@pytest.fixture
+def world(monkeypatch):
+    return World(monkeypatch)
+
+
+def test_a_silent_process_is_killed_once_and_again_if_that_did_not_help(world):
+    assert world.look() == ["decode-0"]
+    assert world.look() == ["decode-0"]
+    world.now_s += AGAIN_S
+    assert world.look() == ["decode-0", "decode-0"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"alive": True},
+        {"age_s": SILENT_S / 2},
+        {"is_down": True},
+    ],
+)
+def test_who_may_be_well_is_left_alone(world, change):
+    vars(world).update(change)
+    assert world.look() == []
+
+
+@pytest.mark.parametrize("pid", [None, 9])
+def test_a_next_life_that_loads_is_left_alone(world, pid):
+    world.session.pids["decode-0"] = pid
+    assert world.look() == []
+
+
+def test_it_does_not_look_all_the_time(world):
+    world.alive = True
+    world.look()
+    world.alive = False
+    world.watch.check({name: name for name in world.session.pids})
+    assert world.session.killed == []

@@ -1,0 +1,40 @@
+"""`ray up` of cluster.local.yaml on hosts of one machine, as an operator does it, and its end."""
+
+import os
+import secrets
+import subprocess
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+UP_S = 240.0
+
+
+def filled_in(hosts, head, workers, directory):
+    """The shipped file with addresses, key and token; only what needs a package index is left out."""
+    config = yaml.safe_load((ROOT / "cluster.local.yaml").read_text())
+    config["provider"] |= {"head_ip": hosts[head].address, "worker_ips": [hosts[name].address for name in workers]}
+    config["auth"] = {"ssh_user": "root", "ssh_private_key": str(hosts.keys / "id_ed25519")}
+    config["min_workers"] = config["max_workers"] = len(workers)
+    token = Path(directory) / "ray_secrets"
+    token.mkdir(mode=0o700)
+    (token / "ray_token").write_text(secrets.token_hex(32))
+    (token / "ray_token").chmod(0o600)
+    config["file_mounts"] = {"~/.baton": str(token)}
+    assert config["setup_commands"] == ["pip install --no-deps baton-pd==0.1.0"]
+    config["setup_commands"] = ["python -c 'import baton.cluster'"]
+    path = Path(directory) / "cluster.local.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def ray(directory, *arguments, timeout_s=UP_S):
+    """Ray's own command, on the operator's machine, with a home of its own."""
+    home = Path(directory) / "home"
+    home.mkdir(exist_ok=True)
+    environment = os.environ | {"HOME": str(home), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(["ray", *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"ray {' '.join(arguments)}: {done.stdout[-6000:]}\n{done.stderr[-3000:]}")
+    return done.stdout

@@ -1,0 +1,158 @@
+"""Certificates and authorities are replaced under streams, by the runbook, and put back where they will not do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.client import Access, BatonClient
+from baton.cluster.deployment import Deployment
+from baton.core.config import ServeConfig
+from baton.core.errors import PreconditionUnmet
+from baton.core.tls_files import TlsFiles
+from baton.runbook.common.certificates import Replacement, days_left, fingerprint_of, is_trusted, pair_fits
+from baton.tests.router.certificates import Authority
+from baton.tests.runbook.conftest import CONFIG, ROOM, Done, Load, answer
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path / "one")
+
+
+class TestFiles:
+    pytestmark = pytest.mark.fast
+
+    def test_a_pair_that_fits_is_trusted_by_its_own_authority_alone(self, authority, tmp_path):
+        files, other = authority.files("host"), Authority(tmp_path / "two")
+        pair_fits(files.cert_file, files.key_file)
+        is_trusted(files.cert_file, files.key_file, files.ca_file, ["localhost"])
+        with pytest.raises(PreconditionUnmet, match="not trusted"):
+            is_trusted(files.cert_file, files.key_file, str(other.file), [])
+        with pytest.raises(PreconditionUnmet, match="not trusted"):
+            is_trusted(files.cert_file, files.key_file, files.ca_file, ["elsewhere.example"])
+        with pytest.raises(PreconditionUnmet):
+            pair_fits(files.cert_file, other.files("other").key_file)
+        with pytest.raises(PreconditionUnmet, match="tls_cert_file"):
+            pair_fits(str(tmp_path / "none"), files.key_file)
+
+    def test_days_are_those_until_the_end(self, authority):
+        assert 2.9 < days_left(authority.files("short", days=3).cert_file) < 3.1
+
+    def test_a_replacement_keeps_what_was_and_the_mode(self, tmp_path):
+        path, source = tmp_path / "key", tmp_path / "new"
+        path.write_text("old")
+        path.chmod(0o640)
+        source.write_text("new")
+        replacement = Replacement(str(path), str(source))
+        replacement.undo()  # nothing was done yet
+        assert path.read_text() == "old" and not replacement.is_done()
+        replacement.do()
+        assert path.read_text() == "new" and replacement.is_done()
+        assert path.stat().st_mode & 0o777 == 0o640
+        replacement.undo()
+        assert path.read_text() == "old"
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["key", "key.before", "new"]
+
+
+class Secured:
+    """A deployment with TLS, keys and an operators' port, and the runbook as an operator runs it."""
+
+    def __init__(self, folder):
+        self.one, self.two = Authority(folder / "one"), Authority(folder / "two")
+        self.folder = folder
+        self.host = self.one.files("host")
+        self.operator = self.one.files("operator")
+        self.keys = {name: self._key(name) for name in ("client", "operator")}
+        self.config = {
+            "admin_port": 0,
+            "transport": "zmq",
+            "kv_plaintext": True,
+            "tls_cert_file": self.host.cert_file,
+            "tls_key_file": self.host.key_file,
+            "tls_ca_file": self.host.ca_file,
+            "api_keys_file": str(folder / "clients"),
+            "admin_keys_file": str(folder / "operators"),
+        }
+
+    def _key(self, name):
+        command = [sys.executable, "-P", "-m", "baton.cluster", "keys", "create", name, "--tenant", "acme", "--json"]
+        command += ["--file", str(self.folder / f"{name}s")]
+        key = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["key"]
+        path = self.folder / f"{name}.apikey"
+        path.write_text(key)
+        return path
+
+    def access(self):
+        return Access(tls=TlsFiles(ca_file=str(self.one.file)), api_key=self.keys["client"].read_text())
+
+    def run(self, deployment, *arguments):
+        script = str(ROOM / "rotate_certificates.py")
+        command = [sys.executable, "-P", script, "--json", "--address", deployment.admin_address]
+        command += ["--client-address", deployment.address, "--client-api-key-file", str(self.keys["client"])]
+        environment = os.environ | {
+            "BATON_TLS_CA_FILE": str(self.one.file),
+            "BATON_TLS_CERT_FILE": self.operator.cert_file,
+            "BATON_TLS_KEY_FILE": self.operator.key_file,
+            "BATON_API_KEY_FILE": str(self.keys["operator"]),
+        }
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, env=environment)
+        assert done.stdout, done.stderr
+        return Done(done.returncode, json.loads(done.stdout), done.stderr)
+
+    def pair(self, new):
+        return [
+            *("--cert-file", self.host.cert_file, "--new-cert-file", new.cert_file),
+            *("--key-file", self.host.key_file, "--new-key-file", new.key_file),
+        ]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_certificates_and_authority_change_under_streams(tmp_path):
+    secured = Secured(tmp_path)
+    one, two, host = secured.one, secured.two, secured.host
+    with Deployment(ServeConfig.from_mapping(CONFIG | secured.config)) as deployment:
+
+        def rotate(*arguments):
+            return secured.run(deployment, *arguments)
+
+        with BatonClient(deployment.address, access=secured.access()) as client:
+            epochs = {name: worker["epoch"] for name, worker in deployment.workers.items()}
+            want, load = tuple(answer(client)[0]), Load(client)
+            old = Path(host.cert_file).read_bytes()
+            new = one.issue("new")
+            done = rotate(*secured.pair(new), "--dry-run")
+            assert done.code == 0, done.data
+            assert Path(host.cert_file).read_bytes() == old
+            for bad in (two.issue("foreign"), one.issue("late", days=2), TlsFiles(cert_file="/none", key_file="/none")):
+                assert rotate(*secured.pair(bad)).code == 3
+                assert Path(host.cert_file).read_bytes() == old
+            for _ in range(2):
+                done = rotate(*secured.pair(new))
+                assert done.code == 0, done.data
+                assert Path(host.cert_file).read_bytes() == Path(new.cert_file).read_bytes()
+            assert not done.data["changed"]
+            assert done.data["found"]["fingerprint"] == fingerprint_of(new.cert_file)
+            assert len(done.data["found"]["ports"]) == 5, "the operators' port and four workers'"
+
+            both, alone = tmp_path / "both.pem", tmp_path / "alone.pem"
+            both.write_bytes(one.file.read_bytes() + two.file.read_bytes())
+            alone.write_bytes(two.file.read_bytes())
+            authorities = ("--ca-file", host.ca_file, "--new-ca-file")
+            assert rotate(*authorities, str(alone)).code == 3, "ports show the old authority's"
+            done = rotate(*authorities, str(both))
+            assert done.code == 0, done.data
+            done = rotate(*secured.pair(two.issue("foreign")))
+            assert done.code == 0, done.data
+            answers, errors = load.end()
+            assert not errors
+            assert set(answers) == {want}
+            status = deployment.status()
+            assert {worker["state"]["worker_id"] for worker in status["workers"] if worker["alive"]} == set(epochs)
+            assert all(f"{worker['num_epochs']}" == "1" for worker in status["workers"])
+        for arguments in ([], ["--cert-file", "x"], secured.pair(new)[:4]):
+            assert rotate(*arguments).code in (2, 3)
