@@ -21,8 +21,9 @@ MAX_OPEN_BYTES: Final = 4 << 20  # of the requests in one message, unless it is 
 class Reader(Protocol):
     """One stream's."""
 
-    def on_said(self, said: Any) -> None:
-        """The worker said something, in order.
+    @property
+    def on_said(self) -> Callable[[Any], None]:
+        """Called with each thing that the worker says, in order.
 
         Raises:
             BatonError: it cannot be; the stream ends with this.

@@ -251,7 +251,8 @@ class Topology:
         request, prefill, decode, prefill_sink, decode_sink = running
         outcome = Outcome()
         if prefill is None:
-            return self._finish_local(request, outcome, decode, decode_sink.events(timeout_s))
+            local: Outcome = self._finish_local(request, outcome, decode, decode_sink.events(timeout_s))
+            return local
         try:
             for event in prefill_sink.events(timeout_s):
                 if event.HasField("prompt_logprobs"):
