@@ -109,7 +109,7 @@ class Leg:
 class _Bundled:
     """A leg as a bundle's reader."""
 
-    __slots__ = ("_leg", "_on_ended", "on_said")
+    __slots__ = ("_leg", "_on_ended", "_on_said")
 
     def __init__(
         self,
@@ -119,7 +119,12 @@ class _Bundled:
     ) -> None:
         self._leg = leg
         self._on_ended = on_ended
-        self.on_said = on_said
+        self._on_said = on_said
+
+    @property
+    def on_said(self) -> Callable[[Any], None]:
+        """See `Reader`."""
+        return self._on_said
 
     def on_end(self, error: BaseException | None) -> None:
         self._leg.is_open = False
