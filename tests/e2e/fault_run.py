@@ -226,7 +226,7 @@ class FaultRun:
         for name, worker in self.fleet.workers.items():
             if name not in self.row.hits and name in self.epochs_before:
                 assert worker.epoch == self.epochs_before[name], f"I5 {name} was not hit, and is another life"
-        assert self.fleet.is_healthy(), "I5 a worker is not healthy"
+        assert await self.fleet.is_healthy(), "I5 a worker is not healthy"
         await self.close()
 
     def check(self):
@@ -251,10 +251,10 @@ class FaultRun:
             await asyncio.sleep(0.1)
         bases = self.campaign.bases
         while left := [
-            (name, kind, num, bases[name, epoch][kind])
+            (name, kind, counts, bases[name, epoch])
             for (name, epoch), counts in (await self.fleet.resources()).items()
-            for kind, num in counts.items()
-            if num > bases.setdefault((name, epoch), counts)[kind] + MORE[kind]
+            for kind, most in MORE.items()
+            if counts[kind] > bases.setdefault((name, epoch), counts)[kind] + most
         ]:
             assert time.monotonic() < end_s, f"I3 more than at first: {left}"
             await asyncio.sleep(0.2)

@@ -7,6 +7,7 @@ SIGTERM as its actor does on shutdown. `... rank SETUP SEAT` is another rank of 
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 
 from baton.core.config import KVTransferConfig
 from baton.core.telemetry import TelemetryConfig
@@ -190,6 +192,7 @@ class FaultWorker:
             "num_tasks": len(asyncio.all_tasks(self.node.host._loop)),
             "num_threads": len(os.listdir("/proc/self/task")),
             "num_fds": len(os.listdir("/proc/self/fd")),
+            "fds": kinds_of_fds(),
             "frame_hits": 0 if self.frames is None else self.frames.num_hits,
         }
 
@@ -212,6 +215,15 @@ class FaultWorker:
     def close(self):
         """As its actor does."""
         self.node.close()
+
+
+def kinds_of_fds():
+    """How many descriptors of each kind, for whoever wants to know why there are so many."""
+    found = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[os.readlink(f"/proc/self/fd/{name}").partition("[")[0].rpartition("/")[2]] += 1
+    return found
 
 
 def jump_wall_clock(by_s):

@@ -19,6 +19,8 @@ import subprocess
 import sys
 import time
 
+from baton.client import AsyncBatonClient
+from baton.core.errors import WorkerLost
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.e2e.conftest import TINY
@@ -158,10 +160,12 @@ class Fleet:
         names: of the workers, each beginning with its role.
         config: of all workers, beyond the defaults.
         transfer: of all workers.
+        tracer: of the router.
+        router_port: of a router in another process; then this one has none.
         router: configuration of the router.
     """
 
-    def __init__(self, names=NAMES, *, config=None, transfer=None, **router):
+    def __init__(self, names=NAMES, *, config=None, transfer=None, tracer=None, router_port=0, **router):
         self._names = names
         self._config = config or {}
         self._transfer = TRANSFER | (transfer or {})
@@ -174,13 +178,17 @@ class Fleet:
             "routing": "prefix",
             "max_wait_s": 60.0,
         }
-        self.router = RouterServer(RouterConfig(**values | router), ServedModel.from_directory("tiny", TINY))
+        self._router_port = router_port
+        self.router = None
+        if not router_port:
+            model = ServedModel.from_directory("tiny", TINY)
+            self.router = RouterServer(RouterConfig(**values | router), model, tracer=tracer)
         self.workers = {}
         self.ways = {}  # (prefill, decode) to the proxy between
-        self.base = {}  # what workers held when nothing had been asked of them
 
     async def start(self):
-        await self.router.start()
+        if self.router is not None:
+            await self.router.start()
         self.workers = {name: Worker(name) for name in self._names}
         for worker in self.workers.values():
             await self._place(worker)
@@ -190,7 +198,7 @@ class Fleet:
 
     async def _place(self, worker):
         await worker.calls.start()
-        worker.beats = Proxy(self.router.admin_port)
+        worker.beats = Proxy(self._router_port or self.router.admin_port)
         await worker.beats.start()
         for prefill, decode in itertools.product(self.of("prefill"), self.of("decode")):
             if (prefill.name, decode.name) not in self.ways:
@@ -246,15 +254,21 @@ class Fleet:
                 while not worker.has_served.is_set():
                     assert worker.is_running, f"{worker.name} did not start"
                     await asyncio.sleep(0.05)
-            while not self.is_healthy():
-                await asyncio.sleep(0.05)
+            while not await self.is_healthy():
+                await asyncio.sleep(0.1)
 
-    def is_healthy(self):
-        members = {member.state.worker_id: member for member in self.router.members.all()}
-        return all(
-            name in members and members[name].alive and members[name].state.epoch == worker.epoch
-            for name, worker in self.workers.items()
-        )
+    async def is_healthy(self):
+        """Whether the router has the present life of every worker, alive."""
+        if self.router is None:
+            async with AsyncBatonClient(f"127.0.0.1:{self._router_port}", timeout_s=ORDER_S) as client:
+                try:
+                    known = (await client.status()).workers
+                except WorkerLost:
+                    return False
+        else:
+            known = self.router.members.all()
+        lives = {one.state.worker_id: one.state.epoch for one in known if one.alive}
+        return all(lives.get(name) == worker.epoch for name, worker in self.workers.items())
 
     async def reports(self):
         """By worker, of those that answer."""
@@ -266,12 +280,11 @@ class Fleet:
         """Where each open request is, by the name its client gave it."""
         reports = await self.reports()
         found = {}
-        for life_visits in self.router.migration.presence._visits.values():
-            for key in life_visits:
-                found[request_of(str(key), open_ids)] = "admitted"
-        if self.router._gate is not None and self.router._gate.queue.num_waiting:
-            for name in open_ids:
-                found.setdefault(name, "queued")
+        if self.router is not None:
+            for visits in self.router.migration.presence._visits.values():
+                found |= {request_of(str(key), open_ids): "admitted" for key in visits}
+            if self.router._gate is not None and self.router._gate.queue.num_waiting:
+                found |= {name: "queued" for name in open_ids if name not in found}
         for report in reports.values():
             for key, state in report["states"].items():
                 name = request_of(key, open_ids)
@@ -282,18 +295,7 @@ class Fleet:
 
     async def held(self):
         """Whatever is held for any request: empty where nothing is."""
-        left = {}
-        router = self.router
-        if num_open := router.metrics.num_streams_open._value.get():
-            left["router streams"] = num_open
-        if router._gate is not None and (waiting := router._gate.queue.num_waiting):
-            left["router queue"] = waiting
-        if visits := {
-            life.worker_id: num for life in router.migration.presence._visits if (num := router.migration.presence.num_at(life))
-        }:
-            left["router visits"] = visits
-        if num_tasks := num_router_tasks():
-            left["router tasks"] = num_tasks
+        left = {} if self.router is None else self._held_by_router()
         reports = await self.reports()
         for name in self.workers:
             if name not in reports:
@@ -307,11 +309,21 @@ class Fleet:
                 left[name] = inventory
         return left
 
+    def _held_by_router(self):
+        router, presence = self.router, self.router.migration.presence
+        counts = {
+            "router streams": router.metrics.num_streams_open._value.get(),
+            "router queue": 0 if router._gate is None else router._gate.queue.num_waiting,
+            "router visits": sum(presence.num_at(life) for life in presence._visits),
+            "router tasks": num_router_tasks(),
+        }
+        return {name: count for name, count in counts.items() if count}
+
     async def resources(self):
         """Descriptors, threads and tasks of each process, by the life it is in."""
         reports = await self.reports()
         return {
-            (name, self.workers[name].epoch): {kind: report[kind] for kind in ("num_fds", "num_threads", "num_tasks")}
+            (name, self.workers[name].epoch): {kind: report[kind] for kind in ("num_fds", "num_threads", "num_tasks", "fds")}
             for name, report in reports.items()
         }
 
@@ -322,7 +334,8 @@ class Fleet:
         finally:
             for way in self.ways.values():
                 await way.close()
-            await self.router.stop(0.0)
+            if self.router is not None:
+                await self.router.stop(0.0)
         assert not failed, failed
 
 

@@ -13,7 +13,7 @@ ASK = Ask((1, 2, 3), SamplingParams(max_tokens=4))
 
 class KnownReplay:
     def learn(self, asks):
-        assert set(asks) == {ASK}
+        assert set(asks) <= {ASK}
 
     def tokens(self, ask):
         return WANT

@@ -1,5 +1,13 @@
-"""The fault matrix as a table: thirty faults, how each is really put in, and which states of requests it must hit."""
+"""The fault matrix as a table: thirty faults, how each is really put in, and which states of requests it must hit.
 
+What is right for the streams beside a fault is always the same: they are complete, with the tokens of no fault. Where a
+fault is one of the client's own, or takes the router away, `act` says of each stream which typed errors it may have.
+"""
+
+from baton.tests.e2e import deployment_faults as deployment
+from baton.tests.e2e import load_faults as load
+from baton.tests.e2e import network_faults as network
+from baton.tests.e2e import peer_faults as peer
 from baton.tests.e2e import process_faults as process
 from baton.tests.e2e.fault_run import Row
 
@@ -34,5 +42,195 @@ ROWS = (
         how="SIGSTOP of all its processes until it is given up, then SIGCONT: its late words reach nobody",
         act=process.stopped,
         aims=("decoding", "pushing"),
+    ),
+    Row(
+        number=5,
+        name="rank killed",
+        how="SIGKILL of rank 1 of a decode worker of two ranks; the gang ends, its streams go on elsewhere",
+        act=process.rank_killed,
+        aims=("decoding",),
+    ),
+    Row(
+        number=6,
+        name="collective stalls",
+        how="SIGSTOP of rank 1 under gloo, as on CPUs there is no NCCL; rank 0 ends the gang instead of waiting",
+        act=process.rank_stopped,
+        aims=("decoding",),
+    ),
+    Row(
+        number=7,
+        name="slow network",
+        how="50 ms each way and 1 % of chunks sent twice, by proxies on all ways; nobody is taken for dead",
+        act=network.slow_network,
+        aims=("pushing",),
+    ),
+    Row(
+        number=8,
+        name="partition of a pair",
+        how="a proxy swallows both directions between two workers; requests find other pairs, nobody is ill",
+        act=network.partition,
+        aims=("pushing",),
+    ),
+    Row(
+        number=9,
+        name="one-way partition",
+        how="a proxy swallows a decode worker's answers: grants, credits and acknowledgements are asked for again",
+        act=network.one_way,
+        aims=("committing", "reserving"),
+    ),
+    Row(
+        number=10,
+        name="partial push",
+        how="a third of the frames is not sent; nothing is decoded before all are there",
+        act=network.partial_push,
+        aims=("pushing",),
+    ),
+    Row(
+        number=11,
+        name="duplicate push",
+        how="frames come twice, the second time with the same content or with another",
+        act=network.duplicate_push,
+        aims=("pushing",),
+    ),
+    Row(
+        number=12,
+        name="reordered and late push",
+        how="frames change places, and copies come when their landing is over: dropped and counted",
+        act=network.late_push,
+        aims=("pushing",),
+    ),
+    Row(
+        number=13,
+        name="flipped bits",
+        how="in payloads under a digest, and on the wire under ZMQ's framing; sent again, or tried elsewhere",
+        act=network.flipped,
+        aims=("pushing",),
+    ),
+    Row(
+        number=14,
+        name="decode pool full",
+        how="more KV is asked for than both decode workers have; requests wait holding nothing, or are preempted",
+        act=load.decode_pool_full,
+        aims=("reserving", "queued", "sealed"),
+    ),
+    Row(
+        number=15,
+        name="prefill pool full",
+        how="decode workers take 0.4 s for a turn; prefill workers stop beginning",
+        act=load.prefill_pool_full,
+        aims=("reserving", "queued"),
+    ),
+    Row(
+        number=16,
+        name="client disconnects",
+        how="in each phase of its request; blocks come back, nobody else notices",
+        act=load.disconnects,
+        aims=("queued", "admitted", "reserving", "pushing", "committing", "decoding", "finishing"),
+    ),
+    Row(
+        number=17,
+        name="router killed",
+        how="SIGKILL of the router's process; streams end with WorkerLost, the next router serves the same workers",
+        act=deployment.router_killed,
+        aims=("decoding",),
+        own=True,
+    ),
+    Row(
+        number=18,
+        name="head killed",
+        how="SIGKILL of Ray's GCS under a deployment of `baton serve`; streams go on, and so do new ones",
+        act=deployment.head_killed,
+        aims=("decoding",),
+        own=True,
+    ),
+    Row(
+        number=19,
+        name="clock jumps",
+        how="wall clocks step by an hour; one worker's monotonic clock is an hour ahead, where Linux allows that",
+        act=deployment.clock_jumps,
+        aims=("pushing", "decoding"),
+        hits=("decode-1",),
+    ),
+    Row(
+        number=20,
+        name="queue full",
+        how="as many streams as the router takes, and more: Overloaded with a time to come again",
+        act=load.queue_full,
+        aims=("decoding",),
+    ),
+    Row(
+        number=21,
+        name="poison request",
+        how="decode workers kill themselves when they decode it: three die at most, then it is refused",
+        act=process.poison,
+        aims=("decoding",),
+        hits=("decode-0", "decode-1"),
+    ),
+    Row(
+        number=22,
+        name="malformed messages",
+        how="bytes that are no message at every port, ZMQ and gRPC; a typed refusal, and nobody notices",
+        act=peer.malformed,
+        aims=("decoding",),
+    ),
+    Row(
+        number=23,
+        name="oversized requests",
+        how="prompts and answers longer than all memory, tokens that are none: refused at the door",
+        act=load.oversized,
+        aims=("decoding",),
+    ),
+    Row(
+        number=24,
+        name="slow reader",
+        how="a client that does not read 300 tokens with reports; one that never does ends at its deadline",
+        act=load.slow_reader,
+        aims=("decoding",),
+    ),
+    Row(
+        number=25,
+        name="impostors",
+        how="TLS everywhere: no key, old and revoked keys, certificates of strangers and of the past",
+        act=peer.impostors,
+        aims=("decoding",),
+        own=True,
+    ),
+    Row(
+        number=26,
+        name="disk and tier full",
+        how="spans go to /dev/full, the host tier of KV is full: spans are lost, KV is computed again",
+        act=deployment.disk_full,
+        aims=("preempted",),
+        own=True,
+    ),
+    Row(
+        number=27,
+        name="peers that do not fit",
+        how="a decode worker of another dtype joins: refused at the hello, named, never paired again",
+        act=peer.misfit,
+        aims=("admitted",),
+    ),
+    Row(
+        number=28,
+        name="restart at the same address",
+        how="SIGKILL, and the next life at the same ports; nothing meant for the last one is taken for its",
+        act=process.restarted_at_its_address,
+        aims=("pushing",),
+        hits=("decode-1",),
+    ),
+    Row(
+        number=29,
+        name="retry storm",
+        how="every hand-off fails for a while and clients come back at once: tries stay bounded",
+        act=load.retry_storm,
+        aims=("pushing",),
+    ),
+    Row(
+        number=30,
+        name="told to end",
+        how="SIGTERM under pushes, to a worker that was drained and to one that was not",
+        act=process.told_to_end,
+        aims=("pushing",),
+        hits=("prefill-1", "decode-1"),
     ),
 )
