@@ -15,8 +15,8 @@ from baton.core.errors import NoWorker, RequestCancelled, WorkerLost
 from baton.core.telemetry import Telemetry, TelemetryConfig
 from baton.tests.e2e.checker import Clients
 from baton.tests.e2e.conftest import TINY
-from baton.tests.e2e.fleet import Fleet, free_port, wait_until
 from baton.tests.e2e.fault_worker import jump_wall_clock
+from baton.tests.e2e.fleet import Fleet, free_port, wait_until
 
 HOUR_S = 3600.0
 FULL_DEVICE = "/dev/full"  # every write to it fails with ENOSPC
@@ -48,7 +48,7 @@ class RouterProcess:
 async def router_killed(run):
     """SIGKILL under streams: they end with a typed error, workers give everything back, the next router finds them.
 
-    Baton's clients ask again from the start: an answer's tokens follow from its seed, so what they had is its beginning.
+    Clients ask again from the start: an answer's tokens follow from its seed, so what they had is its beginning.
     """
     router = RouterProcess(free_port())
     await router.start()

@@ -268,5 +268,7 @@ def errors_of(deliveries, kind=BatonError):
 async def lost(fleet, name, timeout_s=30.0):
     """Until the router takes a worker for lost."""
     await wait_until(
-        lambda: not any(m.alive for m in fleet.router.members.all() if m.state.worker_id == name), timeout_s, f"{name} lost"
+        lambda: not any(m.alive for m in fleet.router.members.all() if m.state.worker_id == name),
+        timeout_s,
+        f"{name} lost",
     )

@@ -323,7 +323,9 @@ class Fleet:
         """Descriptors, threads and tasks of each process, by the life it is in."""
         reports = await self.reports()
         return {
-            (name, self.workers[name].epoch): {kind: report[kind] for kind in ("num_fds", "num_threads", "num_tasks", "fds")}
+            (name, self.workers[name].epoch): {
+                kind: report[kind] for kind in ("num_fds", "num_threads", "num_tasks", "fds")
+            }
             for name, report in reports.items()
         }
 

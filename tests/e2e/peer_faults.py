@@ -68,7 +68,7 @@ async def malformed(run):
 
 async def _hostile_hand_off(port):
     """No ZMQ, then ZMQ that is no KVP."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
     with contextlib.suppress(ConnectionError):
         writer.write(b"GET / HTTP/1.1\r\n\r\n" * 20)
         await writer.drain()
