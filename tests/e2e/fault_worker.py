@@ -209,8 +209,6 @@ class FaultWorker:
                 self._poison = tuple(order["token_ids"])
             case "frames":
                 self.frames.set(**order["faults"])
-            case "jump":
-                jump_wall_clock(order["s"])
 
     def close(self):
         """As its actor does."""
@@ -224,13 +222,6 @@ def kinds_of_fds():
         with contextlib.suppress(FileNotFoundError):
             found[os.readlink(f"/proc/self/fd/{name}").partition("[")[0].rpartition("/")[2]] += 1
     return found
-
-
-def jump_wall_clock(by_s):
-    """What `time.time` says from now on: a step of the wall clock, for this process alone."""
-    now_s, now_ns = time.time, time.time_ns
-    time.time = lambda: now_s() + by_s
-    time.time_ns = lambda: now_ns() + int(by_s * 1e9)
 
 
 def run_rank(setup, seat):
@@ -251,8 +242,6 @@ def main():
         run_rank(json.loads(sys.argv[2]), Seat(**json.loads(sys.argv[3])))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     setup = json.loads(sys.argv[1])
-    if setup.get("jump_s"):
-        jump_wall_clock(setup["jump_s"])
     worker = FaultWorker(setup)
     try:
         for line in sys.stdin:

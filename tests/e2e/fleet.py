@@ -208,7 +208,7 @@ class Fleet:
     def of(self, role):
         return [worker for worker in self.workers.values() if role_of(worker.name) == role]
 
-    def launch(self, name, *, prefix=(), transfer=None, jump_s=0.0, poison=(), pace_s=PACE_S, **config):
+    def launch(self, name, *, prefix=(), transfer=None, poison=(), pace_s=PACE_S, **config):
         """A life of a worker. `prefix`: of its command."""
         worker = self.workers[name]
         ways = {
@@ -227,7 +227,6 @@ class Fleet:
             "router": worker.beats.address,
             "ways": ways,
             "pace_s": pace_s,
-            "jump_s": jump_s,
             "poison": list(poison),
         }
         worker.launch(setup, prefix)

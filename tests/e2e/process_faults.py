@@ -93,7 +93,7 @@ async def _drain(client, name, *, undo=False):
 async def poison(run):
     """A request that kills whoever decodes it. Others come and go meanwhile, so that it is told from them.
 
-    Who happens to be with it at every death, as there is nowhere else to go, has used up its migrations with it: a typed
+    Who happens to be with it at every death, as there is nowhere else to go, uses up its migrations with it: a typed
     error is right for those, and whoever comes later must not notice.
     """
     first, *_ = run.campaign.asks(1, seed=21)

@@ -146,7 +146,7 @@ ROWS = (
     Row(
         number=19,
         name="clock jumps",
-        how="wall clocks step by an hour; one worker's monotonic clock is an hour ahead, where Linux allows that",
+        how="a time namespace: one worker's monotonic clock is an hour ahead of the others'",
         act=deployment.clock_jumps,
         aims=("pushing", "decoding"),
         hits=("decode-1",),
