@@ -4,6 +4,7 @@
 """
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +14,7 @@ from baton.tests.e2e.fleet import Fleet
 from baton.tests.e2e.thirty_faults import ROWS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+NUM_THREADS = 64
 CONFIG = {"max_num_seqs": 6}
 
 
@@ -21,6 +23,8 @@ class Stage:
 
     def __init__(self):
         self.runner = asyncio.Runner()
+        # One thread reads what each worker says; two deployments at once have more workers than a default pool threads.
+        self.runner.get_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
         self.fleet = None
 
     async def ready(self):
