@@ -1,12 +1,12 @@
 """Faults 17 to 19 and 26: the router, Ray's head, clocks and disks."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 from baton.core.clock import MonotonicClock
@@ -83,63 +83,61 @@ async def _nothing_held(fleet):
 
 
 async def head_killed(run):
-    """Ray's GCS is killed. Ray only starts workers; streams, old and new, go on without it."""
-    from baton.cluster.deployment import Deployment
-    from baton.core.config import ServeConfig
+    """Ray's GCS is killed. Ray only starts workers; streams, old and new, go on without it.
 
-    values = {"mtp": 2, "dtype": "float64", "grpc_port": 0, "kv_memory_mib": 64, "chunk_len": 16}
-    opened = {}
-
-    def serve():
-        # Ray wants its driver's calls to come from one thread, and the streams here need the loop.
-        with Deployment(ServeConfig.from_mapping(values)) as deployment:
-            opened["address"] = deployment.address
-            opened["pids"] = set(deployment.worker_pids().values())
-            opened["gcs"] = _gcs_of(os.getpid())
-            started.set()
-            over.wait(200.0)
-
-    started, over = threading.Event(), threading.Event()
-    thread = threading.Thread(target=serve)
-    thread.start()
+    For a minute: then Ray ends the process that has started them, and with it the deployment.
+    """
+    command = [sys.executable, "-P", "-m", "baton.tests.e2e.deployment_process"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    children = set()
     try:
-        await wait_until(lambda: started.is_set() or not thread.is_alive(), 180.0, "Ray starts")
-        clients = Clients(opened["address"], "")
-        run.use(clients)
+        line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 180.0)
+        assert line, "the deployment did not start"
+        said = json.loads(line)
+        children = _descendants(process.pid)
+        run.use(Clients(said["address"], ""))
         asks = run.campaign.asks(10, max_tokens=150)
         run.stream(asks=asks)
         await wait_until(lambda: sum(bool(one.events) for one in run.deliveries) >= 5, 60.0, "streams run")
         run.note({one.name: "decoding" if one.events else "admitted" for one in run.deliveries if not one.is_over})
-        os.kill(opened["gcs"], signal.SIGKILL)
+        (head,) = (pid for pid in children if "gcs_server" in _command_of(pid).partition(" ")[0])
+        os.kill(head, signal.SIGKILL)
         run.stream(6)
         await run.over()
         run.stream(4)
         await run.over()
-        assert all(one.reason for one in run.deliveries)
-        assert all(Path(f"/proc/{pid}").exists() for pid in opened["pids"]), "I5 a worker died with the head"
+        assert all(one.reason for one in run.deliveries), [one.error for one in run.deliveries if one.error]
+        assert all(_command_of(pid) for pid in said["pids"]), "I5 a worker died with the head"
     finally:
         await run.close()
-        over.set()
-        await asyncio.to_thread(thread.join, 60.0)
-    assert not thread.is_alive(), "the deployment does not end without its head"
+        # A deployment without its head does not come to an orderly end in time; what is its own is ended here.
+        children |= _descendants(process.pid)
+        process.kill()
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
 
 
-def _gcs_of(pid):
-    """The GCS among a process's descendants: nobody else's."""
-    todo = [pid]
+def _descendants(pid):
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found, todo = set(), {pid}
     while todo:
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                text = path.read_text()
-            except OSError:
-                continue
-            if int(text.rpartition(")")[2].split()[1]) == todo[0]:
-                todo.append(int(path.parent.name))
-        todo.pop(0)
-        for child in todo:
-            if "gcs_server" in Path(f"/proc/{child}/cmdline").read_text():
-                return child
-    raise AssertionError("there is no GCS")
+        todo = {child for child, parent in parents.items() if parent in todo} - found
+        found |= todo
+    return found
+
+
+def _command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
 
 
 def has_time_namespaces():

@@ -138,7 +138,7 @@ ROWS = (
     Row(
         number=18,
         name="head killed",
-        how="SIGKILL of Ray's GCS under a deployment of `baton serve`; streams go on, and so do new ones",
+        how="SIGKILL of Ray's GCS under a deployment; streams go on, and so do new ones",
         act=deployment.head_killed,
         aims=("decoding",),
         own=True,
