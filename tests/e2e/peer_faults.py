@@ -119,7 +119,7 @@ async def impostors(run):
 
 
 async def _impostors(run, inside, outside, path):
-    keys = {name: new_key() for name in ("good", "revoked")}
+    keys = {name: new_key() for name in ("ada", "bob")}
     old = new_key()
 
     def write(**entries):
@@ -142,30 +142,30 @@ async def _impostors(run, inside, outside, path):
             made = SecureChannels(tls).open_aio(address)
             return Clients(address, "", made, (("authorization", f"Bearer {key}"),) if key else ())
 
-        good = clients(keys["good"])
+        good = clients(keys["ada"])
         run.use(good)
         run.stream()
         await run.hit("decoding")
         wrong = [(clients(key), Unauthenticated) for key in ("", new_key(), old)]
-        wrong += [(clients(keys["good"], TlsFiles(ca_file=str(outside.file))), WorkerLost)]
+        wrong += [(clients(keys["ada"], TlsFiles(ca_file=str(outside.file))), WorkerLost)]
         wrong += [(Clients(address, ""), WorkerLost)]
         for one, kind in wrong:
             (refused,) = run.stream(1, clients=one, allowed=(kind,), must_fail=True)
             await run.over([refused])
             text = str(refused.error)
-            assert not any(name in text for name in ("good", "revoked", "prefill", str(path))), text
+            assert not any(name in text for name in ("ada", "bob", "prefill", str(path))), text
             await one.close()
-        write(good=keys["good"])
+        write(ada=keys["ada"])
 
         async def is_revoked():
             (late,) = run.stream(1, clients=revoked, allowed=(Unauthenticated,))
             await run.over([late])
             return isinstance(late.error, Unauthenticated)
 
-        revoked = clients(keys["revoked"])
+        revoked = clients(keys["bob"])
         await wait_until(is_revoked, 30.0, "a key that was taken away still opens")
         await revoked.close()
-        await _strangers(run, fleet, inside, outside, keys["good"])
+        await _strangers(run, fleet, inside, outside, keys["ada"])
         await run.over()
         assert len(errors_of(run.deliveries)) >= 6
         await wait_until(lambda: _nothing_held(fleet), 30.0, "everything is given back")
