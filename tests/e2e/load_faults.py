@@ -37,8 +37,7 @@ async def prefill_pool_full(run):
     """Decode workers are slow to take what is pushed: prefill workers stop beginning, and lose nothing."""
     _set_pace(run, 0.4)
     run.stream(24, run.campaign.asks(12, seed=15, max_len=600, max_tokens=6))
-    await run.hit("queued", renew=False)
-    await run.hit("reserving", renew=False)
+    await run.hit("reserving")
     _set_pace(run, PACE_S)
     await run.over()
 

@@ -118,7 +118,7 @@ ROWS = (
         name="prefill pool full",
         how="decode workers take 0.4 s for a turn; prefill workers stop beginning",
         act=load.prefill_pool_full,
-        aims=("reserving", "queued"),
+        aims=("reserving",),
     ),
     Row(
         number=16,
