@@ -23,8 +23,7 @@ async def decode_pool_full(run):
     And then more sequences than they have slots for.
     """
     run.stream(30, run.campaign.asks(20, seed=14, max_len=400, max_tokens=60))
-    await run.hit("queued", renew=False)
-    await run.hit("reserving", renew=False)
+    await run.hit("reserving")
     await run.over()
     _set_pace(run, 0.06)
     run.stream(24)

@@ -111,7 +111,7 @@ ROWS = (
         name="decode pool full",
         how="more KV is asked for than both decode workers have; requests wait holding nothing, or are preempted",
         act=load.decode_pool_full,
-        aims=("reserving", "queued", "sealed"),
+        aims=("reserving", "sealed"),
     ),
     Row(
         number=15,
