@@ -9,7 +9,18 @@ from grpc._cython import cygrpc
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("client", "core", "proto", "worker", "prefill_worker", "decode_worker", "kvtransfer", "router", "cluster", "bench")
+ROOMS = (
+    "client",
+    "core",
+    "proto",
+    "worker",
+    "prefill_worker",
+    "decode_worker",
+    "kvtransfer",
+    "router",
+    "cluster",
+    "bench",
+)
 
 
 def options_of(path):
