@@ -36,7 +36,6 @@ def channel_options(config: KVTransferConfig) -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", lease_ms // 2),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", lease_ms // 2),
         ("grpc.http2.max_ping_strikes", 0),
     ]
 

@@ -27,7 +27,7 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # Pings of a peer that was cut off, or of one stopped, come all at once afterwards; that is no reason to hang up.
     ("grpc.http2.max_ping_strikes", 0),
 )

@@ -1,0 +1,38 @@
+"""No lease, deadline or order follows the wall clock, which an operator or NTP may set at any time."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).parents[1]
+SERVING = ("core", "proto", "engine", "kvcache", "kvtransfer", "worker", "prefill_worker", "decode_worker", "router")
+WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "time.localtime"}
+# What is about dates: until when a key or certificate is good, and what is shown to people.
+ABOUT_DATES = {
+    "core/span_queue.py",
+    "router/api_keys.py",
+    "router/openai/chat_template.py",
+    "router/openai/front.py",
+}
+
+
+def wall_clock_uses(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if any(name == wall or name.endswith(f".{wall}") for wall in WALL):
+                yield name
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            yield from (f"time.{one.name}" for one in node.names if f"time.{one.name}" in WALL)
+
+
+@pytest.mark.parametrize("room", SERVING)
+def test_the_wall_clock_is_read_for_dates_alone(room):
+    found = {}
+    for path in sorted((ROOT / room).rglob("*.py")):
+        if uses := sorted(wall_clock_uses(path)):
+            found[path.relative_to(ROOT).as_posix()] = uses
+    assert found.keys() <= ABOUT_DATES, found

@@ -1,0 +1,51 @@
+"""Every gRPC option that the code sets is one that gRPC knows: what it does not know it ignores without a word."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from grpc._cython import cygrpc
+
+pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).parents[1]
+ROOMS = (
+    "client",
+    "core",
+    "proto",
+    "worker",
+    "prefill_worker",
+    "decode_worker",
+    "kvtransfer",
+    "router",
+    "cluster",
+    "bench",
+)
+
+
+def options_of(path):
+    """What looks like the name of one, in the first place of a pair."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Tuple) and len(node.elts) == 2 and isinstance(node.elts[0], ast.Constant):
+            name = node.elts[0].value
+            if isinstance(name, str) and name.startswith("grpc."):
+                yield name
+
+
+def test_grpc_knows_every_option():
+    library = Path(cygrpc.__file__).read_bytes()
+    names = {name for room in ROOMS for path in (ROOT / room).rglob("*.py") for name in options_of(path)}
+    assert "grpc.keepalive_time_ms" in names, "none were found"
+    assert b"grpc.nothing_of_this_name" not in library
+    assert [name for name in sorted(names) if name.encode() + b"\0" not in library] == []
+
+
+def test_servers_bear_the_pings_that_clients_send():
+    """A server that takes a client's keepalive for abuse ends a connection that was only idle."""
+    from baton.router import channels, listener
+    from baton.worker import host
+
+    pings_ms = dict(channels.OPTIONS)["grpc.keepalive_time_ms"]
+    for options in (host.SERVER_OPTIONS, listener.SERVER_OPTIONS):
+        assert dict(options)["grpc.http2.min_ping_interval_without_data_ms"] <= pings_ms / 2
+        assert dict(options)["grpc.keepalive_permit_without_calls"] == 1
