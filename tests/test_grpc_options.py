@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 pytestmark = pytest.mark.fast
 

@@ -34,8 +34,10 @@ ALIVE_S = 3.0  # longer than the default, as the machine may be busy
 TRANSFER = {"transport": "zmq", "raw_streams": 0}  # all of a hand-off in one connection, through the proxy
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 # Which state says more, where a request is at two workers.
-ORDER = ("queued", "admitted", "attending", "aborting", "reserving", "pushing", "committing")
-ORDER += ("sealed", "preempted", "decoding", "finishing")
+ORDER = (
+    *("queued", "admitted", "attending", "aborting", "reserving", "pushing", "committing"),
+    *("sealed", "preempted", "decoding", "finishing"),
+)
 
 
 def free_port():
