@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.cluster.deployment import Deployment
+from baton.cluster.crew import Crew, CrewPlan
 from baton.cluster.resolve import find_model, resolve_worker, worker_ids
 from baton.core.config import ServeConfig
 from baton.core.errors import WorkerStartFailed
@@ -16,8 +16,12 @@ def config_of(**values):
     return ServeConfig.from_mapping({"device": "cuda", **values})
 
 
-def session(num_gpus):
-    return SimpleNamespace(resources={"GPU": float(num_gpus)}, is_private=True)
+def crew(config, num_gpus):
+    session = SimpleNamespace(resources={"GPU": float(num_gpus)}, is_private=True, ray=None)
+    shells = {"prefill": None, "decode": None}
+    model = find_model("tiny")
+    about = {"device": "cuda", "name": "baton-x", "router_address": "127.0.0.1:1"}
+    return Crew(session, CrewPlan(config=config, model=model, shells=shells, rank_shells=shells, **about))
 
 
 class Groups:
@@ -31,23 +35,23 @@ class Groups:
 @pytest.mark.parametrize(("tp_prefill", "tp_decode", "needed"), [(1, 2, 3), (2, 2, 4), (1, 4, 5), (4, 8, 12)])
 def test_every_rank_needs_a_gpu_of_its_own(tp_prefill, tp_decode, needed):
     config = config_of(tp_prefill=tp_prefill, tp_decode=tp_decode)
-    deployment, ids = Deployment(config), worker_ids(config)
-    assert deployment._workers_per_gpu(session(needed), ids) == 1
+    ids = worker_ids(config)
+    assert crew(config, needed)._workers_per_gpu(ids) == 1
     with pytest.raises(WorkerStartFailed, match=f"2 workers of {needed} ranks need as many GPUs.*has {needed - 1}"):
-        deployment._workers_per_gpu(session(needed - 1), ids)
+        crew(config, needed - 1)._workers_per_gpu(ids)
 
 
 def test_a_decode_worker_of_several_gpus_is_one_group_on_one_node():
     config = config_of(tp_decode=4)
-    deployment = Deployment(config)
-    deployment._groups = groups = Groups()
+    workers = crew(config, 5)
+    workers._groups = groups = Groups()
     options = {
         "num_gpus": 1.0,
         "resources": {"decode": 1},
         "runtime_env": {"env_vars": {"A": "b"}},
         "name": "baton-x-decode-0",
     }
-    gang = deployment._place_gang("decode-0", "decode", 4, options)
+    gang = workers._place_gang("decode-0", "decode", 4, options)
     assert groups.asked == ("decode-0", [{"GPU": 1.0, "decode": 1}, *[{"GPU": 1.0}] * 3], config.start_timeout_s)
     assert options["scheduling_strategy"] == "strategy"
     assert (gang.num_gpus, gang.environment, gang.name) == (1.0, {"A": "b"}, "baton-x-decode-0")

@@ -200,7 +200,7 @@ class Decode:
         return (*scheduler._sequences, *scheduler._quarantined)
 
     def waits(self, key):
-        return any(reserve.attempt == key for reserve in tuple(self.worker._scheduler._reserves))
+        return any(getattr(ask, "attempt", None) == key for ask in tuple(self.worker._scheduler._asks))
 
 
 STATES = (
