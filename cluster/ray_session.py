@@ -26,6 +26,8 @@ def prepare_environment() -> None:
     """
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Reading its program from a busy disk has taken the head's table longer than Ray's 30 s.
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "90")
     # What Ray will do by default soon; without it every start prints a warning.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
