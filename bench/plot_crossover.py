@@ -27,7 +27,7 @@ def plot_crossover(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for line, (workload, load) in enumerate(CELLS):
         shown = [row for row in rows if (row["workload"], row["load"]) == (workload, load)]
         for axis, (key, title) in zip(axes[line], _PANELS, strict=True):
-            if key.startswith("beside") and load != BUSY:
+            if (key.startswith("beside") and load != BUSY) or not any(key in row for row in shown):
                 axis.axis("off")
                 continue
             for system, colour in _COLOURS.items():
