@@ -1,5 +1,6 @@
 """Fixtures that several rooms' tests share."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -11,6 +12,32 @@ if not Path("/dev/nvidiactl").exists():
 
 from baton.kvtransfer import life_file, shared_region
 from baton.tests.model.checkpoints import write_checkpoint
+
+GARBAGE_BYTES = 512 << 20
+_after_collection = [0]  # resident bytes
+
+
+def pytest_collection_finish(session):
+    """What is imported now stays: without it Python's collector looks at the rest often, and fast."""
+    gc.collect()
+    gc.freeze()
+    _after_collection[:] = [_resident_bytes()]
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_gathers():
+    """Pools lie in cycles of few objects and many bytes, of which the collector knows only the objects.
+
+    12 GB had gathered at worst; to let go of them stopped every thread for longer than a lease.
+    """
+    yield
+    if _resident_bytes() - _after_collection[-1] > GARBAGE_BYTES:
+        gc.collect()
+        _after_collection[:] = [_resident_bytes()]
+
+
+def _resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="session")
