@@ -16,6 +16,9 @@ from baton.core.errors import RayUnavailable, RayVersionMismatch
 TESTED_RAY = "2.60.0"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's minimum is 75 MiB
 CONNECT_TIMEOUT_S = 5.0
+MAX_STARTS = 3  # of a private Ray, whose head has been seen to hang as it started, without a word
+_HANGS = "Timed out waiting for file"
+_logger = logging.getLogger(__name__)
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request is a valid one
 
 
@@ -26,8 +29,6 @@ def prepare_environment() -> None:
     """
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Reading its program from a busy disk has taken the head's table longer than Ray's 30 s.
-    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "90")
     # What Ray will do by default soon; without it every start prints a warning.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
@@ -88,7 +89,7 @@ class RaySession:
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            self.ray.init(address=address, **options)
+            self._init(address, options)
         except (ConnectionError, TimeoutError, ValueError) as error:
             raise RayUnavailable(f"no Ray cluster at {address}: {error}", address=address) from error
         except RuntimeError as error:
@@ -100,6 +101,20 @@ class RaySession:
         finally:
             if in_main_thread:
                 signal.signal(signal.SIGTERM, handler)
+
+    def _init(self, address: str, options: dict[str, Any]) -> None:
+        for left in reversed(range(MAX_STARTS if self.is_private else 1)):
+            try:
+                self.ray.init(address=address, **options)
+                return
+            except RuntimeError as error:
+                if _HANGS not in str(error):
+                    raise
+                _end_half_begun(error)
+                if not left:
+                    raise
+                _logger.warning("Ray's head hangs as it starts, and is started again: %s", error)
+            self.ray.shutdown()
 
     @property
     def node_ip(self) -> str:
@@ -126,6 +141,17 @@ class RaySession:
     def close(self) -> None:
         """Leave the cluster; a private one ends with it."""
         self.ray.shutdown()
+
+
+def _end_half_begun(error: BaseException) -> None:
+    """End the processes of a node that failed to start: only the frames of its error still know it."""
+    trace = error.__traceback__
+    while trace is not None:
+        node = trace.tb_frame.f_locals.get("self")
+        if hasattr(node, "kill_all_processes"):
+            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+            return
+        trace = trace.tb_next
 
 
 def require_ray(address: str) -> None:

@@ -85,6 +85,40 @@ def test_an_address_where_no_ray_can_be(monkeypatch, tmp_path, address):
             ray_session.RaySession(given, namespace="n", temp_dir=tmp_path, num_gpus=None)
 
 
+class HangingNode:
+    """Fails to start as Ray's node does."""
+
+    def __init__(self, ended):
+        self.ended = ended
+        raise RuntimeError("Timed out waiting for file /tmp/x/gcs_server_port_1")
+
+    def kill_all_processes(self, check_alive, allow_graceful, wait):
+        self.ended.append((check_alive, allow_graceful, wait))
+
+
+@pytest.mark.parametrize("num_hangs", [0, 1, ray_session.MAX_STARTS])
+def test_a_head_that_hangs_is_started_again_and_not_for_ever(monkeypatch, tmp_path, num_hangs, caplog):
+    ended, begun = [], []
+
+    def init(address, **options):
+        begun.append(address)
+        if len(begun) <= num_hangs:
+            HangingNode(ended)
+
+    fake = types.SimpleNamespace(init=init, shutdown=lambda: None, cluster_resources=lambda: {"CPU": 2.0})
+    monkeypatch.setattr(ray_session, "import_ray", lambda: fake)
+    if num_hangs < ray_session.MAX_STARTS:
+        session = ray_session.RaySession("local", namespace="n", temp_dir=tmp_path, num_gpus=None)
+        assert session.resources == {"CPU": 2.0}
+    else:
+        with pytest.raises(RayUnavailable, match="Timed out waiting"):
+            ray_session.RaySession("local", namespace="n", temp_dir=tmp_path, num_gpus=None)
+    assert len(begun) == min(num_hangs + 1, ray_session.MAX_STARTS)
+    again = len(begun) - 1
+    assert ended == [(False, False, True)] * num_hangs
+    assert caplog.text.count("is started again") == again
+
+
 def test_a_ray_without_a_version_or_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace())
     with pytest.raises(RayVersionMismatch, match="no version"):
