@@ -147,7 +147,7 @@ def _end_half_begun(error: BaseException) -> None:
     """End the processes of a node that failed to start: only the frames of its error still know it."""
     trace = error.__traceback__
     while trace is not None:
-        node = trace.tb_frame.f_locals.get("self")
+        node: Any = trace.tb_frame.f_locals.get("self")
         if hasattr(node, "kill_all_processes"):
             node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
             return
