@@ -232,13 +232,28 @@ def request_from_attend(message: worker_pb2.AttendRequest, now_s: float) -> Gene
     return _request(message, now_s)
 
 
+def end_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:
+    """As `abort_with`, for a stream's method that returns now.
+
+    gRPC's `abort` raises, and its exception and frames refer to each other: a server that refuses many requests a
+    second would stop for the garbage collector again and again, a hundred times as long as a refusal takes.
+    """
+    code, message, metadata = _status(error)
+    context.set_code(code)
+    context.set_details(message)
+    context.set_trailing_metadata(metadata)
+
+
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
     """End an RPC with a typed error: its gRPC code, its message, and all of it in trailing metadata, with RetryInfo."""
+    await context.abort(*_status(error))
+    raise AssertionError("abort returns by raising")
+
+
+def _status(error: BatonError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
     code = grpc.StatusCode[error.grpc_code]
     message = _short(error.message)
-    details = retry_details(error, code.value[0], message)
-    await context.abort(code, message, ((ERROR_KEY, bounded_wire(error)), *details))
-    raise AssertionError("abort returns by raising")
+    return code, message, ((ERROR_KEY, bounded_wire(error)), *retry_details(error, code.value[0], message))
 
 
 def error_from_rpc(error: grpc.RpcError) -> BatonError:

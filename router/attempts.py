@@ -82,7 +82,6 @@ class Attempts:
         self.runs: list[RequestRun] = []  # every attempt, in order
         self._context = context
         self._answer = Continuation(request, context.limits, random.random)
-        self._visitor = Visitor(context.attendance, request, self._may_move)
         self._outcasts = Outcasts()
         self._pair: Pair | None = None
         self._run: RequestRun | None = None
@@ -197,8 +196,8 @@ class Attempts:
         request = self._answer.begin(pair.prefill.capacity_len)
         context = self._context
         kind = LocalRun if pair.is_local else RequestRun
-        run = kind(request, pair, channels=context.channels, visitor=self._visitor, clock=context.clock)
-        run.start()
+        run = kind(request, pair, channels=context.channels, clock=context.clock)
+        run.start(Visitor(context.attendance, self.request, self._may_move))
         self.runs.append(run)
         return run
 

@@ -74,7 +74,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     with self._door.stream(tenant, context.peer()):
                         await method(request, context)
                 except BatonError as error:
-                    await wire.abort_with(context, error)
+                    wire.end_with(context, error)
 
             return _like(handler, stream)
         unary_method = handler.unary_unary

@@ -91,7 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 async for chunk in answers.only():
                     await context.write(chunk)
         except BatonError as error:
-            await wire.abort_with(context, error)
+            wire.end_with(context, error)
 
     @asynccontextmanager
     async def open(
@@ -249,10 +249,20 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 yield chunk
         finally:
             choices.close()
-            error = None if stats.counted else sys.exception()
-            log_end(request.key, shown_id, error, was_sent=any(attempts.runs for attempts in choices.attempts))
-            if self._tracing is not None:
-                self._tracing.end(request, shown_id, choices.attempts, stats, error)
+            # No name for the error here: it knows this frame, and with the frame knowing it neither would be freed.
+            self._note_end(request, shown_id, choices, stats, None if stats.counted else sys.exception())
+
+    def _note_end(
+        self,
+        request: GenerationRequest,
+        shown_id: str,
+        choices: Choices,
+        stats: StreamStats,
+        error: BaseException | None,
+    ) -> None:
+        log_end(request.key, shown_id, error, was_sent=any(attempts.runs for attempts in choices.attempts))
+        if self._tracing is not None:
+            self._tracing.end(request, shown_id, choices.attempts, stats, error)
 
     def _attempts(self, request: GenerationRequest) -> Attempts:
         return Attempts(request, self._attempts_context)

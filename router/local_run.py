@@ -17,10 +17,8 @@ class LocalRun(RequestRun):
 
     is_local = True
 
-    def __init__(
-        self, request: GenerationRequest, pair: Pair, *, channels: Channels, visitor: Visitor, clock: Clock
-    ) -> None:
-        super().__init__(request, pair, channels=channels, visitor=visitor, clock=clock)
+    def __init__(self, request: GenerationRequest, pair: Pair, *, channels: Channels, clock: Clock) -> None:
+        super().__init__(request, pair, channels=channels, clock=clock)
         self._prefill = Leg("decode", pair.decode)  # for what is said of it; it is never started
 
     @property
@@ -33,13 +31,13 @@ class LocalRun(RequestRun):
         """Who does it all, also if the request ended at its first token."""
         return self._decode.worker_id
 
-    def start(self) -> None:
+    def start(self, visitor: Visitor) -> None:
         """Open the one leg."""
         now_s = self._clock.now_s()
         left_s = self.request.deadline_s - now_s
         self._timers.append(asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire))
         self._open_decode(now_s, left_s + LEG_GRACE_S)
-        self._decode.watch(self._visitor, self.request.key, self._fail)
+        self._decode.watch(visitor, self.request.key, self._fail)
         if self._ended:  # it is lost already
             self._end()
 

@@ -57,9 +57,7 @@ class RequestRun:
 
     is_local = False  # whether the decode worker computes the prompt
 
-    def __init__(
-        self, request: GenerationRequest, pair: Pair, *, channels: Channels, visitor: Visitor, clock: Clock
-    ) -> None:
+    def __init__(self, request: GenerationRequest, pair: Pair, *, channels: Channels, clock: Clock) -> None:
         self.request = request
         self.first: worker_pb2.FirstToken | None = None
         self.prefill_done: worker_pb2.PrefillDone | None = None
@@ -67,7 +65,6 @@ class RequestRun:
         self.decode_start: worker_pb2.DecodeStart | None = None
         self.started_s = clock.now_s()
         self._clock = clock
-        self._visitor = visitor
         self._prefill = Leg("prefill", pair.prefill)
         self._decode = Leg("decode", pair.decode)
         self._channels = channels
@@ -101,15 +98,20 @@ class RequestRun:
         ended_at_prefill = self.first is not None and self.first.finish_reason != ""
         return "" if ended_at_prefill else self._decode.worker_id
 
-    def start(self) -> None:
-        """Open both legs: decode attends first, but nothing waits for it."""
+    def start(self, visitor: Visitor) -> None:
+        """Open both legs: decode attends first, but nothing waits for it.
+
+        Args:
+            visitor: the client's request; not kept, since it leads back to its attempts, and what refers to itself
+                waits for the garbage collector, which stops everybody.
+        """
         now_s = self._clock.now_s()
         left_s = self.request.deadline_s - now_s
         self._timers.append(asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire))
         self._open_decode(now_s, left_s + LEG_GRACE_S)
         self._open_prefill(now_s, left_s + LEG_GRACE_S)
         for leg in (self._decode, self._prefill):
-            leg.watch(self._visitor, self.request.key, self._fail)
+            leg.watch(visitor, self.request.key, self._fail)
         if self._ended:  # one of them is lost already
             self._end()
 
