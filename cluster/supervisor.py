@@ -4,7 +4,8 @@ A driver dies with the Ray of its host, and a minute after it has lost the head.
 process's child, and so is this one (`supervisor_process`). It starts the workers as detached actors, or adopts those of
 the driver before it, follows what is asked of their number, and starts again who died. When stdin closes it ends them.
 
-Stdin's first line is the order, a JSON object; stdout has one JSON object a line.
+Stdin's first line is the order, a JSON object; stdout has one JSON object a line, and nothing else: what Ray prints
+there of its own accord (warnings, workers' output) goes to stderr.
 """
 
 import contextlib
@@ -111,13 +112,24 @@ class Supervisor:
         self._over.set()
 
 
+_events = 1  # the file that they go to
+
+
 def say(event: str, **fields: Any) -> None:
     """One line to the process that started this one."""
-    print(json.dumps({"event": event} | fields), flush=True)
+    os.write(_events, json.dumps({"event": event} | fields).encode() + b"\n")
+
+
+def keep_stdout() -> None:
+    """Keep stdout for events alone: what anything else in this process writes there goes to stderr from now on."""
+    global _events
+    _events = os.dup(1)
+    os.dup2(2, 1)
 
 
 def main() -> int:
     """Carry out the order on stdin."""
+    keep_stdout()
     order = json.loads(sys.stdin.readline())
     configure_logging(order["config"]["log_format"], {"role": "supervisor"})
     access = Access.of(order["tls"], order["api_key"])

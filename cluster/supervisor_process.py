@@ -180,7 +180,12 @@ class SupervisorProcess:
         whole = text[: text.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
         for line in whole.splitlines():
-            self._take(json.loads(line))
+            try:
+                event = json.loads(line)
+            except ValueError:  # the deployment must not end for what some library prints
+                _logger.warning("the supervisor printed %r, which is no event", line[:200])
+            else:
+                self._take(event)
 
     def _take(self, event: dict[str, Any]) -> None:
         match event["event"]:

@@ -117,6 +117,23 @@ def test_a_role_without_a_worker_ends_it_and_a_missing_head_does_not(make):
             supervisor.check()
 
 
+def test_what_a_library_prints_ends_nothing(make, caplog):
+    supervisor = make('print("(autoscaler +3s) noise"); print("[1]", file=sys.stderr)' + SERVES)
+    start(supervisor)
+    assert supervisor.heard == ["session", "ready", "roster", "serving"]
+    assert "(autoscaler +3s) noise" in caplog.text
+
+
+def test_a_supervisors_stdout_is_for_its_events():
+    script = (
+        "import os; from baton.cluster import supervisor; supervisor.keep_stdout(); "
+        "print('noise', flush=True); os.system('echo noise'); supervisor.say('serving', at=1)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [{"event": "serving", "at": 1}]
+    assert done.stderr.count("noise") == 2
+
+
 def test_the_end_is_told_by_closing_stdin(make):
     supervisor = make(SERVES)
     start(supervisor)
