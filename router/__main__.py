@@ -16,6 +16,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import uvloop
+
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError
 from baton.core.fleet_metrics import SpanCollector
@@ -148,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure_logging(options.log_format, {"role": "router"})
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
-        asyncio.run(run(options))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run(options))
     except BatonError as error:
         print(error.to_wire(), file=sys.stderr, flush=True)
         return EXIT_PRECONDITION

@@ -31,7 +31,6 @@ from baton.router.token_order import TokenOrder
 
 LEG_GRACE_S: Final = 2.0  # a leg's own deadline is this much later than the request's: the backstop, not the rule
 LINGER_S: Final = 2.0
-MAX_WAITING: Final = 64  # events of an answer for its reader; more become one
 CAUSE_WAIT_S: Final = 0.25  # a failed hand-off seen by decode has its cause at prefill, whose word may be on its way
 _FINISH_REASONS: Final = frozenset((FinishReason.STOP.value, FinishReason.LENGTH.value))
 
@@ -50,7 +49,8 @@ class Emitted:
 class RequestRun:
     """One attempt. `start`, then `take`, waiting for `changed`, then `close` and `linger` in any case.
 
-    For a slow reader at most `MAX_WAITING` events wait; what comes then is added to the last of them. So what it costs
+    What comes before the reader has taken the last event is added to that: a chunk has the tokens of one decode step,
+    or of several where the client or this process is behind, and then each token costs less. What a slow reader costs
     is bounded by the tokens of the answer, which are at most `max_tokens`, and nobody waits for it: neither other
     streams nor the workers, which are free as soon as they are done.
     """
@@ -78,7 +78,7 @@ class RequestRun:
         self._order = TokenOrder(request.sampling.max_tokens, request.forced_token_ids)
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
         self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
-        self._waiting: list[Emitted] = []  # for the reader; an idle one would pay more for a deque
+        self._waiting: Emitted | None = None  # for the reader
         self._error: BatonError | None = None
         self._changed: asyncio.Future[None] | None = None
         self._decode_finished = False
@@ -121,11 +121,10 @@ class RequestRun:
         Raises:
             BatonError: what ended the request; all tokens that had arrived were taken before.
         """
-        if self._waiting:
-            return self._waiting.pop(0)
-        if self._error is not None:
+        emitted, self._waiting = self._waiting, None
+        if emitted is None and self._error is not None:
             raise self._error
-        return None
+        return emitted
 
     def changed(self) -> "asyncio.Future[None]":
         """Done as soon as `take` has something; for one reader."""
@@ -137,13 +136,14 @@ class RequestRun:
             self._changed.set_result(None)
 
     def _put(self, emitted: Emitted) -> None:
-        if len(self._waiting) < MAX_WAITING:
-            self._waiting.append(emitted)
+        waiting = self._waiting
+        if waiting is None:
+            self._waiting = emitted
         else:
-            last = self._waiting[-1]
-            last.token_ids += emitted.token_ids
-            last.logprobs = [*last.logprobs, *emitted.logprobs] if emitted.logprobs else last.logprobs
-            last.finish_reason = emitted.finish_reason
+            waiting.token_ids += emitted.token_ids
+            if emitted.logprobs:
+                waiting.logprobs = [*waiting.logprobs, *emitted.logprobs]
+            waiting.finish_reason = emitted.finish_reason
         self._wake()
 
     def close(self) -> None:

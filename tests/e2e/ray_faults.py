@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import shutil
 import signal
 import statistics
@@ -19,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from baton.bench.result import result
 from baton.client import AsyncBatonClient
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
@@ -263,8 +263,7 @@ def main():
     finally:
         if "BATON_KEEP" not in os.environ:
             shutil.rmtree(directory, ignore_errors=True)
-    found = {"bench": "faults-rayup", "hardware": {"cpu": platform.processor() or platform.machine()}}
-    found |= {"summary": summary(campaign.rows, campaign.free_pause_s), "rows": campaign.rows}
+    found = result("faults-rayup", campaign.rows, summary=summary(campaign.rows, campaign.free_pause_s))
     text = json.dumps(found)
     print(text)
     if options.out is not None:
