@@ -1,8 +1,9 @@
 """`baton bench router`: what a request and a token cost the router's process, and what it can do, on this machine.
 
 The router is the real one, in a process of its own; so are echo workers, which compute nothing, and the clients. A bare
-relay (`bench.relay`), which passes the same messages on and does nothing else, is measured in the same run. CPU is that
-of one process, read from outside. The parts of a request and of a token are told apart by answers of different lengths:
+relay (`bench.relay`), which passes the same messages on and does nothing else, is measured in the same run; so is a
+second router, which traces every request. CPU is that of one process, read from outside. The parts of a request and
+of a token are told apart by answers of different lengths:
 
     CPU seconds = requests x a + tokens x b + what the idle process takes
 """
@@ -10,6 +11,7 @@ of one process, read from outside. The parts of a request and of a token are tol
 import statistics
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,18 +27,21 @@ from baton.bench.plain_process import PlainProcess
 from baton.bench.processes import cpu_s
 from baton.bench.result import result, spread
 from baton.core.errors import ConfigInvalid, StepFailed
+from baton.core.metrics import RouterMetrics
 from baton.proto import inference_pb2
 
 PROMPT_LEN: Final = 32
 TOKEN: Final = 300
 MIB: Final = 1 << 20
 IDLE_S: Final = 2.0
+OBSERVED_CHUNKS: Final = 64
 CELLS: Final = (("requests", 2, 32), ("both", 16, 64), ("tokens", 128, 256))  # name, tokens of an answer, concurrency
 AT_MOST: Final = {
     "cpu_ms_per_request": 1.5,
     "cpu_us_per_token": 50.0,
     "added_p50_ms": 1.5,
     "idle_rss_mb": 300.0,
+    "observability_share": 0.02,
 }
 AT_LEAST: Final = {"requests_per_s": 400.0, "tokens_per_s": 12_000.0}
 
@@ -107,8 +112,8 @@ def bench_router(options: RouterCostOptions, model_path: Path, note: Callable[[s
         StepFailed: a request failed that should not.
     """
     with tempfile.TemporaryDirectory() as folder:
-        rows = _measure_load(options, model_path, Path(folder) / "err", note)
-    rows[-1] |= _measure_idle(options, model_path)
+        rows = _measure_load(options, model_path, Path(folder), note)
+    rows[-1] |= _measure_idle(options, model_path) | observability(rows[-2], rows[-1], metrics_us())
     note(f"{options.idle_streams} idle streams")
     return result("router", rows, checks=checks(rows[-1]))
 
@@ -124,19 +129,27 @@ def request_bytes(num_tokens: int, prompt_len: int = PROMPT_LEN) -> bytes:
 
 
 def _measure_load(
-    options: RouterCostOptions, model_path: Path, err: Path, note: Callable[[str], None]
+    options: RouterCostOptions, model_path: Path, folder: Path, note: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    step_s = options.step_ms / 1e3
+    step_s, err = options.step_ms / 1e3, folder / "err"
+    decode = ("--step-s", step_s)
     with (
         PlainProcess("baton.bench.relay", "--step-s", step_s, err=err) as source,
-        EchoFleet(model_path, decode=("--step-s", step_s)) as fleet,
+        EchoFleet(model_path, decode=decode, router=("--trace-file", folder / "spans")) as traced,
+        EchoFleet(model_path, decode=decode) as fleet,
     ):
         direct = source.first_line()["address"]
         with PlainProcess("baton.bench.relay", "--upstream", direct, err=err) as relay:
-            systems = [_System("direct", source.pid, SpawnedRemote(LoadClient, direct, 4))]
+            servers = (
+                ("direct", source.pid, direct),
+                ("relay", relay.pid, relay.first_line()["address"]),
+                ("router, traced", traced.router_pid, traced.address),
+                ("router", fleet.router_pid, fleet.address),
+            )
+            systems: list[_System] = []
             try:
-                systems.append(_System("relay", relay.pid, SpawnedRemote(LoadClient, relay.first_line()["address"], 4)))
-                systems.append(_System("router", fleet.router_pid, SpawnedRemote(LoadClient, fleet.address, 4)))
+                for name, pid, address in servers:
+                    systems.append(_System(name, pid, SpawnedRemote(LoadClient, address, 4)))
                 return _load(systems, options, note)
             finally:
                 for system in systems:
@@ -257,6 +270,44 @@ def _row(
         "client_cpu_at_tokens", _rates(system, "tokens", lambda sample: sample.client_cpu_s / sample.seconds)[1:]
     )
     return row
+
+
+def metrics_us() -> float:
+    """Microseconds that the router's metrics take of an answer in `OBSERVED_CHUNKS` chunks: the same calls, alone."""
+    metrics = RouterMetrics()
+
+    def answer() -> None:
+        with metrics.num_streams_open.track_inprogress():
+            metrics.ttft_s.observe(0.01)
+            for _ in range(OBSERVED_CHUNKS - 1):
+                metrics.itl_s.observe(0.02)
+                metrics.generation_tokens.inc(1)
+        metrics.answers.labels("split").inc()
+        metrics.requests_finished.labels("length").inc()
+        for counter in (metrics.prompt_tokens, metrics.cached_tokens, metrics.expected_cached_tokens):
+            counter.inc(1)
+
+    return 1e6 * min(timeit.repeat(answer, number=200, repeat=5)) / 200
+
+
+def observability(traced: dict[str, Any], plain: dict[str, Any], metrics_us: float) -> dict[str, float]:
+    """What metrics and tracing every request take of the router's processor time, for such an answer.
+
+    Args:
+        traced: the row of the router that traces.
+        plain: of the one that does not.
+        metrics_us: see there.
+    """
+
+    def answer_us(row: dict[str, Any]) -> float:
+        return float(1e3 * row["cpu_ms_per_request"] + OBSERVED_CHUNKS * row["cpu_us_per_token"])
+
+    tracing_us = answer_us(traced) - answer_us(plain)
+    return {
+        "metrics_us": round(metrics_us, 1),
+        "tracing_us": round(tracing_us, 1),
+        "observability_share": round((metrics_us + tracing_us) / answer_us(traced), 4),
+    }
 
 
 def _first_ms(outcomes: Sequence[Outcome]) -> list[float]:

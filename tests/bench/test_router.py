@@ -46,7 +46,7 @@ def test_the_rate_of_tokens_is_that_of_the_middle():
 @pytest.mark.fast
 def test_promises_of_the_router():
     row = {"cpu_ms_per_request": 1.5, "cpu_us_per_token": 51.0, "added_p50_ms": 1.0, "idle_rss_mb": 300.0}
-    row |= {"requests_per_s": 399.0, "tokens_per_s": 12_000.0}
+    row |= {"requests_per_s": 399.0, "tokens_per_s": 12_000.0, "observability_share": 0.021}
     assert {check["name"]: check["holds"] for check in checks(row)} == {
         "cpu_ms_per_request": True,
         "cpu_us_per_token": False,
@@ -54,6 +54,7 @@ def test_promises_of_the_router():
         "idle_rss_mb": True,
         "requests_per_s": False,
         "tokens_per_s": True,
+        "observability_share": False,
     }
 
 
@@ -102,11 +103,19 @@ def test_echo_workers_answer_like_real_ones(flags):
             assert stats.num_decode_tokens == num_tokens - 1
 
 
+def test_what_metrics_and_tracing_take_of_an_answer():
+    plain = {"cpu_ms_per_request": 1.0, "cpu_us_per_token": 62.5}
+    traced = {"cpu_ms_per_request": 1.1, "cpu_us_per_token": 62.5}
+    found = router_cost.observability(traced, plain, 4.0)
+    assert found == {"metrics_us": 4.0, "tracing_us": 100.0, "observability_share": round(104 / 5100, 4)}
+    assert router_cost.metrics_us() > 0
+
+
 @pytest.mark.slow
 def test_a_small_run_of_bench_router(capsys):
     bench_router(Output(as_json=True), seconds=0.5, rounds=1, idle_streams=20, step_ms=10.0)
     data = json.loads(capsys.readouterr().out)
-    assert [row["system"] for row in data["rows"]] == ["direct", "relay", "router"]
+    assert [row["system"] for row in data["rows"]] == ["direct", "relay", "router, traced", "router"]
     row = data["rows"][-1]
     assert {check["name"] for check in data["checks"]} == {*router_cost.AT_MOST, *router_cost.AT_LEAST}
     assert row["tokens_per_s"] > 0
