@@ -190,8 +190,7 @@ class Crew:
         revived = [name for name in self._restarts.due() if self._revive(name)]
         is_changed = self._scaling.step() or bool(revived)
         if is_changed or self._watch is None:
-            died = self._died if self._is_detached else None
-            self._watch = WorkerWatch(self._ray, self._actors, self._scaling.roles, died)
+            self._watch = WorkerWatch(self._ray, self._actors, self._scaling.roles, self._died)
         self._watch.check()
         if self._silence is not None:
             self._silence.check(self._actors)

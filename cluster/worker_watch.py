@@ -1,7 +1,7 @@
 """Noticing workers that are dead for good, without ever waiting for one.
 
-Ray restarts a worker that dies, a few times; only one that it has given up counts here. A worker that hangs is the
-router's business: its heartbeats stop.
+Ray restarts a worker that dies, a few times; only one that it has given up counts here, and may be started again yet.
+A worker that hangs is the router's business: its heartbeats stop.
 """
 
 import logging
@@ -29,7 +29,7 @@ class WorkerWatch:
         ray: Any,
         actors: Mapping[str, Any],
         roles: Mapping[str, str],
-        on_dead: Callable[[str, str], bool] | None = None,
+        on_dead: Callable[[str, str], bool],
     ) -> None:
         self._on_dead = on_dead
         self._ray = ray
@@ -61,7 +61,7 @@ class WorkerWatch:
 
     def _bury(self, worker_id: str, said: str) -> None:
         why = str(error_from_ray(said))
-        if self._on_dead is not None and self._on_dead(worker_id, why):
+        if self._on_dead(worker_id, why):
             return
         self._dead[worker_id] = why
         _logger.error("worker %s is dead and will not be restarted: %s", worker_id, self._dead[worker_id])
@@ -71,7 +71,7 @@ class WorkerWatch:
             ids = [worker_id for worker_id in self._actors if self._roles[worker_id] == role]
             if all(worker_id in self._dead for worker_id in ids):
                 message = (
-                    f"no {role} worker is left: {', '.join(ids)} died more often than Ray restarts a worker; "
+                    f"no {role} worker is left: {', '.join(ids)} died more often than a worker is started again; "
                     f"find out why ({self._dead[ids[-1]]}), then start the deployment again"
                 )
                 raise WorkerLost(message, role=role, worker_ids=ids)

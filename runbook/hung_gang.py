@@ -30,7 +30,6 @@ def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
             look=lambda: f"process ids {', '.join(str(item.pid) for item in processes.processes_of(state)) or 'none'}",
             next="run this on the node that `baton status --json` shows as the worker's address",
         ),
-        workers.check_restarts(site, worker_id),
         _check_expectation(site, worker_id, canaries),
         workers.drain(site, worker_id),
         _end(site, worker_id, state),

@@ -58,7 +58,7 @@ class Upgrade:
 
     def _checks(self, name: str) -> list[Step]:
         site = self._site
-        return [workers.check_alive(site, name), workers.check_others(site, [name]), workers.check_restarts(site, name)]
+        return [workers.check_alive(site, name), workers.check_others(site, [name])]
 
     def _one(self, name: str) -> Action:
         def do() -> str:

@@ -28,7 +28,6 @@ def replace_steps(site: Site, options: argparse.Namespace, role: str) -> Sequenc
     return [
         workers.check_alive(site, worker_id),
         *([] if options.force else [workers.check_others(site, [worker_id])]),
-        workers.check_restarts(site, worker_id),
         workers.expect(canaries),
         *another_life(site, worker_id, canaries, options.grace),
     ]

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 
 from baton.cluster import operate
-from baton.cluster.crew import MAX_RESTARTS
+from baton.cluster.restarts import MAX_STARTS
 from baton.core.errors import StepFailed
 from baton.proto import admin_pb2
 from baton.runbook.common.canary import Canaries
@@ -74,20 +74,6 @@ def check_others(site: Site, worker_ids: Iterable[str]) -> Check:
     )
 
 
-def check_restarts(site: Site, worker_id: str) -> Check:
-    """Ray will start another life: it does so a few times only."""
-
-    def look() -> str:
-        num_lives = site.worker(worker_id).num_epochs
-        message = f"{worker_id} is in its life {num_lives}, and Ray starts a worker {MAX_RESTARTS} times again"
-        require(num_lives <= MAX_RESTARTS, message, worker_id=worker_id)
-        return f"life {num_lives} of {MAX_RESTARTS + 1}"
-
-    return Check(
-        name=f"Ray can start {worker_id} again", look=look, next="start the deployment again when traffic allows"
-    )
-
-
 def add_grace(parser: argparse.ArgumentParser) -> None:
     """The flag of runbooks that take workers out of routing."""
     parser.add_argument(
@@ -153,7 +139,7 @@ def new_life(site: Site, worker_id: str, old_epoch: int) -> Verification:
     return Verification(
         name=f"{worker_id} has another life",
         look=look,
-        next=f"see the log of {worker_id} and `baton status`; Ray starts a worker {MAX_RESTARTS} times again",
+        next=f"see the log of {worker_id} and `baton status`; who dies {MAX_STARTS} times in ten minutes stays away",
     )
 
 

@@ -52,13 +52,17 @@ class FakeRay:
         return answer
 
 
+def given_up(worker_id, why):
+    return False
+
+
 @pytest.fixture
 def ray():
     return FakeRay()
 
 
 def test_one_question_is_open_to_each_worker_and_no_answer_is_no_death(ray):
-    watch = WorkerWatch(ray, ray.actors, ROLES)
+    watch = WorkerWatch(ray, ray.actors, ROLES, given_up)
     ray.answers = dict.fromkeys(ROLES)
     for _ in range(5):
         watch.check()
@@ -66,7 +70,7 @@ def test_one_question_is_open_to_each_worker_and_no_answer_is_no_death(ray):
 
 
 def test_a_worker_that_restarts_is_asked_again(ray):
-    watch = WorkerWatch(ray, ray.actors, ROLES)
+    watch = WorkerWatch(ray, ray.actors, ROLES, given_up)
     ray.answers["prefill-0"] = ActorUnavailableError("between two lives")
     for _ in range(3):
         watch.check()
@@ -76,7 +80,7 @@ def test_a_worker_that_restarts_is_asked_again(ray):
 
 
 def test_a_dead_worker_is_logged_once_and_the_last_of_a_role_ends_it(ray, caplog):
-    watch = WorkerWatch(ray, ray.actors, ROLES)
+    watch = WorkerWatch(ray, ray.actors, ROLES, given_up)
     ray.answers["decode-1"] = ActorDiedError("long\nkilled by signal 9")
     for _ in range(3):
         watch.check()
