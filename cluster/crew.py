@@ -101,6 +101,7 @@ class Crew:
         self._scaling: Scaling | None = None
         self._watch: WorkerWatch | None = None
         self._placed_by: list[str] = []
+        self._num_revived = 0
         self._per_gpu = 1
 
     @property
@@ -208,6 +209,7 @@ class Crew:
         role = self._scaling.roles.get(worker_id)
         if role is None:
             return False
+        self._num_revived += 1
         try:
             self._start_actor(worker_id, role)
         except (BatonError, ValueError, self._ray.exceptions.RayError) as error:  # ValueError: its name is still taken
@@ -304,8 +306,11 @@ class Crew:
         }
         if role == "prefill" and config.transport in ("auto", "shm"):  # its writers may copy into pools
             environment |= COPY_ENVIRONMENT
+        name = self._actor_name(worker_id)
+        if self._num_revived and not self._is_detached:
+            name += f"-{self._num_revived}"  # Ray keeps the name of one that is dead as long as its driver lives
         return {
-            "name": self._actor_name(worker_id),
+            "name": name,
             "lifetime": "detached" if self._is_detached else None,
             "num_cpus": 0,  # nothing else is scheduled beside them; threads are set explicitly
             "num_gpus": 1 / self._per_gpu if self._plan.device == "cuda" else 0,

@@ -165,7 +165,7 @@ def test_who_dies_is_started_again_by_ray_then_by_us_and_a_role_without_a_worker
     monkeypatch.setattr(crew, "Restarts", functools.partial(Restarts, max_starts=1))
     with make(model) as deployment:
         dead = set()
-        for _ in range(2):
+        for _ in ("Ray", "we", "Ray"):  # it starts each actor of ours again
             dead.add(deployment.kill_actor("decode-0"))
             deadline_s = time.monotonic() + 30
             while pid_of(deployment, "decode-0") in {None, *dead}:
