@@ -277,7 +277,8 @@ def test_a_client_that_knows_only_reflection(served, compact):
         sampling = {"max_tokens": 16, "seed": 5}
         chunks = client.call("Generate", text=prompt, sampling=sampling)
         assert "".join(chunk.text for chunk in chunks) == text_of(chat(served))
-        assert len(chunks) > 2 and not any(chunk.HasField("finish") for chunk in chunks[:-1])
+        assert not any(chunk.HasField("finish") for chunk in chunks[:-1])
+        assert len(client.call("Generate", text=prompt, sampling={"max_tokens": 64, "seed": 5, "ignore_eos": True})) > 2
         assert chunks[-1].finish.stats.prompt_len == len(tokens.token_ids)
         assert [chunk.index for chunk in chunks[1:]] == [
             sum(len(chunk.token_ids) for chunk in chunks[:at]) for at in range(1, len(chunks))
