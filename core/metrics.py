@@ -33,7 +33,7 @@ class RouterMetrics:
         )
         self.itl_s = LoopHistogram(
             "baton_inter_token_latency_seconds",
-            "Between two chunks of one stream after the first; a chunk holds what one step emitted",
+            "Between two chunks of one stream after the first; a chunk holds what one step emitted, or several",
             buckets=ITL_BUCKETS_S,
             registry=self._registry,
         )
