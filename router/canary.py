@@ -1,0 +1,230 @@
+"""Which idle workers to ask for a sign that they can serve, and who has given none. Pure; the time is given.
+
+A heartbeat says that a process lives, not that a request would come through. While there is traffic attempts find that
+out; where nothing came from a worker for a while, a canary does: a small request of the router's own to one pair of
+workers. This chooses the pair and draws the conclusions. It sends nothing (`canaries` does), and it takes nobody out of
+routing: who is *unfit* is avoided while there are others.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from baton.router.members import Life
+
+NUM_FAILURES: Final = 2  # canaries in a row without an answer make a life unfit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryConfig:
+    """When idle workers are asked.
+
+    Attributes:
+        idle_s: nothing came from a worker for so long; 0: nobody is ever asked.
+        retry_s: between two canaries of a worker that did not answer the last one.
+        timeout_s: an answer must be complete by then.
+    """
+
+    idle_s: float = 0.0
+    retry_s: float = 5.0
+    timeout_s: float = 10.0
+
+
+class Outcome(Enum):
+    """How a canary ended. Only the first two say something of workers."""
+
+    ANSWERED = "answered"
+    FAILED = "failed"
+    OVERLOADED = "overloaded"  # one has too much to do, so it is alive
+    REFUSED = "refused"  # one does not take KV from the other: `refusals` knows that from now on
+    LOST = "lost"  # a life was lost: heartbeats tell that
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Who there is.
+
+    Attributes:
+        prefill: all live lives of the role.
+        decode: likewise.
+        barred: those that must not be asked: they are being emptied, or are too small.
+        apart: pairs that refuse each other.
+        alone: decode lives that compute prompts themselves, where nobody else does; else nobody.
+        is_busy: whether an attempt of a client is there now.
+    """
+
+    prefill: Sequence[Life]
+    decode: Sequence[Life]
+    barred: Set[Life]
+    apart: Set[tuple[Life, Life]]
+    alone: Set[Life]
+    is_busy: Callable[[Life], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One canary.
+
+    Attributes:
+        prefill: who computes its prompt; the decode life itself if that does it all.
+        decode: who writes its answer.
+        target: whose turn it is, one of the two.
+        judged: whom a failure counts for. A busy partner has attempts that find out.
+        begun_s: when it was sent.
+    """
+
+    prefill: Life
+    decode: Life
+    target: Life
+    judged: tuple[Life, ...]
+    begun_s: float
+
+    @property
+    def lives(self) -> tuple[Life, ...]:
+        """Each once."""
+        return (self.decode,) if self.prefill == self.decode else (self.prefill, self.decode)
+
+
+@dataclass(slots=True)
+class _Record:
+    came_s: float  # something came from it then, or it was first heard of
+    asked_s: float  # its last canary ended then
+    num_failures: int = 0  # in a row
+    failed_with: set[Life] = field(default_factory=set)  # since its last answer
+
+
+class CanaryWatch:
+    """What is known of each life. `begin` and `ended` take turns: there is one canary at most.
+
+    Args:
+        config: see there.
+        on_change: called with a life and why it is unfit from now on, or with "" when it is fit again.
+    """
+
+    def __init__(
+        self, config: CanaryConfig | None = None, on_change: Callable[[Life, str], None] = lambda life, why: None
+    ) -> None:
+        self.config = config or CanaryConfig()
+        self._on_change = on_change
+        self._records: dict[Life, _Record] = {}
+        self._unfit: dict[Life, str] = {}
+        self._under_way: Probe | None = None
+
+    def __len__(self) -> int:
+        """Lives that something is known of."""
+        return len(self._records)
+
+    @property
+    def under_way(self) -> Probe | None:
+        """The canary that has not ended."""
+        return self._under_way
+
+    def is_unfit(self, life: Life) -> bool:
+        """Whether it has not answered its last canaries, nor anybody since."""
+        return life in self._unfit
+
+    def why_unfit(self, life: Life) -> str:
+        """What its last canary ended with; empty if it is fit."""
+        return self._unfit.get(life, "")
+
+    def came(self, life: Life, now_s: float) -> None:
+        """A client got from this life what it should."""
+        record = self._records.get(life)
+        if record is None:
+            return
+        record.came_s = now_s
+        record.num_failures = 0
+        record.failed_with.clear()
+        if self._unfit.pop(life, None) is not None:
+            self._on_change(life, "")
+
+    def begin(self, roster: Roster, now_s: float) -> Probe | None:
+        """The canary to send now, if one is due and none is under way."""
+        if not self.config.idle_s or self._under_way is not None:
+            return None
+        self._follow(roster, now_s)
+        due = [life for life, record in self._records.items() if self._due_s(record) <= now_s]
+        for life in sorted(due, key=self._urgency):
+            if life in roster.barred or roster.is_busy(life):
+                continue
+            partner = self._partner(life, roster)
+            if partner is not None:
+                pair = (life, partner) if life in roster.prefill else (partner, life)
+                judged = (life,) if partner == life or roster.is_busy(partner) else (life, partner)
+                self._under_way = Probe(*pair, target=life, judged=judged, begun_s=now_s)
+                return self._under_way
+        return None
+
+    def ended(self, probe: Probe, outcome: Outcome, now_s: float, why: str = "") -> None:
+        """What became of the canary that `begin` returned last."""
+        assert probe is self._under_way
+        self._under_way = None
+        for life in probe.judged:
+            if life in self._records:
+                self._records[life].asked_s = now_s
+        if outcome is Outcome.ANSWERED:
+            for life in probe.lives:
+                self.came(life, now_s)
+        elif outcome is Outcome.FAILED:
+            self._blame(probe, why)
+
+    def _follow(self, roster: Roster, now_s: float) -> None:
+        """Know every life that there is, and no other."""
+        live = {*roster.prefill, *roster.decode}
+        for life in self._records.keys() - live:
+            del self._records[life]
+            self._unfit.pop(life, None)
+            for record in self._records.values():
+                record.failed_with.discard(life)
+        for life in live - self._records.keys():
+            self._records[life] = _Record(now_s, now_s)
+
+    def _due_s(self, record: _Record) -> float:
+        if record.num_failures:
+            return record.asked_s + self.config.retry_s
+        return max(record.came_s, record.asked_s) + self.config.idle_s
+
+    def _urgency(self, life: Life) -> tuple[bool, float, str]:
+        """Who may be blamed for another comes first, then who has waited longest."""
+        record = self._records[life]
+        is_suspect = 0 < record.num_failures < NUM_FAILURES
+        return (not is_suspect, self._due_s(record), life.worker_id)
+
+    def _partner(self, life: Life, roster: Roster) -> Life | None:
+        """One of the other role: rather none that failed with it, then one that answers, then who did so lately.
+
+        A busy one only for a life that is unfit, which else might never be asked again.
+        """
+        if life in roster.prefill:
+            others = [one for one in roster.decode if (life, one) not in roster.apart]
+        elif life in roster.alone:
+            return life
+        else:
+            others = [one for one in roster.prefill if (one, life) not in roster.apart]
+        able = [one for one in others if one not in roster.barred]
+        idle = [one for one in able if not roster.is_busy(one)]
+        failed_with = self._records[life].failed_with
+
+        def rank(one: Life) -> tuple[bool, int, float, str]:
+            record = self._records[one]
+            return (one in failed_with, record.num_failures, -record.came_s, one.worker_id)
+
+        return min(idle or (able if self.is_unfit(life) else []), key=rank, default=None)
+
+    def _blame(self, probe: Probe, why: str) -> None:
+        """Count the failure, but not for one whose partner was known to be unfit, or who has answered meanwhile."""
+        unfit = [life for life in probe.lives if self.is_unfit(life)]
+        for life in probe.judged:
+            record = self._records.get(life)
+            others = [one for one in probe.lives if one != life]
+            excused = not self.is_unfit(life) and any(one in unfit for one in others)
+            if record is None or excused or record.came_s > probe.begun_s:
+                continue
+            record.num_failures += 1
+            record.failed_with.update(one for one in others if one in self._records)
+            if record.num_failures >= NUM_FAILURES:
+                is_news = life not in self._unfit
+                self._unfit[life] = why
+                if is_news:
+                    self._on_change(life, why)
