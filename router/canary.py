@@ -111,7 +111,8 @@ class CanaryWatch:
         self._unfit: dict[Life, str] = {}
         self._under_way: Probe | None = None
 
-    def __len__(self) -> int:
+    @property
+    def num_lives(self) -> int:
         """Lives that something is known of."""
         return len(self._records)
 
@@ -145,24 +146,26 @@ class CanaryWatch:
             return None
         self._follow(roster, now_s)
         due = [life for life, record in self._records.items() if self._due_s(record) <= now_s]
-        for life in sorted(due, key=self._urgency):
-            if life in roster.barred or roster.is_busy(life):
-                continue
-            partner = self._partner(life, roster)
-            if partner is not None:
-                pair = (life, partner) if life in roster.prefill else (partner, life)
-                judged = (life,) if partner == life or roster.is_busy(partner) else (life, partner)
-                self._under_way = Probe(*pair, target=life, judged=judged, begun_s=now_s)
-                return self._under_way
-        return None
+        asked = [life for life in due if life not in roster.barred and not roster.is_busy(life)]
+        pairs = [(life, partner) for life in asked if (partner := self._partner(life, roster)) is not None]
+        if pairs:
+            life, partner = min(pairs, key=self._urgency)
+            pair = (life, partner) if life in roster.prefill else (partner, life)
+            judged = (life,) if partner == life or roster.is_busy(partner) else (life, partner)
+            self._under_way = Probe(*pair, target=life, judged=judged, begun_s=now_s)
+        return self._under_way
 
     def ended(self, probe: Probe, outcome: Outcome, now_s: float, why: str = "") -> None:
         """What became of the canary that `begin` returned last."""
         assert probe is self._under_way
         self._under_way = None
         for life in probe.judged:
-            if life in self._records:
-                self._records[life].asked_s = now_s
+            record = self._records.get(life)
+            # A partner that is in doubt keeps its turn: others' failures with it must not put off its own canary.
+            if record is not None and (
+                life == probe.target or outcome is not Outcome.FAILED or not record.num_failures
+            ):
+                record.asked_s = now_s
         if outcome is Outcome.ANSWERED:
             for life in probe.lives:
                 self.came(life, now_s)
@@ -185,16 +188,18 @@ class CanaryWatch:
             return record.asked_s + self.config.retry_s
         return max(record.came_s, record.asked_s) + self.config.idle_s
 
-    def _urgency(self, life: Life) -> tuple[bool, float, str]:
-        """Who may be blamed for another comes first, then who has waited longest."""
+    def _urgency(self, pair: tuple[Life, Life]) -> tuple[bool, float, str]:
+        """Who is in doubt and has not been tried with one that answers comes first, then who has waited longest."""
+        life, partner = pair
         record = self._records[life]
-        is_suspect = 0 < record.num_failures < NUM_FAILURES
-        return (not is_suspect, self._due_s(record), life.worker_id)
+        is_untried = partner not in record.failed_with and not self._records[partner].num_failures
+        return (not (record.num_failures and is_untried), self._due_s(record), life.worker_id)
 
     def _partner(self, life: Life, roster: Roster) -> Life | None:
         """One of the other role: rather none that failed with it, then one that answers, then who did so lately.
 
-        A busy one only for a life that is unfit, which else might never be asked again.
+        One in doubt only for a life that is in doubt itself: else two that hang would make an innocent partner unfit. A
+        busy one only for a life that is unfit, which else might never be asked again.
         """
         if life in roster.prefill:
             others = [one for one in roster.decode if (life, one) not in roster.apart]
@@ -203,12 +208,14 @@ class CanaryWatch:
         else:
             others = [one for one in roster.prefill if (one, life) not in roster.apart]
         able = [one for one in others if one not in roster.barred]
+        own = self._records[life]
+        if not own.num_failures:
+            able = [one for one in able if not self._records[one].num_failures]
         idle = [one for one in able if not roster.is_busy(one)]
-        failed_with = self._records[life].failed_with
 
         def rank(one: Life) -> tuple[bool, int, float, str]:
             record = self._records[one]
-            return (one in failed_with, record.num_failures, -record.came_s, one.worker_id)
+            return (one in own.failed_with, record.num_failures, -record.came_s, one.worker_id)
 
         return min(idle or (able if self.is_unfit(life) else []), key=rank, default=None)
 

@@ -105,8 +105,8 @@ async def test_nothing_is_left_of_a_canary_whose_time_is_over():
         await until(lambda: not unfit(running))
         running.router.migration.drains.begin("decode-0", 60.0)  # no more of them
         await running.idle(5.0)
-        seen = canaries_at(running.of("decode")[0])
-        assert sum(one.cancelled for one in seen) >= 2
+        assert sum(one.cancelled for one in canaries_at(running.of("decode")[0])) >= 2
+        seen = canaries_at(running.of("prefill")[0])
         assert {(one.request.tenant, one.request.sampling.max_tokens) for one in seen} == {(TENANT, 2)}
 
 

@@ -79,7 +79,7 @@ def test_zero_asks_nobody():
     fleet = Fleet(config=CanaryConfig())
     assert fleet.begin(1e9) is None
     fleet.watch.came(fleet.decode[0], fleet.now_s)
-    assert len(fleet.watch) == 0
+    assert fleet.watch.num_lives == 0
 
 
 def test_what_clients_get_postpones_it_for_that_worker_alone():
@@ -191,11 +191,12 @@ def test_a_new_life_owes_nothing_to_the_one_before():
     list(fleet.probes(NUM_FAILURES))
     old = fleet.decode[0]
     fleet.decode[0] = Life("d0", 2)
-    fleet.begin()
+    probe = fleet.begin(CONFIG.retry_s)
     assert not fleet.watch.is_unfit(old)
-    assert not fleet.watch.is_unfit(fleet.decode[0])
-    list(fleet.probes(1))
-    assert fleet.unfit() == set(), "the other was asked with it, and answered"
+    assert fleet.unfit() == {"p0"}
+    assert (probe.target, probe.decode) == (fleet.life("p0"), fleet.life("d0"))
+    fleet.end(probe)
+    assert fleet.unfit() == set()
 
 
 def test_a_life_that_is_lost_under_its_canary_is_forgotten():
@@ -204,7 +205,7 @@ def test_a_life_that_is_lost_under_its_canary_is_forgotten():
     fleet.decode.clear()
     fleet.end(probe, Outcome.FAILED)
     fleet.begin()
-    assert len(fleet.watch) == 1
+    assert fleet.watch.num_lives == 1
 
 
 @given(
@@ -276,7 +277,7 @@ def test_whatever_happens(ops):
         if was_under_way is not None:
             assert probe is None
             continue
-        assert len(fleet.watch) == len(fleet.lives)
+        assert fleet.watch.num_lives == len(fleet.lives)
         if probe is not None:
             assert probe is fleet.watch.under_way
             assert probe.prefill in fleet.prefill
