@@ -196,7 +196,7 @@ class CanaryWatch:
         return (not (record.num_failures and is_untried), self._due_s(record), life.worker_id)
 
     def _partner(self, life: Life, roster: Roster) -> Life | None:
-        """One of the other role: rather none that failed with it, then one that answers, then who did so lately.
+        """One of the other role: rather one that answers, then none that failed with it, then who answered lately.
 
         One in doubt only for a life that is in doubt itself: else two that hang would make an innocent partner unfit. A
         busy one only for a life that is unfit, which else might never be asked again.
@@ -213,9 +213,9 @@ class CanaryWatch:
             able = [one for one in able if not self._records[one].num_failures]
         idle = [one for one in able if not roster.is_busy(one)]
 
-        def rank(one: Life) -> tuple[bool, int, float, str]:
+        def rank(one: Life) -> tuple[bool, bool, int, float, str]:
             record = self._records[one]
-            return (one in own.failed_with, record.num_failures, -record.came_s, one.worker_id)
+            return (record.num_failures > 0, one in own.failed_with, record.num_failures, -record.came_s, one.worker_id)
 
         return min(idle or (able if self.is_unfit(life) else []), key=rank, default=None)
 
