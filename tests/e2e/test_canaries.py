@@ -19,17 +19,28 @@ async def until(holds, timeout_s=30.0):
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("num_prefill", [1, pytest.param(0, marks=pytest.mark.slow)])
-async def test_real_workers_answer_and_forget_what_is_given_up(load_tiny, tokenizer, num_prefill):
+async def quiet(running):
+    """No more canaries, and nothing is left of those that were."""
+    running.router.migration.drains.begin("decode-0", 60.0)
+    await running.wait_idle()
+
+
+async def test_real_workers_answer(load_tiny, tokenizer):
+    async with served(load_tiny(), tokenizer, 1, 1, canary=OFTEN) as running:
+        counts = running.router.canaries.counts
+        await until(lambda: all(counts[f"{role}-0", role, "answered"] >= 2 for role in ("prefill", "decode")))
+        await quiet(running)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_prefill", [1, 0])
+async def test_real_workers_forget_what_is_given_up(load_tiny, tokenizer, num_prefill):
     async with served(load_tiny(), tokenizer, num_prefill, 1, local_prefill=AUTO, canary=OFTEN) as running:
-        counts, canary = running.router.canaries.counts, running.router.migration.attendance.canary
+        canary = running.router.migration.attendance.canary
         decode = next(member.life for member in running.router.members.live("decode"))
-        await until(lambda: counts["decode-0", "decode", "answered"] >= 2)
-        assert not canary.is_unfit(decode)
         running.hold.first_token = False
         running.hold.num_tokens = 0
         await until(lambda: canary.is_unfit(decode))
         running.hold.open()
         await until(lambda: not canary.is_unfit(decode))
-        running.router.migration.drains.begin("decode-0", 60.0)  # no more of them
-        await running.wait_idle()
+        await quiet(running)
