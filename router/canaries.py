@@ -29,7 +29,7 @@ from baton.router.request_run import RequestRun
 TENANT: Final = "baton-canary"  # nobody else finds its prompt cached; it is too short for that anyway
 PROMPT_LEN: Final = 4  # less than any block: it leaves no name in an index of prefixes
 SAMPLING: Final = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)  # one token of either worker
-LOOK_S: Final = 0.2  # between two looks at all workers while nobody is due
+LOOK_S: Final = 0.1  # between two looks at all workers, and so at least between two canaries
 SETTLE_S: Final = 0.05  # between two looks whether a worker died
 
 log = logging.getLogger(__name__)
@@ -72,9 +72,9 @@ class Canaries:
         if not self._watch.config.idle_s or self._watch.under_way is not None or now_s < self._look_s:
             return
         members = {role: self._attendance.members.live(role) for role in (PREFILL, DECODE)}
+        self._look_s = now_s + LOOK_S
         probe = self._watch.begin(self._roster(members[PREFILL], members[DECODE]), now_s)
         if probe is None:
-            self._look_s = now_s + LOOK_S
             return
         by_life = {member.life: member for member in (*members[PREFILL], *members[DECODE])}
         self._spawn(self._ask(probe, Pair(by_life[probe.prefill], by_life[probe.decode])))
@@ -86,8 +86,8 @@ class Canaries:
         if all(member.life in draining for member in prefill):
             alone = {member.life for member in self._attendance.local.able(decode, refused)}
         return Roster(
-            prefill=[member.life for member in prefill],
-            decode=[member.life for member in decode],
+            prefill={member.life for member in prefill},
+            decode={member.life for member in decode},
             barred=barred,
             apart=refused,
             alone=alone,

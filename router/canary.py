@@ -6,7 +6,7 @@ workers. This chooses the pair and draws the conclusions. It sends nothing (`can
 routing: who is *unfit* is avoided while there are others.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -46,7 +46,7 @@ class Roster:
     """Who there is.
 
     Attributes:
-        prefill: all live lives of the role.
+        prefill: all live lives of the role; quick to look up.
         decode: likewise.
         barred: those that must not be asked: they are being emptied, or are too small.
         apart: pairs that refuse each other.
@@ -54,8 +54,8 @@ class Roster:
         is_busy: whether an attempt of a client is there now.
     """
 
-    prefill: Sequence[Life]
-    decode: Sequence[Life]
+    prefill: Collection[Life]
+    decode: Collection[Life]
     barred: Set[Life]
     apart: Set[tuple[Life, Life]]
     alone: Set[Life]
@@ -147,12 +147,13 @@ class CanaryWatch:
         self._follow(roster, now_s)
         due = [life for life, record in self._records.items() if self._due_s(record) <= now_s]
         asked = [life for life in due if life not in roster.barred and not roster.is_busy(life)]
-        pairs = [(life, partner) for life in asked if (partner := self._partner(life, roster)) is not None]
-        if pairs:
-            life, partner = min(pairs, key=self._urgency)
-            pair = (life, partner) if life in roster.prefill else (partner, life)
+        asked.sort(key=lambda life: (self._due_s(self._records[life]), life.worker_id))
+        pair = self._settling(asked, roster) or self._waiting(asked, roster)
+        if pair is not None:
+            life, partner = pair
+            order = (life, partner) if life in roster.prefill else (partner, life)
             judged = (life,) if partner == life or roster.is_busy(partner) else (life, partner)
-            self._under_way = Probe(*pair, target=life, judged=judged, begun_s=now_s)
+            self._under_way = Probe(*order, target=life, judged=judged, begun_s=now_s)
         return self._under_way
 
     def ended(self, probe: Probe, outcome: Outcome, now_s: float, why: str = "") -> None:
@@ -162,9 +163,8 @@ class CanaryWatch:
         for life in probe.judged:
             record = self._records.get(life)
             # A partner that is in doubt keeps its turn: others' failures with it must not put off its own canary.
-            if record is not None and (
-                life == probe.target or outcome is not Outcome.FAILED or not record.num_failures
-            ):
+            keeps_turn = outcome is Outcome.FAILED and life != probe.target
+            if record is not None and not (keeps_turn and record.num_failures):
                 record.asked_s = now_s
         if outcome is Outcome.ANSWERED:
             for life in probe.lives:
@@ -188,36 +188,56 @@ class CanaryWatch:
             return record.asked_s + self.config.retry_s
         return max(record.came_s, record.asked_s) + self.config.idle_s
 
-    def _urgency(self, pair: tuple[Life, Life]) -> tuple[bool, float, str]:
-        """Who is in doubt and has not been tried with one that answers comes first, then who has waited longest."""
-        life, partner = pair
-        record = self._records[life]
-        is_untried = partner not in record.failed_with and not self._records[partner].num_failures
-        return (not (record.num_failures and is_untried), self._due_s(record), life.worker_id)
+    def _settling(self, asked: Sequence[Life], roster: Roster) -> tuple[Life, Life] | None:
+        """Who is in doubt, with one that is not and with whom it was not tried: that tells the two sides apart."""
+        for life in asked:
+            failed_with = self._records[life].failed_with
+            partner = self._partner(life, roster) if self._is_doubtful(life) else None
+            if partner is not None and not self._is_doubtful(partner) and partner not in failed_with:
+                return life, partner
+        return None
+
+    def _waiting(self, asked: Sequence[Life], roster: Roster) -> tuple[Life, Life] | None:
+        """Who has waited longest, of those for whom there is a partner."""
+        lonely = set()  # roles of which nobody finds one who may have any
+        for life in asked:
+            kind = life in roster.prefill
+            is_alike = not (roster.apart or life in roster.alone or self._is_doubtful(life))
+            if is_alike and kind in lonely:
+                continue
+            partner = self._partner(life, roster)
+            if partner is not None:
+                return life, partner
+            if is_alike:
+                lonely.add(kind)
+        return None
+
+    def _is_doubtful(self, life: Life) -> bool:
+        return self._records[life].num_failures > 0
 
     def _partner(self, life: Life, roster: Roster) -> Life | None:
-        """One of the other role: rather one that answers, then none that failed with it, then who answered lately.
+        """One of the other role: rather one not in doubt, then an idle one, then one with whom it was not tried.
 
         One in doubt only for a life that is in doubt itself: else two that hang would make an innocent partner unfit. A
         busy one only for a life that is unfit, which else might never be asked again.
         """
-        if life in roster.prefill:
-            others = [one for one in roster.decode if (life, one) not in roster.apart]
-        elif life in roster.alone:
+        is_prefill = life in roster.prefill
+        if not is_prefill and life in roster.alone:
             return life
-        else:
-            others = [one for one in roster.prefill if (one, life) not in roster.apart]
-        able = [one for one in others if one not in roster.barred]
         own = self._records[life]
-        if not own.num_failures:
-            able = [one for one in able if not self._records[one].num_failures]
-        idle = [one for one in able if not roster.is_busy(one)]
 
-        def rank(one: Life) -> tuple[bool, bool, int, float, str]:
-            record = self._records[one]
-            return (record.num_failures > 0, one in own.failed_with, record.num_failures, -record.came_s, one.worker_id)
+        def may(one: Life) -> bool:
+            pair = (life, one) if is_prefill else (one, life)
+            if one in roster.barred or pair in roster.apart or (self._is_doubtful(one) and not own.num_failures):
+                return False
+            return self.is_unfit(life) or not roster.is_busy(one)
 
-        return min(idle or (able if self.is_unfit(life) else []), key=rank, default=None)
+        def rank(one: Life) -> tuple[bool, bool, bool, int, float, str]:
+            other = self._records[one]
+            is_tried, is_busy = one in own.failed_with, roster.is_busy(one)
+            return (other.num_failures > 0, is_busy, is_tried, other.num_failures, -other.came_s, one.worker_id)
+
+        return min(filter(may, roster.decode if is_prefill else roster.prefill), key=rank, default=None)
 
     def _blame(self, probe: Probe, why: str) -> None:
         """Count the failure, but not for one whose partner was known to be unfit, or who has answered meanwhile."""

@@ -37,7 +37,7 @@ class Fleet:
     def begin(self, after_s=0.0):
         self.now_s += after_s
         roster = Roster(
-            list(self.prefill), list(self.decode), self.barred, self.apart, self.alone, lambda life: life in self.busy
+            set(self.prefill), set(self.decode), self.barred, self.apart, self.alone, lambda life: life in self.busy
         )
         return self.watch.begin(roster, self.now_s)
 
@@ -155,6 +155,17 @@ def test_busy_ones_are_not_asked_nor_taken_along_nor_blamed():
     fleet.hung.clear()
     list(fleet.probes(1))
     assert fleet.unfit() == set()
+
+
+def test_an_unfit_one_goes_with_a_busy_partner_rather_than_with_one_in_doubt():
+    fleet = Fleet(1, 2)
+    fleet.busy.add(fleet.life("d1"))
+    fleet.hung.add(fleet.life("d0"))
+    list(fleet.probes(NUM_FAILURES))
+    assert fleet.unfit() == {"p0", "d0"}
+    seen = [(names(probe), probe.judged) for probe in fleet.probes(2) if probe.target == fleet.life("p0")]
+    assert seen == [(("p0", "d1"), (fleet.life("p0"),))]
+    assert fleet.unfit() == {"d0"}
 
 
 def test_who_must_not_be_asked_is_not():
