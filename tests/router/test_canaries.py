@@ -145,6 +145,18 @@ async def test_workers_with_requests_get_none():
         await until(lambda: counts(running, "answered").get("decode-0"))
 
 
+@pytest.mark.parametrize("ends_at_first", [False, True])
+async def test_what_workers_do_for_clients_counts(ends_at_first):
+    async with cluster(1, 1, canary=CanaryConfig(idle_s=1000.0)) as running:
+        canary = running.router.migration.attendance.canary
+        await until(lambda: canary.num_lives == 2)
+        before = {life.worker_id: record.came_s for life, record in canary._records.items()}
+        running.script.finish_at_first = "stop" if ends_at_first else ""
+        await answer(running)
+        moved = {life.worker_id for life, record in canary._records.items() if record.came_s > before[life.worker_id]}
+        assert moved == {"prefill-0"} | (set() if ends_at_first else {"decode-0"})
+
+
 def members(running):
     return running.router.members.all()
 
