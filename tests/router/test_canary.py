@@ -137,6 +137,7 @@ def test_who_answered_a_client_meanwhile_is_not_blamed():
         probe = fleet.begin(CONFIG.idle_s + 1.0)
         fleet.watch.came(fleet.life("p0"), fleet.now_s + 1.0)
         fleet.end(probe, Outcome.FAILED)
+        assert fleet.watch._records[fleet.life("p0")].num_failures == 0
     assert fleet.unfit() == {"d0"}
 
 
@@ -166,6 +167,20 @@ def test_an_unfit_one_goes_with_a_busy_partner_rather_than_with_one_in_doubt():
     seen = [(names(probe), probe.judged) for probe in fleet.probes(2) if probe.target == fleet.life("p0")]
     assert seen == [(("p0", "d1"), (fleet.life("p0"),))]
     assert fleet.unfit() == {"d0"}
+
+
+def test_an_unfit_one_takes_a_busy_partner_along_only_where_no_idle_one_is():
+    fleet = Fleet(2, 1)
+    fleet.hung.add(fleet.life("d0"))
+    list(fleet.probes(6))
+    assert fleet.unfit() == {"d0"}
+    for name in ("p0", "p1"):
+        fleet.busy = {fleet.life(name)}
+        for life in fleet.prefill:
+            fleet.watch.came(life, fleet.now_s)
+        seen = [probe.prefill.worker_id for probe in fleet.probes(2) if probe.target == fleet.life("d0")]
+        assert seen
+        assert name not in seen
 
 
 def test_who_must_not_be_asked_is_not():
@@ -298,5 +313,7 @@ def test_whatever_happens(ops):
             assert not fleet.busy & set(probe.judged)
             assert not fleet.busy & set(probe.lives) or probe.target.worker_id in unfit
             assert set(probe.judged) <= set(probe.lives)
+            doubts = {one: fleet.watch._records[one].num_failures for one in probe.lives}
+            assert doubts[probe.target] or not any(doubts.values()), "one in doubt would draw another into it"
     blamed = {name for name, why in fleet.changes if why}
     assert fleet.unfit() <= blamed
