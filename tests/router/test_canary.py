@@ -183,6 +183,14 @@ def test_an_unfit_one_takes_a_busy_partner_along_only_where_no_idle_one_is():
         assert name not in seen
 
 
+def test_one_in_doubt_is_not_the_partner_of_one_that_is_not():
+    fleet = Fleet(1, 2)
+    fleet.end(fleet.begin(CONFIG.idle_s), Outcome.FAILED)
+    assert fleet.begin() is None, "d1 is due, but p0 is in doubt"
+    probe = fleet.begin(CONFIG.retry_s)
+    assert (probe.target, names(probe)) == (fleet.life("p0"), ("p0", "d1"))
+
+
 def test_who_must_not_be_asked_is_not():
     fleet = Fleet(2, 1)
     fleet.barred.add(fleet.life("p0"))
