@@ -40,14 +40,7 @@ def serve(
     verification: Annotated[Text, _option("coupled|rejection: how drafts are verified  [coupled]")] = None,
     draft_sample_method: Annotated[Text, _option("with rejection: probabilistic|greedy  [probabilistic]")] = None,
     transport: Annotated[Text, _option("auto|zmq|grpc|shm|nvlink|nixl  [auto]")] = None,
-    kv_digest: Annotated[
-        bool | None,
-        typer.Option(
-            "--kv-digest/--no-kv-digest",
-            help="digest KV end to end; off, sockets check crc32c instead  [on]",
-            show_default=False,
-        ),
-    ] = None,
+    kv_digest: Annotated[bool | None, _option("digest KV end to end; off, sockets check crc32c instead  [on]")] = None,
     scheduling: Annotated[Text, _option("async|sync  [async]")] = None,
     cuda_graphs: Annotated[Text, _option("auto|off: replay decode steps on a GPU  [auto]")] = None,
     cuda_graph_sizes: Annotated[Text, _option("batch sizes to capture: 1,2,4  [by itself]")] = None,
@@ -69,6 +62,7 @@ def serve(
     max_queue_len: Annotated[Count, _option("requests the router holds; more are refused  [256]")] = None,
     routing: Annotated[Text, _option("prefix|least_cost|round_robin: how workers are chosen  [prefix]")] = None,
     local_prefill: Annotated[Text, _option("auto|never|always: prompts that decode workers compute  [auto]")] = None,
+    canary_idle_s: Annotated[float | None, _option("ask workers idle for this, can they serve; 0: never  [30]")] = None,
     max_wait_s: Annotated[float | None, _option("requests that would wait longer are refused  [30]")] = None,
     chunk_len: Annotated[Count, _option("prompt tokens per prefill step  [256]")] = None,
     prefix_cache: Annotated[bool | None, _option("keep prompts' KV for those that begin alike  [on]")] = None,

@@ -69,7 +69,11 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     findings = list(check_all(grpc_port))
     if selftest:
         findings.append(check_numerics())
-    findings += [] if status is None else [*check_ranks(status), *check_graphs(status), *check_prefill(status)]
+    findings += (
+        []
+        if status is None
+        else [*check_ranks(status), *check_graphs(status), *check_prefill(status), *check_fitness(status)]
+    )
     findings += [check_path(path) for path in found]
     seen = [] if status is None or address is None else list(wires(address, status, current_access().tls.ca_file))
     findings += [check_wire(wire) for wire in seen]
@@ -216,6 +220,15 @@ def check_prefill(status: admin_pb2.StatusReply) -> Iterator[Finding]:
     if status.local_prefill.only_way:
         detail = "none is alive: decode workers compute prompts, and streams wait for them"
         yield Finding("prefill workers", "warn", detail, "look at their logs; `baton scale` starts more")
+
+
+def check_fitness(status: admin_pb2.StatusReply) -> Iterator[Finding]:
+    """Live workers that the router has found unable to serve."""
+    for worker in status.workers:
+        if worker.unfit:
+            name = worker.state.worker_id
+            detail = f"reports and answers no canary: {worker.unfit_reason}"
+            yield Finding(f"worker {name}", "warn", detail, f"see its log; `baton runbook hung-gang --worker {name}`")
 
 
 def check_graphs(status: admin_pb2.StatusReply) -> list[Finding]:

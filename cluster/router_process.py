@@ -28,6 +28,7 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
         "max-queue-len": config.max_queue_len,
         "routing": config.routing,
         "local-prefill": config.local_prefill,
+        "canary-idle-s": config.canary_idle_s,
         "max-wait-s": config.max_wait_s,
         "request-timeout-s": config.request_timeout_s,
         "max-migrations": config.max_migrations if config.migration else 0,

@@ -62,6 +62,10 @@ def format_status(data: dict[str, Any]) -> str:
     if data["num_retries_refused"]:
         summary += f", {data['num_retries_refused']} more than the retry budget allows"
     lines = [summary, format_table(header, rows), *([format_decode(data["decode"])] if data["decode"] else [])]
+    for worker in data["workers"]:
+        if worker["unfit"]:
+            reason = worker["unfit_reason"]
+            lines.append(f"{worker['state']['worker_id']} answers no canary, and is avoided while others do: {reason}")
     for pair in data["refused_pairs"]:
         lines.append(f"{pair['prefill_worker']} and {pair['decode_worker']} are not paired: {pair['reason']}")
     lines += local_lines(data.get("local_prefill"))
@@ -75,7 +79,9 @@ def alive_cell(worker: dict[str, Any]) -> str:
     """Whether a worker serves."""
     if not worker["alive"]:
         return "NO"
-    return f"draining, {worker['num_streams']} streams" if worker["draining"] else "yes"
+    if worker["draining"]:
+        return f"draining, {worker['num_streams']} streams"
+    return "unfit" if worker["unfit"] else "yes"
 
 
 def ranks_cell(pids: list[int]) -> str:

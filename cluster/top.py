@@ -94,7 +94,7 @@ def view(data: dict[str, Any]) -> "RenderableType":
     for at, name in enumerate(COLUMNS):
         table.add_column(name, justify="left" if at in (0, 1, 2, 4) else "right")
     for worker in data["workers"]:
-        is_well = worker["alive"] and not worker["quarantined_blocks"]
+        is_well = worker["alive"] and not worker["quarantined_blocks"] and not worker["unfit"]
         table.add_row(*_cells(worker), style="" if is_well else "yellow" if worker["alive"] else "bold red")
     lines: list[RenderableType] = [Text(_summary(data), style="bold"), table, Text(_paths(data))]
     if "problem" in data:
@@ -126,7 +126,7 @@ def _cells(worker: dict[str, Any]) -> list[str]:
     return [
         worker["worker"],
         worker["role"],
-        "yes" if worker["alive"] else f"NO, {worker['heartbeat_age_s']:.0f} s",
+        _alive(worker),
         str(worker["running"]),
         " ".join(f"{reason}:{num}" for reason, num in worker["waiting"].items()) or NOTHING,
         f"{worker['kv_use']:.0%}",
@@ -137,6 +137,12 @@ def _cells(worker: dict[str, Any]) -> list[str]:
         NOTHING if worker["acceptance"] is None else f"{worker['acceptance']:.0%}",
         NOTHING if drafts is None else str(drafts),
     ]
+
+
+def _alive(worker: dict[str, Any]) -> str:
+    if not worker["alive"]:
+        return f"NO, {worker['heartbeat_age_s']:.0f} s"
+    return "unfit" if worker["unfit"] else "yes"
 
 
 def _paths(data: dict[str, Any]) -> str:

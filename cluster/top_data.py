@@ -50,6 +50,7 @@ def _worker(worker: admin_pb2.WorkerStatus, before: worker_pb2.WorkerState | Non
         "worker": state.worker_id,
         "role": state.role,
         "alive": worker.alive,
+        "unfit": worker.unfit,
         "heartbeat_age_s": worker.heartbeat_age_s,
         "lives": worker.num_epochs,
         "running": held.num_requests_running,

@@ -112,6 +112,9 @@ class ServeConfig(BaseModel):
         "auto",
         description="auto: decode workers compute prompts where that costs less, or nobody else can; never; always",
     )
+    canary_idle_s: float = Field(
+        30.0, ge=0, le=MAX_TIMEOUT_S, description="workers from which nothing came for so long are asked; 0: never"
+    )
     max_wait_s: float = Field(
         30.0, gt=0, le=MAX_TIMEOUT_S, description="requests that would wait longer for their turn are refused"
     )

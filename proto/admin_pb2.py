@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.proto import worker_pb2 as baton_dot_proto_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/proto/admin.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/proto/worker.proto\"\x0f\n\rStatusRequest\"\x8e\x04\n\x0bStatusReply\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x1c\n\x14num_requests_running\x18\x04 \x01(\r\x12\x1d\n\x15num_requests_finished\x18\x05 \x01(\x04\x12\x1b\n\x13num_requests_failed\x18\x06 \x01(\x04\x12\x1b\n\x13num_tokens_streamed\x18\x07 \x01(\x04\x12\'\n\x07workers\x18\x08 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12,\n\rrefused_pairs\x18\x14 \x03(\x0b\x32\x15.baton.v1.RefusedPair\x12\x1b\n\x13num_handoff_retries\x18\x15 \x01(\x04\x12\x1b\n\x13num_retries_refused\x18Z \x01(\x04\x12\x14\n\x0cretry_tokens\x18[ \x01(\x01\x12\x16\n\x0enum_migrations\x18< \x01(\x04\x12*\n\x0bquarantined\x18= \x03(\x0b\x32\x15.baton.v1.Quarantined\x12\x15\n\rmax_queue_len\x18\x46 \x01(\r\x12%\n\x05scale\x18G \x01(\x0b\x32\x16.baton.v1.ScaleRequest\x12-\n\rlocal_prefill\x18_ \x01(\x0b\x32\x16.baton.v1.LocalPrefill\"\x9e\x01\n\x0cLocalPrefill\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12;\n\x0bnum_choices\x18\x02 \x03(\x0b\x32&.baton.v1.LocalPrefill.NumChoicesEntry\x12\x10\n\x08only_way\x18\x03 \x01(\x08\x1a\x31\n\x0fNumChoicesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"L\n\x0bRefusedPair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x97\x01\n\x0cWorkerStatus\x12$\n\x05state\x18\x01 \x01(\x0b\x32\x15.baton.v1.WorkerState\x12\r\n\x05\x61live\x18\x02 \x01(\x08\x12\x17\n\x0fheartbeat_age_s\x18\x03 \x01(\x01\x12\x12\n\nnum_epochs\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18< \x01(\x08\x12\x13\n\x0bnum_streams\x18= \x01(\r\"C\n\x0bQuarantined\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x0f\n\x07workers\x18\x02 \x03(\t\x12\x0e\n\x06left_s\x18\x03 \x01(\x01\"S\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\x08grace_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04undo\x18\x03 \x01(\x08\x42\x0b\n\t_grace_ms\"3\n\nDrainReply\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\x12\x13\n\x0bnum_streams\x18\x02 \x01(\r\"-\n\x16\x43learQuarantineRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"+\n\x14\x43learQuarantineReply\x12\x13\n\x0bnum_cleared\x18\x01 \x01(\r\"\x12\n\x10InventoryRequest\"9\n\x0eInventoryReply\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\"@\n\x15SetSpeculationRequest\x12\'\n\x04mode\x18\x01 \x01(\x0b\x32\x19.baton.v1.SpeculationMode\"C\n\x13SetSpeculationReply\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.baton.v1.WorkerSpeculation\"a\n\x11WorkerSpeculation\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12*\n\x0bspeculation\x18\x02 \x01(\x0b\x32\x15.baton.v1.Speculation\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"2\n\x0eRestartRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\x1e\n\x0cRestartReply\x12\x0e\n\x06\x65nding\x18\x01 \x01(\x08\",\n\x13SetAdmissionRequest\x12\x15\n\rmax_queue_len\x18\x01 \x01(\r\"S\n\x11SetAdmissionReply\x12\x15\n\rmax_queue_len\x18\x01 \x01(\r\x12\x10\n\x08previous\x18\x02 \x01(\r\x12\x15\n\rnum_in_flight\x18\x03 \x01(\r\"7\n\x0cScaleRequest\x12\x13\n\x0bnum_prefill\x18\x01 \x01(\r\x12\x12\n\nnum_decode\x18\x02 \x01(\r\"\x0c\n\nScaleReply2\xa2\x04\n\x05\x41\x64min\x12\x38\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x15.baton.v1.StatusReply\x12\x41\n\tInventory\x12\x1a.baton.v1.InventoryRequest\x1a\x18.baton.v1.InventoryReply\x12P\n\x0eSetSpeculation\x12\x1f.baton.v1.SetSpeculationRequest\x1a\x1d.baton.v1.SetSpeculationReply\x12\x35\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x14.baton.v1.DrainReply\x12S\n\x0f\x43learQuarantine\x12 .baton.v1.ClearQuarantineRequest\x1a\x1e.baton.v1.ClearQuarantineReply\x12;\n\x07Restart\x12\x18.baton.v1.RestartRequest\x1a\x16.baton.v1.RestartReply\x12J\n\x0cSetAdmission\x12\x1d.baton.v1.SetAdmissionRequest\x1a\x1b.baton.v1.SetAdmissionReply\x12\x35\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x14.baton.v1.ScaleReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/proto/admin.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/proto/worker.proto\"\x0f\n\rStatusRequest\"\x8e\x04\n\x0bStatusReply\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x1c\n\x14num_requests_running\x18\x04 \x01(\r\x12\x1d\n\x15num_requests_finished\x18\x05 \x01(\x04\x12\x1b\n\x13num_requests_failed\x18\x06 \x01(\x04\x12\x1b\n\x13num_tokens_streamed\x18\x07 \x01(\x04\x12\'\n\x07workers\x18\x08 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12,\n\rrefused_pairs\x18\x14 \x03(\x0b\x32\x15.baton.v1.RefusedPair\x12\x1b\n\x13num_handoff_retries\x18\x15 \x01(\x04\x12\x1b\n\x13num_retries_refused\x18Z \x01(\x04\x12\x14\n\x0cretry_tokens\x18[ \x01(\x01\x12\x16\n\x0enum_migrations\x18< \x01(\x04\x12*\n\x0bquarantined\x18= \x03(\x0b\x32\x15.baton.v1.Quarantined\x12\x15\n\rmax_queue_len\x18\x46 \x01(\r\x12%\n\x05scale\x18G \x01(\x0b\x32\x16.baton.v1.ScaleRequest\x12-\n\rlocal_prefill\x18_ \x01(\x0b\x32\x16.baton.v1.LocalPrefill\"\x9e\x01\n\x0cLocalPrefill\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12;\n\x0bnum_choices\x18\x02 \x03(\x0b\x32&.baton.v1.LocalPrefill.NumChoicesEntry\x12\x10\n\x08only_way\x18\x03 \x01(\x08\x1a\x31\n\x0fNumChoicesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"L\n\x0bRefusedPair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xbc\x01\n\x0cWorkerStatus\x12$\n\x05state\x18\x01 \x01(\x0b\x32\x15.baton.v1.WorkerState\x12\r\n\x05\x61live\x18\x02 \x01(\x08\x12\x17\n\x0fheartbeat_age_s\x18\x03 \x01(\x01\x12\x12\n\nnum_epochs\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18< \x01(\x08\x12\x13\n\x0bnum_streams\x18= \x01(\r\x12\r\n\x05unfit\x18n \x01(\x08\x12\x14\n\x0cunfit_reason\x18o \x01(\t\"C\n\x0bQuarantined\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x0f\n\x07workers\x18\x02 \x03(\t\x12\x0e\n\x06left_s\x18\x03 \x01(\x01\"S\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\x08grace_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04undo\x18\x03 \x01(\x08\x42\x0b\n\t_grace_ms\"3\n\nDrainReply\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\x12\x13\n\x0bnum_streams\x18\x02 \x01(\r\"-\n\x16\x43learQuarantineRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"+\n\x14\x43learQuarantineReply\x12\x13\n\x0bnum_cleared\x18\x01 \x01(\r\"\x12\n\x10InventoryRequest\"9\n\x0eInventoryReply\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\"@\n\x15SetSpeculationRequest\x12\'\n\x04mode\x18\x01 \x01(\x0b\x32\x19.baton.v1.SpeculationMode\"C\n\x13SetSpeculationReply\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.baton.v1.WorkerSpeculation\"a\n\x11WorkerSpeculation\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12*\n\x0bspeculation\x18\x02 \x01(\x0b\x32\x15.baton.v1.Speculation\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"2\n\x0eRestartRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\x1e\n\x0cRestartReply\x12\x0e\n\x06\x65nding\x18\x01 \x01(\x08\",\n\x13SetAdmissionRequest\x12\x15\n\rmax_queue_len\x18\x01 \x01(\r\"S\n\x11SetAdmissionReply\x12\x15\n\rmax_queue_len\x18\x01 \x01(\r\x12\x10\n\x08previous\x18\x02 \x01(\r\x12\x15\n\rnum_in_flight\x18\x03 \x01(\r\"7\n\x0cScaleRequest\x12\x13\n\x0bnum_prefill\x18\x01 \x01(\r\x12\x12\n\nnum_decode\x18\x02 \x01(\r\"\x0c\n\nScaleReply2\xa2\x04\n\x05\x41\x64min\x12\x38\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x15.baton.v1.StatusReply\x12\x41\n\tInventory\x12\x1a.baton.v1.InventoryRequest\x1a\x18.baton.v1.InventoryReply\x12P\n\x0eSetSpeculation\x12\x1f.baton.v1.SetSpeculationRequest\x1a\x1d.baton.v1.SetSpeculationReply\x12\x35\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x14.baton.v1.DrainReply\x12S\n\x0f\x43learQuarantine\x12 .baton.v1.ClearQuarantineRequest\x1a\x1e.baton.v1.ClearQuarantineReply\x12;\n\x07Restart\x12\x18.baton.v1.RestartRequest\x1a\x16.baton.v1.RestartReply\x12J\n\x0cSetAdmission\x12\x1d.baton.v1.SetAdmissionRequest\x1a\x1b.baton.v1.SetAdmissionReply\x12\x35\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x14.baton.v1.ScaleReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,39 +45,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REFUSEDPAIR']._serialized_start=770
   _globals['_REFUSEDPAIR']._serialized_end=846
   _globals['_WORKERSTATUS']._serialized_start=849
-  _globals['_WORKERSTATUS']._serialized_end=1000
-  _globals['_QUARANTINED']._serialized_start=1002
-  _globals['_QUARANTINED']._serialized_end=1069
-  _globals['_DRAINREQUEST']._serialized_start=1071
-  _globals['_DRAINREQUEST']._serialized_end=1154
-  _globals['_DRAINREPLY']._serialized_start=1156
-  _globals['_DRAINREPLY']._serialized_end=1207
-  _globals['_CLEARQUARANTINEREQUEST']._serialized_start=1209
-  _globals['_CLEARQUARANTINEREQUEST']._serialized_end=1254
-  _globals['_CLEARQUARANTINEREPLY']._serialized_start=1256
-  _globals['_CLEARQUARANTINEREPLY']._serialized_end=1299
-  _globals['_INVENTORYREQUEST']._serialized_start=1301
-  _globals['_INVENTORYREQUEST']._serialized_end=1319
-  _globals['_INVENTORYREPLY']._serialized_start=1321
-  _globals['_INVENTORYREPLY']._serialized_end=1378
-  _globals['_SETSPECULATIONREQUEST']._serialized_start=1380
-  _globals['_SETSPECULATIONREQUEST']._serialized_end=1444
-  _globals['_SETSPECULATIONREPLY']._serialized_start=1446
-  _globals['_SETSPECULATIONREPLY']._serialized_end=1513
-  _globals['_WORKERSPECULATION']._serialized_start=1515
-  _globals['_WORKERSPECULATION']._serialized_end=1612
-  _globals['_RESTARTREQUEST']._serialized_start=1614
-  _globals['_RESTARTREQUEST']._serialized_end=1664
-  _globals['_RESTARTREPLY']._serialized_start=1666
-  _globals['_RESTARTREPLY']._serialized_end=1696
-  _globals['_SETADMISSIONREQUEST']._serialized_start=1698
-  _globals['_SETADMISSIONREQUEST']._serialized_end=1742
-  _globals['_SETADMISSIONREPLY']._serialized_start=1744
-  _globals['_SETADMISSIONREPLY']._serialized_end=1827
-  _globals['_SCALEREQUEST']._serialized_start=1829
-  _globals['_SCALEREQUEST']._serialized_end=1884
-  _globals['_SCALEREPLY']._serialized_start=1886
-  _globals['_SCALEREPLY']._serialized_end=1898
-  _globals['_ADMIN']._serialized_start=1901
-  _globals['_ADMIN']._serialized_end=2447
+  _globals['_WORKERSTATUS']._serialized_end=1037
+  _globals['_QUARANTINED']._serialized_start=1039
+  _globals['_QUARANTINED']._serialized_end=1106
+  _globals['_DRAINREQUEST']._serialized_start=1108
+  _globals['_DRAINREQUEST']._serialized_end=1191
+  _globals['_DRAINREPLY']._serialized_start=1193
+  _globals['_DRAINREPLY']._serialized_end=1244
+  _globals['_CLEARQUARANTINEREQUEST']._serialized_start=1246
+  _globals['_CLEARQUARANTINEREQUEST']._serialized_end=1291
+  _globals['_CLEARQUARANTINEREPLY']._serialized_start=1293
+  _globals['_CLEARQUARANTINEREPLY']._serialized_end=1336
+  _globals['_INVENTORYREQUEST']._serialized_start=1338
+  _globals['_INVENTORYREQUEST']._serialized_end=1356
+  _globals['_INVENTORYREPLY']._serialized_start=1358
+  _globals['_INVENTORYREPLY']._serialized_end=1415
+  _globals['_SETSPECULATIONREQUEST']._serialized_start=1417
+  _globals['_SETSPECULATIONREQUEST']._serialized_end=1481
+  _globals['_SETSPECULATIONREPLY']._serialized_start=1483
+  _globals['_SETSPECULATIONREPLY']._serialized_end=1550
+  _globals['_WORKERSPECULATION']._serialized_start=1552
+  _globals['_WORKERSPECULATION']._serialized_end=1649
+  _globals['_RESTARTREQUEST']._serialized_start=1651
+  _globals['_RESTARTREQUEST']._serialized_end=1701
+  _globals['_RESTARTREPLY']._serialized_start=1703
+  _globals['_RESTARTREPLY']._serialized_end=1733
+  _globals['_SETADMISSIONREQUEST']._serialized_start=1735
+  _globals['_SETADMISSIONREQUEST']._serialized_end=1779
+  _globals['_SETADMISSIONREPLY']._serialized_start=1781
+  _globals['_SETADMISSIONREPLY']._serialized_end=1864
+  _globals['_SCALEREQUEST']._serialized_start=1866
+  _globals['_SCALEREQUEST']._serialized_end=1921
+  _globals['_SCALEREPLY']._serialized_start=1923
+  _globals['_SCALEREPLY']._serialized_end=1935
+  _globals['_ADMIN']._serialized_start=1938
+  _globals['_ADMIN']._serialized_end=2484
 # @@protoc_insertion_point(module_scope)

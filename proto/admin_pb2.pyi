@@ -76,20 +76,24 @@ class RefusedPair(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("state", "alive", "heartbeat_age_s", "num_epochs", "draining", "num_streams")
+    __slots__ = ("state", "alive", "heartbeat_age_s", "num_epochs", "draining", "num_streams", "unfit", "unfit_reason")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     NUM_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    UNFIT_FIELD_NUMBER: _ClassVar[int]
+    UNFIT_REASON_FIELD_NUMBER: _ClassVar[int]
     state: _worker_pb2.WorkerState
     alive: bool
     heartbeat_age_s: float
     num_epochs: int
     draining: bool
     num_streams: int
-    def __init__(self, state: _Optional[_Union[_worker_pb2.WorkerState, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., num_epochs: _Optional[int] = ..., draining: bool = ..., num_streams: _Optional[int] = ...) -> None: ...
+    unfit: bool
+    unfit_reason: str
+    def __init__(self, state: _Optional[_Union[_worker_pb2.WorkerState, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., num_epochs: _Optional[int] = ..., draining: bool = ..., num_streams: _Optional[int] = ..., unfit: bool = ..., unfit_reason: _Optional[str] = ...) -> None: ...
 
 class Quarantined(_message.Message):
     __slots__ = ("fingerprint", "workers", "left_s")

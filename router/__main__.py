@@ -23,6 +23,7 @@ from baton.core.errors import BatonError
 from baton.core.fleet_metrics import SpanCollector
 from baton.core.logs import configure_logging
 from baton.core.telemetry import Telemetry, TelemetryConfig
+from baton.router.canary import CanaryConfig
 from baton.router.local_prefill import AUTO, MODES
 from baton.router.metrics_port import serve_metrics
 from baton.router.migration import MigrationConfig
@@ -51,6 +52,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_migration(parser)
     parser.add_argument("--routing", choices=ROUTINGS, default=PREFIX, help="how workers are chosen")
     parser.add_argument("--local-prefill", choices=MODES, default=AUTO, help="prompts on decode workers")
+    parser.add_argument("--canary-idle-s", type=_duration, default=30.0, help="ask workers idle for this; 0: never")
     parser.add_argument("--max-wait-s", type=_positive_float, default=30.0, help="longest wait for a turn")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics over HTTP here; 0 picks a free one")
     add_flags(parser)
@@ -97,6 +99,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         ),
         routing=options.routing,
         local_prefill=options.local_prefill,
+        canary=CanaryConfig(idle_s=options.canary_idle_s),
         max_wait_s=options.max_wait_s,
         security=security_of(options),
         http=_http_config(options),

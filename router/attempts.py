@@ -119,19 +119,24 @@ class Attempts:
             self._pair = pair = await self._find_pair()
             self._run = run = self._start(pair)
             try:
-                finished = False
+                finished = begun = False
                 while not finished:
                     emitted = run.take()
                     if emitted is None:
                         await run.changed()
                         continue
                     finished = emitted.finish_reason != ""
+                    if not begun:
+                        begun = True
+                        self._came(pair.prefill)
                     if self.first is None:
                         self.first, self.first_pair = run.first, pair
                     new = self._take(run, emitted)
                     if new is not None:
                         yield new
                 self._answer.finish()
+                if run.decode_worker:  # else it ended at its first token
+                    self._came(pair.decode)
                 self._context.on_finished(self.request)
                 return
             except BatonError as error:
@@ -142,6 +147,10 @@ class Attempts:
         if self._run is not None:
             self._run.close()
             self._run.linger()
+
+    def _came(self, member: Member) -> None:
+        """A worker has done its part."""
+        self._context.attendance.canary.came(member.life, self._context.clock.now_s())
 
     async def _find_pair(self) -> Pair:
         """A pair, waited for where the answer has begun.
@@ -180,11 +189,15 @@ class Attempts:
             raise self._incompatible(error) from None
 
     def _serving(self, role: str) -> list[Member]:
-        """Live workers that take requests, and did not lose this one's stream just now, nor others' if any is left."""
+        """Live workers that take requests, and did not lose this one's stream just now.
+
+        If any is left: that are fit, and lost no others' stream.
+        """
         attendance, draining = self._context.attendance, self._context.attendance.drains.lives()
         live = [member for member in attendance.members.live(role) if member.life not in draining]
         if self._answer.tried:  # before, it was checked against all
             live = [member for member in self._outcasts.heard(live) if fits(self.request, member)]
+        live = [member for member in live if not attendance.canary.is_unfit(member.life)] or live
         return [member for member in live if not attendance.presence.is_unsettled(member.life)] or live
 
     def _incompatible(self, error: WorkersIncompatible) -> WorkersIncompatible:

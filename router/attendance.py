@@ -5,9 +5,11 @@ It joins who is alive, who is being emptied and who is where.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from baton.core.errors import WorkerLost
 from baton.core.request import AttemptKey, GenerationRequest
+from baton.router.canary import CanaryWatch
 from baton.router.continuation import Cause
 from baton.router.drains import Drains
 from baton.router.local_prefill import LocalPrefill
@@ -26,12 +28,38 @@ class Attendance:
         drains: who is being emptied.
         presence: who is where.
         local: whether decode workers can do without a prefill worker.
+        canary: who can be trusted to serve.
     """
 
     members: Members
     drains: Drains
     presence: Presence
     local: LocalPrefill = field(default_factory=LocalPrefill)
+    canary: CanaryWatch = field(default_factory=CanaryWatch)
+
+
+class Guest(Protocol):
+    """What a leg enters a worker as."""
+
+    def enter(self, life: Life, role: str, key: AttemptKey, on_lost: OnLost) -> Callable[[Leaving], None]:
+        """See `Visitor`."""
+        ...
+
+
+class Inspector:
+    """A request of the router's own: it is told when a life is lost, and stands in nobody's list.
+
+    Args:
+        members: who is alive.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def enter(self, life: Life, role: str, key: AttemptKey, on_lost: OnLost) -> Callable[[Leaving], None]:
+        """See `Visitor`."""
+        unwatch = self._members.watch(life, lambda: on_lost(_lost(self._members, life, role)))
+        return lambda how: unwatch()
 
 
 class Visitor:
@@ -64,8 +92,7 @@ class Visitor:
         worker_id, where = life.worker_id, f"{role} worker {life.worker_id}"
 
         def lost() -> None:
-            cause = members.why_lost(life)
-            on_lost(WorkerLost(f"{where} was lost", worker_id=worker_id, role=role, cause=cause))
+            on_lost(_lost(members, life, role))
 
         def due() -> None:
             if self._may_move():
@@ -82,3 +109,8 @@ class Visitor:
             presence.leave(life, key, how)
 
         return leave
+
+
+def _lost(members: Members, life: Life, role: str) -> WorkerLost:
+    message, cause = f"{role} worker {life.worker_id} was lost", members.why_lost(life)
+    return WorkerLost(message, worker_id=life.worker_id, role=role, cause=cause)

@@ -11,7 +11,7 @@ import grpc.aio
 from baton.core.errors import BatonError, RequestCancelled, WorkerLost
 from baton.core.request import AttemptKey
 from baton.proto import wire
-from baton.router.attendance import Visitor
+from baton.router.attendance import Guest
 from baton.router.bundle import Bundle
 from baton.router.continuation import Cause
 from baton.router.members import Member
@@ -65,9 +65,9 @@ class Leg:
         self.is_open = True
         self._give_up = bundle.open(message, _Bundled(self, on_said, on_ended))
 
-    def watch(self, visitor: Visitor, key: AttemptKey, on_lost: Callable[[BatonError], None]) -> None:
+    def watch(self, guest: Guest, key: AttemptKey, on_lost: Callable[[BatonError], None]) -> None:
         """Have `on_lost` called with a WorkerLost when the worker's life is lost, or when it should be left."""
-        self._leave = visitor.enter(self.life, self.role, key, on_lost)
+        self._leave = guest.enter(self.life, self.role, key, on_lost)
 
     def unwatch(self) -> None:
         """The request does not depend on this worker any more."""

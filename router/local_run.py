@@ -5,7 +5,7 @@ import asyncio
 from baton.core.clock import Clock
 from baton.core.request import GenerationRequest
 from baton.proto import wire, worker_pb2
-from baton.router.attendance import Visitor
+from baton.router.attendance import Guest
 from baton.router.channels import Channels
 from baton.router.leg import Leg
 from baton.router.policy import Pair
@@ -31,13 +31,13 @@ class LocalRun(RequestRun):
         """Who does it all, also if the request ended at its first token."""
         return self._decode.worker_id
 
-    def start(self, visitor: Visitor) -> None:
+    def start(self, guest: Guest) -> None:
         """Open the one leg."""
         now_s = self._clock.now_s()
         left_s = self.request.deadline_s - now_s
         self._timers.append(asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire))
         self._open_decode(now_s, left_s + LEG_GRACE_S)
-        self._decode.watch(visitor, self.request.key, self._fail)
+        self._decode.watch(guest, self.request.key, self._fail)
         if self._ended:  # it is lost already
             self._end()
 

@@ -8,6 +8,7 @@ from baton.core.errors import RequestQuarantined
 from baton.core.metrics import RouterMetrics
 from baton.core.request import GenerationRequest
 from baton.router.attendance import Attendance
+from baton.router.canary import CanaryWatch
 from baton.router.continuation import Cause, MigrationLimits
 from baton.router.drains import Drains
 from baton.router.fingerprint import fingerprint
@@ -48,13 +49,16 @@ class Migration:
         clock: Clock,
         metrics: RouterMetrics,
         local: LocalPrefill | None = None,
+        canary: CanaryWatch | None = None,
     ) -> None:
         self.config = config
         self.limits = MigrationLimits(max_migrations=config.max_migrations, wait_s=config.wait_s)
         self.suspicion = Suspicion(num_deaths=config.quarantine_deaths, hold_s=config.quarantine_s)
         self.drains = Drains(members, clock)
         self.presence = Presence(members, self.suspicion, clock, _log_blamed)
-        self.attendance = Attendance(members, self.drains, self.presence, local or LocalPrefill())
+        self.attendance = Attendance(
+            members, self.drains, self.presence, local or LocalPrefill(), canary or CanaryWatch()
+        )
         self._members = members
         self._clock = clock
         self._metrics = metrics

@@ -48,6 +48,9 @@ class Operations(admin_pb2_grpc.AdminServicer):
         """A worker's status, with what is known here."""
         status.draining = member.life in self._migration.drains.lives()
         status.num_streams = self._migration.presence.num_at(member.life)
+        canary = self._migration.attendance.canary
+        status.unfit = member.alive and canary.is_unfit(member.life)
+        status.unfit_reason = canary.why_unfit(member.life) if status.unfit else ""
         return status
 
     def quarantined(self) -> list[admin_pb2.Quarantined]:

@@ -22,7 +22,7 @@ from baton.core.errors import (
 from baton.core.request import FinishReason, GenerationRequest
 from baton.proto import inference_pb2, wire, worker_pb2, worker_pb2_grpc
 from baton.proto.bundle_wire import Tokens
-from baton.router.attendance import Visitor
+from baton.router.attendance import Guest
 from baton.router.channels import Channels
 from baton.router.continuation import Cause
 from baton.router.leg import Leg
@@ -98,11 +98,11 @@ class RequestRun:
         ended_at_prefill = self.first is not None and self.first.finish_reason != ""
         return "" if ended_at_prefill else self._decode.worker_id
 
-    def start(self, visitor: Visitor) -> None:
+    def start(self, guest: Guest) -> None:
         """Open both legs: decode attends first, but nothing waits for it.
 
         Args:
-            visitor: the client's request; not kept, since it leads back to its attempts, and what refers to itself
+            guest: the client's request; not kept, since it leads back to its attempts, and what refers to itself
                 waits for the garbage collector, which stops everybody.
         """
         now_s = self._clock.now_s()
@@ -111,7 +111,7 @@ class RequestRun:
         self._open_decode(now_s, left_s + LEG_GRACE_S)
         self._open_prefill(now_s, left_s + LEG_GRACE_S)
         for leg in (self._decode, self._prefill):
-            leg.watch(visitor, self.request.key, self._fail)
+            leg.watch(guest, self.request.key, self._fail)
         if self._ended:  # one of them is lost already
             self._end()
 

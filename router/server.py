@@ -25,6 +25,9 @@ from baton.router.admission import Admission
 from baton.router.admission_metrics import AdmissionCollector
 from baton.router.attempts import AttemptsContext
 from baton.router.background import Background
+from baton.router.canaries import Canaries
+from baton.router.canary import CanaryConfig, CanaryWatch
+from baton.router.canary_metrics import CanaryCollector
 from baton.router.channels import Channels
 from baton.router.fair_queue import QueueLimits
 from baton.router.fleet import fleet_totals
@@ -34,7 +37,7 @@ from baton.router.least_cost import LeastCost
 from baton.router.listener import Listener, why_not_bound
 from baton.router.local_metrics import LocalPrefillCollector
 from baton.router.local_prefill import NEVER, LocalPrefill
-from baton.router.members import ALIVE_S, PREFILL, Members
+from baton.router.members import ALIVE_S, PREFILL, Life, Members
 from baton.router.membership import MembershipService
 from baton.router.migration import Migration, MigrationConfig
 from baton.router.openai.app import make_app
@@ -80,6 +83,7 @@ class RouterConfig:
     retries: RetryLimits = RetryLimits()  # noqa: RUF009
     routing: str = ROUND_ROBIN
     local_prefill: str = NEVER
+    canary: CanaryConfig = CanaryConfig()  # noqa: RUF009
     max_wait_s: float = 0.0  # for a turn before anything is sent to workers; 0: nobody waits here
     security: RouterSecurity = field(default_factory=RouterSecurity)
     http: HttpConfig | None = None
@@ -107,12 +111,14 @@ class RouterServer:
         self.refusals = Refusals(self.members)
         self.local = LocalPrefill(config.local_prefill)
         self.metrics.registry.register(LocalPrefillCollector(self.local))
-        self.migration = Migration(config.migration, self.members, self._clock, self.metrics, self.local)
+        watch = CanaryWatch(config.canary, _log_fitness)
+        self.migration = Migration(config.migration, self.members, self._clock, self.metrics, self.local, watch)
         self.retries = RetryBudget(config.retries, self._clock.now_s())
         self._channels = Channels(self.members, self._background.spawn, SecureChannels(config.security.tls))
         self.prefixes = PrefixIndex()
         self.metrics.registry.register(PrefixCollector(self.prefixes))
         self._policy = make_policy(config.routing, self._clock, random.Random(), self.prefixes, self.local)
+        self.canaries = self._make_canaries()
         self._feed = PrefixFeed(self.prefixes, self.members, self._channels, self._background.spawn)
         self._gate = self._make_gate()
         security = config.security
@@ -141,6 +147,13 @@ class RouterServer:
         self.port = 0
         self.admin_port = 0  # the same, unless it has one of its own
         self.http_port: int | None = None
+
+    def _make_canaries(self) -> Canaries:
+        attendance, spawn = self.migration.attendance, self._background.spawn
+        vocab_size = self._model.vocab_size
+        canaries = Canaries(attendance, self.refusals, self._channels, self._clock, spawn, vocab_size)
+        self.metrics.registry.register(CanaryCollector(canaries, attendance.canary, self.members))
+        return canaries
 
     def _make_gate(self) -> Gate | None:
         if not self.config.max_wait_s:
@@ -271,6 +284,7 @@ class RouterServer:
                 log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(life), extra=about)
             self.migration.drains.tick()
             self.wishes.tick()
+            self.canaries.tick()
             if self._gate is not None:
                 self._gate.look()
             if self._policy.name == PREFIX:
@@ -287,3 +301,13 @@ class RouterServer:
         state = health_pb2.HealthCheckResponse
         for service in ("", inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name):
             await self._health.set(service, state.SERVING if serving else state.NOT_SERVING)
+
+
+def _log_fitness(life: Life, why: str) -> None:
+    about = {"worker_id": life.worker_id, "epoch": f"{life.epoch:016x}"}
+    if why:
+        log.warning(
+            "worker %s (epoch %016x) is unfit: it reports and answers nothing; %s", *astuple(life), why, extra=about
+        )
+    else:
+        log.warning("worker %s (epoch %016x) is fit again", *astuple(life), extra=about)

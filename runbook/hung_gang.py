@@ -59,8 +59,11 @@ def _check_hangs(site: Site, worker_id: str, watch_s: float) -> Check:
         if not after.alive:
             return f"silent since {after.heartbeat_age_s:.1f} s"
         num_running = min(item.state.inventory.num_requests_running for item in (before, after))
-        require(num_running > 0, f"{worker_id} is heard, and has nothing to do", worker_id=worker_id)
+        is_idle = num_running == 0 and not after.unfit
+        require(not is_idle, f"{worker_id} is heard, and has nothing to do", worker_id=worker_id)
         require(progress(before) == progress(after), f"{worker_id} makes progress", worker_id=worker_id)
+        if after.unfit:
+            return f"it answers no canary of the router: {after.unfit_reason}"
         return f"{num_running} requests, and no progress in {watch_s:g} s"
 
     return Check(

@@ -63,3 +63,9 @@ def test_the_table_has_a_line_for_each_worker_even_before_any_step():
     reply = reply_of(steps=report_to_proto(report()))
     data = as_data(reply) | {"address": "here", "decode": decode_data(reply)}
     assert line in format_status(data)
+    assert "canary" not in format_status(data)
+    reply.workers[0].alive = reply.workers[0].unfit = True
+    reply.workers[0].unfit_reason = "late"
+    text = format_status(as_data(reply) | {"address": "here", "decode": []})
+    assert next(row.split()[2] for row in text.splitlines() if row.startswith("d0 ")) == "unfit"
+    assert "d0 answers no canary, and is avoided while others do: late" in text

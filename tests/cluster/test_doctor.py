@@ -69,6 +69,17 @@ def test_graphs_that_could_not_be_captured_are_told():
     assert doctor.check_graphs(status) == []
 
 
+def test_a_worker_that_answers_nothing_is_told():
+    state = worker_pb2.WorkerState(worker_id="d0")
+    status = admin_pb2.StatusReply(workers=[admin_pb2.WorkerStatus(alive=True, state=state)])
+    assert list(doctor.check_fitness(status)) == []
+    status.workers[0].unfit, status.workers[0].unfit_reason = True, "RequestDeadlineExceeded: late"
+    [found] = doctor.check_fitness(status)
+    assert (found.name, found.level) == ("worker d0", "warn")
+    assert "RequestDeadlineExceeded: late" in found.detail
+    assert "hung-gang --worker d0" in found.next
+
+
 def test_foreign_names_are_not_ours(monkeypatch):
     from pathlib import Path
 

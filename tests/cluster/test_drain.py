@@ -119,9 +119,21 @@ def test_the_router_is_started_with_what_was_asked(tmp_path):
     given = options(max_migrations=1, migration_wait_s=3, drain_grace_s=0, quarantine_deaths=0, quarantine_s=5)
     assert (given.max_migrations, given.migration_wait_s, given.drain_grace_s) == (1, 3.0, 0.0)
     assert (given.quarantine_deaths, given.quarantine_s) == (0, 5.0)
-    for bad in ({"quarantine_deaths": 1}, {"max_migrations": 0}, {"drain_grace_s": -1}, {"migration_wait_s": "x"}):
+    assert (options().canary_idle_s, options(canary_idle_s=0).canary_idle_s) == (30.0, 0.0)
+    for bad in (
+        {"canary_idle_s": -1},
+        {"quarantine_deaths": 1},
+        {"max_migrations": 0},
+        {"drain_grace_s": -1},
+        {"migration_wait_s": "x"},
+    ):
         with pytest.raises(ConfigInvalid):
             ServeConfig.from_mapping(bad)
-    for flags in (["--quarantine-deaths", "1"], ["--max-migrations", "-1"], ["--drain-grace-s", "inf"]):
+    for flags in (
+        ["--canary-idle-s", "-1"],
+        ["--quarantine-deaths", "1"],
+        ["--max-migrations", "-1"],
+        ["--drain-grace-s", "inf"],
+    ):
         with pytest.raises(SystemExit):
             router_main.parse(["--model-name", "m", "--model-path", str(tmp_path), *flags])

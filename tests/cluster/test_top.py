@@ -81,12 +81,15 @@ def test_both_views_show_every_worker_path_and_problem():
         worker("p", "prefill", transfer=transfer),
         worker("d", "decode", num_blocks_quarantined=4),
         worker("gone", "decode", alive=False),
+        worker("stuck", "decode"),
         refused_pairs=refused,
     )
+    now.workers[3].unfit = True
     data = top_data(now, now, 1.0) | {"address": "here:1"}
     for text in (drawn(data), text_of(data)):
         assert "p to d: shm, 3.25 GB/s" in text
         assert "NO, 7 s" in text
+        assert [line.split()[2] for line in text.splitlines() if line.startswith("stuck")] == ["unfit"]
         assert "25%" in text
         assert "tiny at here:1" in text
         assert "p and x are not paired: layout" in text

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.fast
 
 WANTED = (
     "BatonWorkerDown",
+    "BatonWorkerUnfit",
     "BatonHeartbeatLate",
     "BatonKvLeak",
     "BatonAcceptanceRegression",

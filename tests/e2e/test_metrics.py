@@ -36,6 +36,8 @@ BY_FAULTS = {
     "host_kv_full": "likewise, with too little of it",
     "worker_up": "a worker that is lost: tests/router/test_fleet_metrics.py",
     "worker_lives": "a worker that is started again: likewise",
+    "worker_unfit": "a worker that hangs: tests/router/test_canaries.py",
+    "canaries": "a worker that is idle for long: likewise",
     "handoff_retries": "a failed hand-off: tests/router/test_attempts.py",
     "retries_refused": "more of them than the retry budget allows: likewise",
     "migrations": "a lost worker: tests/router/test_migration.py",
@@ -61,7 +63,8 @@ class Running:
     def __init__(self, *flags, stderr=None, **more):
         command = [sys.executable, "-P", "-m", "baton.router", "--model-name", "tiny", "--model-path", str(TINY)]
         command += ["--port", "0", "--metrics-port", "0", "--exit-with-parent"]
-        command += ["--local-prefill", "never", *flags]  # the hand-over is counted, too
+        command += ["--local-prefill", "never"]  # the hand-over is counted, too
+        command += ["--canary-idle-s", "0", *flags]  # what is counted is the clients'
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
         ports = json.loads(self.process.stdout.readline())
         self.address = f"127.0.0.1:{ports['grpc_port']}"

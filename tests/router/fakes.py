@@ -70,6 +70,7 @@ class Script:
     refused_pairs: dict[tuple[str, str], str] = field(default_factory=dict)  # (prefill, decode) to the reason
     logprobs: Callable[[int], inference_pb2.TokenLogprobs] | None = None  # of a token, for requests that ask
     forgets_forced: bool = False  # as a worker of an older build would
+    hung: set[str] = field(default_factory=set)  # workers that report and answer nothing
 
 
 @dataclass
@@ -190,7 +191,7 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
                 attempt_error = TransferFailed("the landing was refused", pair_refused=refused)
             if attempt_error is not None and not script.errors_after_first:
                 await wire.abort_with(context, attempt_error)
-            if hangs or script.prefill_hangs:
+            if hangs or script.prefill_hangs or self.worker.worker_id in script.hung:
                 await seen.hang.wait()
             answer = script.attempt_answers.get(request.attempt.attempt, script.answer)
             token = TOKENIZER.encode(answer)[request.num_forced_tokens]
@@ -245,6 +246,8 @@ class Decode(worker_pb2_grpc.DecodeServicer):
             await context.write(worker_pb2.DecodeEvent(attending=worker_pb2.Attending(epoch=epoch)))
             if script.decode_error is not None and script.decode_error_after == 0:
                 await wire.abort_with(context, script.decode_error)
+            if self.worker.worker_id in script.hung:
+                await seen.hang.wait()
             if request.prefill_here:
                 await self.first_token(request, context, seen)
                 if script.finish_at_first:

@@ -5,7 +5,7 @@ import pytest
 from baton.core.clock import MonotonicClock
 from baton.core.errors import PreconditionUnmet, StepFailed
 from baton.proto import admin_pb2, worker_pb2
-from baton.runbook import corruption_response, kv_leak_audit, partition_triage
+from baton.runbook import corruption_response, hung_gang, kv_leak_audit, partition_triage
 from baton.runbook.common import processes
 from baton.runbook.common.site import Site
 
@@ -176,3 +176,17 @@ def test_secrets_are_cut_out_of_logs(text):
     assert "SECRET" not in cut
     assert cut.startswith("before ")
     assert cut.endswith(" after")
+
+
+def test_an_idle_worker_hangs_if_it_answers_no_canary_and_makes_no_progress():
+    def look(*workers):
+        return hung_gang._check_hangs(Play([[one] for one in workers]), "decode-0", 5.0).look()
+
+    idle, unfit, moving = worker(), worker(), worker(num_requests_finished=3)
+    for one in (unfit, moving):
+        one.unfit, one.unfit_reason = True, "RequestDeadlineExceeded: late"
+    assert look(unfit, unfit) == "it answers no canary of the router: RequestDeadlineExceeded: late"
+    with pytest.raises(PreconditionUnmet, match="nothing to do"):
+        look(idle, idle)
+    with pytest.raises(PreconditionUnmet, match="makes progress"):
+        look(unfit, moving)
