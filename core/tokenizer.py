@@ -107,6 +107,8 @@ class Tokenizer:
 class TokenStream:
     """Turns tokens into text as soon as the text is certain (a character may span tokens)."""
 
+    __slots__ = ("_decode", "_fast", "_pending", "_tokenizer")
+
     def __init__(self, tokenizer: Tokenizer, fast: _FastTokenizer) -> None:
         self._tokenizer = tokenizer
         self._fast = fast

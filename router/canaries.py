@@ -29,7 +29,8 @@ from baton.router.request_run import RequestRun
 TENANT: Final = "baton-canary"  # nobody else finds its prompt cached; it is too short for that anyway
 PROMPT_LEN: Final = 4  # less than any block: it leaves no name in an index of prefixes
 SAMPLING: Final = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)  # one token of either worker
-LOOK_S: Final = 0.1  # between two looks at all workers, and so at least between two canaries
+LOOK_S: Final = 0.1  # between two looks at all workers, and so between two canaries, at least;
+LOOKS: Final = 60  # in the time that makes a worker idle no more than these
 SETTLE_S: Final = 0.05  # between two looks whether a worker died
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Canaries:
         if not self._watch.config.idle_s or self._watch.under_way is not None or now_s < self._look_s:
             return
         members = {role: self._attendance.members.live(role) for role in (PREFILL, DECODE)}
-        self._look_s = now_s + LOOK_S
+        self._look_s = now_s + max(LOOK_S, self._watch.config.idle_s / LOOKS)
         probe = self._watch.begin(self._roster(members[PREFILL], members[DECODE]), now_s)
         if probe is None:
             return

@@ -14,10 +14,11 @@ class IncrementalText:
         min_tokens: stop strings are looked for after so many tokens.
     """
 
+    __slots__ = ("_matcher", "_num_unchecked", "_stream")  # of thousands that are open each byte counts
+
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int = 0) -> None:
         self._stream = tokenizer.stream()
-        self._stops = bool(stop)
-        self._matcher = StopMatcher(stop)
+        self._matcher = StopMatcher(stop) if stop else None
         self._num_unchecked = min_tokens
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -29,8 +30,9 @@ class IncrementalText:
         if self._num_unchecked:
             self._num_unchecked -= 1
             return text
-        return self._matcher.push(text) if self._stops else text
+        return text if self._matcher is None else self._matcher.push(text)
 
     def finish(self) -> str:
         """What was still withheld at the end."""
-        return self._matcher.push(self._stream.flush()) + self._matcher.flush()
+        rest = self._stream.flush()
+        return rest if self._matcher is None else self._matcher.push(rest) + self._matcher.flush()

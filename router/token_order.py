@@ -12,6 +12,8 @@ class TokenOrder:
     streamed.
     """
 
+    __slots__ = ("_max_tokens", "token_ids")
+
     def __init__(self, max_tokens: int, token_ids: Sequence[int] = ()) -> None:
         self._max_tokens = max_tokens
         self.token_ids: list[int] = list(token_ids)  # those of earlier attempts to begin with
