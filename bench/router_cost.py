@@ -35,7 +35,7 @@ TOKEN: Final = 300
 MIB: Final = 1 << 20
 IDLE_S: Final = 2.0
 OBSERVED_CHUNKS: Final = 64
-CELLS: Final = (("requests", 2, 32), ("both", 16, 64), ("tokens", 128, 256))  # name, tokens of an answer, concurrency
+CELLS: Final = (("requests", 2, 32), ("both", 16, 64), ("tokens", 128, 384))  # name, tokens of an answer, concurrency
 AT_MOST: Final = {
     "cpu_ms_per_request": 1.5,
     "cpu_us_per_token": 50.0,
