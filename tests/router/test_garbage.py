@@ -46,7 +46,7 @@ async def left_by(running, number=4):
 
 @pytest.mark.parametrize("local", ["never", "always"])
 async def test_an_answer_leaves_nothing(local):
-    async with cluster(1, 1, local_prefill=local) as running:
+    async with cluster(1, 1, local_prefill=local, alive_s=30.0) as running:
         answers, left = await left_by(running)
         assert answers == ["hello world"] * 4
         assert not left
@@ -56,7 +56,7 @@ async def test_a_refusal_leaves_nothing(monkeypatch):
     def refuse(queue, work, now_s):
         raise queue._refusal("queue", "no room", 1.0)
 
-    async with cluster(1, 1, max_wait_s=2.0) as running:
+    async with cluster(1, 1, max_wait_s=2.0, alive_s=30.0) as running:
         monkeypatch.setattr("baton.router.fair_queue.FairQueue.offer", refuse)
         answers, left = await left_by(running)
         assert answers == [Overloaded] * 4
