@@ -1,6 +1,5 @@
 """What a request leaves behind: nothing that only the garbage collector could free, which would stop all streams."""
 
-import asyncio
 import collections
 import gc
 
@@ -32,7 +31,6 @@ async def left_by(running, number=4):
         try:
             answers = [await ask(client) for _ in range(number)]
             await running.idle(5.0)
-            await asyncio.sleep(0.05)  # the last stream's own frames
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
             kinds = (f"{type(found).__module__}.{type(found).__qualname__}" for found in gc.garbage)
