@@ -1,5 +1,6 @@
 """The landing in a process of its own: its deaths, its parent's death, and who may write what in between."""
 
+import itertools
 import os
 import random
 import secrets
@@ -143,8 +144,10 @@ def test_nothing_is_lost_silently_when_it_is_killed_at_any_moment(make_pair):
     thread.start()
     num_sealed = num_failed = 0
     try:
-        for index in range(200):
-            if len(kills) >= 6 and num_sealed >= 5:
+        # Attempts fail at once while nobody listens, so it is time that is limited, not their number.
+        deadline_s = time.monotonic() + 120.0
+        for index in itertools.count():
+            if (len(kills) >= 6 and num_sealed >= 5) or time.monotonic() > deadline_s:
                 break
             pair.peer = DecodePeer("d0", pair.landing.address, pair.landing.epoch)
             key = pair.reserve(1 + rng.randrange(40), f"r{index}", wait_s=2.0)
@@ -160,6 +163,7 @@ def test_nothing_is_lost_silently_when_it_is_killed_at_any_moment(make_pair):
                 pair.release(key)
             else:
                 num_failed += 1
+                stop.wait(0.01)
     finally:
         stop.set()
         thread.join()
