@@ -40,6 +40,7 @@
     ├── OperationError                 a step of a runbook
     │   ├── PreconditionUnmet          nothing was changed (exit code 3)
     │   └── StepFailed                 what it wanted did not come about
+    ├── KernelArgumentInvalid          a tensor or option that a kernel is not made for; nothing was launched
     └── ProtocolError                  a peer broke the hand-off protocol; the frame or message is dropped
 
 Operating errors live here and carry fields; programmer errors are asserts. `to_wire` and `from_wire` carry an error
@@ -284,6 +285,10 @@ class PreconditionUnmet(OperationError):
 
 class StepFailed(OperationError):
     """A step was taken, and what it wanted did not come about."""
+
+
+class KernelArgumentInvalid(BatonError):
+    """A public function of `kernels` was given what it is not made for; nothing was allocated or launched."""
 
 
 class ProtocolError(BatonError):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
+
 
 @pytest.fixture(autouse=True)
 def one_thread():

@@ -1,0 +1,1 @@
+"""The rows of `baton bench kernels`: one module for each kernel, each with `cases()`."""

@@ -1,0 +1,50 @@
+"""Tuned configurations of kernels: one committed table per kind of GPU, filled by `scripts/tune_kernels.py`.
+
+Nothing is tuned while serving. A table maps kernel -> shape -> size -> options; a size stands for all up to it that
+are above the one before. Shapes that no table has get the kernel's own rule, not somebody else's numbers.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+import torch
+
+_TABLES = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h200"}  # the same multiprocessors, tuned once
+_DEFAULT = "h200"  # what is compiled and interpreted without a GPU
+
+Table = dict[str, dict[str, dict[str, dict[str, Any]]]]
+
+
+@functools.cache
+def table(name: str = _DEFAULT) -> Table:
+    """The committed table of one kind of GPU."""
+    found: Table = json.loads((resources.files("baton.kernels") / "tuned" / f"{name}.json").read_text())
+    return found
+
+
+@functools.cache
+def _table_name(device_index: int | None) -> str:
+    if device_index is None:
+        return _DEFAULT
+    return _TABLES.get(torch.cuda.get_device_name(device_index), _DEFAULT)
+
+
+@functools.cache
+def find(kernel: str, shape: str, size: int, device_index: int | None = None) -> Mapping[str, Any] | None:
+    """The options for a shape at a size: of the smallest tuned size that is not below it, else of the largest.
+
+    Args:
+        kernel: as in the table.
+        shape: what does not change between launches, e.g. "24576x4096".
+        size: what does, e.g. rows.
+        device_index: of the GPU; None where there is none.
+    """
+    sizes = table(_table_name(device_index)).get(kernel, {}).get(shape)
+    if not sizes:
+        return None
+    numbers = sorted(int(number) for number in sizes)
+    chosen = next((number for number in numbers if number >= size), numbers[-1])
+    return sizes[str(chosen)]

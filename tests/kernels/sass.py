@@ -1,0 +1,115 @@
+"""Compile every variant of every kernel ahead of time, without a GPU, and hold the code against a committed table.
+
+    python -P -m baton.tests.kernels.sass              # print the facts as JSON, for sm_90a; fails on a broken promise
+    python -P -m baton.tests.kernels.sass --amd        # only that all compile for gfx942
+    python -P -m baton.tests.kernels.sass --accept     # write the table of this version of Triton
+    python -P -m baton.tests.kernels.sass --only PART  # of variants whose name has PART in it
+
+A program of its own: Triton's interpreter, which the tests run under, is chosen when Triton is imported.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import baton
+
+HOPPER = GPUTarget("cuda", 90, 32)
+AMD = GPUTarget("hip", "gfx942", 64)
+TABLE = Path(__file__).with_name("sass_table.json")
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+COUNTED = ("HGMMA", "QGMMA", "HMMA", "LDGSTS", "UTMALDG", "UBLKCP", "USETMAXREG", "LDL", "STL", "RED", "ATOMG")
+
+
+def all_variants():
+    """Of every module of the room that has any, in order of names."""
+    room = Path(baton.__file__).parent / "kernels"
+    modules = [importlib.import_module(f"baton.kernels.{path.stem}") for path in sorted(room.glob("*_triton.py"))]
+    variants = [variant for module in modules for variant in module.variants()]
+    names = [variant.name for variant in variants]
+    assert len(names) == len(set(names)), "two variants have one name"
+    return variants
+
+
+def compile_for(variant, target, num_warps=None):
+    names = variant.kernel.arg_names
+    signature = {name: "constexpr" if name in variant.constants else variant.types[name] for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
+    options = {"num_warps": num_warps or variant.num_warps, "num_stages": variant.num_stages, **variant.options}
+    return triton.compile(
+        ASTSource(variant.kernel, signature, dict(variant.constants), attributes), target=target, options=options
+    )
+
+
+def facts(variant):
+    """What the code for Hopper has: counts of instructions, registers, shared memory."""
+    compiled = compile_for(variant, HOPPER)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [CUOBJDUMP, "-sass", "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True)
+    sass = text.stdout + text.stderr
+    found = {name: len(re.findall(rf"\b{name}\b", sass)) for name in COUNTED}
+    return {
+        **{name: count for name, count in found.items() if count},
+        "registers": int(re.findall(r"REG:(\d+)", sass)[0]),
+        "shared_bytes": compiled.metadata.shared,
+    }
+
+
+def broken_promises(variant, found):
+    """What a variant promises and its code does not keep."""
+    broken = [f"has no {name}" for name in variant.contains if not found.get(name)]
+    broken += [f"has {found[name]} {name}" for name in ("LDL", "STL", *variant.lacks) if found.get(name)]
+    if found["registers"] > variant.max_registers:
+        broken.append(f"takes {found['registers']} registers of {variant.max_registers}")
+    if found["shared_bytes"] > variant.max_shared_bytes:
+        broken.append(f"takes {found['shared_bytes']} bytes of shared memory of {variant.max_shared_bytes}")
+    return broken
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--amd", action="store_true")
+    parser.add_argument("--accept", action="store_true")
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    variants = [variant for variant in all_variants() if options.only in variant.name]
+    if options.amd:
+        for variant in variants:
+            if variant.on_amd:
+                compile_for(variant, AMD)
+        json.dump({"triton": triton.__version__, "kernels": [v.name for v in variants if v.on_amd]}, sys.stdout)
+        return
+    with ThreadPoolExecutor(2) as pool:  # ptxas and cuobjdump are processes of their own
+        found = dict(zip([variant.name for variant in variants], pool.map(facts, variants), strict=True))
+    broken = {variant.name: broken_promises(variant, found[variant.name]) for variant in variants}
+    if options.accept:
+        table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+        table[triton.__version__] = {**table.get(triton.__version__, {}), **found}
+        kept = {variant.name for variant in all_variants()}
+        table[triton.__version__] = {
+            name: table[triton.__version__][name] for name in sorted(kept & {*table[triton.__version__]})
+        }
+        TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    json.dump(
+        {"triton": triton.__version__, "kernels": found, "broken": {k: v for k, v in broken.items() if v}}, sys.stdout
+    )
+
+
+if __name__ == "__main__":
+    main()
