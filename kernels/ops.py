@@ -40,3 +40,10 @@ class Ops:
         self.attention_decode: AttentionDecode = (
             attention_invariant.attention_decode_invariant if invariant else attention.attention_decode
         )
+
+    def add_rms_norm(
+        self, x: torch.Tensor, added: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + added, and that sum, rounded to the dtype of `x` before it is normalised."""
+        total = x + added
+        return self.rms_norm(total, weight_D, eps), total

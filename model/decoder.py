@@ -10,7 +10,10 @@ from baton.model.moe import SparseMLP
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); `layer` is its layer of the pool."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); `layer` is its layer of the pool.
+
+    A layer does not add what its MLP makes: the norm that comes next does, in one pass over the rows.
+    """
 
     def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
         eps = config.rms_norm_eps
@@ -23,10 +26,13 @@ class DecoderLayer:
             else MLP(source, f"{prefix}.mlp", ops)
         )
 
-    def __call__(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        """[T, D] -> [T, D]."""
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), inputs)
-        return x_TD + self.mlp(self.mlp_norm(x_TD), may_wait=inputs.may_wait)
+    def __call__(
+        self, x_TD: torch.Tensor, added_TD: torch.Tensor | None, inputs: AttentionInputs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows x + added (x alone if None) -> rows and what is to be added to them, all [T, D]."""
+        normed_TD, x_TD = self.attention_norm.of_sum(x_TD, added_TD)
+        normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, self.attention(normed_TD, inputs))
+        return x_TD, self.mlp(normed_TD, may_wait=inputs.may_wait)
 
 
 class Decoder:
@@ -42,6 +48,7 @@ class Decoder:
     def __call__(self, token_ids_T: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """Hidden states after the final norm, [T, D]."""
         x_TD = self.embedding_VD[token_ids_T]
+        added_TD: torch.Tensor | None = None
         for layer in self.layers:
-            x_TD = layer(x_TD, inputs)
-        return self.norm(x_TD)
+            x_TD, added_TD = layer(x_TD, added_TD, inputs)
+        return self.norm.of_sum(x_TD, added_TD)[0]

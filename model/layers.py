@@ -67,6 +67,12 @@ class RMSNorm:
         """Normalise the last dimension."""
         return self._ops.rms_norm(x, self.weight_D, self._eps)
 
+    def of_sum(self, x_TD: torch.Tensor, added_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + added, and the sum itself, rounded to its dtype before it is normalised."""
+        if added_TD is None:
+            return self(x_TD), x_TD
+        return self._ops.add_rms_norm(x_TD, added_TD, self.weight_D, self._eps)
+
 
 class MLP:
     """SwiGLU with gate and up projections in one product."""

@@ -32,4 +32,4 @@ class MTPHead:
         """[T, D] after the head's norm: logits of t_{i+2}, and the hidden state of a chained entry."""
         pair_TX = torch.cat([self.embedding_norm(embedded_TD), self.hidden_norm(hidden_TD)], dim=-1)
         x_TD = self._ops.linear(pair_TX, self.join_DX)
-        return self.norm(self.layer(x_TD, inputs))
+        return self.norm.of_sum(*self.layer(x_TD, None, inputs))[0]
