@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from baton.bench.decode_cell import Cell, DecodeCells, Turn, blocks_each, measure_ttft_ms
+from baton.bench.decode_cell import Cell, DecodeCells, DeviceWork, Turn, blocks_each, measure_ttft_ms
 from baton.bench.decode_floor import copy_gbps, step_bytes
 from baton.bench.decode_options import BLOCK_SIZE, DecodeOptions
 from baton.bench.model_shapes import write_shape
@@ -39,6 +39,8 @@ from baton.model.tensor_spec import tensor_spec
 
 _TURN_KEYS = tuple(field.name for field in dataclasses.fields(Turn) if field.name != "context_len")
 _MEMORY_SHARE = 0.9  # of what is free
+_NUM_NAMED_KERNELS = 12
+_MAX_NAME_LEN = 80
 
 
 def bench_decode(options: DecodeOptions, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
@@ -283,7 +285,16 @@ def floors(
     return a_token | spread("step_floor_ms", [step_ms for step_ms, _ in found])
 
 
-def _device_work(found: tuple[float, float] | None) -> dict[str, float]:
+def _device_work(found: DeviceWork | None) -> dict[str, Any]:
     if found is None:
         return {}
-    return {"kernels_ms": float(f"{found[0]:.4g}"), "num_kernels": round(found[1], 1)}
+    return {
+        "kernels_ms": float(f"{sum(found.kernel_us.values()) / 1e3:.4g}"),
+        "num_kernels": round(found.num_kernels, 1),
+        "kernel_shares": {_short(name): round(share, 4) for name, share in found.shares(_NUM_NAMED_KERNELS).items()},
+    }
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its return type and template arguments, which can be pages long."""
+    return name.removeprefix("void ")[:_MAX_NAME_LEN]

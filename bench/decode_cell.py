@@ -6,7 +6,8 @@ of a sequence, so that what is measured is the step. KV is random numbers in sca
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +60,26 @@ class Turn:
     context_len: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceWork:
+    """What one step has a GPU do.
+
+    Attributes:
+        kernel_us: microseconds of a step in which each kernel or copy ran, by its name.
+        num_kernels: of them.
+    """
+
+    kernel_us: Mapping[str, float]
+    num_kernels: float
+
+    def shares(self, num_named: int) -> dict[str, float]:
+        """Of the time in which any ran: that of the so many longest, by name, and of all others."""
+        total_us = sum(self.kernel_us.values())
+        ranked = sorted(self.kernel_us.items(), key=lambda item: -item[1])
+        named = {name: us / total_us for name, us in ranked[:num_named]}
+        return named | {"others": sum(us for _, us in ranked[num_named:]) / total_us}
+
+
 class DecodeCells:
     """All cells on one runner, whose slots are filled anew for each turn.
 
@@ -103,8 +124,8 @@ class DecodeCells:
             context_len=self._options.prompt_len + 1 + num_warm / cell.batch + num_each / 2,
         )
 
-    def device_work(self, cell: Cell) -> tuple[float, float]:
-        """On a GPU, of a step: milliseconds in which kernels and copies ran, and how many there were."""
+    def device_work(self, cell: Cell) -> DeviceWork:
+        """What a step does on a GPU, by its profiler."""
         slots = self.fill(cell)
         run = _Run(self._runner, slots, cell.scheduling)
         run.steps(WARM_STEPS)
@@ -115,8 +136,11 @@ class DecodeCells:
             self._lane.take()
         self.empty(slots)
         events = [event for event in profile.events() or () if event.device_type.name == "CUDA"]
-        busy_us = sum(event.time_range.elapsed_us() for event in events)
-        return busy_us / num_steps / 1e3, len(events) / num_steps
+        times_us: Counter[str] = Counter()
+        for event in events:
+            times_us[event.name] += event.time_range.elapsed_us()
+        kernel_us = {name: us / num_steps for name, us in times_us.items()}
+        return DeviceWork(kernel_us=kernel_us, num_kernels=len(events) / num_steps)
 
     def fill(self, cell: Cell) -> list[int]:
         """Put a cell's sequences, at the end of their prompt, into the first slots."""

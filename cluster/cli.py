@@ -46,6 +46,8 @@ def serve(
     cuda_graph_sizes: Annotated[Text, _option("batch sizes to capture: 1,2,4  [by itself]")] = None,
     numerics: Annotated[Text, _option("default|invariant  [default]")] = None,
     dtype: Annotated[Text, _option("auto|float64|float32|bfloat16  [auto]")] = None,
+    quantization: Annotated[Text, _option("none|fp8: of weights, made at load  [none]")] = None,
+    kernels: Annotated[Text, _option("auto|triton|reference: what computes the model  [auto]")] = None,
     weights: Annotated[Text, _option("checkpoint|random  [checkpoint]")] = None,
     device: Annotated[Text, _option("auto|cpu|cuda  [auto]")] = None,
     host: Annotated[Text, _option("address that gRPC and HTTP bind to  [127.0.0.1]")] = None,
@@ -130,6 +132,8 @@ def generate(
     numerics: Annotated[Text, _option("with --local: default|invariant  [default]")] = None,
     dtype: Annotated[Text, _option("with --local: auto|float64|float32|bfloat16  [auto]")] = None,
     device: Annotated[Text, _option("with --local: auto|cpu|cuda  [auto]")] = None,
+    quantization: Annotated[Text, _option("with --local: none|fp8  [none]")] = None,
+    kernels: Annotated[Text, _option("with --local: auto|triton|reference  [auto]")] = None,
     weights: Annotated[Text, _option("with --local: checkpoint|random  [checkpoint]")] = None,
     json: Json = False,
 ) -> int:

@@ -15,6 +15,8 @@ LOCAL_OPTIONS = (
     "mtp",
     "numerics",
     "dtype",
+    "quantization",
+    "kernels",
     "device",
     "weights",
     "verification",

@@ -212,6 +212,8 @@ def resolve_worker(
         overcommit=config.overcommit,
         host_kv_bytes=int(config.host_kv_gib * (1 << 30)) // tp_size,
         weights=config.weights,
+        quantization=config.quantization,
+        kernels=config.kernels,
         tp_size=tp_size,
         scheduling=config.scheduling,
         verification=config.verification_config(),

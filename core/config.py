@@ -15,6 +15,7 @@ from baton.core.clock import MAX_TIMEOUT_S
 from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
 from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
+from baton.core.quantization import Quantization
 from baton.core.telemetry import LogFormat, TelemetryConfig
 from baton.core.tls_files import TlsFiles
 from baton.core.verification import (
@@ -31,6 +32,7 @@ TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
 SchedulingName = Literal["async", "sync"]
 RoutingName = Literal["prefix", "least_cost", "round_robin"]
 LocalPrefillName = Literal["auto", "never", "always"]
+KernelsName = Literal["auto", "triton", "reference"]
 
 
 class ServeConfig(BaseModel):
@@ -82,6 +84,10 @@ class ServeConfig(BaseModel):
         Numerics.DEFAULT, strict=False, description="default, or invariant: tokens never depend on batching"
     )
     dtype: DTypeName = Field("auto", description="auto: bfloat16 on a GPU, float32 on a CPU")
+    quantization: Quantization = Field(
+        Quantization.NONE, strict=False, description="none, or fp8: products by e4m3 weights, made at load"
+    )
+    kernels: KernelsName = Field("auto", description="auto: Triton's on a GPU in bfloat16, torch's elsewhere")
     weights: Literal["checkpoint", "random"] = Field("checkpoint", description="random: shapes only, for speed tests")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where workers compute")
     host: str = Field("127.0.0.1", min_length=1, description="address that gRPC and HTTP bind to")
@@ -293,6 +299,8 @@ class WorkerConfig:
     overcommit: bool = True
     host_kv_bytes: int = 0  # of one rank
     weights: str = "checkpoint"
+    quantization: Quantization = Quantization.NONE
+    kernels: KernelsName = "auto"
     tp_size: int = 1
     scheduling: SchedulingName = "async"
     verification: VerificationConfig = field(default_factory=VerificationConfig)

@@ -70,6 +70,7 @@ def test_the_wheel_holds_the_rooms_and_their_data_only(wheel):
         ".pyi",
         ".proto",
         ".jinja",
+        ".json",
         ".yaml",
         ".typed",
         ".md",
