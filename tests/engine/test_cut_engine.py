@@ -107,11 +107,15 @@ def test_two_ranks(k):
 @pytest.mark.parametrize("d2t", [None, PRUNED], ids=["whole", "pruned"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "size", [pytest.param(2, marks=pytest.mark.slow), 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))]
+    "size", [pytest.param(2, marks=pytest.mark.slow), 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5, 8))]
 )
 def test_every_mode_and_number_of_ranks(size, mode, d2t):
-    """Five ranks have five tokens each, and the last four."""
     check(size, 3, mode, (0.9,), d2t)
+
+
+@pytest.mark.parametrize(("mode", "d2t"), [("token", PRUNED), ("coupled", None)])
+def test_five_ranks_of_which_the_last_has_fewer_tokens(mode, d2t):
+    check(5, 3, mode, (0.9,), d2t)
 
 
 @pytest.mark.fast
