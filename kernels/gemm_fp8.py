@@ -1,0 +1,229 @@
+"""Products with a float8 weight: C = A W^T in bfloat16, with 1 x 128 scales of A and 128 x 128 scales of W.
+
+    C[m, n] = sum over groups g of  scale_A[g, m] * scale_W[n / 128, g] * (A[m, g] . W[n, g])
+
+each group's product in the tensor cores, scaled and added in float32. `gemm_fp8` takes activations that are quantized,
+`linear_fp8` takes them in bfloat16 and quantizes in the same call, to the same bits. For few rows the operands change
+sides (`swap_ab`); where the table or the rule says so, many rows go to the library's product (`kernels.scaled_mm`).
+
+With `invariant` a row's result depends on that row alone, bit for bit: tile, splits and order are the weight's.
+
+Launches that share a `Workspace` must come one after the other: it belongs to a stream. It refuses shapes that do not
+fit, before anything is launched. Legend: M rows, N outputs, K inputs, G groups of 128 inputs.
+
+Source: DeepSeek-V3 (section 3.3) for the scheme; swapping operands for small M as DeepGEMM and cuBLAS do.
+"""
+
+import functools
+
+import torch
+
+from baton.kernels import gemm_fp8_triton
+from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.fp8_weight import Fp8Weight
+from baton.kernels.gemm_fp8_plan import Plan, SwapAB, invariant_plan, plan_of, rule
+from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.quantize_fp8 import GROUP_LEN, dequantize_fp8, quantize_before, quantize_fp8_reference
+from baton.kernels.scaled_mm import LIBRARY, ROWS_MULTIPLE
+from baton.kernels.tiles import product_rows
+
+_HOPPER = (9, 0)
+_OLDEST = (8, 9)  # with instructions for float8
+
+
+class Workspace:
+    """Counters of splits that have arrived; every launch leaves zeros. Of one stream, and made before its capture."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(gemm_fp8_triton.MAX_TILES, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def default_workspace(device: torch.device) -> Workspace:
+    """The one of the stream that computes on a device, for callers that bring none.
+
+    Raises:
+        KernelArgumentInvalid: it is first asked for while a graph is captured, to which it would belong.
+    """
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    require(not captured, "workspace", "must be made before a graph is captured: call once before")
+    return Workspace(device)
+
+
+def gemm_fp8(
+    a_MK: torch.Tensor,
+    scales_GM: torch.Tensor,
+    weight: Fp8Weight,
+    *,
+    out_MN: torch.Tensor | None = None,
+    swap_ab: SwapAB | str = SwapAB.AUTO,
+    num_sms: int | None = None,
+    invariant: bool = False,
+    workspace: Workspace | None = None,
+    plan: Plan | None = None,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """[M, N] bfloat16 of quantized activations.
+
+    Args:
+        a_MK: float8; rows may be strided.
+        scales_GM: float32 [K / 128, M], as `quantize_fp8` gives them; rows may be strided.
+        weight: what they are multiplied with.
+        out_MN: where the result is put, rows may be strided; None: it is allocated.
+        swap_ab: "auto": as measured; "on" and "off" force it, "on" only on sm_90.
+        num_sms: programs at most, each of which takes a part of a multiprocessor; None: as many as there are.
+        invariant: a row's result is independent of the other rows.
+        workspace: of the current stream; None: the device's, which is then used on one stream only.
+        plan: how to compute, for tuning; None: as tuned.
+        implementation: which form computes.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit.
+    """
+    require_tensor("a_MK", a_MK, [None, weight.num_inputs], [torch.float8_e4m3fn], weight.values_NK.device)
+    require_rows("a_MK", a_MK)
+    num_rows = len(a_MK)
+    groups = weight.num_inputs // GROUP_LEN
+    require_tensor("scales_GM", scales_GM, [groups, num_rows], [torch.float32], a_MK.device)
+    require_rows("scales_GM", scales_GM)
+    out_MN = _checked_out(out_MN, num_rows, weight, num_sms)
+    if num_rows == 0:
+        return out_MN
+    if not _uses_triton(a_MK.device, implementation):
+        return out_MN.copy_(gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant))
+    plan = plan or _chosen("gemm_fp8", num_rows, weight, swap_ab, num_sms, invariant)
+    return _multiplied(a_MK, scales_GM, weight, out_MN, plan, num_sms, workspace, waits=False)
+
+
+def linear_fp8(
+    x_MK: torch.Tensor,
+    weight: Fp8Weight,
+    *,
+    out_MN: torch.Tensor | None = None,
+    ue8m0: bool = False,
+    swap_ab: SwapAB | str = SwapAB.AUTO,
+    num_sms: int | None = None,
+    invariant: bool = False,
+    workspace: Workspace | None = None,
+    plan: Plan | None = None,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """[M, N] bfloat16 of bfloat16 activations: quantizes, pads and multiplies; bits as of the two calls.
+
+    Args:
+        x_MK: bfloat16; rows may be strided.
+        weight: as of `gemm_fp8`, as are the other arguments.
+        out_MN: where the result is put.
+        ue8m0: activations' scales are powers of two.
+        swap_ab: whether operands change sides.
+        num_sms: programs at most, of the product.
+        invariant: a row's result is independent of the other rows.
+        workspace: of the current stream.
+        plan: how to compute, for tuning.
+        implementation: which form computes.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit.
+    """
+    require_tensor("x_MK", x_MK, [None, weight.num_inputs], [torch.bfloat16], weight.values_NK.device)
+    require_rows("x_MK", x_MK)
+    num_rows = len(x_MK)
+    out_MN = _checked_out(out_MN, num_rows, weight, num_sms)
+    if num_rows == 0:
+        return out_MN
+    if not _uses_triton(x_MK.device, implementation):
+        a_MK, scales_GM = quantize_fp8_reference(x_MK, ue8m0=ue8m0)
+        return out_MN.copy_(gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant))
+    plan = plan or _chosen("linear_fp8", num_rows, weight, swap_ab, num_sms, invariant)
+    if plan is not None and plan.fused:
+        counters = (workspace or default_workspace(x_MK.device)).counters
+        gemm_fp8_triton.launch(x_MK, None, weight, out_MN, plan, counters, ue8m0=ue8m0, num_sms=num_sms)
+        return out_MN
+    waits = plan is not None and plan.pdl
+    pad_to = ROWS_MULTIPLE if plan is None else 1
+    a_MK, scales_GM = quantize_before(x_MK, ue8m0=ue8m0, pad_to=pad_to, before_dependent=waits)
+    return _multiplied(a_MK, scales_GM, weight, out_MN, plan, num_sms, workspace, waits=waits)
+
+
+def gemm_fp8_reference(
+    a_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight, *, invariant: bool = False
+) -> torch.Tensor:
+    """What `gemm_fp8` computes, in torch: the product of what the values stand for, in float32."""
+    wide_MK, weight_NK = dequantize_fp8(a_MK, scales_GM), weight.dequantize()
+    product = product_rows(wide_MK, weight_NK) if invariant else wide_MK @ weight_NK.t()
+    return product.to(torch.bfloat16)
+
+
+def _checked_out(out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight, num_sms: int | None) -> torch.Tensor:
+    """The output that was given, or a new one; `num_sms` is checked before it is allocated."""
+    require(num_sms is None or num_sms > 0, "num_sms", f"is {num_sms}, not positive")
+    shape = [num_rows, weight.num_outputs]
+    device = weight.values_NK.device
+    if out_MN is None:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+    require_tensor("out_MN", out_MN, shape, [torch.bfloat16], device)
+    require_rows("out_MN", out_MN)
+    return out_MN
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; that of Hopper for the interpreter, which has none."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _HOPPER
+
+
+def _uses_triton(device: torch.device, implementation: Implementation) -> bool:
+    """Left open, GPUs too old for float8 compute the reference."""
+    if implementation is Implementation.AUTO and device.type == "cuda" and _capability(device) < _OLDEST:
+        return False
+    return uses_triton(device, implementation)
+
+
+def _chosen(
+    table: str, num_rows: int, weight: Fp8Weight, swap_ab: SwapAB | str, num_sms: int | None, invariant: bool
+) -> Plan | None:
+    """The plan; None: the library's product, which can be neither capped nor invariant."""
+    names = [item.value for item in SwapAB]
+    is_known = isinstance(swap_ab, SwapAB) or swap_ab in names
+    require(is_known, "swap_ab", f"is {swap_ab!r}, not one of {names}")
+    num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
+    device = weight.values_NK.device
+    plan = plan_of(
+        table,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        SwapAB(swap_ab),
+        can_swap=_capability(device)[0] == _HOPPER[0],
+        device_index=device.index,
+    )
+    if invariant:
+        return invariant_plan(num_outputs, num_inputs)
+    if plan is None and (num_sms is not None or device.type != "cuda"):
+        return rule(num_rows, num_outputs, num_inputs, swap=False)
+    return plan
+
+
+def _multiplied(
+    a_MK: torch.Tensor,
+    scales_GM: torch.Tensor,
+    weight: Fp8Weight,
+    out_MN: torch.Tensor,
+    plan: Plan | None,
+    num_sms: int | None,
+    workspace: Workspace | None,
+    *,
+    waits: bool,
+) -> torch.Tensor:
+    """Of quantized rows, which may be more than those wanted: what is padded is not stored."""
+    num_rows = len(out_MN)
+    if plan is None:
+        product_MN = LIBRARY.product(a_MK, scales_GM, weight)
+        if product_MN is not None:
+            return out_MN.copy_(product_MN[:num_rows])
+        plan = rule(num_rows, weight.num_outputs, weight.num_inputs, swap=False)
+    counters = (workspace or default_workspace(a_MK.device)).counters
+    gemm_fp8_triton.launch(
+        a_MK[:num_rows], scales_GM[:, :num_rows], weight, out_MN, plan, counters, num_sms=num_sms, waits=waits
+    )
+    return out_MN

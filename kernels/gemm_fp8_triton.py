@@ -1,0 +1,302 @@
+"""Product of float8 matrices with scales, as a Triton kernel: C = A W^T, with 1 x 128 scales of A and 128 x 128 of W.
+
+Hopper's tensor cores take 64 rows at least. With few tokens the operands change sides: rows of the weight are the 64
+or 128 rows of an instruction and tokens are its 16 to 64 columns, so nothing is computed for rows that do not exist.
+Then the time is that of reading the weight, and all depends on bytes in flight: many stages, and K cut into splits
+where the weight has too few rows to occupy all multiprocessors. Splits are added by whichever of them comes last, in
+their own order, so the sum has one value.
+
+The tensor cores add with fewer bits than float32, therefore each product over 128 columns is scaled and added in
+float32 registers. Activations come quantized, or in bfloat16 and are quantized as they are loaded, to the same bits.
+
+Shapes: M tokens, N rows of the weight, K columns of both, I and J rows and columns of a tile.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from baton.kernels.fp8_weight import Fp8Weight
+from baton.kernels.gemm_fp8_plan import SIZES, Plan, SwapAB, invariant_plan, plan_of
+from baton.kernels.quantize_fp8_triton import quantize_tile
+from baton.kernels.tuning import table
+from baton.kernels.variant import Variant
+
+MAX_TILES = 16_384  # of a launch with splits: their counters
+_MAX_SPLIT_ROWS = 1024  # of a launch with splits, so that the parts stay a few dozen MB
+
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _product(
+    a, a_scales, w, w_scales, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride, pm, pn, first, last,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, QUANTIZE: tl.constexpr,
+    UE8M0: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The sum over groups [first, last) of 128 columns, float32; [BN, BM] if operands are swapped."""
+    m = pm * BM + tl.arange(0, BM)
+    n = pn * BN + tl.arange(0, BN)
+    k = tl.arange(0, 128)
+    is_row = m < num_rows
+    a_at = a + m[:, None].to(tl.int64) * a_stride + k[None, :]
+    if not TMA:
+        # Rows past the end read the last one again, which costs less than a mask; they are not stored.
+        w_at = w + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
+    w_scales += (pn * BN // 128).to(tl.int64) * w_scale_stride
+    acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
+    for group in tl.range(first, last, num_stages=STAGES):
+        x = tl.load(a_at + group * 128, mask=is_row[:, None], other=0.0)
+        if TMA:
+            weight = w.load([pn * BN, group * 128])
+        elif SWAP:
+            weight = tl.load(w_at + group * 128, eviction_policy="evict_first")
+        else:
+            weight = tl.load(w_at + group * 128)
+        # One scale for all rows, but loaded as a tensor: so it is pipelined as the tiles are, and not waited for.
+        scale = tl.load(w_scales + group + tl.zeros([BM], tl.int32))
+        if QUANTIZE:
+            x, scale_m1 = quantize_tile(x.to(tl.float32), 1, UE8M0)
+            scale *= tl.reshape(scale_m1, [BM])
+        else:
+            scale *= tl.load(a_scales + group * a_scale_stride + m, mask=is_row, other=0.0)
+        if SWAP:
+            acc += tl.dot(weight, x.T) * scale[None, :]
+        else:
+            acc += tl.dot(x, weight.T) * scale[:, None]
+    return acc
+
+
+@triton.jit
+def _store(c, acc, num_rows, N, c_stride, pm, pn, BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):
+    m = pm * BM + tl.arange(0, BM)
+    n = pn * BN + tl.arange(0, BN)
+    if SWAP:
+        acc = acc.T
+    inside = (m < num_rows)[:, None] & (n < N)[None, :]
+    tl.store(c + m[:, None].to(tl.int64) * c_stride + n[None, :], acc.to(c.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_of_parts(parts_at, num_splits, UNROLL: tl.constexpr, SIZE: tl.constexpr):
+    """All parts of a tile in the order of the splits; UNROLL loads are under way at once."""
+    total = tl.load(parts_at, cache_modifier=".cg")
+    for start in range(1, num_splits, UNROLL):
+        for step in tl.static_range(UNROLL):
+            part = start + step
+            mask = tl.full(parts_at.shape, True, tl.int1) & (part < num_splits)
+            # Adding 0 for a part that is not there would turn -0 to 0, which no sum of products minds.
+            total += tl.load(parts_at + part * SIZE, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _tile(
+    work, a, a_scales, w, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride,
+    c_stride, num_splits, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
+    QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """One split of one tile; tiles of the same rows of the weight are neighbours, so these are read from DRAM once."""
+    num_m = tl.cdiv(num_rows, BM)
+    pm = work % num_m
+    split = work // num_m % num_splits
+    pn = work // num_m // num_splits
+    first = split * (K // 128) // num_splits
+    last = (split + 1) * (K // 128) // num_splits
+    acc = _product(
+        a, a_scales, w, w_scales, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride, pm, pn, first, last,
+        BM, BN, STAGES, SWAP, QUANTIZE, UE8M0, TMA,
+    )  # fmt: skip
+    if SPLIT:
+        SIZE: tl.constexpr = BM * BN
+        tile = pn * num_m + pm
+        within = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
+        parts_at = partials + tile.to(tl.int64) * num_splits * SIZE + within
+        tl.store(parts_at + split * SIZE, acc)
+        # All threads' parts are stored before one thread counts, and counted before the last program loads them.
+        tl.debug_barrier()
+        num_done = tl.atomic_add(counters + tile, 1, sem="acq_rel")
+        if num_done == num_splits - 1:
+            total = _sum_of_parts(parts_at, num_splits, UNROLL, SIZE)
+            tl.store(counters + tile, 0)
+            _store(c, total, num_rows, N, c_stride, pm, pn, BM, BN, SWAP)
+    else:
+        _store(c, acc, num_rows, N, c_stride, pm, pn, BM, BN, SWAP)
+
+
+@triton.jit(do_not_specialize=["num_rows", "a_scale_stride", "w_scale_stride", "num_splits", "num_works"])
+def _gemm_kernel(
+    a, a_scales, w, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride,
+    c_stride, num_splits, num_works, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
+    QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, UNROLL: tl.constexpr,
+    CAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program for each split of each tile, or, if the number of programs is capped, several of them for each."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if CAPPED:
+        for work in tl.range(tl.program_id(0), num_works, tl.num_programs(0)):
+            _tile(
+                work, a, a_scales, w, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride,
+                w_scale_stride, c_stride, num_splits, BM, BN, STAGES, SWAP, QUANTIZE, UE8M0, SPLIT, TMA, UNROLL,
+            )  # fmt: skip
+    else:
+        _tile(
+            tl.program_id(0), a, a_scales, w, w_scales, c, partials, counters, num_rows, N, K, a_stride,
+            a_scale_stride, w_scale_stride, c_stride, num_splits, BM, BN, STAGES, SWAP, QUANTIZE, UE8M0, SPLIT, TMA,
+            UNROLL,
+        )  # fmt: skip
+
+
+def launch(
+    a_MK: torch.Tensor,
+    scales_GM: torch.Tensor | None,
+    weight: Fp8Weight,
+    c_MN: torch.Tensor,
+    plan: Plan,
+    counters: torch.Tensor,
+    *,
+    ue8m0: bool = False,
+    num_sms: int | None = None,
+    waits: bool = False,
+) -> None:
+    """Compute `c_MN`, in several launches if there are many rows and splits.
+
+    Args:
+        a_MK: float8, or bfloat16 to be quantized here; rows may be strided.
+        scales_GM: of float8 activations; rows may be strided.
+        weight: what they are multiplied with.
+        c_MN: bfloat16; rows may be strided.
+        plan: how.
+        counters: int32 zeros [MAX_TILES], of the current stream; left as zeros.
+        ue8m0: of the quantization that is done here.
+        num_sms: programs at most.
+        waits: whether the launch before is `quantize_fp8_triton`'s with `before_dependent`.
+    """
+    num_rows = len(a_MK)
+    num_tiles_n = triton.cdiv(weight.num_outputs, plan.BN)
+    rows_at_once = num_rows
+    if plan.splits > 1:
+        rows_at_once = min(num_rows, _MAX_SPLIT_ROWS, MAX_TILES // num_tiles_n * plan.BM)
+    for start in range(0, num_rows, max(1, rows_at_once)):
+        rows = slice(start, min(start + rows_at_once, num_rows))
+        scales = None if scales_GM is None else scales_GM[:, rows]
+        # Only the first product starts early: those after it follow a product, which tells nobody to.
+        _launch_rows(a_MK[rows], scales, weight, c_MN[rows], plan, counters, ue8m0, num_sms, waits and start == 0)
+
+
+def _launch_rows(a, scales, weight, c, plan, counters, ue8m0, num_sms, waits) -> None:
+    num_rows, K = a.shape
+    N = weight.num_outputs
+    num_tiles = triton.cdiv(num_rows, plan.BM) * triton.cdiv(N, plan.BN)
+    num_works = num_tiles * plan.splits
+    is_capped = num_sms is not None and num_sms < num_works
+    partials = c
+    if plan.splits > 1:
+        partials = torch.empty(num_works * plan.BM * plan.BN, dtype=torch.float32, device=c.device)
+    values = weight.values_NK
+    waits = waits and not _INTERPRETED.value
+    _gemm_kernel[(num_sms if is_capped else num_works,)](
+        a,
+        weight.scales_BG if scales is None else scales,
+        TensorDescriptor.from_tensor(values, [plan.BN, 128]) if plan.tma else values,
+        weight.scales_BG,
+        c,
+        partials,
+        counters,
+        num_rows,
+        N,
+        K,
+        a.stride(0),
+        0 if scales is None else scales.stride(0),
+        weight.scales_BG.stride(0),
+        c.stride(0),
+        plan.splits,
+        num_works,
+        **_constants(plan, scales is None, ue8m0, is_capped, waits),
+        num_warps=plan.warps,
+        **({"launch_pdl": True} if waits else {}),
+    )
+
+
+def _constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool, waits: bool) -> dict[str, Any]:
+    values_per_thread = plan.BM * plan.BN // (32 * plan.warps)
+    return {
+        "BM": plan.BM,
+        "BN": plan.BN,
+        "STAGES": plan.stages,
+        "SWAP": plan.swap,
+        "QUANTIZE": is_wide,
+        "UE8M0": ue8m0 and is_wide,
+        "SPLIT": plan.splits > 1,
+        "TMA": plan.tma,
+        "UNROLL": max(1, min(8, 64 // values_per_thread)),  # parts of a sum that registers hold at once
+        "CAPPED": is_capped,
+        "PDL": waits,
+    }
+
+
+def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, waits: bool = False) -> Variant:
+    integers = (
+        "num_rows", "N", "K", "a_stride", "a_scale_stride", "w_scale_stride", "c_stride", "num_splits", "num_works",
+    )  # fmt: skip
+    types = {
+        "a": "*bf16" if is_wide else "*fp8e4nv",
+        "a_scales": "*fp32",
+        "w": f"tensordesc<fp8e4nv[{plan.BN}, 128]>" if plan.tma else "*fp8e4nv",
+        "w_scales": "*fp32",
+        "c": "*bf16",
+        "partials": "*fp32" if plan.splits > 1 else "*bf16",
+        "counters": "*i32",
+        **dict.fromkeys(integers, "i32"),
+    }
+    aligned = ["a", "a_scales", "w_scales", "c", "partials", "counters", "N", "K", "a_stride", "c_stride"]
+    traits = [
+        f"{plan.BM}x{plan.BN}", f"stages={plan.stages}", f"warps={plan.warps}",
+        *[name for name, holds in (
+            ("split", plan.splits > 1), ("tma", plan.tma), ("bf16", is_wide), ("capped", is_capped), ("pdl", waits)
+        ) if holds],
+    ]  # fmt: skip
+    return Variant(
+        name=f"gemm_fp8 {'swap' if plan.swap else 'plain'} {' '.join(traits)}",
+        kernel=_gemm_kernel,
+        types=types,
+        constants=_constants(plan, is_wide, False, is_capped, waits),
+        aligned=tuple(aligned if plan.tma else [*aligned, "w"]),
+        num_warps=plan.warps,
+        contains=("QGMMA", "UTMALDG" if plan.tma else "LDGSTS"),
+        lacks=("HMMA",),
+        max_shared_bytes=227 * 1024 // (2 if plan.swap and plan.BM * plan.BN <= 4096 else 1),
+        on_amd=not plan.tma and not waits,
+        options={"launch_pdl": True} if waits else {},
+    )
+
+
+def variants() -> list[Variant]:
+    """What the tables and the rules launch for the shapes that are measured, in each form once."""
+    shapes = {(4096, 4096), (24576, 4096)}
+    shapes |= {tuple(map(int, shape.split("x"))) for name in _TABLES for shape in table().get(name, {})}
+    found = {}
+    for name in _TABLES:
+        is_linear = name == "linear_fp8"
+        for N, K in sorted(shapes):
+            for size in SIZES[:4]:
+                plan = plan_of(name, size, N, K, SwapAB.AUTO, can_swap=True, device_index=None)
+                if plan is not None:
+                    apart = is_linear and not plan.fused
+                    variant = _variant(plan, is_wide=is_linear and plan.fused, waits=apart and plan.pdl)
+                    found[variant.name] = variant
+    plain = plan_of("gemm_fp8", 4096, 4096, 4096, SwapAB.OFF, can_swap=True, device_index=None)
+    for variant in (
+        _variant(plain),
+        _variant(invariant_plan(4096, 4096)),
+        _variant(Plan(stages=6), is_capped=True),
+    ):
+        found[variant.name] = variant
+    return list(found.values())
+
+
+_TABLES = ("gemm_fp8", "linear_fp8")
