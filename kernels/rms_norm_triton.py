@@ -2,7 +2,7 @@
 
 How many warps share a row is chosen by its length alone, never by how many rows there are: the order in which a row's
 squares are added, and so its result, is the same in every batch. Thread by thread 8 neighbouring values (16 bytes) are
-loaded, all loads are under way together, and the next kernel may begin its launch as soon as they are.
+loaded, and all loads are under way together.
 
 Shapes: R rows of a program, N groups, C columns of a group.
 """
@@ -140,6 +140,7 @@ def _norm_kernel(
     is_real = (row_R11 < num_rows) & is_column
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x_RNC = tl.load(x + row_R11 * x_stride + column_1NC, mask=is_real, other=0.0)
     # Loaded by every row's threads, from the cache: handing it from thread to thread would cost a barrier.
     at_weight_RNC = tl.broadcast_to(weight + column_1NC, [R, N, C])
@@ -148,8 +149,6 @@ def _norm_kernel(
         residual_RNC = tl.load(residual + row_R11 * residual_stride + column_1NC, mask=is_real, other=0.0)
     if GATE:
         gate_RNC = tl.load(gate + row_R11 * gate_stride + column_1NC, mask=is_real, other=0.0).to(tl.float32)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     wide_RNC = x_RNC.to(tl.float32)
     if RESIDUAL:
         wide_RNC += residual_RNC.to(tl.float32)

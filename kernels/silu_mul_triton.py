@@ -105,6 +105,7 @@ def _silu_mul_kernel(
         expert, place = (row // num_rows).to(tl.int64), row % num_rows
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     num_real = num_given
     if MASK:
         num_real = tl.load(counts + expert).to(tl.int32)
@@ -118,8 +119,6 @@ def _silu_mul_kernel(
     is_real = is_column & (place < num_real)
     gate_1NC = tl.load(from_row + column_1NC, mask=is_real, other=0.0)
     up_1NC = tl.load(from_row + I + column_1NC, mask=is_real, other=0.0)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     wide_1NC = gate_1NC.to(tl.float32)
     silu_1NC = (wide_1NC / (1.0 + tl.exp(-wide_1NC))).to(gate_1NC.dtype)
     value_1NC = (silu_1NC.to(tl.float32) * up_1NC.to(tl.float32)).to(gate_1NC.dtype)
