@@ -179,13 +179,16 @@ def resolve_worker(
     """The plain values one worker starts with.
 
     Raises:
-        ConfigInvalid: `max_model_len` exceeds the model's own length, or CUDA graphs that a worker cannot have.
+        ConfigInvalid: `max_model_len` exceeds the model's own length, or CUDA graphs or kernels that a worker cannot
+            have.
     """
     device = resolve_device(config.device) if device is None else device
     max_model_len = model.max_model_len if config.max_model_len is None else config.max_model_len
     if max_model_len > model.max_model_len:
         message = f"max_model_len: {max_model_len} exceeds the model's own {model.max_model_len}"
         raise ConfigInvalid(message, keys=["max_model_len"])
+    if config.kernels == "triton" and device == "cpu":
+        raise ConfigInvalid("kernels: triton's need a GPU, and workers compute on CPUs", keys=["kernels"])
     graphs = config.graph_config()
     graphs.require_fits(device=device, max_num_seqs=config.max_num_seqs)
     return WorkerConfig(

@@ -1,8 +1,8 @@
-"""The operations whose arithmetic depends on the numerics mode, chosen once when a model is built.
+"""The operations whose form depends on numerics, device and quantization, chosen once when a model is built.
 
-RoPE and `kv_write` treat every element alone and are the same in both modes. Two operations sum over a dimension that a
-group of ranks may share: `linear_inner` and `experts`; a model built on the operations of a group is that group's
-part of it, and says nothing about it.
+A form is the torch reference, the invariant reference (`kernels.tiles`), or the Triton kernels, which fuse what stands
+side by side in a layer. Two operations sum over a dimension that a group of ranks may share: `linear_inner` and
+`experts`; a model built on the operations of a group is that group's part of it, and says nothing about it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,13 @@ import torch
 
 from baton.core.numerics import Numerics
 from baton.kernels import attention, attention_invariant, linear, moe, rms_norm, silu_mul
+from baton.kernels.fp8_weight import Fp8Weight
+from baton.kernels.gemm_fp8 import linear_fp8
+from baton.kernels.implementation import Implementation
 from baton.kernels.inner_sum import ALONE, InnerSum
+from baton.kernels.kv_write import kv_write
+from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
+from baton.kernels.rope import rope
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, moe.ExpertWeights, bool], torch.Tensor]
 Route = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
@@ -20,18 +26,44 @@ AttentionPrefill = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor
 ]
 AttentionDecode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+Weight = torch.Tensor | Fp8Weight
+
+TRITON_DTYPES = (torch.bfloat16,)
+
+
+def has_triton_form(device: torch.device, dtype: torch.dtype, numerics: Numerics) -> bool:
+    """Whether a model is computed by Triton kernels if nobody says otherwise.
+
+    In invariant numerics it is not: there, chunks of prompts and decode steps must round alike, and the kernels'
+    invariant forms hold for each kernel alone.
+    """
+    return device.type == "cuda" and dtype in TRITON_DTYPES and numerics is Numerics.DEFAULT
 
 
 class Ops:
-    """One mode's operations; the functions of that name in `baton.kernels` document shapes and sources."""
+    """One form of all operations; the functions of that name in `baton.kernels` document shapes and sources.
 
-    def __init__(self, numerics: Numerics, inner: InnerSum = ALONE) -> None:
+    Args:
+        numerics: how far a row may depend on others.
+        inner: who shares inner dimensions.
+        implementation: TRITON or REFERENCE.
+    """
+
+    def __init__(
+        self,
+        numerics: Numerics,
+        inner: InnerSum = ALONE,
+        implementation: Implementation = Implementation.REFERENCE,
+    ) -> None:
+        assert implementation is not Implementation.AUTO
         self.numerics = numerics
-        invariant = numerics is Numerics.INVARIANT
-        self.linear = linear.linear_invariant if invariant else linear.linear
-        self.linear_inner = inner.linear_invariant if invariant else inner.linear
-        self.rms_norm = rms_norm.rms_norm_invariant if invariant else rms_norm.rms_norm
-        self.silu_mul = silu_mul.silu_mul_invariant if invariant else silu_mul.silu_mul
+        self.implementation = implementation
+        self._inner = inner
+        self._is_invariant = invariant = numerics is Numerics.INVARIANT
+        self._is_fused = implementation is Implementation.TRITON
+        assert not (invariant and self._is_fused)
+        self._linear = linear.linear_invariant if invariant else linear.linear
+        self._linear_inner = inner.linear_invariant if invariant else inner.linear
         self.route: Route = moe.route_invariant if invariant else moe.route
         self.experts: Experts = partial(moe.experts_invariant if invariant else moe.experts, inner=inner)
         self.attention_prefill: AttentionPrefill = (
@@ -41,9 +73,72 @@ class Ops:
             attention_invariant.attention_decode_invariant if invariant else attention.attention_decode
         )
 
+    def linear(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """The product x W^T, [T, N]."""
+        if isinstance(weight, Fp8Weight):
+            return self._linear_fp8(x_TK, weight)
+        return self._linear(x_TK, weight)
+
+    def linear_inner(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """The same, of which this rank has a part of the inner dimension: added over the ranks."""
+        if isinstance(weight, Fp8Weight):
+            return self._inner.add_ranks(self._linear_fp8(x_TK, weight))
+        return self._linear_inner(x_TK, weight)
+
+    def rms_norm(self, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        """The norm of the last dimension."""
+        if self._is_fused and x.dim() == 2:
+            return rms_norm.rms_norm_fused(x, weight_D, eps, implementation=self.implementation).rows
+        norm = rms_norm.rms_norm_invariant if self._is_invariant else rms_norm.rms_norm
+        return norm(x, weight_D, eps)
+
     def add_rms_norm(
         self, x: torch.Tensor, added: torch.Tensor, weight_D: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of x + added, and that sum, rounded to the dtype of `x` before it is normalised."""
+        if self._is_fused:
+            made = rms_norm.rms_norm_fused(x, weight_D, eps, residual_TD=added, implementation=self.implementation)
+            assert made.sum_TD is not None
+            return made.rows, made.sum_TD
         total = x + added
         return self.rms_norm(total, weight_D, eps), total
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The gate of SwiGLU."""
+        if self._is_fused and gate_up.dim() == 2:
+            return silu_mul.silu_mul_fused(gate_up, implementation=self.implementation).rows
+        gate = silu_mul.silu_mul_invariant if self._is_invariant else silu_mul.silu_mul
+        return gate(gate_up)
+
+    def qk_norm_rope_write(
+        self,
+        qkv_TX: torch.Tensor,
+        norms: HeadNorms,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots_T: torch.Tensor,
+        pool: LayerPool,
+    ) -> torch.Tensor:
+        """Queries [T, Q, D], normalised and turned; keys (the same) and values go to their slots of the pool.
+
+        Args:
+            qkv_TX: query, key and value heads side by side.
+            norms: of queries and keys.
+            angles: cosines and sines of each token, [T, D / 2].
+            slots_T: of each token; rows that pad a batch share the scratch block's.
+            pool: of the layer.
+        """
+        _, num_kv, _, head_dim = pool.key_NHSD.shape
+        num_query = qkv_TX.shape[1] // head_dim - 2 * num_kv
+        if self._is_fused:
+            rotation = Rotation(dim=head_dim, tables=angles)
+            return qk_norm_rope_write(
+                qkv_TX, norms, rotation, slots_T, pool, num_query=num_query, implementation=self.implementation
+            )
+        heads_TXD = qkv_TX.unflatten(1, (-1, head_dim))
+        query_TQD, key_THD, value_THD = heads_TXD.split([num_query, num_kv, num_kv], dim=1)
+        key_THD = rope(self.rms_norm(key_THD, norms.key_D, norms.eps), *angles)
+        kv_write(key_THD, value_THD, slots_T, pool.key_NHSD, pool.value_NHSD)
+        return rope(self.rms_norm(query_TQD, norms.query_D, norms.eps), *angles)
+
+    def _linear_fp8(self, x_TK: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+        return linear_fp8(x_TK, weight, invariant=self._is_invariant, implementation=self.implementation)

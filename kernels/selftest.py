@@ -45,10 +45,10 @@ def check_invariance(
         for num_outputs, num_inputs in linear_shapes:
             shape = (min(num_outputs, _MAX_OUTPUTS), num_inputs)
             weight_NK = _values(shape, dtype, device) / num_inputs**0.5
-            _check_rows("linear", shape, partial(ops.linear, weight_NK=weight_NK), shape[1], dtype, device)
+            _check_rows("linear", shape, partial(ops.linear, weight=weight_NK), shape[1], dtype, device)
             if num_ranks > 1:
                 _check_outputs(ops, weight_NK, num_ranks)
-            inner = partial(ops.linear_inner, weight_NK=weight_NK)
+            inner = partial(ops.linear_inner, weight=weight_NK)
             _check_rows("linear_inner", shape, inner, shape[1], dtype, device)
         for size in sorted({num_inputs for _, num_inputs in linear_shapes}):
             weight_D = _values((size,), dtype, device)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.kernels.kv_write import kv_write
 from baton.kernels.ops import Ops
-from baton.kernels.rope import rope
+from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
 from baton.model.inputs import AttentionBatch, DecodeBatch
-from baton.model.layers import RMSNorm, WeightSource
+from baton.model.layers import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +44,26 @@ class Attention:
     """One layer's attention; its KV is layer `layer` of the pool."""
 
     def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
-        parts = [source.take(f"{prefix}.{name}_proj.weight") for name in "qkv"]
-        self.qkv_QD = torch.cat(parts)
-        self.out_DQ = source.take(f"{prefix}.o_proj.weight")
-        self.query_norm = RMSNorm(source, f"{prefix}.q_norm", config.rms_norm_eps, ops)
-        self.key_norm = RMSNorm(source, f"{prefix}.k_norm", config.rms_norm_eps, ops)
-        self._heads = [part.shape[0] // config.head_dim for part in parts]  # as many as the weights are for
-        self._head_dim = config.head_dim
+        self.qkv_QD = source.take_product(*(f"{prefix}.{name}_proj.weight" for name in "qkv"))
+        self.out_DQ = source.take_product(f"{prefix}.o_proj.weight")
+        self.norms = HeadNorms(
+            query_D=source.take(f"{prefix}.q_norm.weight"),
+            key_D=source.take(f"{prefix}.k_norm.weight"),
+            eps=config.rms_norm_eps,
+        )
         self._layer = layer
         self._ops = ops
 
     def __call__(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """Write the tokens' K and V, then attend -> [T, D]."""
-        heads_TXE = self._ops.linear(x_TD, self.qkv_QD).unflatten(1, (-1, self._head_dim))
-        query_TAE, key_THE, value_THE = heads_TXE.split(self._heads, dim=1)
-        query_TAE = rope(self.query_norm(query_TAE), inputs.cos_TF, inputs.sin_TF)
-        key_THE = rope(self.key_norm(key_THE), inputs.cos_TF, inputs.sin_TF)
         key_NHSE, value_NHSE = inputs.pool.layer(self._layer)
-        kv_write(key_THE, value_THE, _slots(inputs.batch), key_NHSE, value_NHSE)
+        query_TAE = self._ops.qk_norm_rope_write(
+            self._ops.linear(x_TD, self.qkv_QD),
+            self.norms,
+            (inputs.cos_TF, inputs.sin_TF),
+            _slots(inputs.batch),
+            LayerPool(key_NHSD=key_NHSE, value_NHSD=value_NHSE),
+        )
         inputs.on_layer(self._layer)
         mixed_TQ = self._attend(query_TAE, key_NHSE, value_NHSE, inputs.batch).flatten(1)
         return self._ops.linear_inner(mixed_TQ, self.out_DQ)

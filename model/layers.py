@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from baton.kernels.ops import Ops
+from baton.core.errors import ModelUnsupported
+from baton.core.quantization import Quantization
+from baton.kernels.fp8_weight import quantize_weight
+from baton.kernels.ops import Ops, Weight
+from baton.kernels.quantize_fp8 import GROUP_LEN
 from baton.model.random_weights import RandomTensor
 from baton.model.weights import Cut, StoredTensor
 
@@ -29,12 +33,28 @@ class WeightSource:
     num_total: int
     on_progress: Callable[[int, int], None] | None = None
     cut: Callable[[str], Cut | None] = whole
+    quantization: Quantization = Quantization.NONE
     num_done: int = field(default=0, init=False)
 
     def take(self, *names: str) -> torch.Tensor:
         """One tensor, or several one above the other (fused projections)."""
         parts = [self._read(name) for name in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def take_product(self, *names: str) -> Weight:
+        """The same of a weight that rows are multiplied with, quantized if the model is.
+
+        Raises:
+            ModelUnsupported: its columns, or this rank's part of them, cannot be quantized.
+        """
+        weight_NK = self.take(*names)
+        if self.quantization is Quantization.NONE:
+            return weight_NK
+        num_inputs = weight_NK.shape[1]
+        if num_inputs % GROUP_LEN:
+            message = f"--quantization fp8 scales {GROUP_LEN} inputs together; {names[0]} has {num_inputs} of a rank"
+            raise ModelUnsupported(message, option="quantization", value=self.quantization.value)
+        return quantize_weight(weight_NK)
 
     def take_stacked(self, groups: Sequence[Sequence[str]]) -> torch.Tensor:
         """[len(groups), ...]: the tensors of each group one above the other, the groups stacked."""
@@ -78,8 +98,8 @@ class MLP:
     """SwiGLU with gate and up projections in one product."""
 
     def __init__(self, source: WeightSource, prefix: str, ops: Ops) -> None:
-        self.gate_up_JD = source.take(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
-        self.down_DI = source.take(f"{prefix}.down_proj.weight")
+        self.gate_up_JD = source.take_product(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
+        self.down_DI = source.take_product(f"{prefix}.down_proj.weight")
         self._ops = ops
 
     def __call__(self, x_TD: torch.Tensor, *, may_wait: bool) -> torch.Tensor:

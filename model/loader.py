@@ -1,12 +1,17 @@
 """From a Hugging Face directory to a `Model`. Everything headers can tell is checked before memory is taken."""
 
+import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from baton.core.errors import ModelTensorMissing, ModelUnsupported
 from baton.core.numerics import Numerics
+from baton.core.quantization import Quantization
+from baton.kernels.implementation import Implementation
+from baton.kernels.ops import TRITON_DTYPES
 from baton.model.config import ModelConfig
 from baton.model.draft_head import D2T, normalise_d2t, spaced_d2t
 from baton.model.layers import WeightSource
@@ -29,13 +34,16 @@ def load_model(
     random_seed: int | None = None,
     communicator: Communicator | None = None,
     cut_vocab: bool = True,
+    quantization: Quantization = Quantization.NONE,
+    implementation: Implementation = Implementation.AUTO,
 ) -> Model:
     """Load config and weights, converted to `dtype`; `on_progress(done, total)` counts tensors.
 
     With a `random_seed` the directory need hold no more than config.json: weights are drawn on the device, an MTP head
     too if it is asked for, whether or not the model was published with one. With a `communicator`, only its rank's part
     of the weights is read, and the model computes with the other ranks'; its logits are then those of the rank's tokens
-    alone, unless `cut_vocab` is False.
+    alone, unless `cut_vocab` is False. With a `quantization`, weights of products are quantized as they are read; the
+    KV is another model's then. `implementation` says what computes; left open, device, dtype and numerics do.
 
     Raises:
         ModelMissing: the directory, or a file it must hold, is not there.
@@ -50,6 +58,8 @@ def load_model(
     config = ModelConfig.from_directory(path, made_weights=made_weights)
     if with_mtp and not (is_random and config.num_mtp_layers == 0):
         _require_mtp(config, path)
+    config = _quantized(config, quantization, dtype, numerics)
+    _require_form(implementation, dtype, numerics)
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
     d2t_C: torch.Tensor | None = None
@@ -63,7 +73,7 @@ def load_model(
         if D2T in spec.tables:
             d2t_C = normalise_d2t(headers[D2T].read_index(), config.vocab_size, config.d2t_form)
     plan = ShardPlan(config, communicator or Alone(), numerics, cut_vocab=cut_vocab)
-    source = WeightSource(stored, dtype, device, len(spec.required), on_progress, plan.cut)
+    source = WeightSource(stored, dtype, device, len(spec.required), on_progress, plan.cut, quantization)
     model = Model(
         source,
         config,
@@ -72,9 +82,37 @@ def load_model(
         inner=plan.inner,
         d2t_C=None if d2t_C is None else d2t_C.to(device),
         vocab=plan.vocab,
+        implementation=implementation,
     )
     assert source.num_done == len(spec.required)
     return model
+
+
+def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dtype, numerics: Numerics) -> ModelConfig:
+    """The same with another identity: what KV it makes differs from the unquantized model's."""
+    if quantization is Quantization.NONE:
+        return config
+    refused = {"--dtype": (dtype, torch.bfloat16), "--numerics": (numerics, Numerics.DEFAULT)}
+    for option, (value, wanted) in refused.items():
+        if value is not wanted:
+            message = f"--quantization {quantization.value} goes with {option} {_named(wanted)}, not {_named(value)}"
+            raise ModelUnsupported(message, option="quantization", value=quantization.value)
+    identity = f"{config.model_hash} {quantization.value}"
+    return replace(config, model_hash=hashlib.sha256(identity.encode()).hexdigest()[: len(config.model_hash)])
+
+
+def _named(value: torch.dtype | Numerics) -> str:
+    return value.value if isinstance(value, Numerics) else str(value).removeprefix("torch.")
+
+
+def _require_form(implementation: Implementation, dtype: torch.dtype, numerics: Numerics) -> None:
+    if implementation is not Implementation.TRITON:
+        return
+    if numerics is Numerics.INVARIANT or dtype not in TRITON_DTYPES:
+        message = (
+            f"--kernels triton computes in bfloat16 and default numerics, not in {_named(dtype)}, {numerics.value}"
+        )
+        raise ModelUnsupported(message, option="kernels", value=implementation.value)
 
 
 def _require_mtp(config: ModelConfig, path: Path) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import torch
 
 from baton.core.numerics import Numerics
+from baton.kernels.implementation import Implementation
 from baton.kernels.inner_sum import ALONE, InnerSum
-from baton.kernels.ops import Ops
+from baton.kernels.ops import Ops, has_triton_form
 from baton.kernels.rope import rope_angles, rope_inverse_frequencies
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import DTYPE_NAMES, KVPool
@@ -32,6 +33,7 @@ class Model:
     """Trunk, lm_head and, if loaded with it, the MTP head; with `d2t_C`, one that proposes only those tokens.
 
     Attributes:
+        implementation: what computes it: Triton kernels or the torch reference.
         vocab: the tokens of this rank.
         d2t_C: the tokens of a pruned draft head, ascending; None if it has all.
         draft_columns_C: where the logits of `draft_logits` stand among this rank's W; None likewise.
@@ -47,13 +49,18 @@ class Model:
         inner: InnerSum = ALONE,
         d2t_C: torch.Tensor | None = None,
         vocab: Vocab = WHOLE,
+        implementation: Implementation = Implementation.AUTO,
     ) -> None:
         self.config = config
         self.dtype = source.dtype
         self.device = source.device
         self.numerics = numerics
         self.with_mtp = with_mtp
-        self._ops = Ops(numerics, inner)
+        if implementation is Implementation.AUTO:
+            in_triton = has_triton_form(source.device, source.dtype, numerics)
+            implementation = Implementation.TRITON if in_triton else Implementation.REFERENCE
+        self.implementation = implementation
+        self._ops = Ops(numerics, inner, implementation)
         self._decoder = Decoder(source, config, self._ops)
         self._mtp = MTPHead(source, config, self._ops) if with_mtp else None
         self.vocab = vocab

@@ -12,6 +12,7 @@ from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
 from baton.engine.grammar import GrammarCompiler
+from baton.kernels.implementation import Implementation
 from baton.kernels.selftest import check_invariance
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
@@ -68,6 +69,8 @@ def load_worker(
         on_progress=on_progress,
         random_seed=RANDOM_SEED if is_random else None,
         communicator=group,
+        quantization=config.quantization,
+        implementation=Implementation(config.kernels),
     )
     if is_random and not (path / "tokenizer.json").exists():
         tokenizer = Tokenizer.byte_level(path, model.config.vocab_size)
