@@ -176,8 +176,9 @@ def test_every_weight_is_at_some_rank_in_order(tiny_checkpoint):
         ):
             assert torch.equal(torch.cat([part.attention.out_DQ for part in parts], 1), layer.attention.out_DQ)
             assert torch.equal(torch.cat([part.mlp.down_DI for part in parts], 1), layer.mlp.down_DI)
-            queries = [part.attention.qkv_QD.split([16 * n for n in part.attention._heads])[0] for part in parts]
-            keys = [part.attention.qkv_QD.split([16 * n for n in part.attention._heads])[1] for part in parts]
+            widths = [128 // size, 16 * max(1, 2 // size), 16 * max(1, 2 // size)]
+            queries = [part.attention.qkv_QD.split(widths)[0] for part in parts]
+            keys = [part.attention.qkv_QD.split(widths)[1] for part in parts]
             whole_queries, whole_keys, _ = layer.attention.qkv_QD.split([128, 32, 32])
             assert torch.equal(torch.cat(queries), whole_queries)
             assert torch.equal(torch.cat(keys[:: max(1, size // 2)]), whole_keys)
