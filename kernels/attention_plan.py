@@ -15,7 +15,7 @@ MAX_PARTS = 128
 INVARIANT_PART_LEN = 512  # positions of a part where its length must not depend on anything
 _MAX_PART_LEN = 8192  # so that one long sequence among short ones does not run alone for long
 _BYTES_PER_NS = 4200.0  # that memory of an H200 gives; a part's price matters more than its exact value
-_TILE_NS = 500.0  # a tile takes at least, however few programs share memory
+_PROGRAM_BYTES_PER_NS = 24.0  # that one program asks for at most, however few share memory
 _START_NS = 2500.0  # from a program's start to its first tile
 _MERGE_NS = 2500.0  # the second kernel
 
@@ -136,7 +136,7 @@ def num_parts(num_programs: int, max_context_len: int, kv_row_bytes: int, out_by
     for count in range(fewest, min(MAX_PARTS, num_tiles) + 1):
         total = num_programs * count
         tile_bytes = options.tile * kv_row_bytes
-        tile_ns = max(_TILE_NS, tile_bytes * min(total, options.slots) / _BYTES_PER_NS)
+        tile_ns = tile_bytes * max(1 / _PROGRAM_BYTES_PER_NS, min(total, options.slots) / _BYTES_PER_NS)
         waves = -(-total // options.slots)
         time_ns = waves * -(-num_tiles // count) * tile_ns + _START_NS * (1 + (waves - 1) / 4)
         if count > 1:
