@@ -1,0 +1,291 @@
+"""The Triton kernels of `attention_decode`: one that attends over a part of each sequence, one that adds the parts up.
+
+A program takes the rows of one KV head of one sequence (Q queries times G heads, at most 64 of them), and one part of
+the sequence's positions. How many parts there are is the host's choice, from bounds; where they begin follows from the
+sequence's own length, on the device. So a graph may replay it for any lengths, and a part that a short sequence does
+not need ends at once.
+
+Swapped, K and V are the left operands of both products and the rows the right ones: Hopper's wgmma takes 64 of the
+former and as few as 16 of the latter, so that decode uses it at all. Keys past the last position are not masked out of
+loads, their place is taken by that position: no slot is read that holds nothing, and their scores are -inf.
+
+Shapes: T keys of a tile, R rows (padded), D head size, C parts of a step of the sum.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from baton.kernels.attention_plan import Launch
+from baton.kernels.variant import Variant
+
+MAX_QUERIES = 32  # of a sequence
+STRIDE_UNIT = 16  # strides are told in these, so that the compiler knows them to be multiples
+
+_MAX_QUERIES = tl.constexpr(MAX_QUERIES)
+_UNIT = tl.constexpr(STRIDE_UNIT)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _bound(positions, position_stride_b, position_stride_q, num_queries, max_context_len):
+    """Positions that the sequence's furthest row sees; 0 if none sees any."""
+    index = tl.arange(0, _MAX_QUERIES)
+    mask = index < num_queries
+    position = tl.load(positions + index * position_stride_q, mask=mask, other=-1)
+    return tl.minimum(tl.max(position).to(tl.int32) + 1, max_context_len)
+
+
+@triton.jit
+def _tiles_of_part(context_len, num_parts, part_tiles, TILE: tl.constexpr):
+    """Tiles of every part but the last: given, or an equal share of the sequence."""
+    return tl.where(part_tiles > 0, part_tiles, tl.cdiv(tl.cdiv(context_len, TILE), num_parts))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "table_stride", "position_stride_b", "position_stride_q", "query_stride_b", "query_stride_q", "query_stride_a",
+        "key_stride_n", "key_stride_h", "num_queries", "group", "num_parts", "part_tiles", "max_context_len",
+        "scale_stride", "scale",
+    ]
+)  # fmt: skip
+def attend_kernel(
+    query,
+    key,
+    value,
+    tables,
+    positions,
+    key_scale,
+    value_scale,
+    out,
+    parts,
+    part_logs,
+    scale: tl.float32,
+    table_stride: tl.int32,
+    position_stride_b: tl.int32,
+    position_stride_q: tl.int32,
+    query_stride_b: tl.int32,
+    query_stride_q: tl.int32,
+    query_stride_a: tl.int32,
+    key_stride_n: tl.int32,
+    key_stride_h: tl.int32,
+    scale_stride: tl.int32,
+    num_queries: tl.int32,
+    group: tl.int32,
+    num_parts: tl.int32,
+    part_tiles: tl.int32,
+    max_context_len: tl.int32,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SWAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (KV heads times tiles of rows, parts, sequences).
+
+    With one part, the result goes to `out` [B, Q, A, D]; else to `parts` [B, Q, A, num_parts, D] and the logarithms of
+    the weights to `part_logs` [B, Q, A, num_parts].
+    """
+    row_tiles = tl.cdiv(num_queries * group, ROWS)
+    head = tl.program_id(0) // row_tiles
+    row_tile = tl.program_id(0) % row_tiles
+    num_kv_heads = tl.num_programs(0) // row_tiles
+    part = tl.program_id(1)
+    sequence = tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    positions += sequence.to(tl.int64) * position_stride_b
+    context_len = _bound(positions, position_stride_b, position_stride_q, num_queries, max_context_len)
+    tiles_each = _tiles_of_part(context_len, num_parts, part_tiles, TILE)
+    first = part * tiles_each
+    end = tl.minimum(first + tiles_each, tl.cdiv(context_len, TILE))
+    row_R = row_tile * ROWS + tl.arange(0, ROWS)
+    query_R = row_R // group
+    head_R = head * group + row_R % group
+    is_row_R = row_R < num_queries * group
+    if (first >= end) & (part > 0):
+        log_R = tl.full([ROWS], float("-inf"), tl.float32)
+        out_R = (sequence * num_queries + query_R) * (num_kv_heads * group) + head_R
+        tl.store(part_logs + out_R * num_parts + part, log_R, mask=is_row_R)
+        return
+    last = tl.maximum(context_len - 1, 0)
+    tables += sequence.to(tl.int64) * table_stride
+    place_T = tl.arange(0, TILE)
+    key_T = tl.minimum(first * TILE + place_T, last)
+    block_T = tl.load(tables + key_T // BLOCK)
+    column_D = tl.arange(0, D)
+    position_R = tl.load(positions + query_R * position_stride_q, mask=is_row_R, other=-1).to(tl.int32)
+    query += sequence.to(tl.int64) * (query_stride_b.to(tl.int64) * _UNIT)
+    query_offset_R = query_R * (query_stride_q * _UNIT) + head_R * (query_stride_a * _UNIT)
+    query_RD = tl.load(query + query_offset_R[:, None] + column_D[None, :], mask=is_row_R[:, None], other=0.0)
+    score_scale = scale * _LOG2_E
+    if SCALED:
+        score_scale *= tl.load(key_scale + head * scale_stride)
+        # float16 holds every e4m3 value, converts in half the instructions of bfloat16, and rounds weights less.
+        query_RD = query_RD.to(tl.float16)
+    DOT: tl.constexpr = tl.float16 if SCALED else query.dtype.element_ty
+    key += head.to(tl.int64) * (key_stride_h.to(tl.int64) * _UNIT)
+    value += head.to(tl.int64) * (key_stride_h.to(tl.int64) * _UNIT)
+
+    most_R = tl.full([ROWS], float("-inf"), tl.float32)
+    if SWAP:
+        total = tl.zeros([TILE, ROWS], tl.float32)
+        mixed = tl.zeros([D, ROWS], tl.float32)
+    else:
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, D], tl.float32)
+    for tile in tl.range(first, end, num_stages=STAGES):
+        key_T = tl.minimum(tile * TILE + place_T, last)
+        offset_T = block_T.to(tl.int64) * (key_stride_n.to(tl.int64) * _UNIT) + (key_T % BLOCK) * D
+        offset_TD = offset_T[:, None] + column_D[None, :]
+        key_TD = tl.load(key + offset_TD)
+        value_TD = tl.load(value + offset_TD)
+        # The next tile's blocks, a step ahead: keys do not wait for them.
+        next_T = tl.minimum((tile + 1) * TILE + place_T, last)
+        block_T = tl.load(tables + next_T // BLOCK)
+        seen_T = tile * TILE + place_T
+        if SWAP:
+            score = tl.dot(key_TD.to(DOT), tl.trans(query_RD), input_precision="ieee")
+            score = tl.where(seen_T[:, None] <= position_R[None, :], score * score_scale, float("-inf"))
+            new_R = tl.maximum(most_R, tl.max(score, axis=0))
+            # Rows that have seen nothing yet: the difference of two infinities would be NaN.
+            base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
+            weight = tl.exp2(score - base_R[None, :])
+            fade_R = tl.exp2(most_R - base_R)
+            total = total * fade_R[None, :] + weight
+            mixed = mixed * fade_R[None, :]
+            mixed = tl.dot(tl.trans(value_TD.to(DOT)), weight.to(DOT), mixed, input_precision="ieee")
+        else:
+            score = tl.dot(query_RD, tl.trans(key_TD.to(DOT)), input_precision="ieee")
+            score = tl.where(seen_T[None, :] <= position_R[:, None], score * score_scale, float("-inf"))
+            new_R = tl.maximum(most_R, tl.max(score, axis=1))
+            base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
+            weight = tl.exp2(score - base_R[:, None])
+            fade_R = tl.exp2(most_R - base_R)
+            total = total * fade_R + tl.sum(weight, axis=1)
+            mixed = mixed * fade_R[:, None]
+            mixed = tl.dot(weight.to(DOT), value_TD.to(DOT), mixed, input_precision="ieee")
+        most_R = new_R
+
+    if SWAP:
+        total_R = tl.sum(total, axis=0)
+        mixed_RD = tl.trans(mixed)
+    else:
+        total_R = total
+        mixed_RD = mixed
+    is_seen_R = total_R > 0
+    total_R = tl.where(is_seen_R, total_R, 1.0)
+    share_R = 1.0 / total_R
+    if SCALED:
+        share_R *= tl.load(value_scale + head * scale_stride)
+    mixed_RD = mixed_RD * share_R[:, None]
+    # `end` is never negative, which the compiler does not know: else it would keep the places of rows through the loop.
+    row_R = row_tile * ROWS + tl.arange(0, ROWS) + tl.minimum(end, 0)
+    is_row_R = row_R < num_queries * group
+    out_R = (sequence * num_queries + row_R // group) * (num_kv_heads * group) + head * group + row_R % group
+    if num_parts == 1:
+        tl.store(out + out_R.to(tl.int64)[:, None] * D + column_D[None, :], mixed_RD, mask=is_row_R[:, None])
+    else:
+        part_R = out_R * num_parts + part
+        log_R = tl.where(is_seen_R, most_R + tl.log2(total_R), float("-inf"))
+        tl.store(parts + part_R.to(tl.int64)[:, None] * D + column_D[None, :], mixed_RD, mask=is_row_R[:, None])
+        tl.store(part_logs + part_R, log_R, mask=is_row_R)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def merge_kernel(
+    parts,
+    part_logs,
+    out,
+    num_parts: tl.int32,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (rows,): the parts of a row [num_parts, D], each with the logarithm of its weight, to `out`.
+
+    Parts are added in their order, PARTS at a time. Those of weight 0 change nothing, not by a bit, so the result does
+    not depend on how many of them follow.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    column_D = tl.arange(0, D)
+    part_C = tl.arange(0, PARTS)
+    parts += row * num_parts * D
+    part_logs += row * num_parts
+    most = float("-inf")
+    total = 0.0
+    mixed_D = tl.zeros([D], tl.float32)
+    for first in range(0, num_parts, PARTS):
+        is_part_C = first + part_C < num_parts
+        log_C = tl.load(part_logs + first + part_C, mask=is_part_C, other=float("-inf"))
+        part_CD = tl.load(parts + (first + part_C)[:, None] * D + column_D[None, :], mask=is_part_C[:, None], other=0.0)
+        new = tl.maximum(most, tl.max(log_C))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        weight_C = tl.exp2(log_C - base)
+        fade = tl.exp2(most - base)
+        # Nobody wrote parts of weight 0.
+        share_CD = tl.where(weight_C[:, None] > 0, weight_C[:, None] * part_CD, 0.0)
+        mixed_D = mixed_D * fade + tl.sum(share_CD, axis=0)
+        total = total * fade + tl.sum(weight_C)
+        most = new
+    tl.store(out + row * D + column_D, mixed_D / tl.where(total > 0, total, 1.0))
+
+
+def parts_of_step(num_parts: int, part_len: int) -> int:
+    """Parts that a program of the second kernel adds at a time; of one number wherever parts have a fixed length."""
+    return 8 if num_parts <= 8 and part_len == 0 else 32
+
+
+def _unused(device: torch.device) -> torch.Tensor:
+    """What stands for a tensor that is not there: never touched, but of the type that it has elsewhere."""
+    return torch.empty(1, dtype=torch.float32, device=device)
+
+
+def launch(
+    query_BQAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+    how: Launch,
+) -> torch.Tensor:
+    """Attention -> [B, Q, A, D]; everything was checked before."""
+    num_sequences, num_queries, num_heads, head_dim = query_BQAD.shape
+    num_kv_heads, block_size = key_NHSD.shape[1:3]
+    group = num_heads // num_kv_heads
+    out_BQAD = torch.empty_like(query_BQAD, memory_format=torch.contiguous_format)
+    if how.num_parts > 1:
+        num_rows = num_sequences * num_queries * num_heads * how.num_parts
+        parts = torch.empty(num_rows, head_dim, dtype=torch.float32, device=query_BQAD.device)
+        part_logs = torch.empty(num_rows, dtype=torch.float32, device=query_BQAD.device)
+    else:
+        parts = part_logs = _unused(query_BQAD.device)
+    scaled = key_scale is not None
+    scales = (key_scale, value_scale) if scaled else (_unused(query_BQAD.device), _unused(query_BQAD.device))
+    pdl = how.pdl and query_BQAD.is_cuda and torch.version.hip is None
+    with torch.cuda.device_of(query_BQAD):
+        attend_kernel[(num_kv_heads * triton.cdiv(num_queries * group, how.rows), how.num_parts, num_sequences)](
+            query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, *scales, out_BQAD, parts, part_logs,
+            how.scale, block_tables_BM.stride(0), positions_BQ.stride(0), positions_BQ.stride(1),
+            *(stride // STRIDE_UNIT for stride in query_BQAD.stride()[:3]),
+            *(stride // STRIDE_UNIT for stride in key_NHSD.stride()[:2]),
+            1 if scaled and scales[0].numel() > 1 else 0,
+            num_queries, group, how.num_parts, how.part_len // how.tile, how.max_context_len,
+            D=head_dim, BLOCK=block_size, TILE=how.tile, ROWS=how.rows, SWAP=how.swap, SCALED=scaled, PDL=pdl,
+            STAGES=how.stages, num_warps=how.warps, num_stages=how.stages,
+        )  # fmt: skip
+        if how.num_parts > 1:
+            step = parts_of_step(how.num_parts, how.part_len)
+            options = {"launch_pdl": True} if pdl else {}
+            merge_kernel[(num_sequences * num_queries * num_heads,)](
+                parts, part_logs, out_BQAD, how.num_parts, D=head_dim, PARTS=step, PDL=pdl,
+                num_warps=max(1, step * head_dim // 1024), **options,
+            )  # fmt: skip
+    return out_BQAD

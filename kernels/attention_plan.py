@@ -1,0 +1,146 @@
+"""How `attention_decode` spreads over a GPU: tile and pipeline from a committed table or a rule, parts from bounds.
+
+Everything here comes from sizes that the host knows, so that it is the same for every replay of a graph. It refuses to
+look at tensors.
+
+Legend: a *part* is a share of a sequence's positions that one program takes; a *tile* is what it takes in one step.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_PARTS = 128
+INVARIANT_PART_LEN = 512  # positions of a part where its length must not depend on anything
+_MAX_PART_LEN = 8192  # so that one long sequence among short ones does not run alone for long
+_BYTES_PER_NS = 4200.0  # that memory of an H200 gives; a part's price matters more than its exact value
+_PROGRAM_BYTES_PER_NS = 24.0  # that one program asks for at most, however few share memory
+_START_NS = 2500.0  # from a program's start to its first tile
+_MERGE_NS = 2500.0  # the second kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is tuned; the fields of a row of the committed table.
+
+    Attributes:
+        tile: keys of a step.
+        rows: of a program, padded; a power of two from 16 on.
+        swap: K and V are the left operands.
+        stages: of the pipeline.
+        warps: of a program.
+        slots: programs that the GPU holds at once.
+        max_part_len: positions of a part, at most.
+        pdl: programmatic dependent launch of the second kernel.
+    """
+
+    tile: int
+    rows: int
+    swap: bool
+    stages: int
+    warps: int
+    slots: int
+    max_part_len: int = _MAX_PART_LEN
+    pdl: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What one call needs beside its tensors.
+
+    Attributes:
+        scale: of scores.
+        max_context_len: bound of every position + 1; the tables cover it.
+        num_parts: of each sequence.
+        part_len: positions of a part; 0: equal shares of the sequence.
+        tile: keys of a step.
+        rows: of a program.
+        swap: K and V on the left.
+        stages: tiles under way, and the one that is computed.
+        warps: of a program.
+        pdl: the second kernel is started early and waits for the first by itself (programmatic dependent launch).
+    """
+
+    scale: float
+    max_context_len: int
+    num_parts: int
+    part_len: int
+    tile: int
+    rows: int
+    swap: bool
+    stages: int
+    warps: int
+    pdl: bool
+
+
+def rows_of_program(num_rows: int) -> int:
+    """Rows of one KV head, padded for tensor cores; at most 64, more take several programs."""
+    return min(64, max(16, 1 << (num_rows - 1).bit_length()))
+
+
+def default_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> Options:
+    """The rule where no table knows better."""
+    rows = rows_of_program(num_rows)
+    if kv_item_bytes == 4:
+        return Options(tile=32, rows=16, swap=False, stages=2, warps=4, slots=264)
+    if kv_item_bytes == 1:
+        # Converted keys and values lie in shared memory as right operands, whose left ones have 64 rows at least.
+        if head_dim > 128:
+            return Options(tile=64, rows=16, swap=False, stages=3, warps=8, slots=132)
+        return Options(tile=64, rows=64, swap=False, stages=4, warps=4, slots=264)
+    if head_dim > 128:
+        if rows > 32:
+            return Options(tile=64, rows=64, swap=False, stages=2, warps=8, slots=132)
+        return Options(tile=64, rows=rows, swap=True, stages=3, warps=8, slots=132)
+    return Options(tile=64, rows=rows, swap=rows < 64, stages=3, warps=4, slots=264)
+
+
+def invariant_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> Options:
+    """Of one arithmetic whatever the number of rows: none of a table, and operands on the same sides.
+
+    What a product gives in one column does not depend on how many columns there are, so more rows may be padded to
+    more columns.
+    """
+    if kv_item_bytes != 2:
+        return default_options(16, head_dim, kv_item_bytes)
+    rows = min(rows_of_program(num_rows), 32)
+    wide = head_dim > 128
+    return Options(tile=64, rows=rows, swap=True, stages=3, warps=8 if wide else 4, slots=132 if wide else 264)
+
+
+def options_of_row(row: Mapping[str, Any]) -> Options:
+    """A row of the committed table."""
+    return Options(**row)
+
+
+def table_shape(num_rows: int, head_dim: int, kv_dtype_name: str) -> str:
+    """What the committed table calls a shape."""
+    return f"rows={rows_of_program(num_rows)} D={head_dim} {kv_dtype_name}"
+
+
+@functools.lru_cache(maxsize=4096)
+def num_parts(num_programs: int, max_context_len: int, kv_row_bytes: int, out_bytes: int, options: Options) -> int:
+    """Parts of a sequence: the number with the least predicted time, the smallest of several.
+
+    Args:
+        num_programs: of one part: sequences times KV heads times tiles of rows.
+        max_context_len: bound of every sequence.
+        kv_row_bytes: K and V of one position of one head.
+        out_bytes: that a program writes for a part, if there are several.
+        options: of the launch.
+    """
+    num_tiles = -(-max_context_len // options.tile)
+    fewest = min(MAX_PARTS, num_tiles, -(-max_context_len // options.max_part_len))
+    best, best_ns = fewest, float("inf")
+    for count in range(fewest, min(MAX_PARTS, num_tiles) + 1):
+        total = num_programs * count
+        tile_bytes = options.tile * kv_row_bytes
+        tile_ns = tile_bytes * max(1 / _PROGRAM_BYTES_PER_NS, min(total, options.slots) / _BYTES_PER_NS)
+        waves = -(-total // options.slots)
+        time_ns = waves * -(-num_tiles // count) * tile_ns + _START_NS * (1 + (waves - 1) / 4)
+        if count > 1:
+            time_ns += _MERGE_NS + 2 * total * out_bytes / _BYTES_PER_NS
+        if time_ns < best_ns * 0.995:
+            best, best_ns = count, time_ns
+    return best
