@@ -36,7 +36,7 @@ def _quantize_token(x, x_stride, values, scales, token, D: tl.constexpr, G: tl.c
     at_GK = group_G[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     value_GK = tl.load(x + token.to(tl.int64) * x_stride + at_GK, mask=mask_G1, other=0.0).to(tl.float32)
     scale_G = tl.maximum(tl.max(tl.abs(value_GK), axis=1), _SMALLEST) / _LARGEST
-    value_GK = tl.clamp(value_GK / scale_G[:, None], -_LARGEST, _LARGEST)
+    value_GK = value_GK / scale_G[:, None]
     tl.store(values + token.to(tl.int64) * D + at_GK, value_GK.to(values.dtype.element_ty), mask=mask_G1)
     tl.store(scales + token.to(tl.int64) * (D // _GROUP) + group_G, scale_G, mask=group_G < D // _GROUP)
 

@@ -18,6 +18,7 @@ the ranks' results. Legend: T tokens, K choices of each, E experts, D hidden siz
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,7 +193,7 @@ def shape_name(num_experts: int, inner_size: int, hidden: int, is_fp8: bool) -> 
     return f"{'fp8' if is_fp8 else 'bf16'} {num_experts}x{inner_size}x{hidden}"
 
 
-def tiles_of(options: Any) -> Tiles:
+def tiles_of(options: Mapping[str, Any]) -> Tiles:
     """A row of the table as tiles."""
     return Tiles(**{name: int(options[name]) for name in Tiles.__slots__})
 

@@ -13,7 +13,9 @@ G groups of 128 inputs.
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -151,7 +153,7 @@ def choose_tiles(
     if swap_ab and num_rows is not None:
         found = tuning.find(KERNEL, shape_name(shape_ENK, is_fp8), num_rows, device_index)
         if found is not None:
-            return MaskedTiles(**{name: int(found[name]) for name in MaskedTiles.__slots__})
+            return tiles_of(found)
     rows = 16 if num_rows is None or num_rows <= 16 else 32 if num_rows <= 32 else 64
     if not swap_ab:
         return MaskedTiles(64, 128, 4, 3, 2)
@@ -167,6 +169,11 @@ def shape_name(shape_ENK: tuple[int, ...], is_fp8: bool) -> str:
     """As the table of tuned configurations has it."""
     num_experts, num_outputs, num_inputs = shape_ENK
     return f"{'fp8' if is_fp8 else 'bf16'} {num_experts}x{num_outputs}x{num_inputs}"
+
+
+def tiles_of(options: Mapping[str, Any]) -> MaskedTiles:
+    """A row of the table as tiles."""
+    return MaskedTiles(**{name: int(options[name]) for name in MaskedTiles.__slots__})
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def _quantize_masked_kernel(
     )
     value_RGK = tl.load(a + at_RGK, mask=mask_RG[:, :, None], other=0.0).to(tl.float32)
     scale_RG = tl.maximum(tl.max(tl.abs(value_RGK), axis=2), _SMALLEST) / _LARGEST
-    value_RGK = tl.clamp(value_RGK / scale_RG[:, :, None], -_LARGEST, _LARGEST)
+    value_RGK = value_RGK / scale_RG[:, :, None]
     tl.store(values + at_RGK, value_RGK.to(values.dtype.element_ty), mask=mask_RG[:, :, None])
     at_RG = expert * (K // _GROUP) * M + group[None, :] * M + row_R[:, None]
     tl.store(scales + at_RG, scale_RG, mask=mask_RG)

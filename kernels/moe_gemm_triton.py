@@ -104,7 +104,7 @@ def _gated_kernel(
     inner_at = inner + row_R.to(tl.int64)[:, None] * INNER + its_J[None, :]
     if FP8:
         scale_R = tl.maximum(tl.max(tl.abs(inner_JR), axis=0), _SMALLEST) / _LARGEST
-        value_JR = tl.clamp(inner_JR / scale_R[None, :], -_LARGEST, _LARGEST)
+        value_JR = inner_JR / scale_R[None, :]
         tl.store(inner_at, value_JR.T.to(inner.dtype.element_ty), mask=is_row_R[:, None])
         tl.store(inner_scale + row_R.to(tl.int64) * (INNER // _GROUP) + first // _GROUP, scale_R, mask=is_row_R)
     else:

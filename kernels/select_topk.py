@@ -114,6 +114,8 @@ def select_topk_reference(
     else:
         largest_T1 = logits_TE.amax(dim=-1, keepdim=True).clamp(min=-_LARGEST)
         score_TE, choice_TE = torch.exp(logits_TE - largest_T1), logits_TE
+        whole_T1 = score_TE.sum(dim=-1, keepdim=True)
+        score_TE = score_TE / torch.where(whole_T1 > 0, whole_T1, 1.0)
     if bias_E is not None:
         choice_TE = score_TE + bias_E
         choice_TE = torch.where(choice_TE.isnan(), negative, choice_TE)
@@ -129,7 +131,4 @@ def select_topk_reference(
     if renormalise:
         total_T1 = weight_TK.sum(dim=-1, keepdim=True)
         weight_TK = weight_TK / torch.where(total_T1 > 0, total_T1, 1.0)
-    elif not is_sigmoid:
-        whole_T1 = score_TE.sum(dim=-1, keepdim=True)
-        weight_TK = weight_TK / torch.where(whole_T1 > 0, whole_T1, 1.0)
     return weight_TK * scaling, expert_TK

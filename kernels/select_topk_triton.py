@@ -62,6 +62,8 @@ def _select_kernel(
     else:
         largest = tl.maximum(tl.max(logit_GS), -_LARGEST)  # finite, whatever the row holds
         score_GS = tl.exp(logit_GS - largest)
+        whole = tl.sum(score_GS)
+        score_GS = score_GS / tl.where(whole > 0.0, whole, 1.0)
         choice_GS = logit_GS
     if BIAS:
         choice_GS = score_GS + tl.load(bias + expert_GS, mask=is_expert_GS, other=0.0)
@@ -89,9 +91,6 @@ def _select_kernel(
         choice_N = tl.where(its_N == place, _NONE, choice_N)
     if RENORMALISE:
         weight_K = weight_K / tl.where(total > 0.0, total, 1.0)
-    elif not SIGMOID:
-        whole = tl.sum(score_N, axis=0)
-        weight_K = weight_K / tl.where(whole > 0.0, whole, 1.0)
     at_K = token * K + its_K
     tl.store(weights + at_K, weight_K * scaling, mask=its_K < K)
     tl.store(experts + at_K, chosen_K.to(experts.dtype.element_ty), mask=its_K < K)
