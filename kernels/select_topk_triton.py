@@ -1,0 +1,161 @@
+"""Which experts a token is sent to, as a Triton kernel: one program of one warp for a token, nothing but registers.
+
+Chosen by repeated maximum, the lowest index among equals. Shapes: E experts in G groups of S (padded to powers of two),
+K chosen.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from baton.kernels.variant import Variant
+
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+_NONE = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _keep_groups(choice_GS, KEPT: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
+    """-inf in all but the KEPT groups with the largest sums of their two largest."""
+    its_S = tl.arange(0, S)
+    first_G, place_G = tl.max(choice_GS, axis=1, return_indices=True)
+    second_G = tl.max(tl.where(its_S[None, :] == place_G[:, None], _NONE, choice_GS), axis=1)
+    score_G = first_G + second_G
+    its_G = tl.arange(0, G)
+    kept_G = tl.zeros([G], dtype=tl.int32)
+    for _ in tl.static_range(KEPT):
+        # A group that is kept already, or that is none, never comes before one that is not.
+        rank_G = tl.where(kept_G > 0, _NONE, score_G)
+        place = tl.argmax(rank_G, axis=0)
+        kept_G = tl.where(its_G == place, 1, kept_G)
+    return tl.where(kept_G[:, None] > 0, choice_GS, _NONE)
+
+
+@triton.jit(do_not_specialize=["logit_stride"])
+def _select_kernel(
+    logits,
+    logit_stride: tl.int64,
+    bias,
+    weights,
+    experts,
+    scaling,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    SIZE: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    KP: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    its_G, its_S = tl.arange(0, G), tl.arange(0, S)
+    is_expert_GS = (its_G < GROUPS)[:, None] & (its_S < SIZE)[None, :]
+    expert_GS = its_G[:, None] * SIZE + its_S[None, :]
+    logit_GS = tl.load(logits + token * logit_stride + expert_GS, mask=is_expert_GS, other=_NONE).to(tl.float32)
+    logit_GS = tl.minimum(tl.where(logit_GS == logit_GS, logit_GS, _NONE), _LARGEST)
+    if SIGMOID:
+        score_GS = 1.0 / (1.0 + tl.exp(-logit_GS))
+        choice_GS = score_GS
+    else:
+        largest = tl.maximum(tl.max(logit_GS), -_LARGEST)  # finite, whatever the row holds
+        score_GS = tl.exp(logit_GS - largest)
+        whole = tl.sum(score_GS)
+        score_GS = score_GS / tl.where(whole > 0.0, whole, 1.0)
+        choice_GS = logit_GS
+    if BIAS:
+        choice_GS = score_GS + tl.load(bias + expert_GS, mask=is_expert_GS, other=0.0)
+        choice_GS = tl.where(choice_GS == choice_GS, choice_GS, _NONE)
+    # What is no expert is told from an expert at -inf by its index, which is larger.
+    choice_GS = tl.where(is_expert_GS, choice_GS, _NONE)
+    if KEPT < GROUPS:
+        choice_GS = _keep_groups(choice_GS, KEPT, G, S)
+    choice_N = tl.reshape(choice_GS, [G * S])
+    score_N = tl.reshape(tl.where(is_expert_GS, score_GS, 0.0), [G * S])
+    is_free_N = tl.reshape(is_expert_GS, [G * S])
+    its_N = tl.arange(0, G * S)
+    its_K = tl.arange(0, KP)
+    weight_K = tl.zeros([KP], dtype=tl.float32)
+    chosen_K = tl.zeros([KP], dtype=tl.int32)
+    total = 0.0
+    for choice in tl.static_range(K):
+        best = tl.max(choice_N, axis=0)
+        place = tl.min(tl.where(is_free_N & (choice_N == best), its_N, G * S), axis=0)
+        score = tl.sum(tl.where(its_N == place, score_N, 0.0), axis=0)
+        total += score
+        weight_K = tl.where(its_K == choice, score, weight_K)
+        chosen_K = tl.where(its_K == choice, place // S * SIZE + place % S, chosen_K)
+        is_free_N = is_free_N & (its_N != place)
+        choice_N = tl.where(its_N == place, _NONE, choice_N)
+    if RENORMALISE:
+        weight_K = weight_K / tl.where(total > 0.0, total, 1.0)
+    at_K = token * K + its_K
+    tl.store(weights + at_K, weight_K * scaling, mask=its_K < K)
+    tl.store(experts + at_K, chosen_K.to(experts.dtype.element_ty), mask=its_K < K)
+
+
+def launch(
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    scaling: float,
+    constants: dict[str, object],
+) -> None:
+    """One program for each token."""
+    with torch.cuda.device_of(logits_TE):
+        _select_kernel[(logits_TE.shape[0],)](
+            logits_TE,
+            logits_TE.stride(0),
+            weight_TK if bias_E is None else bias_E,
+            weight_TK,
+            expert_TK,
+            scaling,
+            **constants,
+            num_warps=1,
+        )
+
+
+def constants_of(
+    num_experts: int, num_chosen: int, groups: tuple[int, int], is_sigmoid: bool, has_bias: bool, renormalises: bool
+) -> dict[str, object]:
+    """The constants of a launch; `groups` is how many there are, and how many are kept."""
+    size = num_experts // groups[0]
+    return {
+        "K": num_chosen,
+        "GROUPS": groups[0],
+        "KEPT": groups[1],
+        "SIZE": size,
+        "G": triton.next_power_of_2(groups[0]),
+        "S": triton.next_power_of_2(size),
+        "KP": triton.next_power_of_2(num_chosen),
+        "SIGMOID": is_sigmoid,
+        "BIAS": has_bias,
+        "RENORMALISE": renormalises,
+    }
+
+
+def variants() -> list[Variant]:
+    """The routers of the models that are measured."""
+    routers = {
+        "softmax E=128": (128, 8, (1, 1), False, False, True),
+        "softmax E=256": (256, 8, (1, 1), False, False, True),
+        "sigmoid E=256 groups=8": (256, 8, (8, 4), True, True, True),
+    }
+    types = {"logits": "*bf16", "logit_stride": "i64", "bias": "*fp32", "weights": "*fp32", "experts": "*i64"}
+    types |= {"scaling": "fp32"}
+    return [
+        Variant(
+            name=f"select_topk {name}",
+            kernel=_select_kernel,
+            types=types,
+            constants=constants_of(*router),
+            aligned=("logits", "bias", "weights", "experts"),
+            num_warps=1,
+            max_registers=128,
+            max_shared_bytes=4096,
+        )
+        for name, router in routers.items()
+    ]
