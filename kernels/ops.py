@@ -12,21 +12,23 @@ import torch
 
 from baton.core.numerics import Numerics
 from baton.kernels import attention, attention_invariant, linear, moe, rms_norm, silu_mul
+from baton.kernels.attention_decode import attention_decode
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8 import linear_fp8
 from baton.kernels.implementation import Implementation
 from baton.kernels.inner_sum import ALONE, InnerSum
 from baton.kernels.kv_write import kv_write
+from baton.kernels.moe_gemm import Fp8ExpertWeights, experts_grouped
 from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.rope import rope
+from baton.kernels.select_topk import select_topk
 
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, moe.ExpertWeights, bool], torch.Tensor]
-Route = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
 AttentionPrefill = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor
 ]
 AttentionDecode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 Weight = torch.Tensor | Fp8Weight
+Experts = moe.ExpertWeights | Fp8ExpertWeights
 
 TRITON_DTYPES = (torch.bfloat16,)
 
@@ -64,14 +66,16 @@ class Ops:
         assert not (invariant and self._is_fused)
         self._linear = linear.linear_invariant if invariant else linear.linear
         self._linear_inner = inner.linear_invariant if invariant else inner.linear
-        self.route: Route = moe.route_invariant if invariant else moe.route
-        self.experts: Experts = partial(moe.experts_invariant if invariant else moe.experts, inner=inner)
+        self._route = moe.route_invariant if invariant else moe.route
+        self._experts = partial(moe.experts_invariant if invariant else moe.experts, inner=inner)
         self.attention_prefill: AttentionPrefill = (
             attention_invariant.attention_prefill_invariant if invariant else attention.attention_prefill
         )
         self.attention_decode: AttentionDecode = (
             attention_invariant.attention_decode_invariant if invariant else attention.attention_decode
         )
+        if self._is_fused:
+            self.attention_decode = partial(attention_decode, implementation=implementation)
 
     def linear(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
         """The product x W^T, [T, N]."""
@@ -139,6 +143,29 @@ class Ops:
         key_THD = rope(self.rms_norm(key_THD, norms.key_D, norms.eps), *angles)
         kv_write(key_THD, value_THD, slots_T, pool.key_NHSD, pool.value_NHSD)
         return rope(self.rms_norm(query_TQD, norms.query_D, norms.eps), *angles)
+
+    def route(self, logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [T, K] in the wide dtype, and experts [T, K], most probable first."""
+        if self._is_fused:
+            return select_topk(logits_TE, num_chosen, renormalise=renormalise, implementation=self.implementation)
+        return self._route(logits_TE, num_chosen, renormalise)
+
+    def experts(
+        self,
+        x_TD: torch.Tensor,
+        weight_TK: torch.Tensor,
+        expert_TK: torch.Tensor,
+        weights: Experts,
+        may_wait: bool,
+    ) -> torch.Tensor:
+        """The mixture, [T, D]. Only where `may_wait` may the host wait for a CUDA device."""
+        if not self._is_fused and not isinstance(weights, Fp8ExpertWeights):
+            return self._experts(x_TD, weight_TK, expert_TK, weights, may_wait)
+        out_dtype = x_TD.dtype if self._inner.num_ranks == 1 else torch.float32
+        mixed_TD = experts_grouped(
+            x_TD, weight_TK, expert_TK, weights, out_dtype=out_dtype, implementation=self.implementation
+        )
+        return self._inner.add_ranks(mixed_TD).to(x_TD.dtype)
 
     def _linear_fp8(self, x_TK: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         return linear_fp8(x_TK, weight, invariant=self._is_invariant, implementation=self.implementation)

@@ -10,8 +10,10 @@ import torch
 
 from baton.core.errors import ModelUnsupported
 from baton.core.quantization import Quantization
-from baton.kernels.fp8_weight import quantize_weight
-from baton.kernels.ops import Ops, Weight
+from baton.kernels.fp8_weight import Fp8Weight, quantize_weight
+from baton.kernels.moe import ExpertWeights
+from baton.kernels.moe_gemm import Fp8ExpertWeights
+from baton.kernels.ops import Experts, Ops, Weight
 from baton.kernels.quantize_fp8 import GROUP_LEN
 from baton.model.random_weights import RandomTensor
 from baton.model.weights import Cut, StoredTensor
@@ -48,13 +50,7 @@ class WeightSource:
             ModelUnsupported: its columns, or this rank's part of them, cannot be quantized.
         """
         weight_NK = self.take(*names)
-        if self.quantization is Quantization.NONE:
-            return weight_NK
-        num_inputs = weight_NK.shape[1]
-        if num_inputs % GROUP_LEN:
-            message = f"--quantization fp8 scales {GROUP_LEN} inputs together; {names[0]} has {num_inputs} of a rank"
-            raise ModelUnsupported(message, option="quantization", value=self.quantization.value)
-        return quantize_weight(weight_NK)
+        return weight_NK if self.quantization is Quantization.NONE else _quantized(weight_NK, names[0])
 
     def take_stacked(self, groups: Sequence[Sequence[str]]) -> torch.Tensor:
         """[len(groups), ...]: the tensors of each group one above the other, the groups stacked."""
@@ -67,12 +63,37 @@ class WeightSource:
         assert stacked is not None
         return stacked
 
+    def take_experts(self, gate_up: Sequence[Sequence[str]], down: Sequence[Sequence[str]]) -> Experts:
+        """Stacked experts, each by the names of its gate and up projections and of its down projection.
+
+        Raises:
+            ModelUnsupported: their sizes, or this rank's part of them, cannot be quantized.
+        """
+        if self.quantization is Quantization.NONE:
+            return ExpertWeights(gate_up_EJD=self.take_stacked(gate_up), down_EDI=self.take_stacked(down))
+        gate_up_EJD, gate_up_scale = self._take_quantized(gate_up)
+        down_EDI, down_scale = self._take_quantized(down)
+        return Fp8ExpertWeights(gate_up_EJD, gate_up_scale, down_EDI, down_scale)
+
+    def _take_quantized(self, groups: Sequence[Sequence[str]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values [len(groups), ...] and scales of stacked weights."""
+        parts = [_quantized(self.take(*names), names[0]) for names in groups]
+        return torch.stack([part.values_NK for part in parts]), torch.stack([part.scales_BG for part in parts])
+
     def _read(self, name: str) -> torch.Tensor:
         tensor = self.stored[name].read(self.cut(name)).to(device=self.device, dtype=self.dtype)
         self.num_done += 1
         if self.on_progress is not None:
             self.on_progress(self.num_done, self.num_total)
         return tensor
+
+
+def _quantized(weight_NK: torch.Tensor, name: str) -> Fp8Weight:
+    num_inputs = weight_NK.shape[1]
+    if num_inputs % GROUP_LEN:
+        message = f"--quantization fp8 scales {GROUP_LEN} inputs together; {name} has {num_inputs} at a rank"
+        raise ModelUnsupported(message, option="quantization", value=Quantization.FP8.value)
+    return quantize_weight(weight_NK)
 
 
 class RMSNorm:

@@ -2,7 +2,6 @@
 
 import torch
 
-from baton.kernels.moe import ExpertWeights
 from baton.kernels.ops import Ops
 from baton.model.config import ModelConfig
 from baton.model.layers import WeightSource
@@ -14,9 +13,9 @@ class SparseMLP:
     def __init__(self, source: WeightSource, prefix: str, config: ModelConfig, ops: Ops) -> None:
         experts = [f"{prefix}.experts.{expert}" for expert in range(config.num_experts)]
         self.router_ED = source.take(f"{prefix}.gate.weight")
-        self.experts = ExpertWeights(
-            gate_up_EJD=source.take_stacked([(f"{e}.gate_proj.weight", f"{e}.up_proj.weight") for e in experts]),
-            down_EDI=source.take_stacked([(f"{e}.down_proj.weight",) for e in experts]),
+        self.experts = source.take_experts(
+            gate_up=[(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight") for expert in experts],
+            down=[(f"{expert}.down_proj.weight",) for expert in experts],
         )
         self._num_chosen = config.num_experts_per_token
         self._renormalise = config.renormalise_experts
