@@ -1,0 +1,110 @@
+"""A model computed by Triton kernels, in the interpreter, beside the same by its torch reference; in float8, too."""
+
+import pytest
+import torch
+
+import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
+from baton.core.errors import ModelUnsupported
+from baton.core.numerics import Numerics
+from baton.core.quantization import Quantization
+from baton.kernels.implementation import Implementation
+from baton.model.loader import load_model
+from baton.scripts.model_shape import write_shape
+from baton.tests.kernels.harness import relative_error
+from baton.tests.model.harness import Paged
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "head_dim": 32, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 500}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+@pytest.fixture(params=["dense", "moe"], scope="module")
+def shape(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    if request.param == "moe":
+        return write_shape("qwen3-30b-a3b", path, **(SIZES | EXPERTS))
+    return write_shape("qwen3-8b", path, **SIZES)
+
+
+def load(path, implementation, quantization=Quantization.NONE, dtype=torch.bfloat16, **options):
+    options = {"numerics": Numerics.DEFAULT, "with_mtp": True, **options}
+    return load_model(
+        path,
+        dtype=dtype,
+        device=CPU,
+        random_seed=3,
+        implementation=implementation,
+        quantization=quantization,
+        **options,
+    )
+
+
+def logits_of(model):
+    """Of two prompts in chunks, of decode steps of three rows beside each other, and of an MTP entry."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, 512, (2, 37), generator=generator)
+    paged = Paged(model, num_sequences=2, capacity_len=64)
+    found = []
+    for parts in ([(0, 0, 18), (1, 0, 34)], [(0, 18, 34)]):
+        tokens = torch.cat([prompts[sequence, start:end] for sequence, start, end in parts])
+        found.append(paged.trunk(tokens, paged.prefill_batch(parts)))
+    batch = paged.decode_batch([0, None, 1], [34, 0, 34], 3, bound=64)
+    tokens = torch.stack([prompts[0, 34:], torch.zeros(3, dtype=torch.int64), prompts[1, 34:]])
+    decoded = paged.trunk(tokens, batch).view(3, 3, -1)[[0, 2]].flatten(0, 1)
+    found += [decoded, paged.mtp(prompts[0, :5], decoded[:5], paged.prefill_batch([(0, 0, 5)]))]
+    return paged.logits(torch.cat(found))
+
+
+@pytest.mark.parametrize("quantization", Quantization)
+def test_kernels_give_the_references_logits(shape, quantization):
+    wanted = logits_of(load(shape, Implementation.REFERENCE, quantization))
+    model = load(shape, Implementation.TRITON, quantization)
+    assert model.implementation is Implementation.TRITON
+    found = logits_of(model)
+    assert found.isfinite().all()
+    # Both round to bfloat16 after each operation, and add in other orders; float8 rounds some numbers to a neighbour.
+    assert relative_error(found, wanted) < (0.03 if quantization is Quantization.NONE else 0.06)
+
+
+def test_float8_is_near_the_weights_it_was_made_of(shape):
+    wanted = logits_of(load(shape, Implementation.REFERENCE, dtype=torch.float32))
+    plain = relative_error(logits_of(load(shape, Implementation.REFERENCE)), wanted)
+    quantized = load(shape, Implementation.REFERENCE, Quantization.FP8)
+    error = relative_error(logits_of(quantized), wanted)
+    # A router chooses other experts where two are near each other, which moves such a token far.
+    assert plain < error < (0.6 if quantized.config.num_experts else 0.2)
+
+
+@pytest.mark.fast
+def test_left_open_a_cpu_computes_the_reference(shape):
+    assert load(shape, Implementation.AUTO).implementation is Implementation.REFERENCE
+
+
+@pytest.mark.fast
+def test_kv_of_quantized_weights_is_another_models(shape):
+    layouts = {load(shape, Implementation.AUTO, kind).kv_layout(16).model_hash for kind in Quantization}
+    assert len(layouts) == 2
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": Quantization.FP8, "dtype": torch.float32},
+        {"quantization": Quantization.FP8, "numerics": Numerics.INVARIANT},
+        {"implementation": Implementation.TRITON, "numerics": Numerics.INVARIANT},
+        {"implementation": Implementation.TRITON, "dtype": torch.float64},
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(shape, options):
+    with pytest.raises(ModelUnsupported) as refused:
+        load(shape, **{"implementation": Implementation.AUTO, **options})
+    assert refused.value.fields["option"] in ("quantization", "kernels")
+
+
+@pytest.mark.fast
+def test_sizes_that_no_group_fits_are_refused(tmp_path):
+    path = write_shape("qwen3-8b", tmp_path, **(SIZES | {"intermediate_size": 192}))
+    with pytest.raises(ModelUnsupported, match="192"):
+        load(path, Implementation.AUTO, Quantization.FP8)
