@@ -17,6 +17,7 @@ as many as it needs before those of b + 1; the rest end at once. Later tiles, wh
 Shapes: R rows of a tile (BM), N positions of a tile (BN), D head size, B sequences.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -128,8 +129,10 @@ def _walk_overlapped(
     """
     kind = query_RD.dtype
     index_N = tl.arange(0, BN)
-    key_ND = _load_tile(keys, table, high, index_N, block_stride, BN, ROW, S, D, kind)
-    score_RN = tl.dot(query_RD, key_ND.T)
+    score_RN = tl.zeros([BM, BN], tl.float32)
+    if high >= 0:  # always; without it the compiler keeps these keys in shared memory until the loop has ended
+        key_ND = _load_tile(keys, table, high, index_N, block_stride, BN, ROW, S, D, kind)
+        score_RN = tl.dot(query_RD, key_ND.T)
     weight_RN = tl.zeros([BM, BN], kind)
     for step in tl.range(0, high + 1):
         tile = high - step
@@ -224,3 +227,64 @@ def prefill_kernel(
     first_row = (tile - (start * G // BM + sequence)) * BM
     at_RD, is_row_R1 = _places(start, query_len, first_row, head, output_stride, output_head_stride, G, D, BM)
     tl.store(output + at_RD, mixed_RD.to(output.dtype.element_ty), mask=is_row_R1)
+
+
+def rule(num_rows: int, head_dim: int, num_bytes: int) -> dict[str, Any]:
+    """Options for what no table has; `num_rows` is the most that a sequence has for one KV head."""
+    if num_rows <= 64:
+        return {"BM": 64, "BN": 64, "OVERLAP": False, "num_warps": 4, "num_stages": 2 if head_dim > 128 else 3}
+    keys = 128 if head_dim <= 128 and num_bytes == 2 else 64
+    return {"BM": 128, "BN": keys, "OVERLAP": True, "num_warps": 8, "num_stages": 2}
+
+
+def launch(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_starts_E: torch.Tensor,
+    context_lens_B: torch.Tensor,
+    output_TAD: torch.Tensor,
+    *,
+    scale: float,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Write the output's rows; all arguments were checked. Grid and constants follow from shapes alone."""
+    num_tokens, num_heads, head_dim = query_TAD.shape
+    num_kv_heads, block_size = key_NHSD.shape[1:3]
+    group, num_sequences = num_heads // num_kv_heads, block_tables_BM.shape[0]
+    with_scales = key_scale is not None
+    block_stride, head_stride, row_stride, _ = key_NHSD.stride()
+    num_tiles = num_tokens * group // options["BM"] + num_sequences
+    with torch.cuda.device_of(query_TAD):
+        prefill_kernel[(num_tiles * num_kv_heads,)](
+            query_TAD,
+            key_NHSD,
+            value_NHSD,
+            key_scale if with_scales else context_lens_B,  # not read
+            value_scale if with_scales else context_lens_B,
+            output_TAD,
+            block_tables_BM,
+            query_starts_E,
+            context_lens_B,
+            query_TAD.stride(0),
+            query_TAD.stride(1),
+            output_TAD.stride(0),
+            output_TAD.stride(1),
+            block_stride,
+            head_stride,
+            block_tables_BM.stride(0),
+            num_sequences,
+            scale,
+            int(with_scales and key_scale.shape[0] > 1),
+            H=num_kv_heads,
+            G=group,
+            D=head_dim,
+            S=block_size,
+            ROW=row_stride,
+            SCALES=with_scales,
+            SEARCHED=SEARCHED,
+            **options,
+        )
