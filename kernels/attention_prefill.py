@@ -1,0 +1,222 @@
+"""Causal attention of chunks of prompts over paged KV, lengths on the device: fit for CUDA graphs.
+
+Row i of a sequence's chunk stands at position context_len - query_len + i and sees the keys from position 0 to its own,
+all of them already in the blocks. Slots past a sequence's last position may hold anything, NaN included. On GPUs one
+Triton kernel (`kernels.attention_prefill_triton`), elsewhere the torch reference, which is `kernels.attention` and
+`kernels.attention_invariant`. It refuses to write KV, and to wait for the device.
+
+Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3: products and softmax overlapped); blocks: Kwon
+et al. 2023. Legend: T tokens, B sequences, E = B + 1, A query heads, H KV heads, G = A / H, D head size, N blocks,
+S positions per block, M entries of a block table.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from baton.kernels import attention, attention_prefill_triton, tuning
+from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.attention_invariant import attention_prefill_invariant
+from baton.kernels.copies import to_device
+from baton.kernels.implementation import Implementation, uses_triton
+
+NAME = "attention_prefill"
+HEAD_DIMS = (16, 32, 64, 128, 256)
+MAX_BLOCK_SIZE = 64
+_ANY_LEN = 1 << 30
+_FP8 = torch.float8_e4m3fn
+_INDICES = (torch.int32, torch.int64)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_REFERENCE_DTYPES = (*_KERNEL_DTYPES, torch.float32, torch.float64)
+
+
+def attention_prefill(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_starts_E: torch.Tensor,
+    context_lens_B: torch.Tensor,
+    *,
+    max_query_len: int,
+    scale: float | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    invariant: bool = False,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """Attention of chunks laid one after the other -> [T, A, D]; never waits for the device on a GPU.
+
+    Args:
+        query_TAD: rows of all chunks, contiguous in D; rows past the last start belong to nobody, and what is returned
+            for them is not defined.
+        key_NHSD: K of a layer, contiguous in D, in the dtype of the queries or float8_e4m3fn.
+        value_NHSD: V, the same in shape, strides and dtype.
+        block_tables_BM: int32 or int64, contiguous in M.
+        query_starts_E: int32 or int64; sequence b has the rows from starts[b] up to starts[b + 1]. Sequences without
+            rows may be anywhere; those that pad a batch repeat the total.
+        context_lens_B: int32 or int64, keys that a sequence's last row sees; at least its rows. Not read without rows.
+        max_query_len: host bound of rows of one sequence.
+        scale: of scores, above 0; D ** -0.5 if None.
+        key_scale: float32 [1] or [H], what stored keys are to be multiplied by; 1 if None.
+        value_scale: the same for V; both or neither.
+        invariant: a row's result depends on that row and its KV alone, bit for bit, whatever the chunks and the batch.
+        implementation: which form computes.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit; nothing was launched.
+    """
+    with_triton = uses_triton(query_TAD.device, implementation)
+    _check(query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, with_triton)
+    _check_scales(key_NHSD, scale, key_scale, value_scale)
+    require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
+    if scale is None:
+        scale = query_TAD.shape[2] ** -0.5
+    if not with_triton:
+        key_NHSD = _widened(key_NHSD, key_scale, query_TAD.dtype)
+        value_NHSD = _widened(value_NHSD, value_scale, query_TAD.dtype)
+        starts, contexts = query_starts_E.tolist(), context_lens_B.tolist()
+        lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
+        return _reference(query_TAD, key_NHSD, value_NHSD, block_tables_BM, lens, contexts, invariant)
+    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    if query_TAD.numel() and block_tables_BM.shape[0]:
+        # One configuration for all sizes if a row may not depend on how long its chunk is.
+        size = _ANY_LEN if invariant else max_query_len
+        chosen = options(query_TAD, key_NHSD, size)
+        attention_prefill_triton.launch(
+            query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD,
+            scale=scale, key_scale=key_scale, value_scale=value_scale, options=chosen,
+        )  # fmt: skip
+    return output_TAD
+
+
+def attention_prefill_lens(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    invariant: bool = False,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """`attention_prefill` with lengths on the host, as `kernels.attention.attention_prefill` takes them.
+
+    They cross in one copy that the host does not wait for.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit, or the lengths do not to the queries; nothing was launched.
+    """
+    require(len(query_lens) == len(context_lens), "context_lens", f"are {len(context_lens)}, not {len(query_lens)}")
+    require(sum(query_lens) == query_TAD.shape[0], "query_lens", f"make {sum(query_lens)}, not {query_TAD.shape[0]}")
+    fits = all(0 <= rows <= context for rows, context in zip(query_lens, context_lens, strict=True) if rows)
+    require(fits, "context_lens", "a sequence sees fewer keys than it has rows")
+    numbers = torch.tensor([0, *accumulate(query_lens), *context_lens], dtype=torch.int32)
+    numbers = to_device(numbers, query_TAD.device)
+    return attention_prefill(
+        query_TAD, key_NHSD, value_NHSD, block_tables_BM,
+        numbers[: len(query_lens) + 1], numbers[len(query_lens) + 1 :],
+        max_query_len=max(query_lens, default=0), key_scale=key_scale, value_scale=value_scale,
+        invariant=invariant, implementation=implementation,
+    )  # fmt: skip
+
+
+def options(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, max_query_len: int) -> Mapping[str, Any]:
+    """How the kernel is launched for chunks of up to so many rows: of the tuned table, else by rule."""
+    group, head_dim = query_TAD.shape[1] // key_NHSD.shape[1], query_TAD.shape[2]
+    num_bytes = key_NHSD.element_size()
+    found = tuning.find(NAME, shape_of(group, head_dim, num_bytes), max_query_len, query_TAD.device.index)
+    return found or attention_prefill_triton.rule(group * max_query_len, head_dim, num_bytes)
+
+
+def shape_of(group: int, head_dim: int, num_bytes: int) -> str:
+    """The name of a shape in the tuned table."""
+    return f"{group}x{head_dim}x{8 * num_bytes}"
+
+
+def _check(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_starts_E: torch.Tensor,
+    context_lens_B: torch.Tensor,
+    with_triton: bool,
+) -> None:
+    device = query_TAD.device
+    require_tensor("query_TAD", query_TAD, [None, None, None], _KERNEL_DTYPES if with_triton else _REFERENCE_DTYPES)
+    require_rows("query_TAD", query_TAD)
+    num_heads, head_dim = query_TAD.shape[1:]
+    require_tensor("key_NHSD", key_NHSD, [None, None, None, head_dim], (query_TAD.dtype, _FP8), device)
+    require_rows("key_NHSD", key_NHSD)
+    require_tensor("value_NHSD", value_NHSD, key_NHSD.shape, (key_NHSD.dtype,), device)
+    same = key_NHSD.stride() == value_NHSD.stride()
+    require(same, "value_NHSD", f"has strides {value_NHSD.stride()}, not {key_NHSD.stride()}")
+    num_kv_heads, block_size = key_NHSD.shape[1:3]
+    fits = num_kv_heads > 0 and num_heads % num_kv_heads == 0
+    require(fits, "query_TAD", f"has {num_heads} heads, no multiple of {num_kv_heads}")
+    fits = 0 < block_size <= MAX_BLOCK_SIZE and MAX_BLOCK_SIZE % block_size == 0
+    require(fits, "key_NHSD", f"has blocks of {block_size}, no divisor of {MAX_BLOCK_SIZE}")
+    require(not with_triton or head_dim in HEAD_DIMS, "query_TAD", f"has head size {head_dim}, none of {HEAD_DIMS}")
+    require_tensor("block_tables_BM", block_tables_BM, [None, None], _INDICES, device)
+    require_rows("block_tables_BM", block_tables_BM)
+    num_sequences = block_tables_BM.shape[0]
+    require_tensor("query_starts_E", query_starts_E, [num_sequences + 1], _INDICES, device)
+    require_rows("query_starts_E", query_starts_E)
+    require_tensor("context_lens_B", context_lens_B, [num_sequences], _INDICES, device)
+    require_rows("context_lens_B", context_lens_B)
+
+
+def _check_scales(
+    key_NHSD: torch.Tensor, scale: float | None, key_scale: torch.Tensor | None, value_scale: torch.Tensor | None
+) -> None:
+    require(scale is None or 0 < scale < math.inf, "scale", f"is {scale}, not above 0")
+    both = (key_scale is None) == (value_scale is None)
+    require(both, "value_scale", "goes with key_scale: give both or neither")
+    for name, given in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if given is not None:
+            require_tensor(name, given, [None], (torch.float32,), key_NHSD.device)
+            fits = given.shape[0] in (1, key_NHSD.shape[1])
+            require(fits, name, f"has {given.shape[0]} values, not 1 or one for each of {key_NHSD.shape[1]} heads")
+            require_rows(name, given)
+
+
+def _widened(kv_NHSD: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Stored K or V in the dtype of the queries, contiguous."""
+    if scale is None:
+        return kv_NHSD.to(dtype).contiguous()
+    wide_NHSD = kv_NHSD.to(torch.float32) * scale[:, None, None]
+    return wide_NHSD.to(dtype)
+
+
+def _reference(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_lens: list[int],
+    context_lens: list[int],
+    invariant: bool,
+) -> torch.Tensor:
+    """By the functions that take lengths on the host, which know no sequence without rows."""
+    live = [sequence for sequence, query_len in enumerate(query_lens) if query_len > 0]
+    output_TAD = torch.zeros_like(query_TAD)
+    if live:
+        compute = attention_prefill_invariant if invariant else attention.attention_prefill
+        num_rows = sum(query_lens)
+        output_TAD[:num_rows] = compute(
+            query_TAD[:num_rows],
+            key_NHSD,
+            value_NHSD,
+            block_tables_BM[live].long(),
+            [query_lens[sequence] for sequence in live],
+            [context_lens[sequence] for sequence in live],
+        )
+    return output_TAD
