@@ -8,6 +8,7 @@ Legend: T tokens, B sequences, Q rows of each, M entries of a block table.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -112,19 +113,23 @@ def prefill_inputs(chunks: Sequence[PrefillChunk], pool: KVPool) -> PrefillInput
         row += chunk.length
         if chunk.is_last:
             last_rows.append(row - 1)
-    packed = np.concatenate([ids_4T.ravel(), tables_BM.ravel(), np.asarray(last_rows, dtype=np.int64)])
+    query_lens, context_lens = [chunk.length for chunk in chunks], [chunk.end for chunk in chunks]
+    lens = np.asarray([0, *accumulate(query_lens), *context_lens], dtype=np.int64)
+    packed = np.concatenate([ids_4T.ravel(), tables_BM.ravel(), lens, np.asarray(last_rows, dtype=np.int64)])
     on_device = torch.from_numpy(packed).to(pool.device)
     tables_end = ids_4T.size + tables_BM.size
+    lens_end = tables_end + len(lens)
     token_ids_T, next_token_ids_T, positions_T, slots_T = on_device[: ids_4T.size].view(4, num_tokens).unbind()
     batch = PrefillBatch(
         positions_T=positions_T,
         slots_T=slots_T,
         block_tables_BM=on_device[ids_4T.size : tables_end].view(len(chunks), num_entries),
-        query_lens=tuple(chunk.length for chunk in chunks),
-        context_lens=tuple(chunk.end for chunk in chunks),
+        query_lens=tuple(query_lens),
+        context_lens=tuple(context_lens),
+        lens_on_device=(on_device[tables_end : lens_end - len(chunks)], on_device[lens_end - len(chunks) : lens_end]),
     )
     return PrefillInputs(
-        token_ids_T=token_ids_T, next_token_ids_T=next_token_ids_T, last_row_F=on_device[tables_end:], batch=batch
+        token_ids_T=token_ids_T, next_token_ids_T=next_token_ids_T, last_row_F=on_device[lens_end:], batch=batch
     )
 
 

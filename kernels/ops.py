@@ -13,6 +13,7 @@ import torch
 from baton.core.numerics import Numerics
 from baton.kernels import attention, attention_invariant, linear, moe, rms_norm, silu_mul
 from baton.kernels.attention_decode import attention_decode
+from baton.kernels.attention_prefill import attention_prefill, attention_prefill_lens
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8 import linear_fp8
 from baton.kernels.implementation import Implementation
@@ -23,9 +24,6 @@ from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_
 from baton.kernels.rope import rope
 from baton.kernels.select_topk import select_topk
 
-AttentionPrefill = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor
-]
 AttentionDecode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 Weight = torch.Tensor | Fp8Weight
 Experts = moe.ExpertWeights | Fp8ExpertWeights
@@ -68,7 +66,7 @@ class Ops:
         self._linear_inner = inner.linear_invariant if invariant else inner.linear
         self._route = moe.route_invariant if invariant else moe.route
         self._experts = partial(moe.experts_invariant if invariant else moe.experts, inner=inner)
-        self.attention_prefill: AttentionPrefill = (
+        self._attention_prefill = (
             attention_invariant.attention_prefill_invariant if invariant else attention.attention_prefill
         )
         self.attention_decode: AttentionDecode = (
@@ -143,6 +141,29 @@ class Ops:
         key_THD = rope(self.rms_norm(key_THD, norms.key_D, norms.eps), *angles)
         kv_write(key_THD, value_THD, slots_T, pool.key_NHSD, pool.value_NHSD)
         return rope(self.rms_norm(query_TQD, norms.query_D, norms.eps), *angles)
+
+    def attention_prefill(
+        self,
+        query_TAD: torch.Tensor,
+        key_NHSD: torch.Tensor,
+        value_NHSD: torch.Tensor,
+        block_tables_BM: torch.Tensor,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        on_device: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Attention of chunks laid one after the other -> [T, A, D].
+
+        Lengths are on the host; where they are on the device already, as chunks' starts [B + 1] and context lengths
+        [B], they need not cross once more for each layer.
+        """
+        arguments = (query_TAD, key_NHSD, value_NHSD, block_tables_BM)
+        if not self._is_fused:
+            return self._attention_prefill(*arguments, query_lens, context_lens)
+        if on_device is None:
+            return attention_prefill_lens(*arguments, query_lens, context_lens, implementation=self.implementation)
+        longest = max(query_lens, default=0)
+        return attention_prefill(*arguments, *on_device, max_query_len=longest, implementation=self.implementation)
 
     def route(self, logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T, K] in the wide dtype, and experts [T, K], most probable first."""

@@ -78,7 +78,13 @@ class Attention:
             )
             return mixed_BQAE.flatten(0, 1)
         return self._ops.attention_prefill(
-            query_TAE, key_NHSE, value_NHSE, batch.block_tables_BM, batch.query_lens, batch.context_lens
+            query_TAE,
+            key_NHSE,
+            value_NHSE,
+            batch.block_tables_BM,
+            batch.query_lens,
+            batch.context_lens,
+            batch.lens_on_device,
         )
 
 

@@ -19,6 +19,8 @@ class PrefillBatch:
         block_tables_BM: int64, blocks of each sequence in order; unused entries point at the scratch block.
         query_lens: tokens of each sequence in this batch, on the host; they sum to T.
         context_lens: keys visible to each sequence's last row (cached ones and this chunk), on the host.
+        lens_on_device: int64 starts of the sequences' rows [B + 1] and the context lengths [B]; None if they are on the
+            host alone.
     """
 
     positions_T: torch.Tensor
@@ -26,6 +28,7 @@ class PrefillBatch:
     block_tables_BM: torch.Tensor
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
+    lens_on_device: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
