@@ -142,6 +142,8 @@ def load_shape(
             numerics=options.numerics,
             with_mtp=max(options.drafts) > 0,
             random_seed=options.seed,
+            quantization=options.quantization,
+            implementation=options.implementation,
             communicator=communicator,
         )
 
@@ -246,6 +248,8 @@ def identity(options: DecodeOptions, cell: Cell) -> dict[str, Any]:
         "dtype": str(options.dtype).removeprefix("torch."),
         "device": options.device.type,
         "numerics": options.numerics.value,
+        "quantization": options.quantization.value,
+        "kernels": options.implementation.value,
         "verification": options.verification,
         "rate": options.rate,
         "temperature": options.temperature,
@@ -279,6 +283,7 @@ def floors(
             batch=cell.batch,
             context_len=turn.context_len,
             num_ranks=num_ranks,
+            quantization=options.quantization,
         )
         found.append((num_bytes / gbps / 1e6, turn.tokens_per_step))
     a_token = spread("floor_ms", [step_ms / num_tokens for step_ms, num_tokens in found])

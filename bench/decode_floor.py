@@ -10,11 +10,13 @@ from statistics import median
 
 import torch
 
+from baton.core.quantization import Quantization
 from baton.model.config import ModelConfig
 from baton.model.tensor_spec import tensor_spec
 
 _COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 _NUM_COPIES = 7
+_FP8_BYTES = 1 + 4 / (128 * 128)  # of one element, with its share of the scales
 
 
 def copy_gbps(device: torch.device) -> float:
@@ -40,7 +42,14 @@ def copy_gbps(device: torch.device) -> float:
 
 
 def step_bytes(
-    config: ModelConfig, dtype: torch.dtype, *, num_drafts: int, batch: int, context_len: float, num_ranks: int = 1
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    num_drafts: int,
+    batch: int,
+    context_len: float,
+    num_ranks: int = 1,
+    quantization: Quantization = Quantization.NONE,
 ) -> float:
     """Bytes that one step must read, at each rank of a group.
 
@@ -51,10 +60,12 @@ def step_bytes(
         batch: sequences.
         context_len: positions of each, on average.
         num_ranks: that share it all, but for rows of the embedding, which count for nothing.
+        quantization: of the weights of products.
     """
     trunk = mtp = head = 0.0
     for name, shape in tensor_spec(config, with_mtp=num_drafts > 0).required.items():
-        size = float(math.prod(shape))
+        is_quantized = quantization is Quantization.FP8 and name.endswith("_proj.weight")
+        size = math.prod(shape) * (_FP8_BYTES if is_quantized else dtype.itemsize)
         if ".experts." in name:
             rows = batch if name.startswith("mtp.") and num_drafts > 1 else batch * (num_drafts + 1)
             size *= _share_of_experts(config, rows)
@@ -70,7 +81,7 @@ def step_bytes(
     num_head_passes = 1 + (num_drafts if config.draft_vocab_size is None else 0)
     weights = (trunk + num_drafts * mtp + num_head_passes * head) / num_ranks
     kv = (config.num_layers + num_drafts) * layer_kv / num_ranks
-    return (weights + kv) * dtype.itemsize
+    return weights + kv * dtype.itemsize
 
 
 def _share_of_experts(config: ModelConfig, num_rows: int) -> float:

@@ -9,8 +9,10 @@ from baton.bench.model_shapes import full_name
 from baton.core.config import SchedulingName
 from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
+from baton.core.quantization import Quantization
 from baton.core.sampling import MAX_TEMPERATURE
 from baton.core.verification import VerificationConfig
+from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import TORCH_DTYPES
 
 SCHEDULINGS: tuple[SchedulingName, ...] = ("sync", "async")
@@ -33,6 +35,8 @@ class DecodeOptions:
         dtype: of weights and KV.
         device: where steps run.
         numerics: of the model.
+        quantization: of its weights.
+        implementation: what computes it.
         schedulings: a subset of SCHEDULINGS.
         drafts: numbers of drafts a step makes.
         batches: numbers of sequences.
@@ -52,6 +56,8 @@ class DecodeOptions:
     dtype: torch.dtype
     device: torch.device
     numerics: Numerics = Numerics.DEFAULT
+    quantization: Quantization = Quantization.NONE
+    implementation: Implementation = Implementation.AUTO
     schedulings: tuple[SchedulingName, ...] = SCHEDULINGS
     drafts: tuple[int, ...] = (0, 1)
     batches: tuple[int, ...] = (1, 16, 64)
@@ -85,6 +91,8 @@ def read_options(
     device: str,
     layers: int | None = None,
     numerics: str = "default",
+    quantization: str = "none",
+    kernels: str = "auto",
     scheduling: str = "sync,async",
     mtp: str = "0,1",
     batch: str = "1,16,64",
@@ -105,6 +113,10 @@ def read_options(
     """
     _one_of("dtype", dtype, _DTYPES)
     _one_of("numerics", numerics, [mode.value for mode in Numerics])
+    _one_of("quantization", quantization, [kind.value for kind in Quantization])
+    _one_of("kernels", kernels, [kind.value for kind in Implementation])
+    if kernels == "triton" and device == "cpu":
+        raise ConfigInvalid("--kernels triton: they need a GPU", keys=["kernels"])
     _one_of("verification", verification, VERIFICATIONS)
     _one_of("cuda-graphs", cuda_graphs, tuple(_GRAPHS))
     if device not in ("cpu", "cuda"):
@@ -133,6 +145,8 @@ def read_options(
         dtype=TORCH_DTYPES[dtype],
         device=torch.device(device),
         numerics=Numerics(numerics),
+        quantization=Quantization(quantization),
+        implementation=Implementation(kernels),
         schedulings=tuple(name for name in SCHEDULINGS if name in scheduling.split(",")),
         drafts=_numbers("mtp", mtp, 0, MAX_DRAFTS),
         batches=_numbers("batch", batch, 1, MAX_BATCH),

@@ -54,6 +54,8 @@ def bench_decode(
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     numerics: Annotated[str, typer.Option(help="default|invariant")] = "default",
     dtype: Annotated[str, typer.Option(help="auto|float64|float32|bfloat16")] = "auto",
+    quantization: Annotated[str, typer.Option(help="none|fp8: of the weights")] = "none",
+    kernels: Annotated[str, typer.Option(help="auto|triton|reference: what computes the model")] = "auto",
     device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
     steps: Annotated[int, typer.Option(help="measured in each round")] = 22,
     rounds: Annotated[int, typer.Option(help="how often everything is measured")] = 5,
