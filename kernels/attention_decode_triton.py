@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels import attention_plan
+from baton.kernels import attention_plan, tuning
 from baton.kernels.attention_plan import Launch
 from baton.kernels.variant import Variant
 
@@ -293,21 +293,32 @@ _INTEGERS = (
     "key_stride_n", "key_stride_h", "scale_stride", "num_queries", "group", "num_parts", "part_tiles",
     "max_context_len",
 )  # fmt: skip
-_KINDS = {1: "fp8e4nv", 2: "bf16"}
-# (rows of a KV head, D, bytes of an item, invariant): those of the shapes that are measured, and the tiny model's.
+_KINDS = {"fp8": "fp8e4nv", "bf16": "bf16"}
+# (rows of a KV head, D, KV, invariant): those of the shapes that are measured, and the tiny model's.
 _SERVED = (
-    (4, 128, 2, False), (32, 128, 2, False), (64, 128, 2, False), (8, 256, 2, False), (32, 256, 2, False),
-    (4, 128, 1, False), (8, 256, 1, False), (32, 256, 1, False), (4, 32, 2, False), (8, 256, 2, True),
+    (4, 128, "bf16", False), (32, 128, "bf16", False), (64, 128, "bf16", False), (8, 256, "bf16", False),
+    (32, 256, "bf16", False), (4, 128, "fp8", False), (8, 256, "fp8", False), (32, 256, "fp8", False),
+    (4, 32, "bf16", False), (8, 256, "bf16", True),
 )  # fmt: skip
 _MERGED = ((128, 8), (128, 32), (256, 8), (256, 32))  # D, parts of a step
 
 
 def variants() -> list[Variant]:
-    """What serving launches by the rule, for blocks of 16."""
-    found = [_attend_variant(*served) for served in _SERVED]
+    """What serving launches by the rule and by the committed table, for blocks of 16."""
+    found = {}
+    for num_rows, head_dim, kind, invariant in _SERVED:
+        rule = attention_plan.invariant_options if invariant else attention_plan.default_options
+        variant = _attend_variant(head_dim, kind, rule(num_rows, head_dim, 1 if kind == "fp8" else 2))
+        found[variant.name] = variant
+    for shape, sizes in tuning.table().get("attention_decode", {}).items():
+        _, head_dim, kind = attention_plan.read_table_shape(shape)
+        for row in sizes.values():
+            variant = _attend_variant(head_dim, kind, attention_plan.options_of_row(row))
+            found[variant.name] = variant
     for head_dim, step in _MERGED:
-        merge = Variant(
-            name=f"attention_decode merge D={head_dim} parts={step}",
+        name = f"attention_decode merge D={head_dim} parts={step}"
+        found[name] = Variant(
+            name=name,
             kernel=merge_kernel,
             types={"parts": "*fp32", "part_logs": "*fp32", "out": "*bf16", "num_parts": "i32"},
             constants={"D": head_dim, "PARTS": step, "PDL": False},
@@ -315,37 +326,42 @@ def variants() -> list[Variant]:
             num_warps=max(1, step * head_dim // 1024),
             max_registers=128,
         )
-        found.append(merge)
-    return found
+    return list(found.values())
 
 
-def _attend_variant(num_rows: int, head_dim: int, item_bytes: int, invariant: bool) -> Variant:
-    rule = attention_plan.invariant_options if invariant else attention_plan.default_options
-    options = rule(num_rows, head_dim, item_bytes)
+def _attend_variant(head_dim: int, kind: str, options: attention_plan.Options) -> Variant:
     # wgmma takes 64 of something on the left: rows of D as V is read, or rows of queries.
     is_wide = head_dim >= 64 if options.swap else options.rows >= 64
+    side = "swapped" if options.swap else "plain"
     programs = max(1, options.slots // 132)  # on a multiprocessor
-    kind = _KINDS[item_bytes]
     return Variant(
-        name=f"attention_decode rows={options.rows} D={head_dim} {kind}{' invariant' if invariant else ''}",
+        name=f"attention_decode rows={options.rows} D={head_dim} {kind} {side} tile={options.tile} "
+        f"stages={options.stages} warps={options.warps}",
         kernel=attend_kernel,
         types={
             **dict.fromkeys(("query", "out"), "*bf16"),
-            **dict.fromkeys(("key", "value"), f"*{kind}"),
+            **dict.fromkeys(("key", "value"), f"*{_KINDS[kind]}"),
             **dict.fromkeys(("tables", "positions"), "*i64"),
             **dict.fromkeys(("key_scale", "value_scale", "parts", "part_logs"), "*fp32"),
             **dict.fromkeys(_INTEGERS, "i32"),
             "scale": "fp32",
         },
         constants={
-            "D": head_dim, "BLOCK": 16, "TILE": options.tile, "ROWS": options.rows, "SWAP": options.swap,
-            "SCALED": item_bytes == 1, "PDL": False, "STAGES": options.stages,
+            "D": head_dim,
+            "BLOCK": 16,
+            "TILE": options.tile,
+            "ROWS": options.rows,
+            "SWAP": options.swap,
+            "SCALED": kind == "fp8",
+            "PDL": False,
+            "STAGES": options.stages,
         },
         aligned=("query", "key", "value", "out", "parts", "part_logs"),
         num_warps=options.warps,
         num_stages=options.stages,
         contains=("LDGSTS", "HGMMA") if is_wide else ("LDGSTS", "HMMA"),
         lacks=("HMMA",) if is_wide else (),
-        max_registers=min(255, 65_536 // (programs * options.warps * 32)),
-        max_shared_bytes=232_448 // programs - 1024,
-    )  # fmt: skip
+        # A table may name more programs than fit: what else is parts for them to take in turns.
+        max_registers=min(255, 65_536 // (min(programs, 2) * options.warps * 32)),
+        on_amd=options.rows == 16,
+    )

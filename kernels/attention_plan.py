@@ -120,6 +120,12 @@ def table_shape(num_rows: int, head_dim: int, kv_dtype_name: str) -> str:
     return f"rows={rows_of_program(num_rows)} D={head_dim} {kv_dtype_name}"
 
 
+def read_table_shape(shape: str) -> tuple[int, int, str]:
+    """Rows, D and the dtype's name of `table_shape`."""
+    rows, head_dim, kind = shape.split()
+    return int(rows.removeprefix("rows=")), int(head_dim.removeprefix("D=")), kind
+
+
 @functools.lru_cache(maxsize=4096)
 def num_parts(num_programs: int, max_context_len: int, kv_row_bytes: int, out_bytes: int, options: Options) -> int:
     """Parts of a sequence: the number with the least predicted time, the smallest of several.
