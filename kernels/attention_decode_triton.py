@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.kernels import attention_plan, tuning
 from baton.kernels.attention_plan import Launch
 from baton.kernels.variant import Variant
 
@@ -44,9 +45,9 @@ def _tiles_of_part(context_len, num_parts, part_tiles, TILE: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "table_stride", "position_stride_b", "position_stride_q", "query_stride_b", "query_stride_q", "query_stride_a",
-        "key_stride_n", "key_stride_h", "num_queries", "group", "num_parts", "part_tiles", "max_context_len",
-        "scale_stride", "scale",
+        "tables", "positions", "key_scale", "value_scale", "table_stride", "position_stride_b", "position_stride_q",
+        "query_stride_b", "query_stride_q", "query_stride_a", "key_stride_n", "key_stride_h", "num_queries", "group",
+        "num_parts", "part_tiles", "max_context_len", "scale_stride", "scale",
     ]
 )  # fmt: skip
 def attend_kernel(
@@ -241,11 +242,6 @@ def parts_of_step(num_parts: int, part_len: int) -> int:
     return 8 if num_parts <= 8 and part_len == 0 else 32
 
 
-def _unused(device: torch.device) -> torch.Tensor:
-    """What stands for a tensor that is not there: never touched, but of the type that it has elsewhere."""
-    return torch.empty(1, dtype=torch.float32, device=device)
-
-
 def launch(
     query_BQAD: torch.Tensor,
     key_NHSD: torch.Tensor,
@@ -260,15 +256,16 @@ def launch(
     num_sequences, num_queries, num_heads, head_dim = query_BQAD.shape
     num_kv_heads, block_size = key_NHSD.shape[1:3]
     group = num_heads // num_kv_heads
+    device = query_BQAD.device
     out_BQAD = torch.empty_like(query_BQAD, memory_format=torch.contiguous_format)
+    # What stands for tensors that are not there: never touched, but of their type, so that one binary serves all.
+    parts = part_logs = torch.empty(1, dtype=torch.float32, device=device)
+    scaled = key_scale is not None
+    scales = (key_scale, value_scale) if scaled else (parts, parts)
     if how.num_parts > 1:
         num_rows = num_sequences * num_queries * num_heads * how.num_parts
-        parts = torch.empty(num_rows, head_dim, dtype=torch.float32, device=query_BQAD.device)
-        part_logs = torch.empty(num_rows, dtype=torch.float32, device=query_BQAD.device)
-    else:
-        parts = part_logs = _unused(query_BQAD.device)
-    scaled = key_scale is not None
-    scales = (key_scale, value_scale) if scaled else (_unused(query_BQAD.device), _unused(query_BQAD.device))
+        parts = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
+        part_logs = torch.empty(num_rows, dtype=torch.float32, device=device)
     pdl = how.pdl and query_BQAD.is_cuda and torch.version.hip is None
     with torch.cuda.device_of(query_BQAD):
         attend_kernel[(num_kv_heads * triton.cdiv(num_queries * group, how.rows), how.num_parts, num_sequences)](
@@ -289,3 +286,82 @@ def launch(
                 num_warps=max(1, step * head_dim // 1024), **options,
             )  # fmt: skip
     return out_BQAD
+
+
+_INTEGERS = (
+    "table_stride", "position_stride_b", "position_stride_q", "query_stride_b", "query_stride_q", "query_stride_a",
+    "key_stride_n", "key_stride_h", "scale_stride", "num_queries", "group", "num_parts", "part_tiles",
+    "max_context_len",
+)  # fmt: skip
+_KINDS = {"fp8": "fp8e4nv", "bf16": "bf16"}
+# (rows of a KV head, D, KV, invariant): those of the shapes that are measured, and the tiny model's.
+_SERVED = (
+    (4, 128, "bf16", False), (32, 128, "bf16", False), (64, 128, "bf16", False), (8, 256, "bf16", False),
+    (32, 256, "bf16", False), (4, 128, "fp8", False), (8, 256, "fp8", False), (32, 256, "fp8", False),
+    (4, 32, "bf16", False), (8, 256, "bf16", True),
+)  # fmt: skip
+_MERGED = ((128, 8), (128, 32), (256, 8), (256, 32))  # D, parts of a step
+
+
+def variants() -> list[Variant]:
+    """What serving launches by the rule and by the committed table, for blocks of 16."""
+    found = {}
+    for num_rows, head_dim, kind, invariant in _SERVED:
+        rule = attention_plan.invariant_options if invariant else attention_plan.default_options
+        variant = _attend_variant(head_dim, kind, rule(num_rows, head_dim, 1 if kind == "fp8" else 2))
+        found[variant.name] = variant
+    for shape, sizes in tuning.table().get("attention_decode", {}).items():
+        _, head_dim, kind = attention_plan.read_table_shape(shape)
+        for row in sizes.values():
+            variant = _attend_variant(head_dim, kind, attention_plan.options_of_row(row))
+            found[variant.name] = variant
+    for head_dim, step in _MERGED:
+        name = f"attention_decode merge D={head_dim} parts={step}"
+        found[name] = Variant(
+            name=name,
+            kernel=merge_kernel,
+            types={"parts": "*fp32", "part_logs": "*fp32", "out": "*bf16", "num_parts": "i32"},
+            constants={"D": head_dim, "PARTS": step, "PDL": False},
+            aligned=("parts", "part_logs", "out"),
+            num_warps=max(1, step * head_dim // 1024),
+            max_registers=128,
+        )
+    return list(found.values())
+
+
+def _attend_variant(head_dim: int, kind: str, options: attention_plan.Options) -> Variant:
+    # wgmma takes 64 of something on the left: rows of D as V is read, or rows of queries.
+    is_wide = head_dim >= 64 if options.swap else options.rows >= 64
+    side = "swapped" if options.swap else "plain"
+    programs = max(1, options.slots // 132)  # on a multiprocessor
+    return Variant(
+        name=f"attention_decode rows={options.rows} D={head_dim} {kind} {side} tile={options.tile} "
+        f"stages={options.stages} warps={options.warps}",
+        kernel=attend_kernel,
+        types={
+            **dict.fromkeys(("query", "out"), "*bf16"),
+            **dict.fromkeys(("key", "value"), f"*{_KINDS[kind]}"),
+            **dict.fromkeys(("tables", "positions"), "*i64"),
+            **dict.fromkeys(("key_scale", "value_scale", "parts", "part_logs"), "*fp32"),
+            **dict.fromkeys(_INTEGERS, "i32"),
+            "scale": "fp32",
+        },
+        constants={
+            "D": head_dim,
+            "BLOCK": 16,
+            "TILE": options.tile,
+            "ROWS": options.rows,
+            "SWAP": options.swap,
+            "SCALED": kind == "fp8",
+            "PDL": False,
+            "STAGES": options.stages,
+        },
+        aligned=("query", "key", "value", "out", "parts", "part_logs"),
+        num_warps=options.warps,
+        num_stages=options.stages,
+        contains=("LDGSTS", "HGMMA") if is_wide else ("LDGSTS", "HMMA"),
+        lacks=("HMMA",) if is_wide else (),
+        # A table may name more programs than fit: what else is parts for them to take in turns.
+        max_registers=min(255, 65_536 // (min(programs, 2) * options.warps * 32)),
+        on_amd=options.rows == 16,
+    )

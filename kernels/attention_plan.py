@@ -85,14 +85,14 @@ def default_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> Options
     if kv_item_bytes == 4:
         return Options(tile=32, rows=16, swap=False, stages=2, warps=4, slots=264)
     if kv_item_bytes == 1:
-        # Converted keys and values lie in shared memory as right operands, whose left ones have 64 rows at least.
         if head_dim > 128:
-            return Options(tile=64, rows=16, swap=False, stages=3, warps=8, slots=132)
+            return Options(tile=32, rows=min(rows, 32), swap=False, stages=4, warps=4, slots=264)
+        # Converted keys and values lie in shared memory as right operands, whose left ones have 64 rows at least.
         return Options(tile=64, rows=64, swap=False, stages=4, warps=4, slots=264)
     if head_dim > 128:
         if rows > 32:
             return Options(tile=64, rows=64, swap=False, stages=2, warps=8, slots=132)
-        return Options(tile=64, rows=rows, swap=True, stages=3, warps=8, slots=132)
+        return Options(tile=32, rows=rows, swap=False, stages=3, warps=4, slots=396 if rows == 16 else 264)
     return Options(tile=64, rows=rows, swap=rows < 64, stages=3, warps=4, slots=264)
 
 
@@ -105,8 +105,9 @@ def invariant_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> Optio
     if kv_item_bytes != 2:
         return default_options(16, head_dim, kv_item_bytes)
     rows = min(rows_of_program(num_rows), 32)
-    wide = head_dim > 128
-    return Options(tile=64, rows=rows, swap=True, stages=3, warps=8 if wide else 4, slots=132 if wide else 264)
+    if head_dim > 128:
+        return Options(tile=64, rows=rows, swap=True, stages=3, warps=8, slots=132)
+    return Options(tile=64, rows=rows, swap=True, stages=3, warps=4, slots=264)
 
 
 def options_of_row(row: Mapping[str, Any]) -> Options:
@@ -117,6 +118,12 @@ def options_of_row(row: Mapping[str, Any]) -> Options:
 def table_shape(num_rows: int, head_dim: int, kv_dtype_name: str) -> str:
     """What the committed table calls a shape."""
     return f"rows={rows_of_program(num_rows)} D={head_dim} {kv_dtype_name}"
+
+
+def read_table_shape(shape: str) -> tuple[int, int, str]:
+    """Rows, D and the dtype's name of `table_shape`."""
+    rows, head_dim, kind = shape.split()
+    return int(rows.removeprefix("rows=")), int(head_dim.removeprefix("D=")), kind
 
 
 @functools.lru_cache(maxsize=4096)

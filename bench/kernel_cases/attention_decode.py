@@ -1,0 +1,233 @@
+"""Rows of `baton bench kernels` for `attention_decode`, and what its tuned table is chosen from.
+
+Lengths are equal unless a row says "ragged": then one sequence has the context, and the others a quarter of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
+from baton.kernels import attention
+from baton.kernels.attention_decode import attention_decode
+from baton.kernels.attention_plan import Options, table_shape
+
+BLOCK_SIZE = 16
+_TORCH_MAX_BYTES = 3 << 30  # of KV: it copies and masks all of it
+_HEADS = ((32, 8, 128), (32, 4, 128), (16, 2, 256))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of one launch; A query heads, H KV heads, D head size."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_sequences: int
+    context_len: int
+    num_queries: int
+    is_float8: bool = False
+    is_ragged: bool = False
+
+    def __str__(self) -> str:
+        heads = f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim}"
+        kind = "fp8" if self.is_float8 else "bf16"
+        ragged = " ragged" if self.is_ragged else ""
+        return f"{heads} {kind} B={self.num_sequences} L={self.context_len} q={self.num_queries}{ragged}"
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of every sequence, the rows that are computed included."""
+        others = self.context_len // 4 if self.is_ragged else self.context_len
+        return [self.context_len] + [others] * (self.num_sequences - 1)
+
+    @property
+    def row_bytes(self) -> int:
+        """K and V of one position of one head."""
+        return 2 * self.head_dim * (1 if self.is_float8 else 2)
+
+    @property
+    def kv_bytes(self) -> int:
+        """What must be read."""
+        return sum(self.lengths) * self.num_kv_heads * self.row_bytes
+
+    @property
+    def query_bytes(self) -> int:
+        """Of the queries, and as many of the result."""
+        return 2 * self.num_sequences * self.num_queries * self.num_heads * self.head_dim
+
+    @property
+    def num_flops(self) -> int:
+        """Of both products."""
+        return 4 * sum(self.lengths) * self.num_queries * self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """One set: what `attention_decode` takes."""
+
+    query_BQAD: torch.Tensor
+    key_NHSD: torch.Tensor
+    value_NHSD: torch.Tensor
+    block_tables_BM: torch.Tensor
+    positions_BQ: torch.Tensor
+    context_len: int
+    scales: Mapping[str, torch.Tensor]
+
+    def run(
+        self,
+        *,
+        invariant: bool = False,
+        options: Mapping[str, object] | None = None,
+        max_context_len: int | None = None,
+    ) -> torch.Tensor:
+        """Ours."""
+        return attention_decode(
+            self.query_BQAD, self.key_NHSD, self.value_NHSD, self.block_tables_BM, self.positions_BQ,
+            max_context_len or self.context_len, invariant=invariant, options=options, **self.scales,
+        )  # fmt: skip
+
+    def run_library(self) -> torch.Tensor:
+        """Gathered, masked, and torch's attention."""
+        return attention.attention_decode(
+            self.query_BQAD, self.key_NHSD, self.value_NHSD, self.block_tables_BM, self.positions_BQ, self.context_len
+        )
+
+
+def make(shape: Shape, device: torch.device) -> Buffers:
+    """A layer of a pool with random KV, blocks of each sequence scattered over it."""
+    num_blocks = -(-shape.context_len // BLOCK_SIZE)
+    total = num_blocks * shape.num_sequences
+    pool_shape = (total + 1, shape.num_kv_heads, 2, BLOCK_SIZE, shape.head_dim)
+    if shape.is_float8:
+        pool = torch.empty(pool_shape, dtype=torch.float8_e4m3fn, device=device)
+        for blocks in pool.split(4096):
+            blocks.copy_(torch.randn(blocks.shape, dtype=torch.bfloat16, device=device))
+    else:
+        pool = torch.empty(pool_shape, dtype=torch.bfloat16, device=device).normal_()
+    ends_B1 = torch.tensor(shape.lengths, device=device)[:, None]
+    query_shape = (shape.num_sequences, shape.num_queries, shape.num_heads, shape.head_dim)
+    names = ("key_scale", "value_scale") if shape.is_float8 else ()
+    return Buffers(
+        query_BQAD=torch.randn(query_shape, dtype=torch.bfloat16, device=device),
+        key_NHSD=pool[:, :, 0],
+        value_NHSD=pool[:, :, 1],
+        block_tables_BM=torch.randperm(total, device=device).view(shape.num_sequences, num_blocks),
+        positions_BQ=ends_B1 - shape.num_queries + torch.arange(shape.num_queries, device=device),
+        context_len=shape.context_len,
+        scales={name: torch.ones(shape.num_kv_heads, device=device) for name in names},
+    )
+
+
+def _prepare(shape: Shape, device: torch.device, num_sets: int) -> Systems:
+    sets = [make(shape, device) for _ in range(num_sets)]
+    systems: dict[str, Sequence[Call]] = {
+        "ours": [buffers.run for buffers in sets],
+        "invariant": [partial(buffers.run, invariant=True) for buffers in sets],
+    }
+    if not shape.is_float8 and shape.kv_bytes <= _TORCH_MAX_BYTES:
+        systems["torch"] = [buffers.run_library for buffers in sets]
+    return systems
+
+
+def _shapes() -> list[Shape]:
+    """Those of the anchors, further ones of each kind, float8, and ragged ones."""
+    sizes = ((1, 1024), (1, 4096), (16, 1024), (1, 32768), (64, 1024), (16, 8192), (64, 8192), (256, 1024), (256, 8192))
+    found = [Shape(*heads, *size, q) for heads in _HEADS for size in sizes for q in (1, 4)]
+    found += [Shape(*heads, 64, 4096, q) for heads in _HEADS for q in (1, 4)]
+    found += [Shape(*_HEADS[0], *size, q) for size in ((16, 32768), (128, 8192)) for q in (1, 4)]
+    found += [Shape(*_HEADS[0], *size, q) for size in ((1, 32768), (64, 4096)) for q in (2, 8)]
+    found += [Shape(*heads, *size, q, True) for heads in _HEADS for size in ((1, 1024), (64, 8192)) for q in (1, 4)]
+    found += [Shape(28, 4, 128, 64, 4096, 1), Shape(32, 8, 128, 64, 8192, 1, is_ragged=True)]
+    return found
+
+
+def cases() -> list[KernelCase]:
+    """Each shape; one tiny one for CPUs."""
+    tiny = Shape(8, 2, 32, 2, 64, 2)
+    return [
+        KernelCase(
+            kernel="attention_decode",
+            shape=str(shape),
+            num_bytes=shape.kv_bytes + 2 * shape.query_bytes,
+            num_flops=shape.num_flops,
+            is_read=True,
+            set_bytes=shape.kv_bytes,
+            prepare=partial(_prepare, shape),
+            only_gpu=shape is not tiny,
+        )
+        for shape in (*_shapes(), tiny)
+    ]
+
+
+# tile, rows (0: as many as there are, padded), swap, stages, warps, programs of a multiprocessor
+_TILES: Mapping[tuple[int, bool], Sequence[tuple[int, int, bool, int, int, int]]] = {
+    (128, False): (
+        (64, 0, True, 3, 4, 2), (64, 0, True, 2, 4, 3), (128, 0, True, 2, 4, 1), (128, 0, True, 3, 8, 1),
+        (64, 0, False, 3, 4, 3), (32, 0, False, 4, 4, 4), (64, 64, False, 3, 4, 2),
+    ),
+    (256, False): (
+        (64, 0, True, 3, 8, 1), (64, 0, True, 2, 8, 1), (32, 0, False, 3, 4, 3), (32, 0, False, 4, 4, 2),
+        (64, 0, False, 3, 8, 1), (64, 64, False, 2, 8, 1),
+    ),
+    (128, True): (
+        (64, 64, False, 3, 4, 2), (64, 64, False, 4, 4, 2), (64, 0, False, 3, 4, 3), (64, 0, False, 4, 4, 3),
+        (64, 0, True, 3, 4, 2),
+    ),
+    (256, True): (
+        (32, 0, False, 4, 4, 2), (32, 0, False, 3, 4, 2), (64, 0, False, 3, 8, 1), (32, 64, False, 3, 8, 1),
+    ),
+}  # fmt: skip
+_LONG = 1 << 20  # positions times sequences times KV heads, from which on a launch is long
+
+
+def _candidates(head_dim: int, num_rows: int, is_float8: bool, size: int) -> list[Mapping[str, object]]:
+    """Small launches: with and without the second kernel's early start; long ones: parts of several lengths."""
+    rows = min(64, max(16, 1 << (num_rows - 1).bit_length()))
+    found: list[Mapping[str, object]] = []
+    for tile, own_rows, swap, stages, warps, each in _TILES[head_dim, is_float8]:
+        base = {"tile": tile, "rows": own_rows or rows, "swap": swap, "stages": stages, "warps": warps}
+        for programs in (each, 2 * each) if size < _LONG else (each,):
+            sized = base | {"slots": 132 * programs}
+            if size < _LONG:
+                found += [sized | {"pdl": pdl} for pdl in (False, True)]
+            else:
+                found += [sized | {"max_part_len": length, "pdl": True} for length in (1024, 2048, 4096, 8192)]
+    return found
+
+
+def _prepare_candidate(
+    shape: Shape, device: torch.device, num_sets: int, options: Mapping[str, object]
+) -> Sequence[Call]:
+    Options(**options)  # type: ignore[arg-type]  # a row that is none fails here
+    return [partial(make(shape, device).run, options=options) for _ in range(num_sets)]
+
+
+def tuning() -> list[TuningPoint]:
+    """Each kind of rows at the sizes of the anchors."""
+    sizes = ((1, 1024), (1, 32768), (64, 1024), (16, 8192), (64, 8192))
+    shapes = [Shape(*_HEADS[0], *size, 1) for size in (*sizes, (256, 8192))]
+    shapes += [Shape(*_HEADS[1], *size, 4) for size in sizes]
+    shapes += [Shape(*_HEADS[2], *size, q) for q in (1, 4) for size in sizes]
+    float8_sizes = ((1, 1024), (16, 8192), (64, 8192))
+    shapes += [Shape(*_HEADS[0], *size, 1, True) for size in float8_sizes]
+    shapes += [Shape(*_HEADS[1], *size, 4, True) for size in float8_sizes]
+    shapes += [Shape(*_HEADS[2], *size, q, True) for q in (1, 4) for size in float8_sizes]
+    points = []
+    for shape in shapes:
+        num_rows = shape.num_queries * shape.num_heads // shape.num_kv_heads
+        size = shape.num_sequences * shape.num_kv_heads * shape.context_len
+        points.append(
+            TuningPoint(
+                kernel="attention_decode",
+                shape=table_shape(num_rows, shape.head_dim, "fp8" if shape.is_float8 else "bf16"),
+                size=size,
+                candidates=_candidates(shape.head_dim, num_rows, shape.is_float8, size),
+                set_bytes=shape.kv_bytes,
+                prepare=partial(_prepare_candidate, shape),
+            )
+        )
+    return points
