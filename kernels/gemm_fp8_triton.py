@@ -31,6 +31,30 @@ _MAX_SPLIT_ROWS = 1024  # of a launch with splits, so that the parts stay a few 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
+# By one instruction for each row of the weight, which takes no registers and that nobody waits for.
+_PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+
+
+@triton.jit
+def _place(work, num_rows, K, num_splits, BM: tl.constexpr, STEP: tl.constexpr):
+    """Tile and split of a work, and its steps; tiles of the same rows of the weight are neighbours."""
+    num_m = tl.cdiv(num_rows, BM)
+    pm = work % num_m
+    split = work // num_m % num_splits
+    pn = work // num_m // num_splits
+    num_steps = K // 128 // STEP
+    return pm, pn, split, split * num_steps // num_splits, (split + 1) * num_steps // num_splits
+
+
+@triton.jit
+def _prefetch(w_values, pn, first, last, N, K, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr):
+    """Have the weight of the first stages on its way to the L2 cache."""
+    n = tl.minimum(pn * BN + tl.arange(0, BN), N - 1)
+    at = (w_values + n.to(tl.int64) * K + first * (STEP * 128)).to(tl.int64)
+    num_bytes = tl.minimum(last - first, STAGES) * (STEP * 128) + tl.zeros([BN], tl.int32)
+    tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [at, num_bytes], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit
 def _product(
     a, a_scales, w, w_scales, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride, pm, pn, first, last,
@@ -102,20 +126,15 @@ def _tile(
     SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One split of one tile; tiles of the same rows of the weight are neighbours, so these are read from DRAM once."""
-    num_m = tl.cdiv(num_rows, BM)
-    pm = work % num_m
-    split = work // num_m % num_splits
-    pn = work // num_m // num_splits
-    first = split * (K // 128 // STEP) // num_splits
-    last = (split + 1) * (K // 128 // STEP) // num_splits
+    """One split of one tile."""
+    pm, pn, split, first, last = _place(work, num_rows, K, num_splits, BM, STEP)
     acc = _product(
         a, a_scales, w, w_scales, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride, pm, pn, first, last,
         BM, BN, STEP, STAGES, SWAP, QUANTIZE, UE8M0, TMA,
     )  # fmt: skip
     if SPLIT:
         SIZE: tl.constexpr = BM * BN
-        tile = pn * num_m + pm
+        tile = pn * tl.cdiv(num_rows, BM) + pm
         within = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
         parts_at = partials + tile.to(tl.int64) * num_splits * SIZE + within
         tl.store(parts_at + split * SIZE, acc)
@@ -132,13 +151,16 @@ def _tile(
 
 @triton.jit(do_not_specialize=["num_rows", "a_scale_stride", "w_scale_stride", "num_splits", "num_works"])
 def _gemm_kernel(
-    a, a_scales, w, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride,
-    c_stride, num_splits, num_works, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
+    a, a_scales, w, w_values, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride,
+    w_scale_stride, c_stride, num_splits, num_works, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
     UNROLL: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each split of each tile, or, if the number of programs is capped, several of them for each."""
     if PDL:
+        # The activations are being quantized: meanwhile the weight, which depends on nothing, is fetched.
+        _, pn, _, first, last = _place(tl.program_id(0), num_rows, K, num_splits, BM, STEP)
+        _prefetch(w_values, pn, first, last, N, K, BN, STEP, STAGES)
         tl.extra.cuda.gdc_wait()
     if CAPPED:
         for work in tl.range(tl.program_id(0), num_works, tl.num_programs(0)):
@@ -206,6 +228,7 @@ def _launch_rows(a, scales, weight, c, plan, counters, ue8m0, num_sms, waits) ->
         a,
         weight.scales_BG if scales is None else scales,
         TensorDescriptor.from_tensor(values, [plan.BN, 128]) if plan.tma else values,
+        values,
         weight.scales_BG,
         c,
         partials,
@@ -251,13 +274,14 @@ def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, wait
         "a": "*bf16" if is_wide else "*fp8e4nv",
         "a_scales": "*fp32",
         "w": f"tensordesc<fp8e4nv[{plan.BN}, 128]>" if plan.tma else "*fp8e4nv",
+        "w_values": "*fp8e4nv",
         "w_scales": "*fp32",
         "c": "*bf16",
         "partials": "*fp32" if plan.splits > 1 else "*bf16",
         "counters": "*i32",
         **dict.fromkeys(integers, "i32"),
     }
-    aligned = ["a", "a_scales", "w_scales", "c", "partials", "counters", "N", "K", "a_stride", "c_stride"]
+    aligned = ["a", "a_scales", "w_values", "w_scales", "c", "partials", "counters", "N", "K", "a_stride", "c_stride"]
     traits = [
         f"{plan.BM}x{plan.BN}x{128 * plan.groups}", f"stages={plan.stages}", f"warps={plan.warps}",
         *[name for name, holds in (

@@ -105,14 +105,14 @@ def test_special_values(implementation):
 
 @pytest.mark.fast
 def test_the_reference_against_float64_and_its_bound():
-    x = values(6, 256, 5)
+    x = values(3, 256, 5)
     q, scales = quantize_fp8(x)
-    group = x.double().view(6, 2, 128)
+    group = x.double().view(3, 2, 128)
     exact = group.abs().amax(-1).clamp(min=1e-10) / 448
     torch.testing.assert_close(scales.t().double(), exact, rtol=3e-7, atol=0)
-    wanted = neighbours(x.float().view(6, 2, 128) * (1 / scales.t())[..., None])
-    assert torch.equal(q.double(), wanted.view(6, 256))
-    error = (dequantize_fp8(q, scales).double() - x.double()).abs().view(6, 2, 128)
+    wanted = neighbours(x.float().view(3, 2, 128) * (1 / scales.t())[..., None])
+    assert torch.equal(q.double(), wanted.view(3, 256))
+    error = (dequantize_fp8(q, scales).double() - x.double()).abs().view(3, 2, 128)
     assert (error <= torch.maximum(group.abs() * 2**-4, exact[..., None] * 2**-10) * 1.001).all()
 
 
