@@ -17,7 +17,7 @@ _SCALE_PAD = 4
 _ROWS_AT_ONCE = 32 * BLOCK_LEN  # of a weight, widened to float32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Fp8Weight:
     """Values and scales, which `of` and `quantize_weight` have checked.
 

@@ -91,7 +91,7 @@ def gemm_fp8(
         return out_MN
     if not _uses_triton(a_MK.device, implementation):
         return out_MN.copy_(gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant))
-    plan = plan or _chosen("gemm_fp8", num_rows, weight, swap_ab, num_sms, invariant)
+    plan = _checked(plan, weight) or _chosen("gemm_fp8", num_rows, weight, swap_ab, num_sms, invariant)
     return _multiplied(a_MK, scales_GM, weight, out_MN, plan, num_sms, workspace, waits=False)
 
 
@@ -134,7 +134,7 @@ def linear_fp8(
     if not _uses_triton(x_MK.device, implementation):
         a_MK, scales_GM = quantize_fp8_reference(x_MK, ue8m0=ue8m0)
         return out_MN.copy_(gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant))
-    plan = plan or _chosen("linear_fp8", num_rows, weight, swap_ab, num_sms, invariant)
+    plan = _checked(plan, weight) or _chosen("linear_fp8", num_rows, weight, swap_ab, num_sms, invariant)
     if plan is not None and plan.fused:
         counters = (workspace or default_workspace(x_MK.device)).counters
         gemm_fp8_triton.launch(x_MK, None, weight, out_MN, plan, counters, ue8m0=ue8m0, num_sms=num_sms)
@@ -164,6 +164,16 @@ def _checked_out(out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight, 
     require_tensor("out_MN", out_MN, shape, [torch.bfloat16], device)
     require_rows("out_MN", out_MN)
     return out_MN
+
+
+def _checked(plan: Plan | None, weight: Fp8Weight) -> Plan | None:
+    """The plan that was given, if it computes all of K."""
+    if plan is not None:
+        num_groups = weight.num_inputs // GROUP_LEN
+        divides = num_groups % plan.groups == 0 and plan.splits <= num_groups // plan.groups
+        require(divides, "plan", f"cuts {num_groups} groups into {plan.splits} parts, steps of {plan.groups}")
+        require(plan.BN in (64, GROUP_LEN), "plan", f"has tiles of {plan.BN} rows of the weight, not 64 or 128")
+    return plan
 
 
 @functools.cache

@@ -33,7 +33,8 @@ class Plan:
         swap: whether the weight's rows are the rows of the tensor cores' tiles.
         BM: tokens of a tile.
         BN: rows of the weight of a tile, 64 or 128.
-        stages: steps of 128 columns under way at once.
+        groups: of 128 columns in a step; must divide those of K.
+        stages: steps under way at once.
         warps: of a program.
         splits: parts that the columns are cut into.
         tma: whether the weight is read by the copy engine of a multiprocessor (descriptors).
@@ -44,6 +45,7 @@ class Plan:
     swap: bool = True
     BM: int = 16
     BN: int = 64
+    groups: int = 1
     stages: int = 6
     warps: int = 4
     splits: int = 1

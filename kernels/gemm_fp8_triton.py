@@ -31,13 +31,37 @@ _MAX_SPLIT_ROWS = 1024  # of a launch with splits, so that the parts stay a few 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
+# By one instruction for each row of the weight, which takes no registers and that nobody waits for.
+_PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+
+
+@triton.jit
+def _place(work, num_rows, K, num_splits, BM: tl.constexpr, STEP: tl.constexpr):
+    """Tile and split of a work, and its steps; tiles of the same rows of the weight are neighbours."""
+    num_m = tl.cdiv(num_rows, BM)
+    pm = work % num_m
+    split = work // num_m % num_splits
+    pn = work // num_m // num_splits
+    num_steps = K // 128 // STEP
+    return pm, pn, split, split * num_steps // num_splits, (split + 1) * num_steps // num_splits
+
+
+@triton.jit
+def _prefetch(w_values, pn, first, last, N, K, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr):
+    """Have the weight of the first stages on its way to the L2 cache."""
+    n = tl.minimum(pn * BN + tl.arange(0, BN), N - 1)
+    at = (w_values + n.to(tl.int64) * K + first * (STEP * 128)).to(tl.int64)
+    num_bytes = tl.minimum(last - first, STAGES) * (STEP * 128) + tl.zeros([BN], tl.int32)
+    tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [at, num_bytes], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit
 def _product(
     a, a_scales, w, w_scales, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride, pm, pn, first, last,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, QUANTIZE: tl.constexpr,
-    UE8M0: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
+    QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The sum over groups [first, last) of 128 columns, float32; [BN, BM] if operands are swapped."""
+    """The sum over steps [first, last) of STEP x 128 columns, float32; [BN, BM] if operands are swapped."""
     m = pm * BM + tl.arange(0, BM)
     n = pn * BN + tl.arange(0, BN)
     k = tl.arange(0, 128)
@@ -48,25 +72,27 @@ def _product(
         w_at = w + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
     w_scales += (pn * BN // 128).to(tl.int64) * w_scale_stride
     acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
-    for group in tl.range(first, last, num_stages=STAGES):
-        x = tl.load(a_at + group * 128, mask=is_row[:, None], other=0.0)
-        if TMA:
-            weight = w.load([pn * BN, group * 128])
-        elif SWAP:
-            weight = tl.load(w_at + group * 128, eviction_policy="evict_first")
-        else:
-            weight = tl.load(w_at + group * 128)
-        # One scale for all rows, but loaded as a tensor: so it is pipelined as the tiles are, and not waited for.
-        scale = tl.load(w_scales + group + tl.zeros([BM], tl.int32))
-        if QUANTIZE:
-            x, scale_m1 = quantize_tile(x.to(tl.float32), 1, UE8M0)
-            scale *= tl.reshape(scale_m1, [BM])
-        else:
-            scale *= tl.load(a_scales + group * a_scale_stride + m, mask=is_row, other=0.0)
-        if SWAP:
-            acc += tl.dot(weight, x.T) * scale[None, :]
-        else:
-            acc += tl.dot(x, weight.T) * scale[:, None]
+    for step in tl.range(first, last, num_stages=STAGES):
+        for part in tl.static_range(STEP):
+            group = step * STEP + part
+            x = tl.load(a_at + group * 128, mask=is_row[:, None], other=0.0)
+            if TMA:
+                weight = w.load([pn * BN, group * 128])
+            elif SWAP:
+                weight = tl.load(w_at + group * 128, eviction_policy="evict_first")
+            else:
+                weight = tl.load(w_at + group * 128)
+            # One scale for all rows, but loaded as a tensor: so it is pipelined as tiles are, and not waited for.
+            scale = tl.load(w_scales + group + tl.zeros([BM], tl.int32))
+            if QUANTIZE:
+                x, scale_m1 = quantize_tile(x.to(tl.float32), 1, UE8M0)
+                scale *= tl.reshape(scale_m1, [BM])
+            else:
+                scale *= tl.load(a_scales + group * a_scale_stride + m, mask=is_row, other=0.0)
+            if SWAP:
+                acc += tl.dot(weight, x.T) * scale[None, :]
+            else:
+                acc += tl.dot(x, weight.T) * scale[:, None]
     return acc
 
 
@@ -96,23 +122,19 @@ def _sum_of_parts(parts_at, num_splits, UNROLL: tl.constexpr, SIZE: tl.constexpr
 @triton.jit
 def _tile(
     work, a, a_scales, w, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride,
-    c_stride, num_splits, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
-    QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, UNROLL: tl.constexpr,
+    c_stride, num_splits, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One split of one tile; tiles of the same rows of the weight are neighbours, so these are read from DRAM once."""
-    num_m = tl.cdiv(num_rows, BM)
-    pm = work % num_m
-    split = work // num_m % num_splits
-    pn = work // num_m // num_splits
-    first = split * (K // 128) // num_splits
-    last = (split + 1) * (K // 128) // num_splits
+    """One split of one tile."""
+    pm, pn, split, first, last = _place(work, num_rows, K, num_splits, BM, STEP)
     acc = _product(
         a, a_scales, w, w_scales, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride, pm, pn, first, last,
-        BM, BN, STAGES, SWAP, QUANTIZE, UE8M0, TMA,
+        BM, BN, STEP, STAGES, SWAP, QUANTIZE, UE8M0, TMA,
     )  # fmt: skip
     if SPLIT:
         SIZE: tl.constexpr = BM * BN
-        tile = pn * num_m + pm
+        tile = pn * tl.cdiv(num_rows, BM) + pm
         within = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
         parts_at = partials + tile.to(tl.int64) * num_splits * SIZE + within
         tl.store(parts_at + split * SIZE, acc)
@@ -129,25 +151,28 @@ def _tile(
 
 @triton.jit(do_not_specialize=["num_rows", "a_scale_stride", "w_scale_stride", "num_splits", "num_works"])
 def _gemm_kernel(
-    a, a_scales, w, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride,
-    c_stride, num_splits, num_works, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
-    QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, UNROLL: tl.constexpr,
-    CAPPED: tl.constexpr, PDL: tl.constexpr,
+    a, a_scales, w, w_values, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride,
+    w_scale_stride, c_stride, num_splits, num_works, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
+    UNROLL: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each split of each tile, or, if the number of programs is capped, several of them for each."""
     if PDL:
+        # The activations are being quantized: meanwhile the weight, which depends on nothing, is fetched.
+        _, pn, _, first, last = _place(tl.program_id(0), num_rows, K, num_splits, BM, STEP)
+        _prefetch(w_values, pn, first, last, N, K, BN, STEP, STAGES)
         tl.extra.cuda.gdc_wait()
     if CAPPED:
         for work in tl.range(tl.program_id(0), num_works, tl.num_programs(0)):
             _tile(
                 work, a, a_scales, w, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride,
-                w_scale_stride, c_stride, num_splits, BM, BN, STAGES, SWAP, QUANTIZE, UE8M0, SPLIT, TMA, UNROLL,
+                w_scale_stride, c_stride, num_splits, BM, BN, STEP, STAGES, SWAP, QUANTIZE, UE8M0, SPLIT, TMA, UNROLL,
             )  # fmt: skip
     else:
         _tile(
             tl.program_id(0), a, a_scales, w, w_scales, c, partials, counters, num_rows, N, K, a_stride,
-            a_scale_stride, w_scale_stride, c_stride, num_splits, BM, BN, STAGES, SWAP, QUANTIZE, UE8M0, SPLIT, TMA,
-            UNROLL,
+            a_scale_stride, w_scale_stride, c_stride, num_splits, BM, BN, STEP, STAGES, SWAP, QUANTIZE, UE8M0, SPLIT,
+            TMA, UNROLL,
         )  # fmt: skip
 
 
@@ -203,6 +228,7 @@ def _launch_rows(a, scales, weight, c, plan, counters, ue8m0, num_sms, waits) ->
         a,
         weight.scales_BG if scales is None else scales,
         TensorDescriptor.from_tensor(values, [plan.BN, 128]) if plan.tma else values,
+        values,
         weight.scales_BG,
         c,
         partials,
@@ -227,6 +253,7 @@ def _constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool, waits: b
     return {
         "BM": plan.BM,
         "BN": plan.BN,
+        "STEP": plan.groups,
         "STAGES": plan.stages,
         "SWAP": plan.swap,
         "QUANTIZE": is_wide,
@@ -247,15 +274,16 @@ def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, wait
         "a": "*bf16" if is_wide else "*fp8e4nv",
         "a_scales": "*fp32",
         "w": f"tensordesc<fp8e4nv[{plan.BN}, 128]>" if plan.tma else "*fp8e4nv",
+        "w_values": "*fp8e4nv",
         "w_scales": "*fp32",
         "c": "*bf16",
         "partials": "*fp32" if plan.splits > 1 else "*bf16",
         "counters": "*i32",
         **dict.fromkeys(integers, "i32"),
     }
-    aligned = ["a", "a_scales", "w_scales", "c", "partials", "counters", "N", "K", "a_stride", "c_stride"]
+    aligned = ["a", "a_scales", "w_values", "w_scales", "c", "partials", "counters", "N", "K", "a_stride", "c_stride"]
     traits = [
-        f"{plan.BM}x{plan.BN}", f"stages={plan.stages}", f"warps={plan.warps}",
+        f"{plan.BM}x{plan.BN}x{128 * plan.groups}", f"stages={plan.stages}", f"warps={plan.warps}",
         *[name for name, holds in (
             ("split", plan.splits > 1), ("tma", plan.tma), ("bf16", is_wide), ("capped", is_capped), ("pdl", waits)
         ) if holds],
@@ -270,7 +298,7 @@ def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, wait
         contains=("QGMMA", "UTMALDG" if plan.tma else "LDGSTS"),
         lacks=("HMMA",),
         max_shared_bytes=227 * 1024 // (2 if plan.swap and plan.BM * plan.BN <= 4096 else 1),
-        on_amd=not plan.tma and not waits,
+        on_amd=plan.swap and plan.BM == 16 and not plan.tma and not waits,
         options={"launch_pdl": True} if waits else {},
     )
 

@@ -13,6 +13,7 @@ from baton.kernels.tuning import find
 from baton.kernels.variant import Variant
 
 GROUP = 128
+SIZES = (16, 64, 512, 2048, 8192)  # rows that are tuned for
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -61,9 +62,9 @@ def _quantize_kernel(
     tl.store(scales + g[None, :].to(tl.int64) * scale_stride + t[:, None], scale_RG, mask=kept)
 
 
-def _tile_of(num_rows, K, device_index=None):
+def _tile_of(num_rows, device_index=None):
     """Rows and groups of a program, and its warps: few rows are spread thinly, many go in lines of DRAM."""
-    tuned = find("quantize_fp8", str(K), num_rows, device_index)
+    tuned = find("quantize_fp8", "any", num_rows, device_index)
     if tuned is not None:
         return tuned["ROWS"], tuned["GROUPS"], tuned["num_warps"]
     return (4, 1, 1) if num_rows <= 256 else (8, 4, 4)
@@ -89,7 +90,7 @@ def launch(
         tile: rows, groups and warps of a program; None: as tuned.
     """
     num_padded, K = q_TK.shape
-    rows, groups, num_warps = tile or _tile_of(num_padded, K, x_TK.device.index)
+    rows, groups, num_warps = tile or _tile_of(num_padded, x_TK.device.index)
     grid = (triton.cdiv(num_padded, rows), triton.cdiv(K // GROUP, groups))
     _quantize_kernel[grid](
         x_TK,
@@ -116,7 +117,7 @@ def variants() -> list[Variant]:
     }  # fmt: skip
     aligned = ("x", "q", "scales", "K", "x_stride")
     found = []
-    tiles = {_tile_of(num_rows, K) for K in (4096, 12288) for num_rows in (16, 8192)}
+    tiles = {_tile_of(num_rows) for num_rows in SIZES}
     for rows, groups, num_warps in sorted(tiles):
         for pdl in (False, True) if rows * groups <= 16 else (False,):
             found.append(
