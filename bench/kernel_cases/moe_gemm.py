@@ -14,7 +14,8 @@ import torch
 
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import moe_gemm, moe_gemm_masked
-from baton.kernels.moe import ExpertWeights
+from baton.kernels.inner_sum import ALONE
+from baton.kernels.moe import ExpertWeights, experts
 from baton.kernels.moe_align import quantize_reference
 from baton.kernels.moe_gemm import Fp8ExpertWeights, Tiles, experts_grouped
 from baton.kernels.moe_gemm_masked import MaskedTiles
@@ -96,12 +97,6 @@ def _masked_mixture(
     moe_gemm_masked.moe_gemm_masked(inner_EMI, masked_m_E, weights.down_EDI, b_scale=weights.down_scale)
 
 
-def _dense(x_TD: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
-    """Every expert on every row, as `kernels.moe.experts` does in a captured step."""
-    gate, up = torch.matmul(x_TD, weights.gate_up_EJD.transpose(1, 2)).chunk(2, dim=-1)
-    return torch.bmm(torch.nn.functional.silu(gate) * up, weights.down_EDI.transpose(1, 2))
-
-
 def _prepare(shape: Shape, num_tokens: int, is_fp8: bool, device: torch.device, num_sets: int) -> Systems:
     systems: dict[str, list[Call]] = {"ours": [], "invariant": [], "masked" if is_fp8 else "torch": []}
     weights = _weights(shape, is_fp8, device)  # sets differ by the experts that they hit
@@ -116,7 +111,8 @@ def _prepare(shape: Shape, num_tokens: int, is_fp8: bool, device: torch.device, 
             inner_EMI = torch.randn(shape.num_experts, num_rows, shape.inner_size, device=device).bfloat16()
             systems["masked"].append(partial(_masked_mixture, weights, x_EMD, count_E.int(), inner_EMI))
         else:
-            systems["torch"].append(partial(_dense, x_TD, weights))
+            # What a captured step computes without these kernels: every expert on every row.
+            systems["torch"].append(partial(experts, x_TD, weight_TK, expert_TK, weights, False, ALONE))
     return systems
 
 

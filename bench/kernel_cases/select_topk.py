@@ -16,12 +16,12 @@ NUM_TOKENS = (1, 16, 64, 256, 1024, 8192)
 SET_BYTES = 4 << 20
 
 
-def _route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, implementation: Implementation) -> None:
-    """As a layer does before its products."""
+def _route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, implementation: Implementation) -> torch.Tensor:
+    """As a layer does before its products; the weights, for what they must agree in."""
     if bias_E is None:
-        _, expert_TK = select_topk(logits_TE, NUM_CHOSEN, renormalise=True, implementation=implementation)
+        weight_TK, expert_TK = select_topk(logits_TE, NUM_CHOSEN, renormalise=True, implementation=implementation)
     else:
-        _, expert_TK = select_topk(
+        weight_TK, expert_TK = select_topk(
             logits_TE,
             NUM_CHOSEN,
             scoring=Scoring.SIGMOID,
@@ -33,6 +33,7 @@ def _route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, implementation:
             implementation=implementation,
         )
     moe_align(expert_TK, logits_TE.shape[1], implementation=implementation)
+    return weight_TK
 
 
 def _prepare(num_tokens: int, num_experts: int, is_grouped: bool, device: torch.device, num_sets: int) -> Systems:
