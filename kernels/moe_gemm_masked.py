@@ -157,7 +157,9 @@ def choose_tiles(
     rows = 16 if num_rows is None or num_rows <= 16 else 32 if num_rows <= 32 else 64
     if not swap_ab:
         return MaskedTiles(64, 128, 4, 3, 2)
-    return MaskedTiles(rows, 128, 8 if rows == 64 else 4, 4, max_programs(rows, 128, 4))
+    if rows == 64:  # sums of 64 x 64 leave registers for one other program
+        return MaskedTiles(64, 64, 4, 5, 2)
+    return MaskedTiles(rows, 128, 4, 4, max_programs(rows, 128, 4))
 
 
 def max_programs(rows: int, outputs: int, stages: int) -> int:

@@ -207,7 +207,7 @@ def variants() -> list[Variant]:
                 num_warps=tiles.warps,
                 contains=("QGMMA" if is_fp8 else "HGMMA", "LDGSTS"),
                 lacks=("HMMA",),
-                max_registers=128 if swaps else 255,
+                max_registers=min(255, 65_536 // (32 * tiles.warps * tiles.programs) // 8 * 8),
                 max_shared_bytes=232_448 // tiles.programs - 1024,
                 on_amd=not is_fp8,  # gfx942 has another float8
             )

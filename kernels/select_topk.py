@@ -85,7 +85,7 @@ def select_topk(
         weight_TK, expert_TK = select_topk_reference(
             logits_TE, num_chosen, is_sigmoid, renormalise, bias_E, groups, scaling
         )
-        return weight_TK, expert_TK.to(expert_dtype)
+        return weight_TK, expert_TK.to(expert_dtype).contiguous()
     shape = (logits_TE.shape[0], num_chosen)
     weight_TK = torch.empty(shape, dtype=torch.float32, device=logits_TE.device)
     expert_TK = torch.empty(shape, dtype=expert_dtype, device=logits_TE.device)

@@ -1,7 +1,7 @@
-"""Rows of `baton bench kernels` for mixtures of experts: the gathered form and the masked grouped products, and what is tuned.
+"""Rows of `baton bench kernels` for mixtures of experts: the gathered form, the masked products, and what is tuned.
 
-Choices are uniform, a token's experts distinct; a row's name says how many experts were hit, since their weights are the
-bytes. The masked form's rows hold the same batch as [E, M, D] buffers, without the exchange that would fill them.
+Choices are uniform, a token's experts distinct; a row's name says how many experts were hit, since their weights are
+the bytes. The masked form's rows hold the same batch as [E, M, D] buffers, without the exchange that would fill them.
 """
 
 import itertools
@@ -14,7 +14,8 @@ import torch
 
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import moe_gemm, moe_gemm_masked
-from baton.kernels.moe import ExpertWeights
+from baton.kernels.inner_sum import ALONE
+from baton.kernels.moe import ExpertWeights, experts
 from baton.kernels.moe_align import quantize_reference
 from baton.kernels.moe_gemm import Fp8ExpertWeights, Tiles, experts_grouped
 from baton.kernels.moe_gemm_masked import MaskedTiles
@@ -96,16 +97,10 @@ def _masked_mixture(
     moe_gemm_masked.moe_gemm_masked(inner_EMI, masked_m_E, weights.down_EDI, b_scale=weights.down_scale)
 
 
-def _dense(x_TD: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
-    """Every expert on every row, as `kernels.moe.experts` does in a captured step."""
-    gate, up = torch.matmul(x_TD, weights.gate_up_EJD.transpose(1, 2)).chunk(2, dim=-1)
-    return torch.bmm(torch.nn.functional.silu(gate) * up, weights.down_EDI.transpose(1, 2))
-
-
 def _prepare(shape: Shape, num_tokens: int, is_fp8: bool, device: torch.device, num_sets: int) -> Systems:
     systems: dict[str, list[Call]] = {"ours": [], "invariant": [], "masked" if is_fp8 else "torch": []}
+    weights = _weights(shape, is_fp8, device)  # sets differ by the experts that they hit
     for seed in range(num_sets):
-        weights = _weights(shape, is_fp8, device)
         x_TD, weight_TK, expert_TK = _inputs(shape, num_tokens, device, seed)
         systems["ours"].append(partial(experts_grouped, x_TD, weight_TK, expert_TK, weights))
         systems["invariant"].append(partial(experts_grouped, x_TD, weight_TK, expert_TK, weights, invariant=True))
@@ -116,7 +111,8 @@ def _prepare(shape: Shape, num_tokens: int, is_fp8: bool, device: torch.device, 
             inner_EMI = torch.randn(shape.num_experts, num_rows, shape.inner_size, device=device).bfloat16()
             systems["masked"].append(partial(_masked_mixture, weights, x_EMD, count_E.int(), inner_EMI))
         else:
-            systems["torch"].append(partial(_dense, x_TD, weights))
+            # What a captured step computes without these kernels: every expert on every row.
+            systems["torch"].append(partial(experts, x_TD, weight_TK, expert_TK, weights, False, ALONE))
     return systems
 
 
@@ -131,7 +127,7 @@ def _case(shape: Shape, num_tokens: int, is_fp8: bool) -> KernelCase:
         num_flops=6 * num_tokens * shape.num_chosen * shape.inner_size * shape.hidden,
         flops_dtype=kind,
         is_read=True,
-        set_bytes=shape.num_bytes(shape.num_experts, is_fp8),
+        set_bytes=num_bytes,
         prepare=partial(_prepare, shape, num_tokens, is_fp8),
         only_gpu=shape is not TINY,
     )
@@ -139,11 +135,11 @@ def _case(shape: Shape, num_tokens: int, is_fp8: bool) -> KernelCase:
 
 def _masked_inputs(
     shape_ENK: tuple[int, int, int], num_rows: int, device: torch.device
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     num_experts, _, num_inputs = shape_ENK
     a_EMK = torch.randn(num_experts, num_rows, num_inputs, device=device).bfloat16()
     masked_m_E = torch.full((num_experts,), num_rows, dtype=torch.int32, device=device)
-    return (a_EMK, masked_m_E, _random(shape_ENK, FP8, device)), {"b_scale": _scale(shape_ENK, device)}
+    return a_EMK, masked_m_E, _random(shape_ENK, FP8, device), _scale(shape_ENK, device)
 
 
 def _quantized(a_EMK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,15 +151,15 @@ def _prepare_masked(
     shape_ENK: tuple[int, int, int], num_rows: int, device: torch.device, num_sets: int
 ) -> dict[str, list[Call]]:
     systems: dict[str, list[Call]] = {name: [] for name in ("ours", "swap_off", "with_quantization", "invariant")}
-    product = moe_gemm_masked.moe_gemm_masked
     for _ in range(num_sets):
-        (a_EMK, masked_m_E, b_ENK), scale = _masked_inputs(shape_ENK, num_rows, device)
+        a_EMK, masked_m_E, b_ENK, b_scale = _masked_inputs(shape_ENK, num_rows, device)
         values, a_scale = _quantized(a_EMK)
-        both = {**scale, "a_scale_EGM": a_scale}
-        systems["ours"].append(partial(product, values, masked_m_E, b_ENK, **both))
-        systems["swap_off"].append(partial(product, values, masked_m_E, b_ENK, swap_ab=False, **both))
-        systems["invariant"].append(partial(product, values, masked_m_E, b_ENK, invariant=True, **both))
-        systems["with_quantization"].append(partial(product, a_EMK, masked_m_E, b_ENK, **scale))
+        product = partial(moe_gemm_masked.moe_gemm_masked, masked_m_E=masked_m_E, b_ENK=b_ENK, b_scale=b_scale)
+        systems["with_quantization"].append(partial(product, a_EMK))
+        product = partial(product, values, a_scale_EGM=a_scale)
+        systems["ours"].append(product)
+        systems["swap_off"].append(partial(product, swap_ab=False))
+        systems["invariant"].append(partial(product, invariant=True))
     return systems
 
 
@@ -207,12 +203,9 @@ def _candidates(num_tokens: int, is_fp8: bool) -> list[dict[str, object]]:
 def _prepare_point(
     shape: Shape, num_tokens: int, is_fp8: bool, device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
-    calls = []
-    for seed in range(num_sets):
-        inputs = _inputs(shape, num_tokens, device, seed)
-        tiles = moe_gemm.tiles_of(options)
-        calls.append(partial(experts_grouped, *inputs, _weights(shape, is_fp8, device), tiles=tiles))
-    return calls
+    weights, tiles = _weights(shape, is_fp8, device), moe_gemm.tiles_of(options)
+    inputs = [_inputs(shape, num_tokens, device, seed) for seed in range(num_sets)]
+    return [partial(experts_grouped, *its, weights, tiles=tiles) for its in inputs]
 
 
 def _masked_candidates(num_rows: int) -> list[dict[str, object]]:
@@ -237,13 +230,11 @@ def _prepare_masked_point(
 ) -> Sequence[Call]:
     calls = []
     for _ in range(num_sets):
-        (a_EMK, masked_m_E, b_ENK), scale = _masked_inputs(shape_ENK, num_rows, device)
+        a_EMK, masked_m_E, b_ENK, b_scale = _masked_inputs(shape_ENK, num_rows, device)
         values, a_scale = _quantized(a_EMK)
+        product = partial(moe_gemm_masked.moe_gemm_masked, values, masked_m_E, b_ENK, swap_ab=True)
         tiles = moe_gemm_masked.tiles_of(options)
-        product = moe_gemm_masked.moe_gemm_masked
-        calls.append(
-            partial(product, values, masked_m_E, b_ENK, a_scale_EGM=a_scale, swap_ab=True, tiles=tiles, **scale)
-        )
+        calls.append(partial(product, a_scale_EGM=a_scale, b_scale=b_scale, tiles=tiles))
     return calls
 
 
@@ -255,7 +246,7 @@ def tuning() -> list[TuningPoint]:
             shape=moe_gemm.shape_name(shape.num_experts, shape.inner_size, shape.hidden, is_fp8),
             size=num_tokens,
             candidates=_candidates(num_tokens, is_fp8),
-            set_bytes=shape.num_bytes(shape.num_experts, is_fp8),
+            set_bytes=shape.num_bytes(_num_hit(shape, num_tokens), is_fp8),
             prepare=partial(_prepare_point, shape, num_tokens, is_fp8),
         )
         for shape, is_fp8, num_tokens in itertools.product(SHAPES, (True, False), (1, 8, 64, 256))

@@ -1,0 +1,160 @@
+"""On a GPU: the mixture's kernels at the sizes that are served, without waiting for the device, and from a graph."""
+
+import pytest
+import torch
+
+from baton.kernels.fake_balance import ACKNOWLEDGEMENT, fake_balance_experts
+from baton.kernels.implementation import Implementation
+from baton.kernels.moe_align import moe_align
+from baton.kernels.moe_gemm import Fp8ExpertWeights, dequantize, experts_grouped
+from baton.kernels.moe_gemm_masked import moe_gemm_masked
+from baton.kernels.select_topk import Scoring, select_topk
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+REFERENCE = Implementation.REFERENCE
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def same_bits(left, right):
+    return left.dtype == right.dtype and torch.equal(
+        left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
+    )
+
+
+def relative_error(found, wanted):
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def without_waiting(compute):
+    """Once to compile, once where a wait is an error, once captured and replayed over poison: all the same bits."""
+    compute()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        eager = compute()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = compute()
+    for tensor in captured:
+        tensor.view(torch.uint8).fill_(0x7F)
+    graph.replay()
+    torch.cuda.synchronize()
+    for one, other in zip(eager, captured, strict=True):
+        assert same_bits(one, other)
+    return eager
+
+
+def blocks(shape):
+    values = torch.empty(shape, dtype=FP8, device=CUDA)
+    for part in values:
+        part.copy_(torch.randn(part.shape, device=CUDA))
+    groups = (shape[0], -(-shape[1] // 128), shape[2] // 128)
+    return values, (torch.rand(groups, device=CUDA) + 0.5) / shape[2] ** 0.5
+
+
+def weights_of(num_experts, inner_size, hidden, kind):
+    gate_up, gate_up_scale = blocks((num_experts, 2 * inner_size, hidden))
+    down, down_scale = blocks((num_experts, hidden, inner_size))
+    if kind == "fp8":
+        return Fp8ExpertWeights(gate_up, gate_up_scale, down, down_scale)
+    from baton.kernels.moe import ExpertWeights
+
+    wide = torch.empty(gate_up.shape, dtype=torch.bfloat16, device=CUDA)
+    wide_down = torch.empty(down.shape, dtype=torch.bfloat16, device=CUDA)
+    for its in range(num_experts):
+        wide[its] = dequantize(gate_up[its], gate_up_scale[its])
+        wide_down[its] = dequantize(down[its], down_scale[its])
+    return ExpertWeights(wide, wide_down)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize(("num_experts", "inner_size", "hidden"), [(128, 768, 2048), (256, 512, 2048), (8, 384, 1024)])
+def test_the_mixture_is_its_reference_and_a_row_depends_on_itself(kind, num_experts, inner_size, hidden):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    weights = weights_of(num_experts, inner_size, hidden, kind)
+    for num_tokens in (1, 7, 16, 65, 300):
+        x_TD = torch.randn(num_tokens, hidden, device=CUDA).bfloat16()
+        weight_TK, expert_TK = select_topk(torch.randn(num_tokens, num_experts, device=CUDA), 8, renormalise=True)
+        expert_TK[-1, 3] = -1
+        inputs = x_TD, weight_TK, expert_TK, weights
+        (found_TD,) = without_waiting(lambda: (experts_grouped(*inputs),))  # noqa: B023
+        assert relative_error(found_TD, experts_grouped(*inputs, implementation=REFERENCE)) < 1e-2
+        (whole_TD,) = without_waiting(lambda: (experts_grouped(*inputs, invariant=True),))  # noqa: B023
+        assert relative_error(whole_TD, found_TD) < 1e-2
+        part = slice(num_tokens // 2, num_tokens // 2 + 1)
+        alone_TD = experts_grouped(x_TD[part], weight_TK[part], expert_TK[part], weights, invariant=True)
+        assert same_bits(alone_TD, whole_TD[part])
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_outputs", "num_inputs"), [(128, 1536, 2048), (32, 4096, 7168), (5, 192, 384)]
+)
+@pytest.mark.parametrize("num_rows", [4, 16, 64, 100])
+def test_the_masked_product_is_its_reference(num_experts, num_outputs, num_inputs, num_rows):
+    b_ENK, b_scale = blocks((num_experts, num_outputs, num_inputs))
+    masked_m_E = torch.randint(0, num_rows + 1, (num_experts,), dtype=torch.int32, device=CUDA)
+    masked_m_E[1] = 0
+    is_row_EM = torch.arange(num_rows, device=CUDA) < masked_m_E[:, None]
+    a_EMK = torch.randn(num_experts, num_rows, num_inputs, device=CUDA).bfloat16()
+    a_EMK[~is_row_EM] = float("nan")
+    before_EMN = torch.full((num_experts, num_rows, num_outputs), 7.0, dtype=torch.bfloat16, device=CUDA)
+    wanted_EMN = moe_gemm_masked(
+        a_EMK, masked_m_E, b_ENK, b_scale=b_scale, out_EMN=before_EMN.clone(), implementation=REFERENCE
+    )
+    for options in ({}, {"swap_ab": False}, {"num_sms": 7}, {"invariant": True}):
+        out_EMN = before_EMN.clone()
+        moe_gemm_masked(a_EMK, masked_m_E, b_ENK, b_scale=b_scale, out_EMN=out_EMN, **options)
+        assert same_bits(out_EMN[~is_row_EM], before_EMN[~is_row_EM])
+        assert relative_error(out_EMN[is_row_EM], wanted_EMN[is_row_EM]) < 1e-2
+
+    def compute():
+        out_EMN.copy_(before_EMN)
+        return (moe_gemm_masked(a_EMK, masked_m_E, b_ENK, b_scale=b_scale, out_EMN=out_EMN).clone(),)
+
+    (again_EMN,) = without_waiting(compute)
+    assert same_bits(again_EMN[~is_row_EM], before_EMN[~is_row_EM])
+
+
+@pytest.mark.parametrize("num_experts", [128, 256])
+@pytest.mark.parametrize("num_tokens", [1, 64, 256, 3000])
+def test_routing_is_its_reference(num_tokens, num_experts):
+    logits_TE = torch.randn(num_tokens, num_experts, device=CUDA).bfloat16()  # which tie often
+    logits_TE[0, ::3] = float("nan")
+    grouped = {"scoring": Scoring.SIGMOID, "num_groups": 8, "num_kept_groups": 4, "scaling": 2.5}
+    weight_TK, expert_TK = without_waiting(lambda: select_topk(logits_TE, 8, renormalise=True))
+    wanted_weight_TK, wanted_TK = select_topk(logits_TE, 8, renormalise=True, implementation=REFERENCE)
+    assert torch.equal(expert_TK, wanted_TK)
+    assert torch.allclose(weight_TK, wanted_weight_TK, rtol=1e-5)
+    weight_TK, _ = select_topk(logits_TE, 8, renormalise=True, **grouped)
+    wanted_weight_TK, _ = select_topk(logits_TE, 8, renormalise=True, implementation=REFERENCE, **grouped)
+    assert torch.allclose(weight_TK, wanted_weight_TK, rtol=1e-4)
+
+    def align():
+        found = moe_align(expert_TK, num_experts)
+        used = found.block_expert.ge(0).repeat_interleave(16, output_size=len(found.rows))
+        return found.block_expert, torch.where(used, found.rows, -1)
+
+    block_expert, rows = without_waiting(align)
+    wanted = moe_align(expert_TK, num_experts, implementation=REFERENCE)
+    assert torch.equal(block_expert, wanted.block_expert)
+    assert torch.equal(rows, wanted.rows)
+
+
+def test_the_balanced_pattern_is_its_reference():
+    options = {"num_experts": 256, "ep_size": 8, "dp_rank": 3, "dp_size": 4, "benchmark": ACKNOWLEDGEMENT}
+    results = []
+    for which in (Implementation.TRITON, REFERENCE):
+        expert_TK = torch.zeros(200, 8, dtype=torch.int64, device=CUDA)
+        weight_TK = torch.zeros(200, 8, device=CUDA)
+        fake_balance_experts(expert_TK, weight_TK, implementation=which, **options)
+        assert weight_TK.eq(1).all()
+        results.append(expert_TK)
+    assert torch.equal(*results)
