@@ -142,6 +142,32 @@ def choose(
     return found
 
 
+TYPES = {
+    "row_stride": "i32", "edited": "*fp32", "edited_row": "*i32", "drafts": "*i64", "cap": "*i64", "law_B": "*i32",
+    "temperature_B": "*fp64", "seed_B": "*i64", "choice_B": "*i64", "position_B": "*i64", "bound_R": "*fp32",
+    "last_R": "*i32", "values": "*fp32", "ids": "*i32", "V": "i32", "num_chunks": "i32",
+}  # fmt: skip
+ALIGNED = ("logits", "row_stride", "V")
+
+
 def variants() -> list[Variant]:
-    """Filled below."""
-    return []
+    """Those of vocabularies that are multiples of 16, as all that are served; the last without NVIDIA's own."""
+    found = []
+    for dtype, num_rows, bounded, quick in (
+        ("bf16", 4, True, True), ("bf16", 4, False, True), ("fp32", 2, True, True), ("fp32", 1, True, True),
+        ("bf16", 1, True, False),
+    ):  # fmt: skip
+        constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "BOUNDED": bounded, "N": CHUNK}
+        found.append(
+            Variant(
+                name=f"token_scan {dtype} Q={num_rows}{' bounded' if bounded else ''}{'' if quick else ' portable'}",
+                kernel=scan_kernel,
+                types={"logits": f"*{dtype}", **TYPES},
+                constants={**constants, "QUICK": quick},
+                aligned=ALIGNED,
+                num_warps=SCAN_WARPS,
+                max_registers=128,
+                on_amd=not quick,
+            )
+        )
+    return found

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.bounds_triton import num_usable, row_tokens
-from baton.kernels.choose_triton import BLOCK, REJECT, is_kept, masses
+from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, REJECT, TYPES, is_kept, masses
 from baton.kernels.noise_triton import uniform
 from baton.kernels.variant import Variant
 
@@ -19,7 +19,7 @@ _STEP = tl.constexpr(1024)
 
 
 @triton.jit
-def column(t2d, token_N, V, C, PROBS: tl.constexpr):
+def columns_of(t2d, token_N, V, C, PROBS: tl.constexpr):
     """The draft head's columns of tokens, -1 where it has none."""
     column_N = token_N
     if PROBS == 2:
@@ -31,7 +31,7 @@ def column(t2d, token_N, V, C, PROBS: tl.constexpr):
 def draft_chance(drafts, probs, probs_row, t2d, sequence, place, usable, V, C, K: tl.constexpr, PROBS: tl.constexpr):
     """Q of the draft at a place, float64; 0 where there is none."""
     token = tl.load(drafts + sequence * K + place).to(tl.int32)
-    column = column(t2d, tl.maximum(token, 0), V, C, PROBS)
+    column = columns_of(t2d, tl.maximum(token, 0), V, C, PROBS)
     is_there = (place < usable) & (token >= 0)
     at = probs + (tl.maximum(probs_row, 0).to(tl.int64) * K + place) * C + tl.maximum(column, 0)
     chance = tl.load(at, mask=is_there & (probs_row >= 0) & (column >= 0), other=0.0).to(tl.float64)
@@ -53,7 +53,7 @@ def left_over(
         if probs_row < 0:
             q_N = tl.where(token_N == tl.load(drafts + sequence * K + place), 1.0, 0.0)
         else:
-            column_N = column(t2d, token_N, V, C, PROBS)
+            column_N = columns_of(t2d, token_N, V, C, PROBS)
             at_N = probs + (probs_row.to(tl.int64) * K + place) * C + column_N
             q_N = tl.load(at_N, mask=column_N >= 0, other=0.0).to(tl.float32)
     return tl.maximum(p_N * reach.to(tl.float32) - q_N, 0.0), p_N
@@ -218,6 +218,23 @@ def pick(
     return tl.where(found < V, found, fallback)
 
 
+TYPES_DRAWN = {"probs": "*fp32", "probs_row_B": "*i32", "t2d": "*i64", "left": "*fp64", "C": "i32"}
+
+
 def variants() -> list[Variant]:
-    """Filled below."""
-    return []
+    """Three drafts of Qwen's vocabulary: point masses, and probabilities over a smaller head."""
+    found = []
+    for probs in (0, 2):
+        constants = {"Q": 4, "EDITED": False, "BOUNDED": True, "PROBS": probs, "M": 32, "N": CHUNK}
+        found.append(
+            Variant(
+                name=f"draft_residual bf16 Q=4{' head' if probs else ''}",
+                kernel=residual_kernel,
+                types={"logits": "*bf16", **TYPES, **TYPES_DRAWN},
+                constants=constants,
+                aligned=ALIGNED,
+                num_warps=RESIDUAL_WARPS,
+                max_registers=128,
+            )
+        )
+    return found

@@ -9,9 +9,9 @@ import triton.language as tl
 
 from baton.kernels import bounds_triton, choose_triton, residual_triton
 from baton.kernels.bounds_triton import num_usable
-from baton.kernels.choose_triton import BLOCK, FORCE, REJECT, SYNTHETIC, choose
+from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, FORCE, REJECT, SYNTHETIC, TYPES, choose
 from baton.kernels.noise_triton import uniform
-from baton.kernels.residual_triton import accepted_as_block, accepted_one_by_one, pick
+from baton.kernels.residual_triton import TYPES_DRAWN, accepted_as_block, accepted_one_by_one, pick
 from baton.kernels.variant import Variant
 
 DECIDE_WARPS = 4
@@ -202,5 +202,26 @@ def _after_kernel(
 
 
 def variants() -> list[Variant]:
-    """Filled below."""
-    return []
+    """Three drafts, judged in every way or only matched; one row of each sequence; and what follows."""
+    own = {
+        "rates": "*fp64", "forced_len": "i32", "token_ids": "*i64", "accepted_len": "*i64", "counts": "*i64",
+    }  # fmt: skip
+    found = []
+    for num_rows, by_chance, probs in ((4, True, 2), (4, False, 0), (1, False, 0)):
+        constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "BOUNDED": True, "PROBS": probs}
+        constants |= {"CHANCE": by_chance, "COUNTED": num_rows > 1, "M": 32, "N": CHUNK}
+        found.append(
+            Variant(
+                name=f"token_decision bf16 Q={num_rows}{' by chance' if by_chance else ''}",
+                kernel=_decide_kernel,
+                types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, **own},
+                constants=constants,
+                aligned=ALIGNED,
+                num_warps=DECIDE_WARPS,
+                max_registers=255,
+            )
+        )
+    names = ("token_ids", "accepted_len", "length", "last_token", "new_length", "last_row")
+    types = {**dict.fromkeys(names, "*i64"), "num_sequences": "i32"}
+    found.append(Variant(name="post_verify Q=4", kernel=_after_kernel, types=types, constants={"Q": 4, "B": POST_ROWS}))
+    return found
