@@ -1,0 +1,183 @@
+"""Which drafts of a batch stand, and the token after them: sequences of any law side by side, in at most four launches.
+
+The laws, and what is drawn from what, are those of `engine.verify`, `engine.rejection` and `engine.synthetic`: a draft
+matches the target's own choice (its likeliest token, or its draw by Gumbel noise), or is judged by chance (Leviathan et
+al., 2023; as a block: Sun et al., 2024), or stands because a benchmark wants it so. Launches: bounds of top-k, top-p
+and min-p if any sequence may have them; the scan; sums of what drafts leave over if any are judged by chance; the
+decision. Nothing waits for the device, and how many launches there are is known on the host.
+
+A token is the same whatever the batch, its place in it, and the number of drafts. What a GPU chooses can differ from
+the reference's choice only where its logarithm of a float64, rounded to float32, does, or where a sum of float32
+exponentials falls on the other side of a border (some 1e-7 of it).
+
+Legend: B sequences, K drafts, Q = K + 1 rows, R = B Q rows, V vocabulary, N rows of draft probabilities, C columns of
+the draft head, E edited rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from baton.kernels.arguments import require, require_tensor
+from baton.kernels.choice import FLOATS, INTS, ChoiceRows, EditedRows, require_logits
+from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.verify_reference import verify_reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRows:
+    """The drafts of a batch and how they are judged.
+
+    Attributes:
+        ids_BK: int64, tokens of the target; -1 is no draft, and nothing after it is considered.
+        cap_B: int64, drafts that may be accepted; nothing of rows past them is read.
+        law_B: int32, `choice.Law`.
+        by_chance: whether any law may be REJECT or BLOCK.
+        probs_NKC: float32, what drafts were drawn from; what nobody may read can be anything.
+        probs_row_B: int32, each sequence's row of it, -1 where the drafts are point masses.
+        t2d_V: int32 or int64, the column of each token, -1 for none; None if columns are tokens.
+        rates_K: float64, SYNTHETIC's chance of each draft once all before it stand.
+        forced_len: FORCE's.
+    """
+
+    ids_BK: torch.Tensor
+    cap_B: torch.Tensor
+    law_B: torch.Tensor
+    by_chance: bool = False
+    probs_NKC: torch.Tensor | None = None
+    probs_row_B: torch.Tensor | None = None
+    t2d_V: torch.Tensor | None = None
+    rates_K: torch.Tensor | None = None
+    forced_len: int = 0
+
+    def require_fits(self, num_sequences: int, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        """Refuse tensors of another shape, dtype or device.
+
+        Raises:
+            KernelArgumentInvalid: a tensor is one; the message names it.
+        """
+        num_drafts = num_rows - 1
+        wanted = (
+            ("ids_BK", self.ids_BK, (num_sequences, num_drafts), (torch.int64,)),
+            ("cap_B", self.cap_B, (num_sequences,), (torch.int64,)),
+            ("law_B", self.law_B, (num_sequences,), (torch.int32,)),
+            ("probs_NKC", self.probs_NKC, (None, num_drafts, None), (torch.float32,)),
+            ("probs_row_B", self.probs_row_B, (num_sequences,), (torch.int32,)),
+            ("t2d_V", self.t2d_V, (vocab_size,), INTS),
+            ("rates_K", self.rates_K, (num_drafts,), FLOATS),
+        )
+        for name, tensor, shape, dtypes in wanted:
+            if tensor is not None:
+                require_tensor(name, tensor, shape, dtypes, device)
+                require(tensor.is_contiguous(), name, "must be contiguous")
+        require((self.probs_NKC is None) == (self.probs_row_B is None), "probs_row_B", "goes with probs_NKC")
+        require(self.t2d_V is None or self.probs_NKC is not None, "t2d_V", "goes with probs_NKC")
+        if self.probs_NKC is not None:
+            require(self.by_chance, "probs_NKC", "are of drafts that are judged by chance")
+            num_columns = self.probs_NKC.shape[2]
+            require(self.t2d_V is not None or num_columns == vocab_size, "probs_NKC", f"has {num_columns} columns")
+        require(self.forced_len >= 0, "forced_len", "is negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a step emits.
+
+    Attributes:
+        token_ids_BQ: int64, 0 past `accepted_len_B`.
+        accepted_len_B: int64, drafts that stand; one token more is emitted.
+    """
+
+    token_ids_BQ: torch.Tensor
+    accepted_len_B: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """Where a step leaves its sequences.
+
+    Attributes:
+        last_token_B: int64, the newest token.
+        length_B: int64, tokens of the sequence.
+        last_row_B: int64, of R: the row whose hidden state the last token was chosen from.
+    """
+
+    last_token_B: torch.Tensor
+    length_B: torch.Tensor
+    last_row_B: torch.Tensor
+
+
+def verify(
+    logits_BQV: torch.Tensor,
+    rows: ChoiceRows,
+    drafts: DraftRows,
+    *,
+    edited: EditedRows | None = None,
+    counts_Q: torch.Tensor | None = None,
+    implementation: Implementation = Implementation.AUTO,
+) -> Verdict:
+    """Decide which drafts stand, and the token after them; see the module.
+
+    Args:
+        logits_BQV: bfloat16 or float32; row q follows the first q drafts. Rows past a sequence's last usable draft may
+            hold anything.
+        rows: how each sequence draws.
+        drafts: what is judged.
+        edited: rows whose logits are others.
+        counts_Q: int64, to which this step's sequences are added by accepted length; idle ones are not.
+        implementation: which form computes.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit; the message names it.
+    """
+    require_logits(logits_BQV)
+    num_sequences, num_rows, vocab_size = logits_BQV.shape
+    device = logits_BQV.device
+    rows.require_fits(num_sequences, device)
+    drafts.require_fits(num_sequences, num_rows, vocab_size, device)
+    if edited is not None:
+        edited.require_fits(num_sequences * num_rows, vocab_size, device)
+    if counts_Q is not None:
+        require_tensor("counts_Q", counts_Q, (num_rows,), (torch.int64,), device)
+        require(counts_Q.is_contiguous(), "counts_Q", "must be contiguous")
+    if not uses_triton(device, implementation):
+        return Verdict(*verify_reference(logits_BQV, rows, drafts, edited, counts_Q))
+    token_ids_BQ = torch.empty(num_sequences, num_rows, dtype=torch.int64, device=device)
+    accepted_len_B = torch.empty(num_sequences, dtype=torch.int64, device=device)
+    if num_sequences:
+        from baton.kernels.verify_triton import launch
+
+        launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_len_B)
+    return Verdict(token_ids_BQ, accepted_len_B)
+
+
+def post_verify(
+    verdict: Verdict, length_B: torch.Tensor, *, implementation: Implementation = Implementation.AUTO
+) -> NextStep:
+    """The next step's inputs, in one launch.
+
+    Args:
+        verdict: of the step.
+        length_B: int64, before it.
+        implementation: which form computes.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit; the message names it.
+    """
+    token_ids_BQ, accepted_len_B = verdict.token_ids_BQ, verdict.accepted_len_B
+    device = token_ids_BQ.device
+    require_tensor("token_ids_BQ", token_ids_BQ, (None, None), (torch.int64,))
+    num_sequences, num_rows = token_ids_BQ.shape
+    require(token_ids_BQ.is_contiguous(), "token_ids_BQ", "must be contiguous")
+    for name, tensor in (("accepted_len_B", accepted_len_B), ("length_B", length_B)):
+        require_tensor(name, tensor, (num_sequences,), (torch.int64,), device)
+        require(tensor.is_contiguous(), name, "must be contiguous")
+    if not uses_triton(device, implementation):
+        row_B = torch.arange(num_sequences, device=device) * num_rows + accepted_len_B
+        return NextStep(token_ids_BQ.flatten()[row_B], length_B + accepted_len_B + 1, row_B)
+    results = [torch.empty(num_sequences, dtype=torch.int64, device=device) for _ in range(3)]
+    if num_sequences:
+        from baton.kernels.verify_triton import launch_after
+
+        launch_after(token_ids_BQ, accepted_len_B, length_B, results)
+    return NextStep(*results)

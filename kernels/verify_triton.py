@@ -1,0 +1,227 @@
+"""The launches of `kernels.verify`: scan the rows, sum what drafts leave over, decide; and what follows from it.
+
+Shapes: N tokens of a chunk, M chunks of a row, rounded up to a power of two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from baton.kernels import bounds_triton, choose_triton, residual_triton
+from baton.kernels.bounds_triton import num_usable
+from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, FORCE, REJECT, SYNTHETIC, TYPES, choose
+from baton.kernels.noise_triton import uniform
+from baton.kernels.residual_triton import TYPES_DRAWN, accepted_as_block, accepted_one_by_one, pick
+from baton.kernels.variant import Variant
+
+DECIDE_WARPS = 4
+POST_ROWS = 128
+
+
+def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_len_B) -> None:  # noqa: ANN001
+    """All that verification takes; `drafts` are None where each sequence has one row."""
+    num_sequences, num_rows, vocab_size = logits_BQV.shape
+    device, count = logits_BQV.device, num_sequences * num_rows
+    chunk = choose_triton.CHUNK
+    num_chunks = triton.cdiv(vocab_size, chunk)
+    values = torch.empty(count, num_chunks, 2, dtype=torch.float32, device=device)
+    ids = torch.empty(count, num_chunks, 2, dtype=torch.int32, device=device)
+    bound_R, last_R = values, ids
+    is_bounded = rows.truncates
+    if is_bounded:
+        bound_R = torch.empty(count, dtype=torch.float32, device=device)
+        last_R = torch.empty(count, dtype=torch.int32, device=device)
+        bounds_triton.launch(logits_BQV, rows, drafts, edited, bound_R, last_R)
+    seed_B, none = rows.seed_B, drafts is None
+    common = (
+        logits_BQV,
+        logits_BQV.stride(0 if num_rows == 1 else 1),
+        values if edited is None else edited.logits_EV,
+        ids if edited is None else edited.place_R,
+        seed_B if none else drafts.ids_BK,
+        seed_B if none else drafts.cap_B,
+        ids if none else drafts.law_B,
+        rows.temperature_B,
+        seed_B,
+        rows.choice_B,
+        rows.position_B,
+        bound_R,
+        last_R,
+        values,
+    )
+    flags = {"Q": num_rows, "EDITED": edited is not None, "BOUNDED": is_bounded}
+    choose_triton.scan_kernel[(count, num_chunks)](
+        *common, ids, vocab_size, num_chunks, **flags, LAWS=not none, N=chunk, QUICK=choose_triton.is_quick(),
+        num_warps=choose_triton.SCAN_WARPS,
+    )  # fmt: skip
+    by_chance = not none and drafts.by_chance
+    left, probs = values, None if none else drafts.probs_NKC
+    if by_chance:
+        left = torch.empty(count, num_chunks, dtype=torch.float64, device=device)
+    t2d_V = None if none else drafts.t2d_V
+    drawn = (
+        values if probs is None else probs,
+        ids if probs is None else drafts.probs_row_B,
+        ids if t2d_V is None else t2d_V,
+        left,
+    )
+    num_columns = 0 if probs is None else probs.shape[2]
+    flags |= {"PROBS": 0 if probs is None else 1 + (t2d_V is not None), "M": triton.next_power_of_2(num_chunks)}
+    if by_chance:
+        residual_triton.residual_kernel[(num_sequences, num_chunks)](
+            *common, *drawn, vocab_size, num_columns, num_chunks, **flags, N=chunk,
+            num_warps=residual_triton.RESIDUAL_WARPS,
+        )  # fmt: skip
+    has_rates = not none and drafts.rates_K is not None
+    _decide_kernel[(num_sequences,)](
+        *common, ids, *drawn, drafts.rates_K if has_rates else rows.temperature_B, 0 if none else drafts.forced_len,
+        token_ids_BQ, accepted_len_B, accepted_len_B if counts_Q is None else counts_Q, vocab_size, num_columns,
+        num_chunks, **flags, LAWS=not none, CHANCE=by_chance, COUNTED=counts_Q is not None, N=chunk,
+        num_warps=DECIDE_WARPS,
+    )  # fmt: skip
+
+
+def launch_after(token_ids_BQ, accepted_len_B, length_B, results) -> None:  # noqa: ANN001
+    """What `kernels.verify.post_verify` gives, into `results`."""
+    num_sequences, num_rows = token_ids_BQ.shape
+    _after_kernel[(triton.cdiv(num_sequences, POST_ROWS),)](
+        token_ids_BQ, accepted_len_B, length_B, *results, num_sequences, Q=num_rows, B=POST_ROWS, num_warps=4
+    )  # fmt: skip
+
+
+@triton.jit
+def _made_up(law, forced_len, rates, sequence, position, usable, K: tl.constexpr):
+    """Drafts that stand because somebody wants it so."""
+    accepted = tl.minimum(forced_len, usable)
+    if law == SYNTHETIC:
+        accepted = 0
+        for place in tl.static_range(K):
+            draw = uniform(
+                tl.full([], place, tl.int32),
+                position,
+                sequence,
+                tl.full([], 4, tl.int32),
+                tl.full([], 0x5EED, tl.int64),
+            )
+            stands = (accepted == place) & (place < usable) & (draw < tl.load(rates + place))
+            accepted += stands.to(tl.int32)
+    return accepted
+
+
+@triton.jit(
+    do_not_specialize=[
+        "edited", "edited_row", "bound_R", "last_R", "probs", "probs_row_B", "t2d", "left", "rates", "forced_len", "C",
+        "num_chunks",
+    ]
+)  # fmt: skip
+def _decide_kernel(
+    logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
+    bound_R, last_R, values, ids, probs, probs_row_B, t2d, left, rates, forced_len, token_ids, accepted_len, counts,
+    V, C, num_chunks,
+    Q: tl.constexpr, LAWS: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr,
+    CHANCE: tl.constexpr, COUNTED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0)
+    law, temperature = 0, tl.load(temperature_B + sequence).to(tl.float32)
+    if LAWS:
+        law = tl.load(law_B + sequence)
+    if law < 0:
+        for place in tl.static_range(Q):
+            tl.store(token_ids + sequence * Q + place, 0)
+        tl.store(accepted_len + sequence, 0)
+        return
+    seed, choice, position = tl.load(seed_B + sequence), tl.load(choice_B + sequence), tl.load(position_B + sequence)
+    usable = num_usable(drafts, cap, sequence, Q - 1)
+    accepted, last = 0, 0
+    draws = ((law == REJECT) | (law == BLOCK)) & (temperature > 0.0)
+    if draws:
+        if CHANCE:
+            warm = tl.maximum(temperature, 1e-30)
+            probs_row = -1
+            if PROBS > 0:
+                probs_row = tl.load(probs_row_B + sequence)
+            reach = tl.full([], 1.0, tl.float64)
+            if (law == BLOCK) & (probs_row >= 0):
+                accepted, reach = accepted_as_block(
+                    logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d,
+                    left, sequence, usable, warm, seed, choice, position, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS,
+                    M,
+                )  # fmt: skip
+            else:
+                accepted = accepted_one_by_one(
+                    logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d,
+                    sequence, usable, warm, seed, choice, position, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M,
+                )  # fmt: skip
+            draw = uniform(tl.full([], 0, tl.int32), position, choice, tl.full([], 2, tl.int32), seed)
+            last = pick(
+                logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, left,
+                sequence, accepted, usable, reach, warm, draw, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, N,
+            )  # fmt: skip
+    else:
+        is_made_up = (law == FORCE) | (law == SYNTHETIC)
+        if is_made_up:
+            accepted = _made_up(law, forced_len, rates, sequence, position, usable, Q - 1)
+        place = accepted
+        while place <= usable:
+            row = sequence * Q + place
+            source = -1
+            if EDITED:
+                source = tl.load(edited_row + row)
+            last = choose(
+                logits, row.to(tl.int64) * row_stride, edited, source, seed, choice, position + place, bound_R, last_R,
+                values, ids, row, temperature, V, num_chunks, EDITED, BOUNDED, M,
+            )  # fmt: skip
+            accepted = place
+            goes_on = (place < usable) & (not is_made_up)
+            if goes_on:
+                goes_on = tl.load(drafts + sequence * (Q - 1) + place) == last
+            place = tl.where(goes_on, place + 1, Q)
+    for place in tl.static_range(Q):
+        token = tl.where(place == accepted, last, 0)
+        if place < Q - 1:
+            if place < accepted:
+                token = tl.load(drafts + sequence * (Q - 1) + place).to(tl.int32)
+        tl.store(token_ids + sequence * Q + place, token)
+    tl.store(accepted_len + sequence, accepted)
+    if COUNTED:
+        tl.atomic_add(counts + accepted, 1)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def _after_kernel(
+    token_ids, accepted_len, length, last_token, new_length, last_row, num_sequences, Q: tl.constexpr, B: tl.constexpr
+):
+    sequence_B = tl.program_id(0) * B + tl.arange(0, B)
+    mask_B = sequence_B < num_sequences
+    accepted_B = tl.load(accepted_len + sequence_B, mask=mask_B, other=0)
+    row_B = sequence_B.to(tl.int64) * Q + accepted_B
+    tl.store(last_row + sequence_B, row_B, mask=mask_B)
+    tl.store(last_token + sequence_B, tl.load(token_ids + row_B, mask=mask_B, other=0), mask=mask_B)
+    length_B = tl.load(length + sequence_B, mask=mask_B, other=0)
+    tl.store(new_length + sequence_B, length_B + accepted_B + 1, mask=mask_B)
+
+
+def variants() -> list[Variant]:
+    """Three drafts, judged in every way or only matched; one row of each sequence; and what follows."""
+    own = {
+        "rates": "*fp64", "forced_len": "i32", "token_ids": "*i64", "accepted_len": "*i64", "counts": "*i64",
+    }  # fmt: skip
+    found = []
+    for num_rows, by_chance, probs in ((4, True, 2), (4, False, 0), (1, False, 0)):
+        constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "BOUNDED": True, "PROBS": probs}
+        constants |= {"CHANCE": by_chance, "COUNTED": num_rows > 1, "M": 32, "N": CHUNK}
+        found.append(
+            Variant(
+                name=f"token_decision bf16 Q={num_rows}{' by chance' if by_chance else ''}",
+                kernel=_decide_kernel,
+                types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, **own},
+                constants=constants,
+                aligned=ALIGNED,
+                num_warps=DECIDE_WARPS,
+                max_registers=255,
+            )
+        )
+    names = ("token_ids", "accepted_len", "length", "last_token", "new_length", "last_row")
+    types = {**dict.fromkeys(names, "*i64"), "num_sequences": "i32"}
+    found.append(Variant(name="post_verify Q=4", kernel=_after_kernel, types=types, constants={"Q": 4, "B": POST_ROWS}))
+    return found
