@@ -1,8 +1,8 @@
 """Kernels that begin while the one before them on the stream still runs, and wait inside for what it wrote.
 
 A launch costs about a microsecond, as much as a norm of a few rows. Hopper can have programs resident before their
-input is there: such a kernel waits for everything before it prior to its first access to memory, and then lets the next one in,
-which waits in turn; so never more than one stands waiting. All it takes is an option of the launch and two
+input is there: such a kernel waits for everything before it prior to its first access to memory, and then lets the
+next one in, which waits in turn; so never more than one stands waiting. All it takes is an option of the launch and two
 instructions, and a kernel that knows nothing of it may come before or after. Earlier GPUs, other vendors' and the
 interpreter do without.
 """

@@ -18,8 +18,10 @@ def quantize_groups(x_TK: torch.Tensor, num_rows: int | None = None) -> tuple[to
     """The reference: float8 [R, K] and scales float32 [K / 128, R], where R is `num_rows`, or T if None."""
     wide_TGC = x_TK.float().unflatten(1, (-1, GROUP_LEN))
     largest_TG = wide_TGC.abs().amax(dim=2).clamp(min=SMALLEST)
-    scaled_TGC = (wide_TGC * (LARGEST / largest_TG)[..., None]).clamp(-LARGEST, LARGEST)
-    rows_TK, scale_TG = scaled_TGC.flatten(1).to(DTYPE), largest_TG / LARGEST
+    # By a tensor: torch divides by a number, and a number, by way of an inverse, which is rounded once more.
+    whole_TG = torch.full_like(largest_TG, LARGEST)
+    scaled_TGC = (wide_TGC * (whole_TG / largest_TG)[..., None]).clamp(-LARGEST, LARGEST)
+    rows_TK, scale_TG = scaled_TGC.flatten(1).to(DTYPE), largest_TG / whole_TG
     if num_rows is None or num_rows == len(x_TK):
         return rows_TK, scale_TG.T.contiguous()
     padded_RK = torch.zeros(num_rows, x_TK.shape[1], dtype=DTYPE, device=x_TK.device)

@@ -171,7 +171,8 @@ def _norm_kernel(
         is_group = (row_R1 < num_padded) & (group_1N < D // C)
         is_there = (row_R11 < num_padded) & is_column
         at_RN = group_1N.to(tl.int64) * num_padded + row_R1
-        store_groups(value_RNC.to(tl.float32), out, at_RNC, scale, at_RN, is_there, is_group, row_R1 < num_rows)
+        wide_RNC = tl.where(is_real, value_RNC.to(tl.float32), 0.0)  # 0 times a weight may be -0
+        store_groups(wide_RNC, out, at_RNC, scale, at_RN, is_there, is_group, row_R1 < num_rows)
     else:
         tl.store(out + at_RNC, value_RNC, mask=is_real)
 
