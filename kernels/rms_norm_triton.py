@@ -98,8 +98,8 @@ def launch(
 def store_groups(value_RNC, out, at_RNC, scale, at_RN, is_there_RNC, is_there_RN, is_real_RN):
     """Store groups in float8 and their scales; those that are not real as zeros with scale 1."""
     largest_RN = tl.maximum(tl.max(tl.abs(value_RNC), axis=2), _SMALLEST)
-    inverse_RN = tl.div_rn(tl.full(largest_RN.shape, _LARGEST, tl.float32), largest_RN)
-    scale_RN = tl.div_rn(largest_RN, tl.full(largest_RN.shape, _LARGEST, tl.float32))
+    scale_RN = largest_RN * (1.0 / _LARGEST)
+    inverse_RN = tl.div_rn(tl.full(scale_RN.shape, 1.0, tl.float32), scale_RN)
     # The conversion saturates, and keeps NaN.
     quantized_RNC = (value_RNC * tl.expand_dims(inverse_RN, 2)).to(tl.float8e4nv)
     tl.store(out + at_RNC, quantized_RNC, mask=is_there_RNC)
