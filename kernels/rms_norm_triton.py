@@ -98,8 +98,8 @@ def launch(
 def store_groups(value_RNC, out, at_RNC, scale, at_RN, is_there_RNC, is_there_RN, is_real_RN):
     """Store groups in float8 and their scales; those that are not real as zeros with scale 1."""
     largest_RN = tl.maximum(tl.max(tl.abs(value_RNC), axis=2), _SMALLEST)
-    inverse_RN = tl.div_rn(tl.full(largest_RN.shape, _LARGEST, tl.float32), largest_RN)
-    scale_RN = tl.div_rn(largest_RN, tl.full(largest_RN.shape, _LARGEST, tl.float32))
+    scale_RN = largest_RN * (1.0 / _LARGEST)
+    inverse_RN = tl.div_rn(tl.full(scale_RN.shape, 1.0, tl.float32), scale_RN)
     # The conversion saturates, and keeps NaN.
     quantized_RNC = (value_RNC * tl.expand_dims(inverse_RN, 2)).to(tl.float8e4nv)
     tl.store(out + at_RNC, quantized_RNC, mask=is_there_RNC)
@@ -171,7 +171,8 @@ def _norm_kernel(
         is_group = (row_R1 < num_padded) & (group_1N < D // C)
         is_there = (row_R11 < num_padded) & is_column
         at_RN = group_1N.to(tl.int64) * num_padded + row_R1
-        store_groups(value_RNC.to(tl.float32), out, at_RNC, scale, at_RN, is_there, is_group, row_R1 < num_rows)
+        wide_RNC = tl.where(is_real, value_RNC.to(tl.float32), 0.0)  # 0 times a weight may be -0
+        store_groups(wide_RNC, out, at_RNC, scale, at_RN, is_there, is_group, row_R1 < num_rows)
     else:
         tl.store(out + at_RNC, value_RNC, mask=is_real)
 

@@ -1,0 +1,115 @@
+"""Rows of `baton bench kernels` for `silu_mul_fused`: the gates of dense layers and of experts, plain and in float8."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from baton.bench.kept_result import kept
+from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
+from baton.kernels import silu_mul_triton
+from baton.kernels.fp8_groups import GROUP_LEN, quantize_groups
+from baton.kernels.silu_mul import silu_mul_fused
+
+_ROWS = (1, 8, 64, 512, 2048, 8192)
+_NUM_EXPERTS, _EXPERT_ROWS = 128, 64  # of a masked batch, which is filled to an eighth
+
+
+def _num_bytes(num_rows: int, length: int, quantize: bool) -> int:
+    return num_rows * (4 * length + (length + 4 * length // GROUP_LEN if quantize else 2 * length))
+
+
+def _by_torch(gate_up_TJ: torch.Tensor, quantize: bool) -> object:
+    gate_TI, up_TI = gate_up_TJ.chunk(2, dim=1)
+    rows_TI = functional.silu(gate_TI) * up_TI
+    return quantize_groups(rows_TI) if quantize else rows_TI
+
+
+def _inputs(device: torch.device, num_rows: int, length: int) -> torch.Tensor:
+    return torch.randn(num_rows, 2 * length, device=device, dtype=torch.bfloat16)
+
+
+def _prepare(num_rows: int, length: int, quantize: bool, device: torch.device, num_sets: int) -> Systems:
+    sets = [_inputs(device, num_rows, length) for _ in range(num_sets)]
+    systems = {
+        "ours": [kept(partial(silu_mul_fused, gate_up_TJ, quantize=quantize)) for gate_up_TJ in sets],
+        "torch": [kept(partial(_by_torch, gate_up_TJ, quantize)) for gate_up_TJ in sets],
+    }
+    if device.type == "cuda":
+        launch = partial(silu_mul_triton.launch, num_rows_E=None, num_padded=None, quantize=quantize, early=False)
+        systems["late"] = [kept(partial(launch, gate_up_TJ)) for gate_up_TJ in sets]
+    return systems
+
+
+def _prepare_masked(length: int, device: torch.device, num_sets: int) -> Systems:
+    num_rows_E = torch.full((_NUM_EXPERTS,), _EXPERT_ROWS // 8, dtype=torch.int32, device=device)
+    sets = [
+        _inputs(device, _NUM_EXPERTS * _EXPERT_ROWS, length).view(_NUM_EXPERTS, _EXPERT_ROWS, 2 * length)
+        for _ in range(num_sets)
+    ]
+    return {
+        "ours": [
+            kept(partial(silu_mul_fused, gate_up_EMJ, num_rows_E=num_rows_E, quantize=True)) for gate_up_EMJ in sets
+        ],
+        "torch": [kept(partial(_by_torch, gate_up_EMJ.flatten(0, 1), True)) for gate_up_EMJ in sets],
+    }
+
+
+def _case(num_rows: int, length: int, quantize: bool, only_gpu: bool) -> KernelCase:
+    return KernelCase(
+        kernel="silu_mul_fused",
+        shape=f"T={num_rows} I={length}{' fp8' if quantize else ''}",
+        num_bytes=_num_bytes(num_rows, length, quantize),
+        set_bytes=_num_bytes(num_rows, length, quantize),
+        prepare=partial(_prepare, num_rows, length, quantize),
+        only_gpu=only_gpu,
+    )
+
+
+def cases() -> list[KernelCase]:
+    """An 8B model's layers, a 30B model's experts, masked ones; one tiny one for CPUs."""
+    found = [_case(num_rows, 12_288, quantize, True) for quantize in (False, True) for num_rows in _ROWS]
+    found += [_case(num_rows, 768, False, True) for num_rows in (8, 512, 65_536)]
+    found += [
+        KernelCase(
+            kernel="silu_mul_fused",
+            shape=f"E={_NUM_EXPERTS} M={_EXPERT_ROWS} (of 8 each) I={length} fp8",
+            num_bytes=_num_bytes(_NUM_EXPERTS * _EXPERT_ROWS // 8, length, True),
+            set_bytes=_num_bytes(_NUM_EXPERTS * _EXPERT_ROWS, length, True),
+            prepare=partial(_prepare_masked, length),
+        )
+        for length in (768, 2048)
+    ]
+    return [*found, _case(8, 256, True, False)]
+
+
+def _prepare_tuning(
+    num_rows: int, length: int, device: torch.device, num_sets: int, options: Mapping[str, object]
+) -> Sequence[Call]:
+    launch = partial(silu_mul_triton.launch, num_rows_E=None, num_padded=None, quantize=False, options=options)
+    return [kept(partial(launch, _inputs(device, num_rows, length))) for _ in range(num_sets)]
+
+
+def tuning() -> list[TuningPoint]:
+    """Pieces of rows; any gives the same bits."""
+    whole = [(piece, num_warps) for piece in (512, 1024, 2048, 4096) for num_warps in (1, 2, 4, 8, 16)]
+    candidates = [
+        {"piece": piece, "num_warps": num_warps}
+        for piece, num_warps in whole
+        if 4 <= piece // (32 * num_warps) <= 32  # values of a thread
+    ]
+    small = [{"piece": 256, "num_warps": num_warps} for num_warps in (1, 2)]
+    small += [{"piece": 1024, "num_warps": num_warps} for num_warps in (2, 4)]
+    points = [(length, num_rows) for length in (12_288, 768) for num_rows in (64, 512, 8192)]
+    return [
+        TuningPoint(
+            kernel="silu_mul_fused",
+            shape=str(length),
+            size=num_rows,
+            candidates=candidates if length > 1024 else small,
+            set_bytes=_num_bytes(num_rows, length, False),
+            prepare=partial(_prepare_tuning, num_rows, length),
+        )
+        for length, num_rows in points
+    ]

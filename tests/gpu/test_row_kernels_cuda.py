@@ -1,0 +1,346 @@
+"""On a GPU: norms, gates, writes to the pool, copies and padding, eager and in graphs, against their references."""
+
+import pytest
+import torch
+
+from baton.kernels import fused_copy_triton, qk_norm_rope_write_triton, rms_norm_triton, silu_mul_triton
+from baton.kernels.fp8_groups import quantize_groups
+from baton.kernels.fused_copy import fused_copy
+from baton.kernels.implementation import Implementation
+from baton.kernels.pad_varlen import pad_varlen
+from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
+from baton.kernels.rms_norm import rms_norm_fused
+from baton.kernels.rope import rope_angles, rope_inverse_frequencies
+from baton.kernels.silu_mul import silu_mul_fused
+from baton.tests.kernels.harness import Guards, poison, same_bits
+from baton.tests.kernels.test_fused_copy import noise
+from baton.tests.kernels.test_pad_varlen import NAMES, metadata, room
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+REFERENCE = Implementation.REFERENCE
+FLOAT8 = torch.float8_e4m3fn
+ROWS = (1, 2, 7, 8, 15, 16, 63, 64, 65, 128)
+EPS = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def device():
+    torch.cuda.set_device(CUDA)
+    torch.manual_seed(0)
+
+
+def values(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device=CUDA).to(dtype)
+
+
+def assert_close(found, wanted, most_unequal=0.01):
+    """Sums in another order may round a value to the one beside it, seldom; float8 values are farther apart."""
+    assert found.dtype == wanted.dtype
+    step = 2**-3 if found.dtype == FLOAT8 else 2**-6
+    found, wanted = found.float(), wanted.float()
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.allclose(found, wanted, rtol=step, atol=2e-2, equal_nan=True)
+    assert ((found != wanted) & ~found.isnan()).float().mean() < most_unequal
+
+
+def replayed(compute):
+    """What a captured call gives, replayed twice; nothing in it may wait for the device."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            compute()
+            graph.capture_begin(capture_error_mode="thread_local")
+            results = compute()
+            graph.capture_end()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph.replay()
+        graph.replay()
+    torch.cuda.synchronize()
+    return [None if result is None else result.clone() for result in results]
+
+
+def assert_same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or same_bits(one, other)
+
+
+NORMS = [
+    (4096, {}),
+    (4096, {"residual": True}),
+    (4096, {"residual": True, "quantize": True}),
+    (5120, {"residual": True, "quantize": True, "num_padded": 2052}),
+    (2048, {"residual": True, "plus_one": True}),
+    (128, {"gate": True}),
+]
+
+
+def norm(x_TD, weight_D, other_TD, form, implementation=Implementation.AUTO):
+    named = {name: value for name, value in form.items() if name not in ("residual", "gate")}
+    for name in ("residual", "gate"):
+        if name in form:
+            named[f"{name}_TD"] = other_TD
+    found = rms_norm_fused(x_TD, weight_D, EPS, **named, implementation=implementation)
+    return found.rows, found.sum_TD, found.scale_GR
+
+
+@pytest.mark.parametrize(("length", "form"), NORMS)
+def test_norms(length, form):
+    x_TD, other_TD, weight_D = values(2049, length), values(2049, length), values(length)
+    found, wanted = norm(x_TD, weight_D, other_TD, form), norm(x_TD, weight_D, other_TD, form, REFERENCE)
+    assert_close(found[0], wanted[0])
+    if found[1] is not None:
+        assert same_bits(found[1], wanted[1])
+    if found[2] is not None:
+        assert torch.allclose(found[2], wanted[2], rtol=2**-6)
+    assert_same(replayed(lambda: norm(x_TD, weight_D, other_TD, form)), found)
+
+
+@pytest.mark.parametrize(("length", "form"), NORMS[:3] + NORMS[4:])
+def test_the_norm_of_a_row_depends_on_it_alone(length, form):
+    x_TD, other_TD, weight_D = values(2049, length), values(2049, length), values(length)
+    whole = norm(x_TD, weight_D, other_TD, form)
+    for num_rows in ROWS:
+        cut = slice(2049 - num_rows, 2049)
+        rows, sum_TD, scale = norm(x_TD[cut], weight_D, other_TD[cut], form)
+        assert same_bits(rows, whole[0][cut]), num_rows
+        assert sum_TD is None or same_bits(sum_TD, whole[1][cut])
+        assert scale is None or same_bits(scale, whole[2][:, cut].contiguous())
+
+
+def test_float8_norms_are_as_if_quantized_afterwards():
+    x_TD, other_TD, weight_D = values(65, 4096), values(65, 4096), values(4096)
+    found = rms_norm_fused(x_TD, weight_D, EPS, residual_TD=other_TD, quantize=True, num_padded=68)
+    plain = rms_norm_fused(x_TD, weight_D, EPS, residual_TD=other_TD)
+    wanted_RD, scale_GR = quantize_groups(plain.rows, 68)
+    assert_close(found.rows, wanted_RD, 1e-3)
+    assert torch.allclose(found.scale_GR, scale_GR, rtol=2**-6)
+    assert found.rows[65:].float().eq(0).all()
+    assert found.scale_GR[:, 65:].eq(1).all()
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("length", [12_288, 768, 128])
+def test_gates(length, quantize):
+    gate_up_TJ = values(2049, 2 * length)
+
+    def compute(rows=slice(None), implementation=Implementation.AUTO):
+        found = silu_mul_fused(gate_up_TJ[rows], quantize=quantize, implementation=implementation)
+        return found.rows, found.scale
+
+    found, wanted = compute(), compute(implementation=REFERENCE)
+    assert_close(found[0], wanted[0])
+    assert not quantize or torch.allclose(found[1], wanted[1], rtol=2**-6)
+    assert_same(replayed(compute), found)
+    for num_rows in ROWS:
+        rows, scale = compute(slice(0, num_rows))
+        assert same_bits(rows, found[0][:num_rows]), num_rows
+        assert scale is None or same_bits(scale, found[1][:, :num_rows].contiguous())
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_gates_of_experts(quantize):
+    num_rows_E = torch.randint(0, 65, (32,), device=CUDA, dtype=torch.int32)
+    gate_up_EMJ = values(32, 64, 2 * 768)
+    counts = num_rows_E.tolist()
+    for expert, count in enumerate(counts):
+        poison(gate_up_EMJ[expert, count:])
+
+    def compute():
+        found = silu_mul_fused(gate_up_EMJ, num_rows_E=num_rows_E, quantize=quantize)
+        return found.rows, found.scale
+
+    by_graph, found = replayed(compute), compute()
+    for expert, count in enumerate(counts):
+        wanted = silu_mul_fused(gate_up_EMJ[expert, :count], quantize=quantize)
+        for rows, scale in (found, by_graph):
+            assert same_bits(rows[expert, :count], wanted.rows)
+            assert scale is None or same_bits(scale[expert, :, :count].contiguous(), wanted.scale)
+
+
+class Layer:
+    """Arguments of `qk_norm_rope_write`, and a pool with canaries round it."""
+
+    def __init__(self, heads, num_tokens, *, block_size=16, dim=None, mode="token", scales=0, gated=False, **rotation):
+        self.num_query, num_kv, head_dim = heads
+        self.gated = gated
+        dim = dim or head_dim
+        width = (self.num_query * (1 + gated) + 2 * num_kv) * head_dim
+        self.qkv_TX = values(num_tokens, width)
+        self.norms = HeadNorms(query_D=values(head_dim), key_D=values(head_dim), eps=EPS, plus_one=gated)
+        inverse_F = rope_inverse_frequencies(dim, 1e6, torch.bfloat16, CUDA)
+        shape = (3, num_tokens) if "sections" in rotation else (num_tokens,)
+        self.positions = torch.randint(0, 40_000, shape, device=CUDA)
+        if mode == "frequencies":
+            self.rotation = Rotation(dim=dim, inverse_F=inverse_F, **rotation)
+        else:
+            rows = self.positions if mode == "token" else torch.arange(40_000, device=CUDA)
+            self.rotation = Rotation(dim=dim, tables=rope_angles(rows, inverse_F), **rotation)
+        if mode == "token":
+            self.positions = None
+        num_blocks = num_tokens // block_size + 9
+        self.slots_T = torch.randperm(num_blocks * block_size, device=CUDA)[:num_tokens]
+        self.slots_T[1::7] = -1
+        self.shape = (num_blocks, num_kv, 2, block_size, head_dim)
+        self.dtype = FLOAT8 if scales else torch.bfloat16
+        scale = 0.02 + torch.rand(scales, device=CUDA) if scales else None
+        self.scales = {"key_scale": scale, "value_scale": scale}
+
+    def compute(self, data, implementation=Implementation.AUTO):
+        pool = LayerPool(key_NHSD=data[:, :, 0], value_NHSD=data[:, :, 1], **self.scales)
+        return qk_norm_rope_write(
+            self.qkv_TX, self.norms, self.rotation, self.slots_T, pool, num_query=self.num_query,
+            positions=self.positions, gated=self.gated, implementation=implementation,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((32, 8, 128), {}),
+        ((32, 8, 128), {"mode": "position", "block_size": 64}),
+        ((32, 4, 128), {"mode": "frequencies"}),
+        ((28, 4, 128), {"interleaved": True}),
+        ((32, 8, 128), {"scales": 1}),
+        ((32, 8, 128), {"scales": 8, "block_size": 64}),
+        ((16, 2, 256), {"dim": 64, "gated": True}),
+        (
+            (16, 2, 256),
+            {"dim": 64, "gated": True, "mode": "frequencies", "sections": (11, 11, 10), "alternating": True},
+        ),
+        ((12, 2, 128), {"mode": "frequencies", "sections": (16, 24, 24)}),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [1, 65, 2048])
+def test_queries_and_pool(heads, options, num_tokens):
+    layer, guards = Layer(heads, num_tokens, **options), Guards(device="cuda")
+    data, wanted_data = (guards.empty(*layer.shape, dtype=layer.dtype) for _ in range(2))
+    query_THD, wanted_THD = layer.compute(data), layer.compute(wanted_data, REFERENCE)
+    assert_close(query_THD, wanted_THD)
+    assert_close(data, wanted_data)
+    guards.check()
+    again = guards.empty(*layer.shape, dtype=layer.dtype)
+    assert_same(replayed(lambda: [layer.compute(again)]), [query_THD])
+    assert same_bits(again, data)
+    guards.check()
+
+
+def test_what_a_token_writes_depends_on_it_alone():
+    layer = Layer((32, 8, 128), 2049)
+    layer.slots_T = torch.arange(2049, device=CUDA)
+    whole = torch.zeros(layer.shape, device=CUDA).bfloat16()
+    whole_THD = layer.compute(whole)
+    qkv_TX, tables = layer.qkv_TX, layer.rotation.tables
+    for num_tokens in ROWS:
+        layer.qkv_TX, layer.slots_T = qkv_TX[:num_tokens], torch.arange(num_tokens, device=CUDA)
+        layer.rotation = Rotation(dim=128, tables=tuple(table[:num_tokens] for table in tables))
+        data = torch.zeros(layer.shape, device=CUDA).bfloat16()
+        assert same_bits(layer.compute(data), whole_THD[:num_tokens]), num_tokens
+        rows, wanted = (part.movedim(3, 1).flatten(0, 1)[:num_tokens] for part in (data, whole))
+        assert same_bits(rows, wanted), num_tokens
+
+
+def test_chains_of_dependent_launches_read_what_was_written():
+    """Each launch begins before the one before it is over; results are as if none did."""
+    x_TD, weight_D = values(64, 4096), torch.ones(4096, device=CUDA).bfloat16()
+
+    def chain(early):
+        rows_TD, sum_TD = x_TD, x_TD
+        for _ in range(50):
+            rows_TD, sum_TD, _ = rms_norm_triton.launch(
+                rows_TD, weight_D, EPS, sum_TD, None, 64, plus_one=False, wide_sum=False, quantize=False, early=early
+            )
+            both_TJ = torch.cat([rows_TD, sum_TD], dim=1)  # knows nothing of such launches
+            rows_TD, _ = silu_mul_triton.launch(both_TJ, None, None, quantize=False, early=early)
+        return rows_TD, sum_TD
+
+    wanted = chain(False)
+    assert_same(chain(True), wanted)
+    assert_same(replayed(lambda: chain(True)), wanted)
+
+
+def test_many_copies():
+    sizes = [0, 1, 3, 16, 17, 4096, 65_537, 3_000_001, *range(1, 40)]
+    sources = [noise(size + 16, size).to(CUDA) for size in sizes]
+    for shift in (0, 4, 7):
+        targets = [torch.full((size + 16,), 0xA7, dtype=torch.uint8, device=CUDA) for size in sizes]
+        pairs = [
+            (target[shift : shift + size], source[:size])
+            for target, source, size in zip(targets, sources, sizes, strict=True)
+        ]
+        running = fused_copy(pairs, CUDA)
+        running.wait(10)
+        assert running.is_done
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            assert torch.equal(target[shift : shift + size], source[:size])
+            assert target[:shift].eq(0xA7).all()
+            assert target[shift + size :].eq(0xA7).all()
+
+
+def test_copies_from_pinned_memory_do_not_wait():
+    source, target = noise(100_000).pin_memory(), torch.zeros(100_000, dtype=torch.uint8, device=CUDA)
+    fused_copy([(target, source)], CUDA).wait(10)
+    target.zero_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        running = fused_copy([(target, source)], CUDA)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    running.wait(10)
+    assert torch.equal(target.cpu(), source)
+    table_N3 = running.tables[1]
+    target.zero_()
+    replayed(lambda: [fused_copy_triton.launch(table_N3, 100_000)])
+    assert torch.equal(target.cpu(), source)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_padding(dtype):
+    batch = metadata([4, 0, 1, 9] * 16, [100, 7, 0, 5000] * 16, 330, dtype)
+    batch = type(batch)(**{name: getattr(batch, name).to(CUDA) for name in NAMES})
+    guards = Guards(device="cuda")
+    graph, wanted = (room(guards, 100, 2560, 900, dtype) for _ in range(2))
+    pad_varlen(batch, wanted, null_block=5, implementation=REFERENCE)
+    pad_varlen(batch, graph, null_block=5)
+    assert all(same_bits(getattr(graph, name), getattr(wanted, name)) for name in NAMES)
+    for name in NAMES:
+        poison(getattr(graph, name))
+
+    def compute():
+        pad_varlen(batch, graph, null_block=5)
+        return ()
+
+    replayed(compute)
+    assert all(same_bits(getattr(graph, name), getattr(wanted, name)) for name in NAMES)
+    guards.check()
+
+
+def test_steps_compile_nothing_new():
+    """Numbers of rows, alignments of slices and addresses differ from step to step."""
+    kernels = [
+        rms_norm_triton._norm_kernel,
+        silu_mul_triton._silu_mul_kernel,
+        qk_norm_rope_write_triton._qk_kernel,
+        fused_copy_triton._copy_kernel,
+    ]
+
+    def step(num_rows):
+        norm(values(num_rows, 4096), values(4096), values(num_rows, 4096), {"residual": True, "quantize": True})
+        silu_mul_fused(values(num_rows, 2 * 12_288), quantize=True)
+        layer = Layer((32, 8, 128), num_rows)
+        layer.compute(torch.zeros(layer.shape, device=CUDA).bfloat16())
+        target = torch.zeros(num_rows, device=CUDA)
+        fused_copy([(target, torch.ones_like(target))], CUDA).wait(10)
+
+    step(16)
+    step(4096)
+    before = [len(kernel.device_caches[0][0]) for kernel in kernels]
+    for num_rows in (1, 2, 3, 17, 64, 100, 256):
+        step(num_rows)
+    assert [len(kernel.device_caches[0][0]) for kernel in kernels] == before

@@ -1,0 +1,149 @@
+"""SwiGLU's gate with what stands behind it: Triton against the reference, the reference against float64."""
+
+import pytest
+import torch
+
+from baton.core.errors import KernelArgumentInvalid
+from baton.kernels import silu_mul_triton
+from baton.kernels.fp8_groups import quantize_groups
+from baton.kernels.implementation import Implementation
+from baton.kernels.silu_mul import silu_mul, silu_mul_fused
+from baton.tests.kernels.harness import Guards, assert_deterministic, poison, relative_error, same_bits, strided
+
+ROWS = [1, 2, 7, 8, 15, 16, 63, 64, 65, 128]
+FEW = ROWS[:6]
+TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE
+
+
+def values(*shape, seed=0, dtype=torch.bfloat16):
+    return (2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def assert_close(found, wanted):
+    """Another exponential may round a value to the one beside it, seldom."""
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), wanted.float(), rtol=2**-7, atol=1e-6)
+    assert (found != wanted).float().mean() < 0.01
+
+
+@pytest.mark.fast
+def test_triton_is_as_the_reference():
+    for num_rows, length in ((1, 64), (3, 128), (2, 384), (2, 2176), (5, 768), (1, 100)):
+        gate_up_TJ = values(num_rows, 2 * length)
+        found, wanted = (silu_mul_fused(gate_up_TJ, implementation=kind).rows for kind in (TRITON, REFERENCE))
+        assert_close(found, wanted)
+        assert same_bits(wanted, silu_mul(gate_up_TJ))
+
+
+@pytest.mark.fast
+@pytest.mark.filterwarnings("ignore:overflow")  # NumPy's, in the interpreter
+def test_the_formula_in_float32():
+    gate_up_TJ = values(6, 512, dtype=torch.float32) * 20  # where the exponential overflows and vanishes, too
+    gate_TI, up_TI = gate_up_TJ.double().chunk(2, dim=1)
+    wanted_TI = gate_TI * torch.sigmoid(gate_TI) * up_TI
+    for kind in (TRITON, REFERENCE):
+        assert relative_error(silu_mul_fused(gate_up_TJ, implementation=kind).rows, wanted_TI) < 1e-6
+
+
+@pytest.mark.parametrize("counts", [FEW, pytest.param(ROWS, marks=pytest.mark.slow)])
+def test_a_row_depends_on_itself_alone(counts):
+    most = counts[-1]
+    gate_up_TJ = values(most, 256)
+    whole = silu_mul_fused(gate_up_TJ, quantize=True, implementation=TRITON)
+    for num_rows in counts[:-1]:
+        cut = slice(most - num_rows, most) if num_rows % 2 else slice(0, num_rows)
+        found = silu_mul_fused(gate_up_TJ[cut], quantize=True, implementation=TRITON)
+        assert same_bits(found.rows, whole.rows[cut]), num_rows
+        assert same_bits(found.scale, whole.scale[:, cut])
+
+
+def test_any_division_into_pieces_gives_the_same():
+    gate_up_TJ = values(3, 1536)
+    wanted = silu_mul_triton.launch(gate_up_TJ, None, 5, quantize=True)
+    for piece, num_warps in ((128, 1), (256, 2), (512, 4), (1024, 4)):
+        options = {"piece": piece, "num_warps": num_warps}
+        found = silu_mul_triton.launch(gate_up_TJ, None, 5, quantize=True, options=options)
+        assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True)), piece
+
+
+def test_float8_is_as_if_made_afterwards():
+    for num_rows, length, num_padded in ((1, 128, 4), (5, 640, None), (6, 768, 16)):
+        gate_up_TJ = values(num_rows, 2 * length)
+        gate_up_TJ[0, :128] = 0
+        found = silu_mul_fused(gate_up_TJ, quantize=True, num_padded=num_padded, implementation=TRITON)
+        rows_TI = silu_mul_fused(gate_up_TJ, implementation=TRITON).rows
+        wanted_RI, scale_GR = quantize_groups(rows_TI, num_padded)
+        assert same_bits(found.rows, wanted_RI)
+        assert same_bits(found.scale, scale_GR)
+        assert found.rows[0, :128].float().eq(0).all()
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_that_an_expert_lacks_are_neither_read_nor_written(quantize, dtype):
+    counts = [0, 3, 1, 4, 2]
+    gate_up_EMJ = values(5, 4, 2 * 384)
+    for expert, count in enumerate(counts):
+        poison(gate_up_EMJ[expert, count:])
+    num_rows_E = torch.tensor(counts, dtype=dtype)
+    guards = Guards()
+    out_EMI = guards.empty(5, 4, 384, dtype=torch.float8_e4m3fn if quantize else torch.bfloat16)
+    scale_EGM = guards.empty(5, 3, 4, dtype=torch.float32)
+    silu_mul_triton._silu_mul_kernel[(20, 2)](
+        gate_up_EMJ, gate_up_EMJ.stride(0), gate_up_EMJ.stride(1), num_rows_E, out_EMI, scale_EGM, 4, 4, I=384, N=2,
+        C=128, MASK=True, QUANTIZE=quantize, EARLY=False,
+    )  # fmt: skip
+    guards.check()
+    by_call = silu_mul_fused(gate_up_EMJ, num_rows_E=num_rows_E, quantize=quantize, implementation=TRITON)
+    reference = silu_mul_fused(gate_up_EMJ, num_rows_E=num_rows_E, quantize=quantize, implementation=REFERENCE)
+    for expert, count in enumerate(counts):
+        rows_MI = silu_mul_fused(gate_up_EMJ[expert, :count], quantize=quantize, implementation=TRITON)
+        for found in (out_EMI, by_call.rows):
+            assert same_bits(found[expert, :count], rows_MI.rows)
+        assert out_EMI[expert, count:].float().isnan().all()
+        assert torch.allclose(reference.rows[expert, :count].float(), rows_MI.rows.float(), rtol=2**-3, atol=1e-6)
+        if quantize:
+            assert same_bits(scale_EGM[expert, :, :count], rows_MI.scale)
+            assert same_bits(by_call.scale[expert, :, :count], rows_MI.scale)
+            assert scale_EGM[expert, :, count:].isnan().all()
+        else:
+            assert scale_EGM.isnan().all()
+
+
+@pytest.mark.fast
+def test_strides_guards_and_two_runs():
+    plain_TJ = values(5, 600)
+    wanted = silu_mul_fused(plain_TJ, implementation=TRITON).rows
+    gate_up_TJ = strided(plain_TJ)
+    found = assert_deterministic(lambda: silu_mul_fused(gate_up_TJ, implementation=TRITON).rows, gate_up_TJ)
+    assert same_bits(found, wanted)
+    guards = Guards()
+    out_TI = guards.empty(5, 300)
+    silu_mul_triton._silu_mul_kernel[(5, 2)](
+        gate_up_TJ, 0, gate_up_TJ.stride(0), out_TI, out_TI, out_TI, 5, 5, I=300, N=2, C=128, MASK=False,
+        QUANTIZE=False, EARLY=False,
+    )  # fmt: skip
+    guards.check()
+    assert same_bits(out_TI[:, :256], wanted[:, :256])
+    assert silu_mul_fused(plain_TJ[:0], implementation=TRITON).rows.shape == (0, 300)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("argument", "changes"),
+    [
+        ("gate_up", {"gate_up": values(2, 2, 128)}),
+        ("gate_up", {"gate_up": values(2, 127)}),
+        ("gate_up", {"gate_up": values(128, 2).T}),
+        ("gate_up", {"num_rows_E": torch.tensor([1, 2])}),
+        ("num_rows_E", {"gate_up": values(2, 2, 128), "num_rows_E": torch.tensor([1])}),
+        ("num_rows_E", {"gate_up": values(2, 2, 128), "num_rows_E": torch.tensor([1.0, 2.0])}),
+        ("num_padded", {"gate_up": values(2, 2, 256), "num_rows_E": torch.tensor([1, 2]), "num_padded": 2}),
+        ("quantize", {"gate_up": values(2, 128), "quantize": True}),
+        ("num_padded", {"num_padded": 8}),
+        ("num_padded", {"quantize": True, "num_padded": 1}),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(argument, changes):
+    with pytest.raises(KernelArgumentInvalid, match=argument):
+        silu_mul_fused(**{"gate_up": values(2, 256)} | changes)
