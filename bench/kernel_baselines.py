@@ -9,7 +9,7 @@ From vLLM's wheel: FlashAttention-3, DeepGEMM, the Triton kernels of attention a
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def _imported(name: str) -> tuple[Any, str]:
 
 
 def availability() -> dict[str, str]:
-    """ "available", or why not, of each baseline that is not torch's own."""
+    """Of each baseline that is not torch's own: "available", or why not."""
     return {name: _imported(name)[1] or "available" for name in _MODULES}
 
 

@@ -55,7 +55,9 @@ class Rates:
 
     def as_json(self) -> dict[str, Any]:
         """Rounded."""
-        return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in asdict(self).items()}
+        return {
+            key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in asdict(self).items()
+        }
 
 
 def measure_rates(device_name: str, step: Step) -> Rates:
@@ -111,7 +113,7 @@ def _fp8_matmul(left: torch.Tensor, right: torch.Tensor) -> Call:
     return lambda: torch._scaled_mm(left_fp8, right_fp8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def _nothing(unused: Any) -> None:
+def _nothing(unused) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001  (Triton's language)
     pass
 
 

@@ -24,7 +24,7 @@ _END_S = 10.0
 _START_LIMIT_S = 120.0  # until what a child imports is there
 
 
-class Broken(Exception):  # noqa: N818  (no error: a result, and the wish to be replaced)
+class Broken(Exception):
     """Raised by a work function whose process is of no further use, with its result."""
 
     def __init__(self, result: Any) -> None:
@@ -128,6 +128,27 @@ class Child:
         exit_code = process.exitcode
         self.close()
         return Lost(reason, step, exit_code)
+
+
+class Here:
+    """Like a `Child`, in this process and without a limit: for work that only tries the supervisor.
+
+    Args:
+        work: what is done with each task.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def do(self, task: Any, limit_s: float) -> Any:
+        """The result of a task."""
+        try:
+            return self._work(task, lambda step: None)
+        except Broken as broken:
+            return broken.result
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 def do_all(

@@ -101,9 +101,7 @@ def is_alive(device: torch.device) -> bool:
         return False
 
 
-def _prepare_and_measure(
-    case: KernelCase, device: torch.device, task: RowTask, measured: Measured, step: Step
-) -> None:
+def _prepare_and_measure(case: KernelCase, device: torch.device, task: RowTask, measured: Measured, step: Step) -> None:
     systems = _prepare(case, device, task, measured)
     if task.rounds:
         _measure(systems, device, task, measured, step)

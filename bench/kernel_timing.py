@@ -101,7 +101,7 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    graph.capture_begin()
+    graph.capture_begin(capture_error_mode="thread_local")
     try:
         for call in calls:
             call()

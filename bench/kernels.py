@@ -6,10 +6,8 @@ this process, so that the bench itself is tested.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from baton.bench.kernel_baselines import availability
@@ -17,9 +15,9 @@ from baton.bench.kernel_case import KernelCase
 from baton.bench.kernel_collection import Place, find_cases
 from baton.bench.kernel_floor import Rates, measure_rates
 from baton.bench.kernel_options import MEASURED_MS, KernelOptions
-from baton.bench.kernel_processes import Broken, Child, Lost, Step, do_all
+from baton.bench.kernel_processes import Child, Here, Lost, Step, do_all
 from baton.bench.kernel_row import OURS, PREPARE, Measured, RowTask, measure_row
-from baton.bench.result import result, spread
+from baton.bench.result import replace_file, result, spread
 from baton.core.errors import ConfigInvalid
 
 _WARM_SHARE = 0.4  # of the whole limit, at most
@@ -59,26 +57,13 @@ def _work(task: RowTask | str, step: Step) -> Measured | Rates | dict[str, str]:
     return availability() if task == "baselines" else measure_rates(task, step)
 
 
-class _Here:
-    """Like a `Child`, in this process and without a limit."""
-
-    def do(self, task: RowTask | str, limit_s: float) -> Any:
-        try:
-            return _work(task, lambda text: None)
-        except Broken as broken:
-            return broken.result
-
-    def close(self) -> None:
-        pass
-
-
 class _Run:
     """One run: what is to be done, and what came of it so far."""
 
     def __init__(self, options: KernelOptions, note: Note, cases: Mapping[Place, KernelCase]) -> None:
         self._options, self._note, self._cases = options, note, cases
         self._end_s = time.monotonic() + options.limit_s
-        self._child: Child | _Here = Child(_work) if options.device == "cuda" else _Here()
+        self._child: Child | Here = Child(_work) if options.device == "cuda" else Here(_work)
         self._without: dict[Place, set[str]] = {place: set() for place in cases}
         self._rates: Rates | None = None
         self._baselines: dict[str, str] = {}
@@ -178,14 +163,7 @@ class _Run:
 
     def _write(self) -> None:
         if self._options.out is not None:
-            write_json(self._options.out, self.data())
-
-
-def write_json(path: Path, data: object) -> None:
-    """Replace a file; one that is being read is never half written."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(data, indent=1) + "\n")
-    os.replace(new, path)
+            replace_file(self._options.out, json.dumps(self.data(), indent=1) + "\n")
 
 
 def make_row(case: KernelCase, measured: Measured, rates: Rates) -> dict[str, Any]:

@@ -41,8 +41,9 @@ def format_kernels(data: dict[str, Any]) -> str:
     lines = []
     if rates:
         lines.append(
-            f"{rates['device']}: copies {rates['copy_gbps']:g} GB/s, reads {rates['read_gbps']:g} GB/s, bf16 "
-            f"{rates['bf16_tflops']:g} and fp8 {rates['fp8_tflops']:g} TFLOP/s, a launch {rates['launch_ms'] * 1e3:g} us"
+            f"{rates['device']}: copies {rates['copy_gbps']:g} GB/s, reads {rates['read_gbps']:g} GB/s, "
+            f"bf16 {rates['bf16_tflops']:g} and fp8 {rates['fp8_tflops']:g} TFLOP/s, "
+            f"a launch {rates['launch_ms'] * 1e3:g} us"
         )
     lines += [f"no {name}: {why}" for name, why in data["baselines"].items() if why != "available"]
     rows = [
