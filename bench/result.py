@@ -36,6 +36,13 @@ def spread(name: str, values: Iterable[float | None], digits: int = 4) -> dict[s
     return {name + suffix: float(f"{value:.{digits}g}") for suffix, value in numbers.items()}
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Write a file anew; one that is being read is never half written."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)
+
+
 def hardware() -> dict[str, Any]:
     """Processor, memory, devices."""
     facts: dict[str, Any] = {

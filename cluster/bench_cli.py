@@ -74,6 +74,30 @@ def bench_decode(
     return run_command(json, body)
 
 
+@app.command("kernels")
+def bench_kernels(
+    only: Annotated[str, typer.Option(help="comma-separated: parts of module, kernel and shape; nothing is all")] = "",
+    device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
+    rounds: Annotated[int, typer.Option(help="how often every system of a row is measured")] = 7,
+    limit_s: Annotated[float, typer.Option(help="of the whole run; rows not begun by then are named")] = 1800.0,
+    case_limit_s: Annotated[float, typer.Option(help="of one row, on a GPU; what hangs is ended and named")] = 90.0,
+    jobs: Annotated[Count, _option("processes that compile first, on a GPU; 0 for none  [at most 8]")] = None,
+    out: Annotated[Path | None, _option("a .json file that holds the result so far after every row")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of buffers and order")] = 0,
+    plot: Annotated[Path | None, _option("draw the rows into a .png, .svg or .pdf (needs matplotlib)")] = None,
+    json: Json = False,
+) -> int:
+    """Measure every kernel beside its floor and other kernels for the same, by replays of CUDA graphs."""
+    asked = {name: value for name, value in locals().items() if name not in ("json", "plot")}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.bench_kernels import bench_kernels
+
+        return bench_kernels(output, plot=plot, **asked)
+
+    return run_command(json, body)
+
+
 @app.command("routing")
 def bench_routing(
     policies: Annotated[str, typer.Option(help="comma-separated")] = "round_robin,least_cost,prefix",

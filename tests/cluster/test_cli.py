@@ -51,7 +51,19 @@ def test_generate_has_every_documented_flag():
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    "command", ["serve", "generate", "bench kv", "bench decode", "status", "speculation", "doctor", "top", "plan"]
+    "command",
+    [
+        "serve",
+        "generate",
+        "bench kv",
+        "bench decode",
+        "bench kernels",
+        "status",
+        "speculation",
+        "doctor",
+        "top",
+        "plan",
+    ],
 )
 def test_every_command_exists_and_has_json(command):
     assert "--json" in flags_of(command)
@@ -72,6 +84,9 @@ def test_every_command_exists_and_has_json(command):
         (["bench", "decode", "--steps", "0"], 2, "ConfigInvalid"),
         (["bench", "decode", "--device", "tpu"], 2, "ConfigInvalid"),
         (["bench", "decode", "--dtype", "int8"], 2, "ConfigInvalid"),
+        (["bench", "kernels", "--device", "cpu", "--only", "pigeon"], 2, "ConfigInvalid"),
+        (["bench", "kernels", "--device", "tpu"], 2, "ConfigInvalid"),
+        (["bench", "kernels", "--rounds", "0"], 2, "ConfigInvalid"),
         (["bench", "decode", "--shape", "tiny", "--device", "cpu", "--prompt-len", "5000"], 2, "ConfigInvalid"),
         (["top", "--address", "127.0.0.1:1"], 3, "StartupError"),
         (["top", "--interval", "0"], 2, "ConfigInvalid"),
