@@ -46,6 +46,7 @@ def attention_prefill(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     invariant: bool = False,
+    options: Mapping[str, Any] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
     """Attention of chunks laid one after the other -> [T, A, D]; never waits for the device on a GPU.
@@ -64,6 +65,7 @@ def attention_prefill(
         key_scale: float32 [1] or [H], what stored keys are to be multiplied by; 1 if None.
         value_scale: the same for V; both or neither.
         invariant: a row's result depends on that row and its KV alone, bit for bit, whatever the chunks and the batch.
+        options: a row as in the tuned table, in place of what that or the kernel's rule says; for the tuner and tests.
         implementation: which form computes.
 
     Raises:
@@ -86,10 +88,10 @@ def attention_prefill(
     if query_TAD.numel() and block_tables_BM.shape[0]:
         # One configuration for all sizes if a row may not depend on how long its chunk is.
         size = _ANY_LEN if invariant else max_query_len
-        chosen = options(query_TAD, key_NHSD, size)
         attention_prefill_triton.launch(
             query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD,
-            scale=scale, key_scale=key_scale, value_scale=value_scale, options=chosen,
+            scale=scale, key_scale=key_scale, value_scale=value_scale,
+            options=options or _find_options(query_TAD, key_NHSD, size),
         )  # fmt: skip
     return output_TAD
 
@@ -105,6 +107,7 @@ def attention_prefill_lens(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     invariant: bool = False,
+    options: Mapping[str, Any] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
     """`attention_prefill` with lengths on the host, as `kernels.attention.attention_prefill` takes them.
@@ -124,11 +127,11 @@ def attention_prefill_lens(
         query_TAD, key_NHSD, value_NHSD, block_tables_BM,
         numbers[: len(query_lens) + 1], numbers[len(query_lens) + 1 :],
         max_query_len=max(query_lens, default=0), key_scale=key_scale, value_scale=value_scale,
-        invariant=invariant, implementation=implementation,
+        invariant=invariant, options=options, implementation=implementation,
     )  # fmt: skip
 
 
-def options(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, max_query_len: int) -> Mapping[str, Any]:
+def _find_options(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, max_query_len: int) -> Mapping[str, Any]:
     """How the kernel is launched for chunks of up to so many rows: of the tuned table, else by rule."""
     group, head_dim = query_TAD.shape[1] // key_NHSD.shape[1], query_TAD.shape[2]
     num_bytes = key_NHSD.element_size()

@@ -1,0 +1,213 @@
+"""Rows of `baton bench kernels` for `attention_prefill`, and the candidates of its tuned table.
+
+"torch" gathers the blocks and calls `scaled_dot_product_attention`, sequence by sequence.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+
+from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
+from baton.kernels import attention
+from baton.kernels.attention_prefill import NAME, attention_prefill, shape_of
+
+_BLOCK_SIZE = 16
+_FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Chunks of a step: (rows, cached positions before them) of each sequence, and the model's heads."""
+
+    label: str
+    chunks: tuple[tuple[int, int], ...]
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    kv_dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of all chunks."""
+        return sum(rows for rows, _ in self.chunks)
+
+    @property
+    def num_flops(self) -> int:
+        """Of both products, for what the rows see."""
+        seen = sum(rows * (2 * prefix + rows + 1) // 2 for rows, prefix in self.chunks)
+        return 4 * self.num_heads * self.head_dim * seen
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all that is read of the pool."""
+        positions = sum(rows + prefix for rows, prefix in self.chunks)
+        return positions * self.num_kv_heads * 2 * self.head_dim * self.kv_dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Read and written."""
+        return self.kv_bytes + 2 * self.num_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        heads = f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim}"
+        return f"{heads} {self.label}{' fp8 KV' if self.kv_dtype == _FP8 else ''}"
+
+
+class Batch:
+    """Buffers of one set: a layer of a pool in which the blocks of the sequences lie scattered."""
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        contexts = [rows + prefix for rows, prefix in work.chunks]
+        counts = [-(-context // _BLOCK_SIZE) for context in contexts]
+        shape = (sum(counts) + 1, work.num_kv_heads, 2, _BLOCK_SIZE, work.head_dim)
+        blocks_NHPSD = torch.randn(shape, device=device, dtype=work.dtype).to(work.kv_dtype)
+        self.key_NHSD, self.value_NHSD = blocks_NHPSD[:, :, 0], blocks_NHPSD[:, :, 1]
+        ids = torch.randperm(sum(counts))
+        tables_BM = torch.full((len(counts), max(counts)), sum(counts))
+        for sequence, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
+            tables_BM[sequence, :count] = ids[end - count : end]
+        self.tables_BM = tables_BM.to(device)
+        self.query_lens = [rows for rows, _ in work.chunks]
+        self.context_lens = contexts
+        starts = torch.tensor([0, *accumulate(self.query_lens)], dtype=torch.int32)
+        self.starts_E, self.contexts_B = starts.to(device), torch.tensor(contexts, dtype=torch.int32).to(device)
+        query_shape = (work.num_tokens, work.num_heads, work.head_dim)
+        self.query_TAD = torch.randn(query_shape, device=device, dtype=work.dtype)
+        one = torch.ones(1, device=device) if work.kv_dtype == _FP8 else None
+        self.key_scale = self.value_scale = one
+
+    def ours(self, *, invariant: bool = False, options: Mapping[str, object] | None = None) -> Call:
+        """A call of the public function."""
+        return partial(
+            attention_prefill,
+            self.query_TAD,
+            self.key_NHSD,
+            self.value_NHSD,
+            self.tables_BM,
+            self.starts_E,
+            self.contexts_B,
+            max_query_len=max(self.query_lens),
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
+            invariant=invariant,
+            options=options,
+        )
+
+    def torch(self) -> Call:
+        """The same by the library."""
+        lens = (self.query_lens, self.context_lens)
+        return partial(
+            attention.attention_prefill, self.query_TAD, self.key_NHSD, self.value_NHSD, self.tables_BM, *lens
+        )
+
+
+_MIXED = ((2048, 0), (1, 3000), (1024, 4096), (300, 8192), (16, 16384), (777, 1234), (128, 12000), (2048, 6000))
+_LARGE = 8192, 2048, 512
+_CHUNKS = {8192: ((8192, 0),), 2048: ((2048, 6144),), 512: ((512, 32256),), 16: ((16, 8192),) * 8}
+
+
+def _label(chunks: tuple[tuple[int, int], ...]) -> str:
+    rows, prefix = chunks[0]
+    return f"{len(chunks)} x {rows} over {prefix}" if prefix else f"{len(chunks)} x {rows} causal"
+
+
+def works() -> list[Work]:
+    """The models' shapes, each with long chunks and a mixed batch; one tiny one for CPUs comes last."""
+    found = []
+    for heads in ((32, 8, 128), (32, 4, 128), (16, 2, 256)):
+        for chunks in _CHUNKS.values():
+            found.append(Work(_label(chunks), chunks, *heads))
+        found.append(Work("mixed 8", _MIXED, *heads))
+    found.append(Work("1 x 2048 over 30720", ((2048, 30720),)))
+    found += [Work(_label(_CHUNKS[rows]), _CHUNKS[rows], kv_dtype=_FP8) for rows in _LARGE]
+    found.append(Work("tiny", ((20, 0), (3, 40)), 4, 2, 32, torch.float32, torch.float32))
+    return found
+
+
+def _prepare(work: Work, device: torch.device, num_sets: int) -> Systems:
+    batches = [Batch(work, device) for _ in range(num_sets)]
+    systems = {
+        "ours": [batch.ours() for batch in batches],
+        "invariant": [batch.ours(invariant=True) for batch in batches],
+    }
+    if work.kv_dtype != _FP8:
+        systems["torch"] = [batch.torch() for batch in batches]
+    return systems
+
+
+def cases() -> list[KernelCase]:
+    """A row for each of `works`."""
+    found = works()
+    return [
+        KernelCase(
+            kernel=NAME,
+            shape=str(work),
+            num_bytes=work.num_bytes,
+            num_flops=work.num_flops,
+            set_bytes=work.num_bytes,
+            prepare=partial(_prepare, work),
+            only_gpu=work is not found[-1],
+        )
+        for work in found
+    ]
+
+
+def _option(BM: int, BN: int, overlap: bool, num_warps: int, num_stages: int) -> Mapping[str, object]:
+    return {"BM": BM, "BN": BN, "OVERLAP": overlap, "num_warps": num_warps, "num_stages": num_stages}
+
+
+# By head size above 128 or not. Registers decide: 64K of them hold one program of 8 warps with an overlapped tile of
+# 128 x 128, or two of 4 warps with 64 x 64, whose turns overlap by themselves but read K and V twice as often.
+_CANDIDATES = {
+    False: (
+        _option(128, 128, True, 8, 2),
+        _option(128, 64, True, 8, 2),
+        _option(128, 64, True, 8, 3),
+        _option(128, 128, False, 8, 2),
+        _option(128, 64, False, 8, 2),
+        _option(128, 64, False, 8, 3),
+        _option(64, 64, True, 4, 2),
+        _option(64, 64, True, 4, 3),
+        _option(64, 64, False, 4, 2),
+        _option(64, 64, False, 4, 3),
+        _option(64, 128, False, 4, 2),
+    ),
+    True: (
+        _option(128, 64, True, 8, 2),
+        _option(128, 64, False, 8, 2),
+        _option(64, 64, False, 8, 2),
+        _option(64, 64, True, 8, 2),
+        _option(64, 64, False, 4, 2),
+    ),
+}
+
+
+def _prepare_candidate(
+    work: Work, device: torch.device, num_sets: int, options: Mapping[str, object]
+) -> Sequence[Call]:
+    return [Batch(work, device).ours(options=options) for _ in range(num_sets)]
+
+
+def tuning() -> list[TuningPoint]:
+    """Each model's heads at a short chunk over a long prefix, and at longer ones."""
+    models = ((32, 8, 128, torch.bfloat16), (32, 4, 128, torch.bfloat16), (16, 2, 256, torch.bfloat16))
+    works = [
+        Work(_label(chunks), chunks, *heads, kv_dtype)
+        for *heads, kv_dtype in (*models, (32, 8, 128, _FP8))
+        for chunks in _CHUNKS.values()
+    ]
+    return [
+        TuningPoint(
+            kernel=NAME,
+            shape=shape_of(work.num_heads // work.num_kv_heads, work.head_dim, work.kv_dtype.itemsize),
+            size=max(rows for rows, _ in work.chunks),
+            candidates=_CANDIDATES[work.head_dim > 128],
+            set_bytes=work.num_bytes,
+            prepare=partial(_prepare_candidate, work),
+        )
+        for work in works
+    ]
