@@ -1,0 +1,67 @@
+"""A model of real head sizes computed by Triton kernels on a GPU, beside its torch reference; steps do not wait."""
+
+import pytest
+import torch
+
+from baton.core.numerics import Numerics
+from baton.core.quantization import Quantization
+from baton.kernels.implementation import Implementation
+from baton.model.loader import load_model
+from baton.scripts.model_shape import write_shape
+from baton.tests.kernels.harness import relative_error
+from baton.tests.model.harness import Paged
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+SIZES = {"num_hidden_layers": 2, "vocab_size": 4096, "eos_token_id": 500}
+KINDS = {"8b": ("qwen3-8b", SIZES), "30b-a3b": ("qwen3-30b-a3b", SIZES), "0.6b": ("qwen3-0.6b", SIZES)}
+LENGTHS = (700, 1, 333)
+
+
+def load(path, implementation, quantization):
+    return load_model(
+        path,
+        dtype=torch.bfloat16,
+        device=CUDA,
+        numerics=Numerics.DEFAULT,
+        with_mtp=True,
+        random_seed=3,
+        implementation=implementation,
+        quantization=quantization,
+    )
+
+
+def run(model, is_checked):
+    """Hidden states of prompts beside each other in chunks, and of a decode step that must not wait for the host."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 4096, (length + 4,), generator=generator).to(CUDA) for length in LENGTHS]
+    paged = Paged(model, num_sequences=3, capacity_len=768)
+    first = [(0, 0, 650), (1, 0, 1), (2, 0, 333)]
+    found = []
+    for parts in (first, [(0, 650, 700)]):
+        tokens = torch.cat([prompts[sequence][start:end] for sequence, start, end in parts])
+        found.append(paged.trunk(tokens, paged.prefill_batch(parts)))
+    batch = paged.decode_batch([0, 1, 2], list(LENGTHS), 4, bound=768)
+    tokens = torch.cat([prompt[-4:] for prompt in prompts])
+    paged.trunk(tokens, batch)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error" if is_checked else "default")
+    try:
+        decoded = paged.trunk(tokens, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return torch.cat([*found, decoded])
+
+
+@pytest.mark.parametrize("quantization", Quantization)
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_are_the_references(kind, quantization, tmp_path):
+    shape, sizes = KINDS[kind]
+    path = write_shape(shape, tmp_path, **sizes)
+    found = run(load(path, Implementation.TRITON, quantization), is_checked=True)
+    wanted = run(load(path, Implementation.REFERENCE, quantization), is_checked=False)
+    assert found.isfinite().all()
+    error = relative_error(found, wanted)
+    print(f"{kind} {quantization.value}: relative error {error:.4f}")
+    # A router may choose another expert where two are near each other.
+    assert error < (0.15 if kind == "30b-a3b" else 0.03)
