@@ -18,10 +18,10 @@ KINDS = {"8b": ("qwen3-8b", SIZES), "30b-a3b": ("qwen3-30b-a3b", SIZES), "0.6b":
 LENGTHS = (700, 1, 333)
 
 
-def load(path, implementation, quantization):
+def load(path, implementation, quantization=Quantization.NONE, dtype=torch.bfloat16):
     return load_model(
         path,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device=CUDA,
         numerics=Numerics.DEFAULT,
         with_mtp=True,
@@ -55,13 +55,18 @@ def run(model, is_checked):
 
 @pytest.mark.parametrize("quantization", Quantization)
 @pytest.mark.parametrize("kind", KINDS)
-def test_hidden_states_are_the_references(kind, quantization, tmp_path):
+def test_hidden_states_are_as_near_as_the_references(kind, quantization, tmp_path):
     shape, sizes = KINDS[kind]
     path = write_shape(shape, tmp_path, **sizes)
+    exact = run(load(path, Implementation.REFERENCE, dtype=torch.float32), is_checked=False)
     found = run(load(path, Implementation.TRITON, quantization), is_checked=True)
     wanted = run(load(path, Implementation.REFERENCE, quantization), is_checked=False)
     assert found.isfinite().all()
-    error = relative_error(found, wanted)
-    print(f"{kind} {quantization.value}: relative error {error:.4f}")
-    # A router may choose another expert where two are near each other.
-    assert error < (0.15 if kind == "30b-a3b" else 0.03)
+    error, usual, between = (relative_error(*pair) for pair in ((found, exact), (wanted, exact), (found, wanted)))
+    print(
+        f"{kind} {quantization.value}: {error:.4f} from float32, the reference {usual:.4f}; {between:.4f} between them"
+    )
+    # Both round at the same places: the kernels are as near to what is exact as the reference is. A router may choose
+    # another expert where two are near each other, which moves such a token far.
+    assert error < 1.05 * usual + 0.002
+    assert between < (0.2 if kind == "30b-a3b" else usual)

@@ -33,7 +33,9 @@ def naive(query_TAD, key_CHD, value_CHD, first_position, scale):
 class Sequences:
     """Chunks, and KV of their contexts in blocks that lie scattered among NaN."""
 
-    def __init__(self, chunks, *, heads=(4, 2), head_dim=16, block_size=16, dtype=torch.bfloat16, kv_dtype=None, seed=0):
+    def __init__(
+        self, chunks, *, heads=(4, 2), head_dim=16, block_size=16, dtype=torch.bfloat16, kv_dtype=None, seed=0
+    ):
         generator = torch.Generator().manual_seed(seed)
         num_heads, self.num_kv_heads = heads
         kv_dtype = kv_dtype or dtype
