@@ -149,6 +149,9 @@ def _norm_kernel(
         residual_RNC = tl.load(residual + row_R11 * residual_stride + column_1NC, mask=is_real, other=0.0)
     if GATE:
         gate_RNC = tl.load(gate + row_R11 * gate_stride + column_1NC, mask=is_real, other=0.0).to(tl.float32)
+    if EARLY:
+        # Said twice only to keep the compiler from moving loads behind it, to where their values are used.
+        tl.extra.cuda.gdc_launch_dependents()
     wide_RNC = x_RNC.to(tl.float32)
     if RESIDUAL:
         wide_RNC += residual_RNC.to(tl.float32)
