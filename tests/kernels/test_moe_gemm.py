@@ -244,5 +244,5 @@ def test_scales_of_another_shape_are_named(name):
 @pytest.mark.parametrize("tiles", [Tiles(16, 64, 4, 3, 128, 4, 3), Tiles(16, 128, 4, 3, 256, 4, 3)])
 def test_tiles_that_cut_groups_are_refused(tiles):
     inputs = torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 1), torch.zeros(1, 1).long()
-    with pytest.raises(KernelArgumentInvalid, match="^tiles: "):
+    with pytest.raises(KernelArgumentInvalid, match=r"^tiles: "):
         experts_grouped(*inputs, GOOD_FP8, tiles=tiles, implementation=TRITON)

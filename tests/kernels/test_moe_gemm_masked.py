@@ -170,5 +170,5 @@ def test_bad_arguments_are_named(argument, change):
 @pytest.mark.fast
 def test_tiles_that_cut_groups_are_refused():
     options = {"tiles": MaskedTiles(16, 256, 4, 3, 1), "implementation": TRITON}
-    with pytest.raises(KernelArgumentInvalid, match="^tiles: "):
+    with pytest.raises(KernelArgumentInvalid, match=r"^tiles: "):
         moe_gemm_masked(A, torch.ones(2).int(), B, b_scale=torch.zeros(2, 1, 1), **options)
