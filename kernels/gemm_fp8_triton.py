@@ -153,8 +153,8 @@ def _tile(
 def _gemm_kernel(
     a, a_scales, w, w_values, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride,
     w_scale_stride, c_stride, num_splits, num_works, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr, SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
-    UNROLL: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr,
+    TMA: tl.constexpr, UNROLL: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each split of each tile, or, if the number of programs is capped, several of them for each."""
     if PDL:
@@ -297,7 +297,6 @@ def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, wait
         num_warps=plan.warps,
         contains=("QGMMA", "UTMALDG" if plan.tma else "LDGSTS"),
         lacks=("HMMA",),
-        max_shared_bytes=227 * 1024 // (2 if plan.swap and plan.BM * plan.BN <= 4096 else 1),
         on_amd=plan.swap and plan.BM == 16 and not plan.tma and not waits,
         options={"launch_pdl": True} if waits else {},
     )
@@ -322,6 +321,7 @@ def variants() -> list[Variant]:
         _variant(plain),
         _variant(invariant_plan(4096, 4096)),
         _variant(Plan(stages=6), is_capped=True),
+        _variant(Plan(groups=2, stages=4, splits=2, tma=True), waits=True),
     ):
         found[variant.name] = variant
     return list(found.values())

@@ -15,7 +15,7 @@ from torch.nn import functional
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
-from baton.kernels.gemm_fp8_plan import SIZES, Plan, SwapAB
+from baton.kernels.gemm_fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB
 from baton.kernels.quantize_fp8 import GROUP_LEN, quantize_fp8
 from baton.kernels.scaled_mm import Library
 
@@ -109,14 +109,14 @@ def cases() -> list[KernelCase]:
             num_bytes=_num_bytes(M, N, K),
             num_flops=2 * M * N * K,
             flops_dtype="fp8",
-            is_read=M <= 128,
+            is_read=M <= FEW_ROWS,
             set_bytes=N * K,
             prepare=partial(prepare, M, N, K),
             only_gpu=only_gpu,
         )
         for kernel, prepare in (("gemm_fp8", _prepare_gemm), ("linear_fp8", _prepare_linear))
         for M, N, K, only_gpu in sizes
-        if kernel == "gemm_fp8" or M <= 128
+        if kernel == "gemm_fp8" or M <= FEW_ROWS
     ]
 
 
@@ -171,7 +171,7 @@ def _with_splits(tile: Plan, size: int, N: int, K: int) -> list[Plan]:
 
 
 def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, object]]:
-    if size > 128:
+    if size > FEW_ROWS:
         return [_LIBRARY, *[tile.row() for tile in _LARGE_TILES]]
     plans = [plan for tile in _TILES[size] for plan in _with_splits(tile, size, N, K)]
     if kernel == "gemm_fp8":
@@ -206,7 +206,7 @@ def _library_or_reference(kernel: str, data: _Set) -> torch.Tensor:
 
 
 def tuning() -> list[TuningPoint]:
-    """Each shape at the sizes of both tables; many rows only for an 8B model."""
+    """Each shape at the sizes of both tables; for many rows there is one."""
     return [
         TuningPoint(
             kernel=kernel,
@@ -219,5 +219,5 @@ def tuning() -> list[TuningPoint]:
         for kernel in ("gemm_fp8", "linear_fp8")
         for N, K in SHAPES
         for size in SIZES
-        if size <= 128 or ((N, K) in _LARGE_SHAPES and kernel == "gemm_fp8")
+        if size <= FEW_ROWS or kernel == "gemm_fp8"
     ]

@@ -236,6 +236,10 @@ def test_the_table_decides_and_may_name_the_library(monkeypatch):
     assert chosen(17, SwapAB.ON) == rule(17, 512, 256, swap=True)
     assert chosen(9, SwapAB.OFF) == rule(9, 512, 256, swap=False)
     assert chosen(9, table="linear_fp8") == rule(9, 512, 256, swap=True)
+    assert chosen(500, table="linear_fp8") is None, "of many rows there is one table"
+    rows["gemm_fp8"]["512x256"]["64"] = Plan(BM=64, BN=128).row()
+    assert chosen(100) == Plan(BM=64, BN=128)
+    assert chosen(500) is None, "what was tuned for few rows says nothing of many"
 
 
 @pytest.mark.fast
