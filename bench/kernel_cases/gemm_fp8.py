@@ -54,7 +54,7 @@ def _num_bytes(M: int, N: int, K: int) -> int:
 
 def _per_tensor(data: _Set, one: torch.Tensor) -> torch.Tensor:
     weight_KN = data.weight.values_NK.t()
-    return torch._scaled_mm(
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         data.a_MK, weight_KN, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
