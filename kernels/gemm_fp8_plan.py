@@ -35,9 +35,10 @@ class Plan:
         swap: whether the weight's rows are the rows of the tensor cores' tiles.
         BM: tokens of a tile.
         BN: rows of the weight of a tile, 64 or 128.
-        groups: of 128 columns in a step; must divide those of K.
+        groups: of 128 columns in a step, 1 or 2; must divide those of K.
         stages: steps under way at once.
         warps: of a program.
+        copied: whether scales pass through shared memory as tiles do, many steps ahead, or are loaded when needed.
         splits: parts that the columns are cut into.
         tma: whether the weight is read by the copy engine of a multiprocessor (descriptors).
         fused: whether activations in bfloat16 are quantized as they are loaded, not by a launch of its own.
@@ -50,6 +51,7 @@ class Plan:
     groups: int = 1
     stages: int = 6
     warps: int = 4
+    copied: bool = False
     splits: int = 1
     tma: bool = False
     fused: bool = False
