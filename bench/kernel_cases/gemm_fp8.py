@@ -124,6 +124,7 @@ def cases() -> list[KernelCase]:
 _TILES: Mapping[int, Sequence[Plan]] = {
     16: (
         Plan(BM=16, BN=64, groups=1, stages=6),
+        Plan(BM=16, BN=64, groups=1, stages=6, copied=True),
         Plan(BM=16, BN=64, groups=2, stages=4),
         Plan(BM=16, BN=64, groups=2, stages=4, tma=True),
         Plan(BM=16, BN=64, groups=2, stages=8, tma=True),
@@ -178,7 +179,7 @@ def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, obj
         return [plan.row() for plan in plans] + ([_LIBRARY] if size == 128 else [])
     fused = [{**plan.row(), "fused": True} for plan in plans if size <= 32 and plan.stages * plan.groups < 16]
     apart: list[Mapping[str, object]] = [{**plan.row(), "pdl": True} for plan in plans]
-    return [*fused, *apart[:18], plans[0].row(), *([_LIBRARY] if size == 128 else [])]
+    return [*fused, *apart[:20], plans[0].row(), *([_LIBRARY] if size == 128 else [])]
 
 
 def _prepare_candidate(
