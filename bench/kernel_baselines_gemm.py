@@ -121,7 +121,7 @@ def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
     return padded
 
 
-def _deep_gemm_arguments(module: Any, one: BlockScaled) -> tuple[Any, ...]:
+def _deep_gemm_arguments(module: Any, one: BlockScaled) -> tuple[Any, Any, torch.Tensor]:
     scales = module.get_mn_major_tma_aligned_tensor(one.row_scales.contiguous())
     shape = (*one.rows_MK.shape[:-1], one.weights_NK.shape[-2])
     out = torch.empty(shape, dtype=torch.bfloat16, device=one.rows_MK.device)
@@ -134,7 +134,7 @@ def _deep_gemm(module: Any, rows: Any, weights: Any, out: torch.Tensor) -> torch
 
 
 def _deep_gemm_masked(
-    module: Any, rows: Any, weights: Any, out: torch.Tensor, num_rows_E: torch.Tensor, expected_m: int
+    module: Any, rows: Any, weights: Any, out: torch.Tensor, num_rows_E: torch.Tensor | None, expected_m: int
 ) -> None:
     # Nothing is returned: rows beyond the mask hold whatever was there.
     module.fp8_m_grouped_gemm_nt_masked(rows, weights, out, num_rows_E, expected_m, disable_ue8m0_cast=True)
@@ -146,8 +146,8 @@ def _scaled_mm_blocks(one: BlockScaled) -> functools.partial[torch.Tensor]:
     num_groups = one.weight_scales.shape[1]
     memory = torch.zeros(one.weight_scales.shape[0], -(-num_groups // 4) * 4, device=rows.device)
     weight_scales = memory[:, :num_groups].copy_(one.weight_scales)
-    kinds: Any = F.ScalingType  # type: ignore[attr-defined]
-    function: Any = F.scaled_mm  # type: ignore[attr-defined]
+    kinds: Any = F.ScalingType
+    function: Any = F.scaled_mm
     return functools.partial(
         function,
         rows,
