@@ -19,7 +19,7 @@ _NUM_SEGMENTS = 16  # of the key positions, as vLLM splits them
 _FULL_GRID = 128  # programs that need no split, as vLLM has it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PagedAttention:
     """One set of buffers, as Baton has it.
 
@@ -45,6 +45,11 @@ class PagedAttention:
     def is_fp8(self) -> bool:
         """Whether keys and values are."""
         return self.key_NHSD.dtype == torch.float8_e4m3fn
+
+    @functools.cached_property
+    def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, copied into the layout of the others."""
+        return self.key_NHSD.transpose(1, 2).contiguous(), self.value_NHSD.transpose(1, 2).contiguous()
 
 
 def fa3(sets: Sequence[PagedAttention]) -> Baseline:
@@ -74,10 +79,6 @@ def vllm_attention(sets: Sequence[PagedAttention]) -> Baseline:
     return {"vllm_triton": [functools.partial(_unified, module, _vllm_arguments(one)) for one in sets]}
 
 
-def _pages(pool_NHSD: torch.Tensor) -> torch.Tensor:
-    return pool_NHSD.transpose(1, 2).contiguous()
-
-
 def _starts(lens: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
 
@@ -86,8 +87,8 @@ def _fa3_arguments(one: PagedAttention) -> dict[str, Any]:
     device = one.query_THD.device
     arguments: dict[str, Any] = {
         "q": one.query_THD.contiguous(),
-        "k": _pages(one.key_NHSD),
-        "v": _pages(one.value_NHSD),
+        "k": one.pages[0],
+        "v": one.pages[1],
         "max_seqlen_q": max(one.q_lens),
         "cu_seqlens_q": _starts(one.q_lens, device),
         "max_seqlen_k": max(one.kv_lens),
@@ -131,8 +132,8 @@ def _vllm_arguments(one: PagedAttention) -> dict[str, Any]:
     ones = torch.ones(1, device=device).expand(len(one.q_lens), num_kv_heads)
     return {
         "q": one.query_THD.contiguous(),
-        "k": _pages(one.key_NHSD),
-        "v": _pages(one.value_NHSD),
+        "k": one.pages[0],
+        "v": one.pages[1],
         "out": torch.empty_like(one.query_THD, memory_format=torch.contiguous_format),
         "cu_seqlens_q": _starts(one.q_lens, device),
         "max_seqlen_q": max(one.q_lens),

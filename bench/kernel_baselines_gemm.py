@@ -86,9 +86,9 @@ class Experts:
 
     Attributes:
         rows_MK: bfloat16.
-        gate_up_ENK: float8_e4m3fn, N = 2 I.
+        gate_up_ENK: float8_e4m3fn, or bfloat16 without scales; N = 2 I.
         gate_up_scales: float32 [E, N / 128, K / 128].
-        down_EKI: float8_e4m3fn.
+        down_EKI: of the same dtype.
         down_scales: float32 [E, K / 128, I / 128].
         weights: float32 [M, experts of a row].
         experts: int32 [M, experts of a row].
@@ -96,11 +96,16 @@ class Experts:
 
     rows_MK: torch.Tensor
     gate_up_ENK: torch.Tensor
-    gate_up_scales: torch.Tensor
+    gate_up_scales: torch.Tensor | None
     down_EKI: torch.Tensor
-    down_scales: torch.Tensor
+    down_scales: torch.Tensor | None
     weights: torch.Tensor
     experts: torch.Tensor
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether weights are."""
+        return self.gate_up_ENK.dtype == _FP8
 
 
 def vllm_moe(sets: Sequence[Experts]) -> Baseline:
@@ -167,9 +172,13 @@ def _quantized(rows_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.flatten(-2), scales
 
 
-def _silu_quantized(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _silu_multiplied(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return _quantized((F.silu(gate.float()) * up.float()).bfloat16())
+    return (F.silu(gate.float()) * up.float()).bfloat16()
+
+
+def _silu_quantized(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _quantized(_silu_multiplied(gate_up))
 
 
 def _summed(parts_MkK: torch.Tensor) -> torch.Tensor:
@@ -202,9 +211,9 @@ def sorted_by_expert(experts: torch.Tensor, num_experts: int, block: int) -> tup
 def _vllm_moe(module: Any, one: Experts) -> functools.partial[torch.Tensor]:
     num_rows, num_choices = one.experts.shape
     num_experts, num_outputs, _ = one.gate_up_ENK.shape
-    blocks = [GROUP, GROUP]
+    blocks, kind = ([GROUP, GROUP], "fp8_w8a8") if one.is_fp8 else (None, None)
     config = module.try_get_optimal_moe_config(
-        one.gate_up_ENK.shape, one.down_EKI.shape, num_choices, "fp8_w8a8", num_rows, block_shape=blocks
+        one.gate_up_ENK.shape, one.down_EKI.shape, num_choices, kind, num_rows, block_shape=blocks
     )
     if num_rows * num_choices * 4 <= num_experts:  # vLLM does not sort so few
         placed: tuple[Any, ...] = (
@@ -220,15 +229,24 @@ def _vllm_moe(module: Any, one: Experts) -> functools.partial[torch.Tensor]:
         module.invoke_fused_moe_triton_kernel,
         config=config,
         compute_type=module.tl.bfloat16,
-        use_fp8_w8a8=True,
+        use_fp8_w8a8=one.is_fp8,
         use_int8_w8a8=False,
         use_int8_w8a16=False,
         use_int4_w4a16=False,
         per_channel_quant=False,
         block_shape=blocks,
     )
-    fused = tuple(compiled(function) for function in (_quantized, _silu_quantized, _summed))
+    functions = (_quantized, _silu_quantized, _summed) if one.is_fp8 else (_plain, _silu_plain, _summed)
+    fused = tuple(compiled(function) if function is not _plain else function for function in functions)
     return functools.partial(_run_vllm_moe, gemm, fused, one, placed, middle, parts)
+
+
+def _plain(rows_MK: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return rows_MK, None
+
+
+def _silu_plain(gate_up: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return _silu_multiplied(gate_up), None
 
 
 def _run_vllm_moe(

@@ -1,5 +1,6 @@
 """What other kernels are given, and that a case does without those that are not there."""
 
+import dataclasses
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -200,6 +201,30 @@ def test_a_mixture_is_two_products_between_what_is_fused(put, monkeypatch):
     out = kernel_baselines_gemm.vllm_moe([experts()])["vllm_moe"][0]()
     assert calls == [((5, 2, 256), False, 2, 16, 3), ((5, 2, 256), True, 1, 16, 3)]
     assert torch.equal(out, torch.full((5, 256), 2.0, dtype=torch.bfloat16))
+
+
+def test_a_mixture_in_bfloat16_has_no_scales(put, monkeypatch):
+    asked = []
+    put(
+        "vllm_moe",
+        try_get_optimal_moe_config=lambda *shapes, block_shape: {"BLOCK_SIZE_M": 16, "asked": (shapes[3], block_shape)},
+        invoke_fused_moe_triton_kernel=lambda *arguments, **more: asked.append((arguments[3], arguments[4], more)),
+        tl=SimpleNamespace(bfloat16="bf16"),
+    )
+    monkeypatch.setattr(kernel_baselines_gemm, "compiled", lambda function: function)
+    one = experts()
+    plain = dataclasses.replace(
+        one,
+        gate_up_ENK=one.gate_up_ENK.bfloat16(), down_EKI=one.down_EKI.bfloat16(), gate_up_scales=None, down_scales=None,
+    )  # fmt: skip
+    kernel_baselines_gemm.vllm_moe([plain])["vllm_moe"][0]()
+    assert [scales[:2] for scales in asked] == [(None, None), (None, None)]
+    assert all(more["use_fp8_w8a8"] is False and more["block_shape"] is None for _, _, more in asked)
+    assert asked[0][2]["config"]["asked"] == (None, None)
+
+
+def test_nothing_is_compiled_for_a_cpu():
+    assert kernel_baselines.torch_compiled(torch.add, [(torch.ones(1), 1)]) == {}
 
 
 def test_quantization_of_the_baseline_is_within_a_step_of_float8():
