@@ -16,11 +16,14 @@ import triton.language as tl
 
 from baton.kernels.variant import Variant
 
-TILE = 4096
-LANES = 4096
+TILE = 2048
+LANES = 2048
 LISTED = 2048
-NUM_WARPS = 16
+NUM_WARPS = 8
+NUM_STAGES = 4
+MAX_REGISTERS = 128  # so that two programs of 256 threads share a multiprocessor
 
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
 _MAX_PASSES = tl.constexpr(40)
 
 
@@ -58,7 +61,9 @@ def launch(logits_BQV, rows, drafts, edited, bound_R, last_R) -> None:  # noqa: 
         N=TILE,
         L=LANES,
         C=LISTED,
+        STAGES=1 if edited is not None else NUM_STAGES,
         num_warps=NUM_WARPS,
+        **({} if _INTERPRETED or torch.version.hip else {"maxnreg": MAX_REGISTERS}),
     )
 
 
@@ -124,12 +129,22 @@ def _total(
 ):
     """Mass of a row's tokens up to (bound, last), float64."""
     sum_N = tl.zeros([N], tl.float32)
-    for start in tl.range(0, V, N, num_stages=4):
+    for start in tl.range(0, V, N, num_stages=1):
         token_N = start + tl.arange(0, N)
         x_N = row_tokens(logits, base, edited, source, token_N, V, EDITED)
         stays_N = ((x_N > bound) | ((x_N == bound) & (token_N <= last))) & (x_N >= least) & (token_N < V)
         sum_N += tl.where(stays_N, _weight(x_N, best, temperature, True), 0.0)
     return tl.sum(sum_N.to(tl.float64))
+
+
+@triton.jit
+def _lowest(logits, base, edited, source, V, best, EDITED: tl.constexpr, N: tl.constexpr):
+    """A row's least logit that is not -inf."""
+    lowest_N = tl.full([N], float("inf"), tl.float32)
+    for start in tl.range(0, V, N, num_stages=1):
+        x_N = row_tokens(logits, base, edited, source, start + tl.arange(0, N), V, EDITED)
+        lowest_N = tl.minimum(lowest_N, tl.where(x_N == float("-inf"), best, x_N))
+    return tl.min(lowest_N)
 
 
 @triton.jit
@@ -183,7 +198,7 @@ def _last_equal(
 ):  # fmt: skip
     """The id, among tokens equal to `value`, with which `need` is reached."""
     above_N = tl.zeros([N], tl.float32)
-    for start in tl.range(0, V, N, num_stages=4):
+    for start in tl.range(0, V, N, num_stages=1):
         token_N = start + tl.arange(0, N)
         x_N = row_tokens(logits, base, edited, source, token_N, V, EDITED)
         above_N += tl.where(x_N > value, _weight(x_N, best, temperature, by_mass), 0.0)
@@ -192,7 +207,7 @@ def _last_equal(
     wanted = tl.maximum(wanted, 1)
     seen = 0
     found = V - 1
-    for start in tl.range(0, V, N, num_stages=4):
+    for start in tl.range(0, V, N, num_stages=1):
         token_N = start + tl.arange(0, N)
         x_N = row_tokens(logits, base, edited, source, token_N, V, EDITED)
         stays_N = ((x_N > bound) | ((x_N == bound) & (token_N <= last))) & (x_N >= least)
@@ -246,7 +261,10 @@ def _of_list(
     # Without any border, the least of the list.
     border = tl.maximum(border, tl.min(tl.where(has_C, key_C, 0x7FFFFFFFFFFFFFFF)))
     last = (last_id - (border & last_id)).to(tl.int32)
-    bound = tl.max(tl.where(has_C & (id_C == last), x_C, float("-inf")))
+    # Read again, rather than kept in registers all the while.
+    x_C = tl.load(listed_x + place_C, mask=place_C < count, other=float("-inf"))
+    id_C = tl.load(listed_id + place_C, mask=place_C < count, other=-1)
+    bound = tl.max(tl.where(id_C == last, x_C, float("-inf")))
     return bound, last, is_complete
 
 
@@ -255,7 +273,7 @@ def _bounds_kernel(
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, top_k_B, top_p_B, min_p_B,
     bound_R, last_R, listed_x, listed_id, V, id_bits,
     Q: tl.constexpr, LAWS: tl.constexpr, EDITED: tl.constexpr, HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr,
-    N: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
+    N: tl.constexpr, L: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     sequence, place = row // Q, row % Q
@@ -284,7 +302,7 @@ def _bounds_kernel(
     if EDITED:
         source = tl.load(edited_row + row)
     lane_N = tl.full([N], float("-inf"), tl.float32)
-    for start in tl.range(0, V, N, num_stages=4):
+    for start in tl.range(0, V, N, num_stages=STAGES):
         token_N = start + tl.arange(0, N)
         lane_N = tl.maximum(lane_N, row_tokens(logits, base, edited, source, token_N, V, EDITED))
     lane_L = tl.max(tl.reshape(lane_N, [L, N // L]), axis=1)
@@ -299,8 +317,7 @@ def _bounds_kernel(
     count = 0
     mass_N = tl.zeros([N], tl.float32)
     least_N = tl.full([N], float("inf"), tl.float32)
-    lowest_N = tl.full([N], float("inf"), tl.float32)
-    for start in tl.range(0, V, N, num_stages=4):
+    for start in tl.range(0, V, N, num_stages=STAGES):
         token_N = start + tl.arange(0, N)
         x_N = row_tokens(logits, base, edited, source, token_N, V, EDITED)
         is_listed_N = (x_N >= reach) & (token_N < V)
@@ -310,7 +327,6 @@ def _bounds_kernel(
             tl.store(listed_x + at_N, x_N, mask=is_listed_N)
             tl.store(listed_id + at_N, token_N, mask=is_listed_N)
         count += num_listed
-        lowest_N = tl.minimum(lowest_N, tl.where(x_N == float("-inf"), best, x_N))
         if HAS_MIN:
             stays_N = tl.div_rn(x_N - best, temperature) >= floor
             least_N = tl.minimum(least_N, tl.where(stays_N & (token_N < V), x_N, float("inf")))
@@ -318,7 +334,7 @@ def _bounds_kernel(
                 mass_N += tl.where(stays_N, _weight(x_N, best, temperature, True), 0.0)
         elif HAS_P:
             mass_N += _weight(x_N, best, temperature, True)
-    least, lowest = tl.full([], float("-inf"), tl.float32), tl.min(lowest_N)
+    least = tl.full([], float("-inf"), tl.float32)
     if HAS_MIN:
         least = tl.min(least_N)
     bound, last = tl.full([], float("-inf"), tl.float32), V
@@ -332,26 +348,24 @@ def _bounds_kernel(
         is_complete = is_complete | (count >= V)
     if not is_complete:
         bound, last = tl.full([], float("-inf"), tl.float32), V
-        if top_k > 0:
-            need = top_k.to(tl.float64)
-            value = _close_in(
-                logits, base, edited, source, V, best, temperature, bound, last, least, lowest, False, need, EDITED, N
-            )
-            last = _last_equal(
-                logits, base, edited, source, V, best, temperature, bound, last, least, value, False, need, EDITED, N
-            )
-            bound = value
-            if top_p < 1.0:
-                whole = _total(logits, base, edited, source, V, best, temperature, bound, last, least, EDITED, N)
-        if top_p < 1.0:
-            need = top_p * whole
-            value = _close_in(
-                logits, base, edited, source, V, best, temperature, bound, last, least, lowest, True, need, EDITED, N
-            )
-            last = _last_equal(
-                logits, base, edited, source, V, best, temperature, bound, last, least, value, True, need, EDITED, N
-            )
-            bound = value
+        lowest = _lowest(logits, base, edited, source, V, best, EDITED, N // 2)
+        for stage in range(2):  # by count, then by mass
+            by_mass = stage == 1
+            need = tl.where(by_mass, 0.0, top_k.to(tl.float64))
+            if by_mass & (top_p < 1.0):
+                if top_k > 0:
+                    whole = _total(logits, base, edited, source, V, best, temperature, bound, last, least, EDITED, N // 2)
+                need = top_p * whole
+            if need > 0.0:
+                value = _close_in(
+                    logits, base, edited, source, V, best, temperature, bound, last, least, lowest, by_mass, need,
+                    EDITED, N // 2,
+                )  # fmt: skip
+                last = _last_equal(
+                    logits, base, edited, source, V, best, temperature, bound, last, least, value, by_mass, need,
+                    EDITED, N // 2,
+                )  # fmt: skip
+                bound = value
     last = tl.where(bound < least, V, last)
     tl.store(bound_R + row, tl.maximum(bound, least))
     tl.store(last_R + row, last)
@@ -374,7 +388,7 @@ def variants() -> list[Variant]:
             "HAS_P": True,
             "HAS_MIN": has_min,
         }
-        constants |= {"N": TILE, "L": LANES, "C": LISTED}
+        constants |= {"N": TILE, "L": LANES, "C": LISTED, "STAGES": 1 if has_min else NUM_STAGES}
         found.append(
             Variant(
                 name=f"sampling_bounds {dtype} Q={num_rows}{' min-p edited' if has_min else ''}",
@@ -383,7 +397,8 @@ def variants() -> list[Variant]:
                 constants=constants,
                 aligned=("logits", "row_stride", "V"),
                 num_warps=NUM_WARPS,
-                max_registers=128,
+                max_registers=MAX_REGISTERS,
+                options={"maxnreg": MAX_REGISTERS},
             )
         )
     return found

@@ -18,7 +18,7 @@ from baton.kernels.noise_triton import gumbel, philox, quick_race
 from baton.kernels.variant import Variant
 
 CHUNK = 8192
-SCAN_WARPS = 8
+SCAN_WARPS = 16
 
 REJECT = tl.constexpr(1)  # `kernels.choice.Law`
 BLOCK = tl.constexpr(2)

@@ -14,7 +14,7 @@ from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, REJECT, TYPES, is
 from baton.kernels.noise_triton import uniform
 from baton.kernels.variant import Variant
 
-RESIDUAL_WARPS = 8
+RESIDUAL_WARPS = 16
 _STEP = tl.constexpr(1024)
 
 
@@ -87,13 +87,13 @@ def accepted_one_by_one(
 ):  # fmt: skip
     """Drafts that stand if each is judged once all before it stand."""
     accepted = 0
-    for place in tl.static_range(Q - 1):
+    for place in range(Q - 1):
         if (accepted == place) & (place < usable):
             p, q = draft_ratio(
                 logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d,
                 sequence, place, usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M,
             )  # fmt: skip
-            draw = uniform(tl.full([], place, tl.int32), position, choice, tl.full([], 1, tl.int32), seed)
+            draw = uniform(place + tl.full([], 0, tl.int32), position, choice, tl.full([], 1, tl.int32), seed)
             accepted += (draw < tl.where(q > 0.0, tl.minimum(p / q, 1.0), 0.0)).to(tl.int32)
     return accepted
 
@@ -158,7 +158,7 @@ def accepted_as_block(
     reach, reached = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
     accepted = 0
     chunk_M = tl.arange(0, M)
-    for place in tl.static_range(Q - 1):
+    for place in range(Q - 1):
         if place < usable:
             p, q = draft_ratio(
                 logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d,
@@ -169,7 +169,7 @@ def accepted_as_block(
             rest = tl.sum(tl.load(at_M, mask=chunk_M < num_chunks, other=0.0))
             total = rest + (1.0 - reach)
             chance = tl.where(total > 0.0, rest / total, 1.0)
-            draw = uniform(tl.full([], place, tl.int32), position, choice, tl.full([], 1, tl.int32), seed)
+            draw = uniform(place + tl.full([], 0, tl.int32), position, choice, tl.full([], 1, tl.int32), seed)
             accepted = tl.where(draw < chance, place + 1, accepted)
             reached = tl.where(draw < chance, reach, reached)
     return accepted, reached
