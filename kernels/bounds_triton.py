@@ -354,7 +354,9 @@ def _bounds_kernel(
             need = tl.where(by_mass, 0.0, top_k.to(tl.float64))
             if by_mass & (top_p < 1.0):
                 if top_k > 0:
-                    whole = _total(logits, base, edited, source, V, best, temperature, bound, last, least, EDITED, N // 2)
+                    whole = _total(
+                        logits, base, edited, source, V, best, temperature, bound, last, least, EDITED, N // 2
+                    )
                 need = top_p * whole
             if need > 0.0:
                 value = _close_in(
