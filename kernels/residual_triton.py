@@ -19,6 +19,12 @@ _STEP = tl.constexpr(1024)
 
 
 @triton.jit
+def ratio(above, below):
+    """Of two numbers that are not negative; 0 where the second is 0."""
+    return tl.where(below > 0.0, above / tl.where(below > 0.0, below, 1.0), 0.0)
+
+
+@triton.jit
 def columns_of(t2d, token_N, V, C, PROBS: tl.constexpr):
     """The draft head's columns of tokens, -1 where it has none."""
     column_N = token_N
@@ -94,7 +100,7 @@ def accepted_one_by_one(
                 sequence, place, usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M,
             )  # fmt: skip
             draw = uniform(place + tl.full([], 0, tl.int32), position, choice, tl.full([], 1, tl.int32), seed)
-            accepted += (draw < tl.where(q > 0.0, tl.minimum(p / q, 1.0), 0.0)).to(tl.int32)
+            accepted += (draw < tl.minimum(ratio(p, q), 1.0)).to(tl.int32)
     return accepted
 
 
@@ -144,7 +150,7 @@ def residual_kernel(
                 logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d,
                 sequence, place, usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M,
             )  # fmt: skip
-            reach = tl.where(q > 0.0, tl.minimum(reach * p / q, 1.0), 0.0)
+            reach = tl.minimum(ratio(reach * p, q), 1.0)
         place += 1
 
 
@@ -164,11 +170,11 @@ def accepted_as_block(
                 logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d,
                 sequence, place, usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M,
             )  # fmt: skip
-            reach = tl.where(q > 0.0, tl.minimum(reach * p / q, 1.0), 0.0)
+            reach = tl.minimum(ratio(reach * p, q), 1.0)
             at_M = left + (sequence * Q + place + 1) * num_chunks + chunk_M
             rest = tl.sum(tl.load(at_M, mask=chunk_M < num_chunks, other=0.0))
             total = rest + (1.0 - reach)
-            chance = tl.where(total > 0.0, rest / total, 1.0)
+            chance = tl.where(total > 0.0, ratio(rest, total), 1.0)
             draw = uniform(place + tl.full([], 0, tl.int32), position, choice, tl.full([], 1, tl.int32), seed)
             accepted = tl.where(draw < chance, place + 1, accepted)
             reached = tl.where(draw < chance, reach, reached)
