@@ -14,7 +14,7 @@ CHUNK = 4096
 NUM_WARPS = 8
 
 
-def launch(logits_BQV, edits, logits_EV, place_R) -> None:  # noqa: ANN001
+def launch(logits_BQV, edits, logits_EV, place_R) -> None:
     """Write the edited rows and their places."""
     _, num_rows, vocab_size = logits_BQV.shape
     none, reals = edits.sequence_P, logits_EV

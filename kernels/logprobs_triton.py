@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels.bounds_triton import of_order_key, order_key
+from baton.kernels.row_triton import of_order_key, order_key
 from baton.kernels.variant import Variant
 
 CHUNK = 8192
@@ -20,7 +20,7 @@ ROW_WARPS = 4
 _NOTHING = tl.constexpr(-(1 << 63))
 
 
-def launch(logits_NV, token_ids_N, num_top, packed_NX) -> None:  # noqa: ANN001
+def launch(logits_NV, token_ids_N, num_top, packed_NX) -> None:
     """Both launches."""
     num_rows, vocab_size = logits_NV.shape
     num_chunks, device = triton.cdiv(vocab_size, CHUNK), logits_NV.device

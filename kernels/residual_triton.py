@@ -9,9 +9,9 @@ Shapes: N tokens of a chunk, S of a step in it, M chunks of a row, rounded up to
 import triton
 import triton.language as tl
 
-from baton.kernels.bounds_triton import num_usable, row_tokens
 from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, REJECT, TYPES, is_kept, masses
 from baton.kernels.noise_triton import uniform
+from baton.kernels.row_triton import num_usable, row_tokens
 from baton.kernels.variant import Variant
 
 RESIDUAL_WARPS = 16
@@ -113,6 +113,7 @@ def residual_kernel(
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
+    """The weight that drafts leave over in each chunk: of the verdict's row, or of every row of a block."""
     sequence, chunk = tl.program_id(0), tl.program_id(1)
     law, temperature = tl.load(law_B + sequence), tl.load(temperature_B + sequence).to(tl.float32)
     if ((law != REJECT) & (law != BLOCK)) | (temperature <= 0.0):

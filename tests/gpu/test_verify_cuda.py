@@ -1,4 +1,4 @@
-"""On a GPU: sampling and verification of big rows give the reference's tokens, wait for nothing, and can be captured."""
+"""On a GPU: sampling and verification of big rows give the reference's tokens, wait for nothing, are capturable."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Verification of mixed batches: the kernels, in the interpreter, and their reference against the engine's verifiers."""
+"""Verification of mixed batches: the kernels, interpreted, and their reference against the engine's verifiers."""
 
 import itertools
 
