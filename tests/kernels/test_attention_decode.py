@@ -121,7 +121,7 @@ def drawn(seed):
     draw = random.Random(seed)
     num_kv_heads = draw.choice([1, 1, 2, 3])
     num_queries = draw.randint(1, 8)
-    lengths = tuple(draw.randint(num_queries, 150) for _ in range(draw.randint(1, 3)))
+    lengths = tuple(draw.randint(num_queries, 100) for _ in range(draw.randint(1, 3)))
     kv_dtype = draw.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32, FLOAT8])
     problem = Problem(
         lengths, num_queries, num_kv_heads * draw.choice([1, 2, 3, 4, 7, 8]), num_kv_heads,
