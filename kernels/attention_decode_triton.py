@@ -6,8 +6,10 @@ sequence's own length, on the device. So a graph may replay it for any lengths, 
 not need ends at once.
 
 Swapped, K and V are the left operands of both products and the rows the right ones: Hopper's wgmma takes 64 of the
-former and as few as 16 of the latter, so that decode uses it at all. Keys past the last position are not masked out of
-loads, their place is taken by that position: no slot is read that holds nothing, and their scores are -inf.
+former and as few as 16 of the latter. Plain, 16 or 32 rows are the left operands of mma.sync, and 64 those of wgmma.
+Float8 is widened to float16, which holds every value of it, in half the instructions that bfloat16 takes.
+
+Slots past a sequence's last position may hold NaN: their scores are replaced, and their values are not loaded.
 
 Shapes: T keys of a tile, R rows (padded), D head size, C parts of a step of the sum.
 """
@@ -25,7 +27,24 @@ STRIDE_UNIT = 16  # strides are told in these, so that the compiler knows them t
 
 _MAX_QUERIES = tl.constexpr(MAX_QUERIES)
 _UNIT = tl.constexpr(STRIDE_UNIT)
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _widened(kv_TD, DTYPE: tl.constexpr, THROUGH_SHARED: tl.constexpr):
+    """K or V in the type of the products.
+
+    Float8 is widened as it was loaded, 16 bytes of a row by each thread, and reaches the layout of a product through
+    shared memory. The compiler would rather bring float8 into that layout, byte by byte; it does not move what it does
+    not understand.
+    """
+    wide_TD = kv_TD.to(DTYPE)
+    if THROUGH_SHARED and not _INTERPRETED:
+        wide_TD = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [wide_TD], dtype=wide_TD.dtype, is_pure=False, pack=2
+        )
+    return wide_TD
 
 
 @triton.jit
@@ -78,10 +97,12 @@ def attend_kernel(
     max_context_len: tl.int32,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    JOINED: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     SWAP: tl.constexpr,
     SCALED: tl.constexpr,
+    VIA_SHARED: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -115,8 +136,8 @@ def attend_kernel(
     last = tl.maximum(context_len - 1, 0)
     tables += sequence.to(tl.int64) * table_stride
     place_T = tl.arange(0, TILE)
-    key_T = tl.minimum(first * TILE + place_T, last)
-    block_T = tl.load(tables + key_T // BLOCK)
+    last_column = last // BLOCK
+    block_T = tl.load(tables + tl.minimum((first * TILE + place_T) // BLOCK, last_column))
     column_D = tl.arange(0, D)
     position_R = tl.load(positions + query_R * position_stride_q, mask=is_row_R, other=-1).to(tl.int32)
     query += sequence.to(tl.int64) * (query_stride_b.to(tl.int64) * _UNIT)
@@ -125,57 +146,61 @@ def attend_kernel(
     score_scale = scale * _LOG2_E
     if SCALED:
         score_scale *= tl.load(key_scale + head * scale_stride)
-        # float16 holds every e4m3 value, converts in half the instructions of bfloat16, and rounds weights less.
         query_RD = query_RD.to(tl.float16)
     DOT: tl.constexpr = tl.float16 if SCALED else query.dtype.element_ty
-    key += head.to(tl.int64) * (key_stride_h.to(tl.int64) * _UNIT)
-    value += head.to(tl.int64) * (key_stride_h.to(tl.int64) * _UNIT)
+    stride_n = key_stride_n.to(tl.int64) * _UNIT
+    key_base = key + head.to(tl.int64) * (key_stride_h.to(tl.int64) * _UNIT)
+    value_base = value + head.to(tl.int64) * (key_stride_h.to(tl.int64) * _UNIT)
+    slot_TD = (place_T % BLOCK)[:, None] * D + column_D[None, :]
 
+    # Sums of weights are added up at the end where the keys of a row are spread over warps.
+    SPREAD: tl.constexpr = ROWS < 64
     most_R = tl.full([ROWS], float("-inf"), tl.float32)
     if SWAP:
         total = tl.zeros([TILE, ROWS], tl.float32)
         mixed = tl.zeros([D, ROWS], tl.float32)
     else:
-        total = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS, TILE if SPREAD else 1], tl.float32)
         mixed = tl.zeros([ROWS, D], tl.float32)
     for tile in tl.range(first, end, num_stages=STAGES):
-        key_T = tl.minimum(tile * TILE + place_T, last)
-        offset_T = block_T.to(tl.int64) * (key_stride_n.to(tl.int64) * _UNIT) + (key_T % BLOCK) * D
-        offset_TD = offset_T[:, None] + column_D[None, :]
-        key_TD = tl.load(key + offset_TD)
-        value_TD = tl.load(value + offset_TD)
-        # The next tile's blocks, a step ahead: keys do not wait for them.
-        next_T = tl.minimum((tile + 1) * TILE + place_T, last)
-        block_T = tl.load(tables + next_T // BLOCK)
         seen_T = tile * TILE + place_T
+        offset_T = block_T.to(tl.int32).to(tl.int64) * stride_n
+        if TILE < BLOCK:
+            offset_T += tile * TILE % BLOCK * D
+        key_at = key_base + offset_T[:, None] + slot_TD
+        value_at = key_at + BLOCK * D if JOINED else value_base + offset_T[:, None] + slot_TD
+        key_TD = _widened(tl.load(key_at), DOT, VIA_SHARED)
+        value_TD = _widened(tl.load(value_at, mask=(seen_T <= last)[:, None], other=0.0), DOT, VIA_SHARED)
+        # The next tile's blocks, a step ahead: keys do not wait for them.
+        block_T = tl.load(tables + tl.minimum(((tile + 1) * TILE + place_T) // BLOCK, last_column))
         if SWAP:
-            score = tl.dot(key_TD.to(DOT), tl.trans(query_RD), input_precision="ieee")
-            score = tl.where(seen_T[:, None] <= position_R[None, :], score * score_scale, float("-inf"))
+            score = tl.dot(key_TD, tl.trans(query_RD), input_precision="ieee")
+            score = tl.where(seen_T[:, None] <= position_R[None, :], score, float("-inf"))
             new_R = tl.maximum(most_R, tl.max(score, axis=0))
             # Rows that have seen nothing yet: the difference of two infinities would be NaN.
-            base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
-            weight = tl.exp2(score - base_R[None, :])
-            fade_R = tl.exp2(most_R - base_R)
+            base_R = tl.where(new_R == float("-inf"), 0.0, new_R) * score_scale
+            weight = tl.exp2(score * score_scale - base_R[None, :])
+            fade_R = tl.exp2(most_R * score_scale - base_R)
             total = total * fade_R[None, :] + weight
             mixed = mixed * fade_R[None, :]
-            mixed = tl.dot(tl.trans(value_TD.to(DOT)), weight.to(DOT), mixed, input_precision="ieee")
+            mixed = tl.dot(tl.trans(value_TD), weight.to(DOT), mixed, input_precision="ieee")
         else:
-            score = tl.dot(query_RD, tl.trans(key_TD.to(DOT)), input_precision="ieee")
-            score = tl.where(seen_T[None, :] <= position_R[:, None], score * score_scale, float("-inf"))
+            score = tl.dot(query_RD, tl.trans(key_TD), input_precision="ieee")
+            score = tl.where(seen_T[None, :] <= position_R[:, None], score, float("-inf"))
             new_R = tl.maximum(most_R, tl.max(score, axis=1))
-            base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
-            weight = tl.exp2(score - base_R[:, None])
-            fade_R = tl.exp2(most_R - base_R)
-            total = total * fade_R + tl.sum(weight, axis=1)
+            base_R = tl.where(new_R == float("-inf"), 0.0, new_R) * score_scale
+            weight = tl.exp2(score * score_scale - base_R[:, None])
+            fade_R = tl.exp2(most_R * score_scale - base_R)
+            total = total * fade_R[:, None] + (weight if SPREAD else tl.sum(weight, axis=1)[:, None])
             mixed = mixed * fade_R[:, None]
-            mixed = tl.dot(weight.to(DOT), value_TD.to(DOT), mixed, input_precision="ieee")
+            mixed = tl.dot(weight.to(DOT), value_TD, mixed, input_precision="ieee")
         most_R = new_R
 
     if SWAP:
         total_R = tl.sum(total, axis=0)
         mixed_RD = tl.trans(mixed)
     else:
-        total_R = total
+        total_R = tl.sum(total, axis=1)
         mixed_RD = mixed
     is_seen_R = total_R > 0
     total_R = tl.where(is_seen_R, total_R, 1.0)
@@ -191,7 +216,7 @@ def attend_kernel(
         tl.store(out + out_R.to(tl.int64)[:, None] * D + column_D[None, :], mixed_RD, mask=is_row_R[:, None])
     else:
         part_R = out_R * num_parts + part
-        log_R = tl.where(is_seen_R, most_R + tl.log2(total_R), float("-inf"))
+        log_R = tl.where(is_seen_R, most_R * score_scale + tl.log2(total_R), float("-inf"))
         tl.store(parts + part_R.to(tl.int64)[:, None] * D + column_D[None, :], mixed_RD, mask=is_row_R[:, None])
         tl.store(part_logs + part_R, log_R, mask=is_row_R)
 
@@ -266,6 +291,8 @@ def launch(
         num_rows = num_sequences * num_queries * num_heads * how.num_parts
         parts = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
         part_logs = torch.empty(num_rows, dtype=torch.float32, device=device)
+    part_bytes = block_size * head_dim * key_NHSD.element_size()
+    joined = value_NHSD.data_ptr() == key_NHSD.data_ptr() + part_bytes
     pdl = how.pdl and query_BQAD.is_cuda and torch.version.hip is None
     with torch.cuda.device_of(query_BQAD):
         attend_kernel[(num_kv_heads * triton.cdiv(num_queries * group, how.rows), how.num_parts, num_sequences)](
@@ -275,8 +302,9 @@ def launch(
             *(stride // STRIDE_UNIT for stride in key_NHSD.stride()[:2]),
             1 if scaled and scales[0].numel() > 1 else 0,
             num_queries, group, how.num_parts, how.part_len // how.tile, how.max_context_len,
-            D=head_dim, BLOCK=block_size, TILE=how.tile, ROWS=how.rows, SWAP=how.swap, SCALED=scaled, PDL=pdl,
-            STAGES=how.stages, num_warps=how.warps, num_stages=how.stages,
+            D=head_dim, BLOCK=block_size, JOINED=joined, TILE=how.tile, ROWS=how.rows, SWAP=how.swap, SCALED=scaled,
+            VIA_SHARED=scaled and torch.version.hip is None, PDL=pdl, STAGES=how.stages,
+            num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
         if how.num_parts > 1:
             step = parts_of_step(how.num_parts, how.part_len)
@@ -349,10 +377,12 @@ def _attend_variant(head_dim: int, kind: str, options: attention_plan.Options) -
         constants={
             "D": head_dim,
             "BLOCK": 16,
+            "JOINED": True,
             "TILE": options.tile,
             "ROWS": options.rows,
             "SWAP": options.swap,
             "SCALED": kind == "fp8",
+            "VIA_SHARED": kind == "fp8",
             "PDL": False,
             "STAGES": options.stages,
         },
@@ -363,5 +393,5 @@ def _attend_variant(head_dim: int, kind: str, options: attention_plan.Options) -
         lacks=("HMMA",) if is_wide else (),
         # A table may name more programs than fit: what else is parts for them to take in turns.
         max_registers=min(255, 65_536 // (min(programs, 2) * options.warps * 32)),
-        on_amd=options.rows == 16,
+        on_amd=options.rows == 16 and kind == "bf16",
     )
