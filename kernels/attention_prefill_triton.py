@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.kernels import tuning
 from baton.kernels.variant import Variant
 
 SEARCHED = 256  # sequences that are looked at together
@@ -57,7 +58,8 @@ def _places(
 
 @triton.jit
 def _load_tile(
-    pool, table, tile, index_N, block_stride, BN: tl.constexpr, ROW: tl.constexpr, S: tl.constexpr, D: tl.constexpr, kind
+    pool, table, tile, index_N, block_stride,
+    BN: tl.constexpr, ROW: tl.constexpr, S: tl.constexpr, D: tl.constexpr, kind,
 ):  # fmt: skip
     """K or V at these places of a tile of positions, [N, D], in the dtype of the queries."""
     block_N = tl.load(table + tile * (BN // S) + index_N // S)
@@ -150,7 +152,7 @@ def _walk_overlapped(
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_sequences", "scale", "scale_stride"])
-def prefill_kernel(
+def _prefill_kernel(
     query,
     keys,
     values,
@@ -181,6 +183,7 @@ def prefill_kernel(
     OVERLAP: tl.constexpr,
     SEARCHED: tl.constexpr,
 ) -> None:
+    """A tile of rows of one KV head; specialized on the strides of a model, never on what a step changes."""
     head = tl.program_id(0) % H
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // H
     sequence, start, first_row = _find_tile(starts, num_sequences, tile, G, BM, SEARCHED)
@@ -231,8 +234,9 @@ def prefill_kernel(
 
 def rule(num_rows: int, head_dim: int, num_bytes: int) -> dict[str, Any]:
     """Options for what no table has; `num_rows` is the most that a sequence has for one KV head."""
-    if num_rows <= 64:
-        return {"BM": 64, "BN": 64, "OVERLAP": False, "num_warps": 4, "num_stages": 2 if head_dim > 128 else 3}
+    if num_rows <= 64 or (head_dim > 128 and num_bytes == 1):
+        wide = head_dim > 128
+        return {"BM": 64, "BN": 64, "OVERLAP": False, "num_warps": 8 if wide else 4, "num_stages": 2 if wide else 3}
     keys = 128 if head_dim <= 128 and num_bytes == 2 else 64
     return {"BM": 128, "BN": keys, "OVERLAP": True, "num_warps": 8, "num_stages": 2}
 
@@ -259,7 +263,7 @@ def launch(
     block_stride, head_stride, row_stride, _ = key_NHSD.stride()
     num_tiles = num_tokens * group // options["BM"] + num_sequences
     with torch.cuda.device_of(query_TAD):
-        prefill_kernel[(num_tiles * num_kv_heads,)](
+        _prefill_kernel[(num_tiles * num_kv_heads,)](
             query_TAD,
             key_NHSD,
             value_NHSD,
@@ -288,3 +292,57 @@ def launch(
             SEARCHED=SEARCHED,
             **options,
         )
+
+
+# What serving launches: query heads, KV heads, head size, bytes of a stored value, positions of a block.
+_SERVED = ((32, 8, 128, 2, 16), (32, 8, 128, 2, 64), (32, 4, 128, 2, 16), (16, 2, 256, 2, 16), (32, 8, 128, 1, 16))
+
+
+def _variant(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_bytes: int, block_size: int, options: Mapping[str, Any]
+) -> Variant:
+    pool = "*bf16" if num_bytes == 2 else "*fp8e4nv"
+    types = dict.fromkeys(("query", "output"), "*bf16") | dict.fromkeys(("keys", "values"), pool)
+    types |= dict.fromkeys(("key_scale", "value_scale"), "*i32" if num_bytes == 2 else "*fp32")
+    types |= {"tables": "*i64", "starts": "*i32", "contexts": "*i32", "scale": "fp32"}
+    strides = (
+        "query_stride",
+        "query_head_stride",
+        "output_stride",
+        "output_head_stride",
+        "block_stride",
+        "head_stride",
+    )
+    types |= dict.fromkeys((*strides, "table_stride", "num_sequences", "scale_stride"), "i32")
+    constants = {name: options[name] for name in ("BM", "BN", "OVERLAP")}
+    constants |= {"H": num_kv_heads, "G": num_heads // num_kv_heads, "D": head_dim, "S": block_size, "ROW": head_dim}
+    tile = f"{options['BM']}x{options['BN']}{' overlapped' if options['OVERLAP'] else ''}"
+    kind = f"{'fp8 ' if num_bytes == 1 else ''}S={block_size}"
+    return Variant(
+        name=f"attention_prefill {num_heads}/{num_kv_heads}/{head_dim} {kind} {tile} w{options['num_warps']} "
+        f"s{options['num_stages']}",
+        kernel=_prefill_kernel,
+        types=types,
+        constants={**constants, "SCALES": num_bytes == 1, "SEARCHED": SEARCHED},
+        # The lengths of a batch on the host come as views of one tensor, so not all that is there is aligned.
+        aligned=("query", "keys", "values", "output", "tables", *strides),
+        num_warps=options["num_warps"],
+        num_stages=options["num_stages"],
+        contains=("HGMMA", "LDGSTS"),
+        lacks=("HMMA",),
+        on_amd=not options["OVERLAP"],  # which is made of one instruction of PTX
+    )
+
+
+def variants() -> list[Variant]:
+    """Of each served shape all options that the rule and the tuned table have, each once."""
+    found: dict[str, Variant] = {}
+    for num_heads, num_kv_heads, head_dim, num_bytes, block_size in _SERVED:
+        tuned = tuning.table().get("attention_prefill", {})
+        rows = tuned.get(f"{num_heads // num_kv_heads}x{head_dim}x{8 * num_bytes}") or {
+            str(num_rows): rule(num_rows, head_dim, num_bytes) for num_rows in (64, 8192)
+        }
+        for options in rows.values():
+            variant = _variant(num_heads, num_kv_heads, head_dim, num_bytes, block_size, options)
+            found[variant.name] = variant
+    return list(found.values())
