@@ -15,8 +15,9 @@ from baton.tests.kernels.harness import Guards, assert_deterministic, relative_e
 
 FP8 = torch.float8_e4m3fn
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE
-PLAIN = {"BM": 64, "BN": 64, "OVERLAP": False, "num_warps": 4, "num_stages": 2}
+PLAIN = {"BM": 64, "BN": 64, "OVERLAP": False, "AHEAD": False, "num_warps": 4, "num_stages": 2}
 OVERLAPPED = {**PLAIN, "OVERLAP": True}
+AHEAD = {**OVERLAPPED, "AHEAD": True}
 FORMS = [PLAIN, OVERLAPPED]
 
 
@@ -175,8 +176,7 @@ class Padded:
         return self.query, self.key, self.value, self.tables, self.starts, self.contexts
 
 
-@pytest.mark.parametrize("options", FORMS)
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("index_dtype", "options"), [(torch.int32, OVERLAPPED), (torch.int64, PLAIN)])
 def test_padding_is_neither_read_nor_written(index_dtype, options):
     sequences, guards = Sequences(MIXED), Guards()
     padded = Padded(sequences, guards, 120, 9, index_dtype)
@@ -220,6 +220,11 @@ def test_a_row_depends_neither_on_chunks_nor_on_the_batch(options):
         )
         assert same_bits(found[30:], wanted[first:last]), rows
         first = last
+
+
+def test_reading_the_table_ahead_changes_no_bit():
+    sequences = Sequences([(30, 400), (65, 64), (3, 20)], heads=(2, 1))
+    assert same_bits(sequences.run(options=AHEAD), sequences.run(options=OVERLAPPED))
 
 
 def test_blocks_may_lie_anywhere_and_be_of_any_size():
