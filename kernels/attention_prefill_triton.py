@@ -17,6 +17,8 @@ as many as it needs before those of b + 1; the rest end at once. Later tiles, wh
 Shapes: R rows of a tile (BM), N positions of a tile (BN), D head size, B sequences.
 """
 
+# mypy: ignore-errors
+
 from collections.abc import Mapping
 from typing import Any
 

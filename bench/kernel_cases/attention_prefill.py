@@ -201,10 +201,11 @@ def _prepare_candidate(
 
 def tuning() -> list[TuningPoint]:
     """Each model's heads at a short chunk over a long prefix, and at longer ones."""
-    models = ((32, 8, 128, torch.bfloat16), (32, 4, 128, torch.bfloat16), (16, 2, 256, torch.bfloat16))
+    bf16 = torch.bfloat16
+    models = ((32, 8, 128, bf16), (32, 4, 128, bf16), (16, 2, 256, bf16), (32, 8, 128, _FP8))
     works = [
-        Work(_label(chunks), chunks, *heads, kv_dtype)
-        for *heads, kv_dtype in (*models, (32, 8, 128, _FP8))
+        Work(_label(chunks), chunks, num_heads, num_kv_heads, head_dim, kv_dtype)
+        for num_heads, num_kv_heads, head_dim, kv_dtype in models
         for chunks in _CHUNKS.values()
     ]
     return [
