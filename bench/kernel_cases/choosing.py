@@ -5,6 +5,8 @@ hold most of the mass, as a trained model's do ("peaked").
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -67,7 +69,7 @@ def _logits(device: torch.device, shape: Sequence[int], scale: float) -> torch.T
 def _drafts(device: torch.device, batch: int, num_drafts: int, vocab_size: int, laws: Sequence[Law]) -> DraftRows:
     law_B = torch.tensor([laws[place % len(laws)] for place in range(batch)], dtype=torch.int32)
     by_chance = any(law in (Law.REJECT, Law.BLOCK) for law in laws)
-    common = {
+    common: dict[str, Any] = {
         "cap_B": torch.full((batch,), num_drafts, device=device),
         "law_B": law_B.to(device),
         "rates_K": torch.full((num_drafts,), 0.8, dtype=torch.float64, device=device),
@@ -114,8 +116,8 @@ def _verify(
             logits_BQV = _logits(device, (batch, num_drafts + 1, vocab_size), scale)
             drafts = _drafts(device, batch, num_drafts, vocab_size, laws)
             counts_Q = torch.zeros(num_drafts + 1, dtype=torch.int64, device=device)
-            ours.append(lambda x=logits_BQV, d=drafts, c=counts_Q: verify(x, rows, d, counts_Q=c))
-            torchs.append(lambda x=logits_BQV, d=drafts: _torch_verify(x, d))
+            ours.append(partial(verify, logits_BQV, rows, drafts, counts_Q=counts_Q))
+            torchs.append(partial(_torch_verify, logits_BQV, drafts))
         return {"ours": ours, "torch": torchs}
 
     row_bytes = vocab_size * 2

@@ -277,7 +277,7 @@ BAD = {
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("argument", "changes"), [(name, change) for name, all_ in BAD.items() for change in all_])
+@pytest.mark.parametrize(("argument", "changes"), [(name, change) for name in BAD for change in BAD[name]])
 def test_what_does_not_fit_is_named(argument, changes):
     problem = Problem((20,))
     for name, value in changes.items():
