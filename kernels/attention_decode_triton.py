@@ -249,7 +249,7 @@ def launch(
             how.scale, block_tables_BM.stride(0), positions_BQ.stride(0), positions_BQ.stride(1),
             *(stride // STRIDE_UNIT for stride in query_BQAD.stride()[:3]),
             *(stride // STRIDE_UNIT for stride in key_NHSD.stride()[:2]),
-            1 if scaled and scales[0].numel() > 1 else 0,
+            1 if key_scale is not None and key_scale.numel() > 1 else 0,
             num_queries, group, how.num_parts, how.part_len // how.tile, how.max_context_len,
             D=head_dim, BLOCK=block_size, JOINED=joined, TILE=how.tile, ROWS=how.rows, SWAP=how.swap, SCALED=scaled,
             VIA_SHARED=scaled and torch.version.hip is None, PDL=pdl, STAGES=how.stages,
