@@ -173,38 +173,13 @@ def _walk_overlapped(
 
 @triton.jit(do_not_specialize=["table_stride", "num_sequences", "scale", "scale_stride"])
 def _prefill_kernel(
-    query,
-    keys,
-    values,
-    key_scale,
-    value_scale,
-    output,
-    tables,
-    starts,
-    contexts,
-    query_stride,
-    query_head_stride,
-    output_stride,
-    output_head_stride,
-    block_stride,
-    head_stride,
-    table_stride: tl.int32,
-    num_sequences: tl.int32,
-    scale: tl.float32,
-    scale_stride: tl.int32,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    S: tl.constexpr,
-    ROW: tl.constexpr,
-    WORDS: tl.constexpr,
-    SCALES: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    AHEAD: tl.constexpr,
+    query, keys, values, key_scale, value_scale, output, tables, starts, contexts,
+    query_stride, query_head_stride, output_stride, output_head_stride, block_stride, head_stride,
+    table_stride: tl.int32, num_sequences: tl.int32, scale: tl.float32, scale_stride: tl.int32,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr,
+    SCALES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
     SEARCHED: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """A tile of rows of one KV head; specialized on the strides of a model, never on what a step changes."""
     head = tl.program_id(0) % H
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // H
