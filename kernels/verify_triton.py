@@ -143,7 +143,7 @@ def _own_choice(
         "num_chunks",
     ]
 )  # fmt: skip
-def _decide_kernel(  # noqa: C901
+def _decide_kernel(
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
     bound_R, last_R, values, ids, probs, probs_row_B, t2d, left, rates, forced_len, token_ids, accepted_len, counts,
     V, C, num_chunks,
