@@ -4,6 +4,7 @@ Rows are drawn from a normal distribution, the flattest that occurs ("flat"), or
 hold most of the mass, as a trained model's do ("peaked").
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -69,14 +70,21 @@ def _logits(device: torch.device, shape: Sequence[int], scale: float) -> torch.T
 def _drafts(device: torch.device, batch: int, num_drafts: int, vocab_size: int, laws: Sequence[Law]) -> DraftRows:
     law_B = torch.tensor([laws[place % len(laws)] for place in range(batch)], dtype=torch.int32)
     by_chance = any(law in (Law.REJECT, Law.BLOCK) for law in laws)
+<<<<<<< HEAD
     common: dict[str, Any] = {
         "cap_B": torch.full((batch,), num_drafts, device=device),
         "law_B": law_B.to(device),
         "rates_K": torch.full((num_drafts,), 0.8, dtype=torch.float64, device=device),
     }
+=======
+    cap_B = torch.full((batch,), num_drafts, device=device)
+    rates_K = torch.full((num_drafts,), 0.8, dtype=torch.float64, device=device)
+>>>>>>> c-k-verify
     if not by_chance:
         ids_BK = torch.randint(0, vocab_size, (batch, num_drafts), device=device)
-        return DraftRows(ids_BK=ids_BK, forced_len=num_drafts, **common)
+        return DraftRows(
+            ids_BK=ids_BK, cap_B=cap_B, law_B=law_B.to(device), rates_K=rates_K, forced_len=num_drafts
+        )  # fmt: skip
     d2t_C = torch.arange(HEAD, device=device) * vocab_size // HEAD
     t2d_V = torch.full((vocab_size,), -1, device=device).index_copy(0, d2t_C, torch.arange(HEAD, device=device))
     has_probs = [place % len(laws) in PROBS_AT for place in range(batch)]
@@ -88,7 +96,9 @@ def _drafts(device: torch.device, batch: int, num_drafts: int, vocab_size: int, 
         probs_NKC=torch.rand(max(1, sum(has_probs)), num_drafts, HEAD, device=device).softmax(dim=-1),
         probs_row_B=row_B.to(torch.int32).to(device),
         t2d_V=t2d_V,
-        **common,
+        cap_B=cap_B,
+        law_B=law_B.to(device),
+        rates_K=rates_K,
     )
 
 
@@ -116,8 +126,13 @@ def _verify(
             logits_BQV = _logits(device, (batch, num_drafts + 1, vocab_size), scale)
             drafts = _drafts(device, batch, num_drafts, vocab_size, laws)
             counts_Q = torch.zeros(num_drafts + 1, dtype=torch.int64, device=device)
+<<<<<<< HEAD
             ours.append(partial(verify, logits_BQV, rows, drafts, counts_Q=counts_Q))
             torchs.append(partial(_torch_verify, logits_BQV, drafts))
+=======
+            ours.append(functools.partial(verify, logits_BQV, rows, drafts, counts_Q=counts_Q))
+            torchs.append(functools.partial(_torch_verify, logits_BQV, drafts))
+>>>>>>> c-k-verify
         return {"ours": ours, "torch": torchs}
 
     row_bytes = vocab_size * 2
@@ -152,8 +167,8 @@ def _sample(name: str, batch: int, scale: float, top_k: int, top_p: float) -> Ke
         rows = _rows(device, batch, 1.0, top_k, top_p)
         logits = [_logits(device, (batch, QWEN3), scale) for _ in range(num_sets)]
         return {
-            "ours": [lambda x=x: sample(x, rows) for x in logits],
-            "torch": [lambda x=x: _torch_sample(x, top_k, top_p) for x in logits],
+            "ours": [functools.partial(sample, x, rows) for x in logits],
+            "torch": [functools.partial(_torch_sample, x, top_k, top_p) for x in logits],
         }
 
     num_bytes = batch * QWEN3 * 2
@@ -187,8 +202,8 @@ def _logprobs(count: int) -> KernelCase:
         token_N = torch.randint(0, QWEN3, (count,), device=device)
         logits = [_logits(device, (count, QWEN3), 2.0) for _ in range(num_sets)]
         return {
-            "ours": [lambda x=x: logprobs_topk(x, token_N, 20) for x in logits],
-            "torch": [lambda x=x: x.float().log_softmax(dim=-1).topk(20) for x in logits],
+            "ours": [functools.partial(logprobs_topk, x, token_N, 20) for x in logits],
+            "torch": [functools.partial(_torch_logprobs, x) for x in logits],
         }
 
     num_bytes = count * QWEN3 * 2
@@ -202,6 +217,10 @@ def _logprobs(count: int) -> KernelCase:
     )
 
 
+def _torch_logprobs(logits_NV: torch.Tensor) -> object:
+    return logits_NV.float().log_softmax(dim=-1).topk(20)
+
+
 def _edits(batch: int) -> KernelCase:
     def prepare(device: torch.device, num_sets: int) -> Systems:
         edits = Edits(
@@ -213,7 +232,7 @@ def _edits(batch: int) -> KernelCase:
             slot_P=torch.arange(batch, device=device),
         )
         logits = [_logits(device, (batch, 1, QWEN3), 2.0) for _ in range(num_sets)]
-        return {"ours": [lambda x=x: edit_rows(x, edits) for x in logits]}
+        return {"ours": [functools.partial(edit_rows, x, edits) for x in logits]}
 
     num_bytes = batch * QWEN3 * (2 + 4 + 1 + 4)
     return KernelCase(

@@ -77,7 +77,7 @@ def test_many_mixed_batches(seed):
 
 
 def test_rows_past_the_last_usable_draft_are_not_read():
-    logits_BQV, rows, drafts = mixed(5, 3, 70)
+    logits_BQV, rows, drafts = mixed(5, 2, 30)
     wanted = verify(logits_BQV, rows, drafts, implementation=TRITON)
     for sequence, cap in enumerate(drafts.cap_B.tolist()):
         logits_BQV[sequence, cap + 1 :] = torch.nan
@@ -88,7 +88,7 @@ def test_rows_past_the_last_usable_draft_are_not_read():
 
 def test_coupled_tokens_are_those_without_drafts():
     """Row by row with the same noise: speculation changes no token, only how many come at once."""
-    logits_BQV, rows, drafts = mixed(6, 2, 80)
+    logits_BQV, rows, drafts = mixed(6, 2, 30)
     matching = DraftRows(ids_BK=drafts.ids_BK, cap_B=drafts.cap_B, law_B=torch.zeros_like(drafts.law_B))
     found = verify(logits_BQV, rows, matching, implementation=TRITON)
     for place in range(3):
