@@ -6,8 +6,6 @@ hold most of the mass, as a trained model's do ("peaked").
 
 import functools
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -70,16 +68,8 @@ def _logits(device: torch.device, shape: Sequence[int], scale: float) -> torch.T
 def _drafts(device: torch.device, batch: int, num_drafts: int, vocab_size: int, laws: Sequence[Law]) -> DraftRows:
     law_B = torch.tensor([laws[place % len(laws)] for place in range(batch)], dtype=torch.int32)
     by_chance = any(law in (Law.REJECT, Law.BLOCK) for law in laws)
-<<<<<<< HEAD
-    common: dict[str, Any] = {
-        "cap_B": torch.full((batch,), num_drafts, device=device),
-        "law_B": law_B.to(device),
-        "rates_K": torch.full((num_drafts,), 0.8, dtype=torch.float64, device=device),
-    }
-=======
     cap_B = torch.full((batch,), num_drafts, device=device)
     rates_K = torch.full((num_drafts,), 0.8, dtype=torch.float64, device=device)
->>>>>>> c-k-verify
     if not by_chance:
         ids_BK = torch.randint(0, vocab_size, (batch, num_drafts), device=device)
         return DraftRows(
@@ -126,13 +116,8 @@ def _verify(
             logits_BQV = _logits(device, (batch, num_drafts + 1, vocab_size), scale)
             drafts = _drafts(device, batch, num_drafts, vocab_size, laws)
             counts_Q = torch.zeros(num_drafts + 1, dtype=torch.int64, device=device)
-<<<<<<< HEAD
-            ours.append(partial(verify, logits_BQV, rows, drafts, counts_Q=counts_Q))
-            torchs.append(partial(_torch_verify, logits_BQV, drafts))
-=======
             ours.append(functools.partial(verify, logits_BQV, rows, drafts, counts_Q=counts_Q))
             torchs.append(functools.partial(_torch_verify, logits_BQV, drafts))
->>>>>>> c-k-verify
         return {"ours": ours, "torch": torchs}
 
     row_bytes = vocab_size * 2
