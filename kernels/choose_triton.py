@@ -17,8 +17,8 @@ from baton.kernels.noise_triton import gumbel, philox, quick_race
 from baton.kernels.row_triton import num_usable, row_tokens
 from baton.kernels.variant import Variant
 
-CHUNK = 8192
-SCAN_WARPS = 16
+CHUNK = 4096
+SCAN_WARPS = 8
 
 REJECT = tl.constexpr(1)  # `kernels.choice.Law`
 BLOCK = tl.constexpr(2)
@@ -52,17 +52,20 @@ def scan_kernel(
     """What each chunk of a row is worth; see the module."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     sequence, place = row // Q, row % Q
+    token_N = chunk * N + tl.arange(0, N)
+    source = -1
+    if EDITED:
+        source = tl.load(edited_row + row)
+    # Under way before anything is known of the row: to wait for that first would double the time of a program.
+    x_N = row_tokens(logits, row.to(tl.int64) * row_stride, edited, source, token_N, V, EDITED)
+    temperature = tl.load(temperature_B + sequence).to(tl.float32)
+    seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
+    position = tl.load(position_B + sequence) + place
     law = 0
     if LAWS:
         law = tl.load(law_B + sequence)
     if (law < 0) | (place > num_usable(drafts, cap, sequence, Q - 1)):
         return
-    temperature = tl.load(temperature_B + sequence).to(tl.float32)
-    source = -1
-    if EDITED:
-        source = tl.load(edited_row + row)
-    token_N = chunk * N + tl.arange(0, N)
-    x_N = row_tokens(logits, row.to(tl.int64) * row_stride, edited, source, token_N, V, EDITED)
     out = row * num_chunks + chunk
     if temperature <= 0.0:
         best = tl.max(x_N)
@@ -83,8 +86,6 @@ def scan_kernel(
     x_0X, x_2X = tl.split(even_XX)
     x_1X, x_3X = tl.split(odd_XX)
     block_X = chunk * (N // 4) + tl.arange(0, N // 4)
-    seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
-    position = tl.load(position_B + sequence) + place
     word_0X, word_1X, word_2X, word_3X = philox(block_X, position, choice, tl.full([], 0, tl.int32), seed, QUICK)
     score_0X = (x_0X - best) * scale + quick_race(word_0X, QUICK)
     score_1X = (x_1X - best) * scale + quick_race(word_1X, QUICK)
@@ -118,29 +119,44 @@ def masses(values, row, num_chunks, temperature, M: tl.constexpr):
 
 @triton.jit
 def choose(
-    logits, base, edited, source, seed, choice, position, bound_R, last_R, values, ids, row, temperature, V, num_chunks,
-    EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr,
+    logits, row_stride, edited, edited_row, sequence, seed, choice, position, bound_R, last_R, values, ids,
+    temperature, usable, V, num_chunks,
+    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The target's own token of a row: the likeliest, or the winner of the race."""
-    chunk_M = tl.arange(0, M)
-    best, best_M = row_best(values, row, num_chunks, M)
-    found = V - 1
+    """The target's own token of each of a sequence's rows, int32 [P], P being Q or more; of rows that may be read."""
+    place_P1 = tl.arange(0, P)[:, None]
+    row_P1 = sequence * Q + tl.minimum(place_P1, Q - 1)
+    is_read_P1 = place_P1 <= usable
+    chunk_1M = tl.arange(0, M)[None, :]
+    at_PM = 2 * (row_P1 * num_chunks + chunk_1M)
+    is_there_PM = is_read_P1 & (chunk_1M < num_chunks)
+    best_PM = tl.load(values + at_PM, mask=is_there_PM, other=float("-inf"))
+    best_P1 = tl.max(best_PM, axis=1)[:, None]
+    found_P = tl.max((row_P1 * 0).to(tl.int32), axis=1)
     if temperature <= 0.0:
-        id_M = tl.load(ids + 2 * (row * num_chunks + chunk_M), mask=chunk_M < num_chunks, other=V - 1)
-        found = tl.min(tl.where(best_M == best, id_M, V - 1))
+        id_PM = tl.load(ids + at_PM, mask=is_there_PM, other=V - 1)
+        found_P = tl.min(tl.where(best_PM == best_P1, id_PM, V - 1), axis=1)
     else:
-        place_X = tl.arange(0, 8 * M)
-        chunk_X = place_X // 8
-        at_X = ids + 2 * (row * num_chunks + chunk_X) + (place_X // 4) % 2
-        block_X = tl.load(at_X, mask=chunk_X < num_chunks, other=0x3FFFFFF)
-        token_X = tl.minimum(block_X, 0x1FFFFFFF) * 4 + place_X % 4
-        x_X = row_tokens(logits, base, edited, source, token_X, V, EDITED)
-        kept_X = is_kept(x_X, token_X, bound_R, last_R, row, BOUNDED) & (token_X < V)
-        noise_X = gumbel(token_X, position, choice, tl.full([], 0, tl.int32), seed)
-        score_X = tl.div_rn(x_X - best, tl.maximum(temperature, 1e-30)) + noise_X
-        score_X = tl.where(kept_X, score_X, float("-inf"))
-        found = tl.min(tl.where((score_X == tl.max(score_X)) & (token_X < V), token_X, V - 1))
-    return found
+        place_1X = tl.arange(0, 8 * M)[None, :]
+        chunk_1X = place_1X // 8
+        at_PX = 2 * (row_P1 * num_chunks + chunk_1X) + (place_1X // 4) % 2
+        block_PX = tl.load(ids + at_PX, mask=is_read_P1 & (chunk_1X < num_chunks), other=0x1FFFFFFF)
+        token_PX = tl.minimum(block_PX, 0x1FFFFFFF) * 4 + place_1X % 4
+        source_P1 = row_P1 * 0 - 1
+        if EDITED:
+            source_P1 = tl.load(edited_row + row_P1)
+        base_P1 = row_P1.to(tl.int64) * row_stride
+        x_PX = row_tokens(logits, base_P1, edited, source_P1, token_PX, V, EDITED)
+        kept_PX = is_kept(x_PX, token_PX, bound_R, last_R, row_P1, BOUNDED) & (token_PX < V)
+        noise_PX = gumbel(token_PX, position + place_P1, choice, tl.full([], 0, tl.int32), seed)
+        score_PX = (
+            tl.div_rn(x_PX - tl.maximum(best_P1, -3.0e38), tl.zeros_like(x_PX) + tl.maximum(temperature, 1e-30))
+            + noise_PX
+        )
+        score_PX = tl.where(kept_PX, score_PX, float("-inf"))
+        is_best_PX = score_PX == tl.max(score_PX, axis=1)[:, None]
+        found_P = tl.min(tl.where(is_best_PX & (token_PX < V), token_PX, V - 1), axis=1)
+    return found_P
 
 
 TYPES = {

@@ -232,7 +232,7 @@ def variants() -> list[Variant]:
     """Three drafts of Qwen's vocabulary: point masses, and probabilities over a smaller head."""
     found = []
     for probs in (0, 2):
-        constants = {"Q": 4, "EDITED": False, "BOUNDED": True, "PROBS": probs, "M": 32, "N": CHUNK}
+        constants = {"Q": 4, "EDITED": False, "BOUNDED": True, "PROBS": probs, "M": 64, "N": CHUNK}
         found.append(
             Variant(
                 name=f"draft_residual bf16 Q=4{' head' if probs else ''}",

@@ -14,7 +14,7 @@ from baton.kernels.residual_triton import TYPES_DRAWN, accepted_as_block, accept
 from baton.kernels.row_triton import num_usable
 from baton.kernels.variant import Variant
 
-DECIDE_WARPS = 4
+DECIDE_WARPS = 8
 POST_ROWS = 128
 
 
@@ -76,7 +76,8 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
     _decide_kernel[(num_sequences,)](
         *common, ids, *drawn, drafts.rates_K if has_rates else rows.temperature_B, 0 if none else drafts.forced_len,
         token_ids_BQ, accepted_len_B, accepted_len_B if counts_Q is None else counts_Q, vocab_size, num_columns,
-        num_chunks, **flags, LAWS=not none, CHANCE=by_chance, COUNTED=counts_Q is not None, N=chunk,
+        num_chunks, **flags, LAWS=not none, CHANCE=by_chance, COUNTED=counts_Q is not None,
+        P=triton.next_power_of_2(num_rows), N=chunk,
         num_warps=DECIDE_WARPS,
     )  # fmt: skip
 
@@ -112,29 +113,21 @@ def _made_up(law, forced_len, rates, sequence, position, usable, K: tl.constexpr
 def _own_choice(
     logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R, values,
     ids, rates, forced_len, sequence, usable, V, num_chunks,
-    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr,
+    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Drafts that are the target's own choice, or stand because somebody wants it so, and the choice after them."""
-    accepted, last = 0, 0
-    is_made_up = (law == FORCE) | (law == SYNTHETIC)
-    if is_made_up:
+    chosen_P = choose(
+        logits, row_stride, edited, edited_row, sequence, seed, choice, position, bound_R, last_R, values, ids,
+        temperature, usable, V, num_chunks, Q, EDITED, BOUNDED, M, P,
+    )  # fmt: skip
+    place_P = tl.arange(0, P)
+    if (law == FORCE) | (law == SYNTHETIC):
         accepted = _made_up(law, forced_len, rates, sequence, position, usable, Q - 1)
-    place = accepted
-    while place <= usable:
-        row = sequence * Q + place
-        source = -1
-        if EDITED:
-            source = tl.load(edited_row + row)
-        last = choose(
-            logits, row.to(tl.int64) * row_stride, edited, source, seed, choice, position + place, bound_R, last_R,
-            values, ids, row, temperature, V, num_chunks, EDITED, BOUNDED, M,
-        )  # fmt: skip
-        accepted = place
-        goes_on = (place < usable) & (not is_made_up)
-        if goes_on:
-            goes_on = tl.load(drafts + sequence * (Q - 1) + place) == last
-        place = tl.where(goes_on, place + 1, Q)
-    return accepted, last
+    else:
+        is_draft_P = place_P < usable
+        draft_P = tl.load(drafts + sequence * (Q - 1) + place_P, mask=is_draft_P, other=-1)
+        accepted = tl.min(tl.where(is_draft_P & (draft_P == chosen_P), P, place_P))
+    return accepted, tl.sum(tl.where(place_P == accepted, chosen_P, 0))
 
 
 @triton.jit(
@@ -148,7 +141,7 @@ def _decide_kernel(
     bound_R, last_R, values, ids, probs, probs_row_B, t2d, left, rates, forced_len, token_ids, accepted_len, counts,
     V, C, num_chunks,
     Q: tl.constexpr, LAWS: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr,
-    CHANCE: tl.constexpr, COUNTED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CHANCE: tl.constexpr, COUNTED: tl.constexpr, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
     law, temperature = 0, tl.load(temperature_B + sequence).to(tl.float32)
@@ -189,7 +182,7 @@ def _decide_kernel(
     else:
         accepted, last = _own_choice(
             logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R,
-            values, ids, rates, forced_len, sequence, usable, V, num_chunks, Q, EDITED, BOUNDED, M,
+            values, ids, rates, forced_len, sequence, usable, V, num_chunks, Q, EDITED, BOUNDED, M, P,
         )  # fmt: skip
     for place in tl.static_range(Q):
         token = tl.where(place == accepted, last, 0)
@@ -224,7 +217,7 @@ def variants() -> list[Variant]:
     found = []
     for num_rows, by_chance, probs in ((4, True, 2), (4, False, 0), (1, False, 0)):
         constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "BOUNDED": True, "PROBS": probs}
-        constants |= {"CHANCE": by_chance, "COUNTED": num_rows > 1, "M": 32, "N": CHUNK}
+        constants |= {"CHANCE": by_chance, "COUNTED": num_rows > 1, "M": 64, "P": num_rows, "N": CHUNK}
         found.append(
             Variant(
                 name=f"token_decision bf16 Q={num_rows}{' by chance' if by_chance else ''}",
