@@ -1,10 +1,9 @@
 """What Baton's kernels are held against, none of it a dependency: each is imported when a case asks for it.
 
-A function here gives a system or none: `{"fa3": [...]}`, or `{}` where the package cannot be imported, so that a case
-adds a baseline with one line, `**fa3_attention(...)`. Baselines get memory of their own where their layout differs from
-Baton's. What is there and what is not, and why, is in the result's `baselines`.
-
-From vLLM's wheel: FlashAttention-3, DeepGEMM, the Triton kernels of attention and of a mixture of experts.
+A function here or in `kernel_baselines_attention` and `kernel_baselines_gemm` gives a system or none: `{"fa3": [...]}`,
+or `{}` where the package cannot be imported, so that a case adds a baseline with one line, `**fa3(sets)`. Baselines
+get memory of their own where their layout differs from Baton's, and what vLLM prepares once for all layers of a step is
+prepared outside of the calls. What is there and what is not, and why, is in the result's `baselines`.
 """
 
 import functools
@@ -12,14 +11,10 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from baton.bench.kernel_case import Call
 from baton.bench.kernel_failure import ERRORS
 
-PAGE_SIZE = 16
-_SEGMENTS = 16  # of the key positions, as vLLM splits them
-_SEQUENCES_OF_3D = 128  # as vLLM: so many programs of a batch without a split fill a GPU
+_MAX_SHAPES = 4096  # of one function that are compiled, in a process that measures many rows
 
 Baseline = dict[str, list[Call]]
 
@@ -32,7 +27,7 @@ _MODULES = {
 
 
 @functools.cache
-def _imported(name: str) -> tuple[Any, str]:
+def imported(name: str) -> tuple[Any, str]:
     """The module of a baseline, or None and why not."""
     try:
         module = importlib.import_module(_MODULES[name])
@@ -45,7 +40,7 @@ def _imported(name: str) -> tuple[Any, str]:
 
 def availability() -> dict[str, str]:
     """Of each baseline that is not torch's own: "available", or why not."""
-    return {name: _imported(name)[1] or "available" for name in _MODULES}
+    return {name: imported(name)[1] or "available" for name in _MODULES}
 
 
 def each(function: Callable[..., object], sets: Sequence[Sequence[Any]]) -> list[Call]:
@@ -53,7 +48,22 @@ def each(function: Callable[..., object], sets: Sequence[Sequence[Any]]) -> list
     return [functools.partial(function, *arguments) for arguments in sets]
 
 
-def torch_compiled(function: Callable[..., object], sets: Sequence[Sequence[Any]]) -> Baseline:
-    """`torch.compile` of a reference, for these shapes alone."""
-    compiled = torch.compile(function, dynamic=False, fullgraph=True)
-    return {"torch_compile": each(compiled, sets)}
+def torch_compiled(
+    function: Callable[..., object], sets: Sequence[Sequence[Any]], name: str = "torch_compile"
+) -> Baseline:
+    """`torch.compile` of a reference, for these shapes alone; nothing on a CPU, where it would take minutes."""
+    if not any(getattr(argument, "is_cuda", False) for argument in sets[0]):
+        return {}
+    return {name: each(compiled(function), sets)}
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function by `torch.compile`, one thread of compilation and no limit that many rows would meet."""
+    import torch
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    torch._dynamo.config.recompile_limit = _MAX_SHAPES
+    torch._dynamo.config.accumulated_recompile_limit = _MAX_SHAPES
+    torch._inductor.config.compile_threads = 1
+    return torch.compile(function, dynamic=False, fullgraph=True)

@@ -26,7 +26,7 @@ class KernelOptions:
 
     only: tuple[str, ...] = ()
     device: str
-    rounds: int = 7
+    rounds: int = 5
     limit_s: float = 1800.0
     case_limit_s: float = 90.0
     jobs: int = 0

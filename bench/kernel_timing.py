@@ -7,6 +7,7 @@ They are repeated within the graph until the gap between two replays no longer c
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -73,7 +74,7 @@ class GraphTimer:
             wanted = max(1, math.ceil(_GRAPH_MS / max(pass_ms, 1e-3)))
             num_passes = min(wanted, max(1, _MAX_CALLS // len(calls)))
             self._num_calls = num_passes * len(calls)
-            self._graph = capture(list(calls) * num_passes)
+            self._graph = capture(list(calls) * num_passes, num_kept=len(calls))
             self._graph.replay()
             graph_ms = self._elapsed_ms([self._graph.replay])
         self._num_replays = min(_MAX_REPLAYS, max(1, math.ceil(measured_ms / max(graph_ms, 1e-4))))
@@ -94,17 +95,20 @@ class GraphTimer:
         return float(self._begin.elapsed_time(self._end))
 
 
-def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """One graph of all of them, captured on the current stream; what they return is let go of.
+def capture(calls: Sequence[Call], num_kept: int) -> torch.cuda.CUDAGraph:
+    """One graph of all of them, captured on the current stream.
 
-    `torch.cuda.graph` would collect garbage before each capture, which a tuner with thousands of them waits for.
+    The last `num_kept` results are held meanwhile: the memory of one that is let go of is the next call's, which would
+    then write to what is in the cache still. `torch.cuda.graph` would collect garbage before each capture, which a
+    tuner with thousands of them waits for.
     """
     graph = torch.cuda.CUDAGraph()
+    results: deque[object] = deque(maxlen=num_kept)
     torch.cuda.synchronize()
     graph.capture_begin(capture_error_mode="thread_local")
     try:
         for call in calls:
-            call()
+            results.append(call())
     except BaseException:
         with contextlib.suppress(RuntimeError):  # says only that the capture failed, not why
             graph.capture_end()

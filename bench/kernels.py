@@ -6,6 +6,7 @@ this process, so that the bench itself is tested.
 """
 
 import json
+import random
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -65,6 +66,7 @@ class _Run:
         self._end_s = time.monotonic() + options.limit_s
         self._child: Child | Here = Child(_work) if options.device == "cuda" else Here(_work)
         self._without: dict[Place, set[str]] = {place: set() for place in cases}
+        self._head = result("kernels", [])  # asks git, which is too slow for every row
         self._rates: Rates | None = None
         self._baselines: dict[str, str] = {}
         self.rows: list[dict[str, Any]] = []
@@ -76,7 +78,8 @@ class _Run:
         options = self._options
         if options.device != "cuda" or not options.jobs:
             return
-        places = list(self._cases)
+        # In random order: neighbours need much memory at the same time.
+        places = random.Random(options.seed).sample(list(self._cases), len(self._cases))
         tasks = [self._task(place, rounds=0) for place in places]
         begin_s = time.monotonic()
         end_s = begin_s + _WARM_SHARE * options.limit_s
@@ -112,15 +115,15 @@ class _Run:
 
     def data(self) -> dict[str, Any]:
         """The result so far."""
-        return result(
-            "kernels",
-            self.rows,
-            rates=self._rates.as_json() if self._rates else {},
-            baselines=self._baselines,
-            rounds=self._options.rounds,
-            failures=self.failures,
-            skipped=self._skipped,
-        )
+        return {
+            **self._head,
+            "rates": self._rates.as_json() if self._rates else {},
+            "baselines": self._baselines,
+            "rounds": self._options.rounds,
+            "failures": self.failures,
+            "skipped": self._skipped,
+            "rows": self.rows,
+        }
 
     def _row(self, place: Place, case: KernelCase) -> dict[str, Any]:
         """Ask until no system ends the process that measures."""

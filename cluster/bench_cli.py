@@ -78,7 +78,7 @@ def bench_decode(
 def bench_kernels(
     only: Annotated[str, typer.Option(help="comma-separated: parts of module, kernel and shape; nothing is all")] = "",
     device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
-    rounds: Annotated[int, typer.Option(help="how often every system of a row is measured")] = 7,
+    rounds: Annotated[int, typer.Option(help="how often every system of a row is measured")] = 5,
     limit_s: Annotated[float, typer.Option(help="of the whole run; rows not begun by then are named")] = 1800.0,
     case_limit_s: Annotated[float, typer.Option(help="of one row, on a GPU; what hangs is ended and named")] = 90.0,
     jobs: Annotated[Count, _option("processes that compile first, on a GPU; 0 for none  [at most 8]")] = None,

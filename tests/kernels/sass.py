@@ -5,6 +5,11 @@
     python -P -m baton.tests.kernels.sass --accept     # write the table of this version of Triton
     python -P -m baton.tests.kernels.sass --only PART  # of variants whose name has PART in it
 
+With another version of Triton, which has its own part of the table:
+
+    pip install --no-deps --target FOLDER triton==3.6.0
+    PYTHONPATH=FOLDER:$PYTHONPATH python -P -m baton.tests.kernels.sass --accept
+
 A program of its own: Triton's interpreter, which the tests run under, is chosen when Triton is imported.
 """
 

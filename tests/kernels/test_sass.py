@@ -1,4 +1,7 @@
-"""Every variant of every kernel keeps its promises when compiled for Hopper, and compiles for gfx942."""
+"""Every variant of every kernel keeps its promises when compiled for Hopper, and compiles for gfx942.
+
+With the Triton that is installed, and with the older one that the machines with GPUs have.
+"""
 
 import json
 import os
@@ -9,14 +12,33 @@ from pathlib import Path
 import pytest
 
 TABLE = Path(__file__).with_name("sass_table.json")
+OLDER = "3.6.0"
+UNREACHABLE = ("No matching distribution", "Connection", "Temporary failure", "timed out", "Could not find a version")
 
 
-def run(*options):
+def run(*options, folder=None, limit_s=280):
+    """The program's object, with the packages of `folder` before all others."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    if folder is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
     command = [sys.executable, "-P", "-m", "baton.tests.kernels.sass", *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory):
+    """A folder that holds the older Triton alone."""
+    folder = tmp_path_factory.mktemp("triton")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+    done = subprocess.run(
+        [*command, "--target", str(folder), f"triton=={OLDER}"], capture_output=True, text=True, timeout=600
+    )
+    if done.returncode and any(word in done.stderr for word in UNREACHABLE):
+        pytest.skip(f"triton {OLDER} cannot be had from PyPI: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 def test_for_hopper_every_variant_is_what_the_table_says():
@@ -28,3 +50,20 @@ def test_for_hopper_every_variant_is_what_the_table_says():
 @pytest.mark.slow
 def test_every_variant_compiles_for_gfx942():
     assert run("--amd")["kernels"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_older_triton_makes_what_the_table_says(older):
+    found = run(folder=older, limit_s=1000)
+    assert found["triton"] == OLDER
+    assert not found["broken"]
+    assert found["kernels"] == json.loads(TABLE.read_text())[OLDER]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_older_triton_compiles_every_variant_for_gfx942(older):
+    found = run("--amd", folder=older, limit_s=1000)
+    assert found["triton"] == OLDER
+    assert found["kernels"]
