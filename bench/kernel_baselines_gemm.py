@@ -68,7 +68,12 @@ def scaled_mm(sets: Sequence[BlockScaled]) -> Baseline:
     return {
         "scaled_mm": [
             functools.partial(
-                torch._scaled_mm, a.rows_MK.contiguous(), a.weights_NK.t(), one, one, out_dtype=torch.bfloat16
+                torch._scaled_mm,  # pyright: ignore[reportPrivateImportUsage]
+                a.rows_MK.contiguous(),
+                a.weights_NK.t(),
+                one,
+                one,
+                out_dtype=torch.bfloat16,
             )
             for a in sets
         ]

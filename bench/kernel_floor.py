@@ -110,7 +110,8 @@ def _median_ms(calls: list[Call], device: torch.device) -> float:
 def _fp8_matmul(left: torch.Tensor, right: torch.Tensor) -> Call:
     one = torch.ones((), device=left.device)
     left_fp8, right_fp8 = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()  # columns lie together
-    return lambda: torch._scaled_mm(left_fp8, right_fp8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return lambda: multiply(left_fp8, right_fp8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def _nothing(unused) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001  (Triton's language)
