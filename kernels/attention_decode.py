@@ -46,7 +46,7 @@ def attention_decode(
     """Attention of Q rows of each of B sequences -> [B, Q, A, D] in the query's dtype; never waits for the device.
 
     Row (b, q) sees the keys at positions 0 ... positions_BQ[b, q]; a row at a negative position sees none, and is 0.
-    Slots beyond a sequence's furthest row are not read. All work depends on bounds, so a graph may replay it.
+    Slots beyond a sequence's furthest row may hold anything, NaN too. Work depends on bounds: a graph may replay it.
 
     Args:
         query_BQAD: bfloat16, float16 or float32 (the reference also takes float64), D contiguous.
@@ -55,8 +55,8 @@ def attention_decode(
         block_tables_BM: int64 or int32; no entry past a sequence's furthest position is used.
         positions_BQ: int64 or int32; at most 32 rows for Triton.
         max_context_len: host bound of positions_BQ + 1.
-        softmax_scale: of scores; D ** -0.5 if None.
-        key_scale: float32 [1] or [H], what float8 keys are multiplied with; of no other dtype's.
+        softmax_scale: of scores, positive; D ** -0.5 if None.
+        key_scale: float32 [1] or [H], positive, what float8 keys are multiplied with; of no other dtype's.
         value_scale: the same for values; as many as of keys.
         invariant: a row's result depends on that row alone, whatever batch, number of rows and bound.
         options: of the launch, as in the committed table; for tuning.
@@ -68,13 +68,14 @@ def attention_decode(
     _check(query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, max_context_len)
     _check_scales(key_NHSD, key_scale, value_scale)
     scale = query_BQAD.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    require(scale > 0, "softmax_scale", f"is {scale}, not positive")
     bound = min(max_context_len, block_tables_BM.shape[1] * key_NHSD.shape[2])
     if not uses_triton(query_BQAD.device, implementation):
         return attention_decode_reference(
             query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, bound, scale, key_scale, value_scale,
             invariant,
         )  # fmt: skip
-    _check_triton(query_BQAD, key_NHSD, positions_BQ)
+    _check_triton(query_BQAD, key_NHSD, value_NHSD, positions_BQ)
     if query_BQAD.numel() == 0:
         return torch.empty_like(query_BQAD, memory_format=torch.contiguous_format)
     chosen = _options(query_BQAD, key_NHSD, bound, invariant, options)
@@ -154,13 +155,15 @@ def _check_scales(key_NHSD: torch.Tensor, key_scale: torch.Tensor | None, value_
         require(key_scale.shape == value_scale.shape, "value_scale", "must have as many values as key_scale")
 
 
-def _check_triton(query_BQAD: torch.Tensor, key_NHSD: torch.Tensor, positions_BQ: torch.Tensor) -> None:
+def _check_triton(
+    query_BQAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, positions_BQ: torch.Tensor
+) -> None:
     """What only the kernels ask for: bfloat16 and the like, powers of two, and 16-byte rows."""
     require(query_BQAD.dtype in _TRITON_QUERY_DTYPES, "query_BQAD", f"Triton's kernel does not take {query_BQAD.dtype}")
     head_dim, block_size = query_BQAD.shape[3], key_NHSD.shape[2]
     require(head_dim in _TRITON_HEAD_DIMS, "query_BQAD", f"D is {head_dim}, not one of {_TRITON_HEAD_DIMS}")
     require(block_size in _TRITON_BLOCK_SIZES, "key_NHSD", f"S is {block_size}, not one of {_TRITON_BLOCK_SIZES}")
-    for name, tensor in (("query_BQAD", query_BQAD), ("key_NHSD", key_NHSD)):
+    for name, tensor in (("query_BQAD", query_BQAD), ("key_NHSD", key_NHSD), ("value_NHSD", value_NHSD)):
         unit = attention_decode_triton.STRIDE_UNIT
         aligned = tensor.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in tensor.stride()[:-1])
         require(aligned, name, f"must lie at a multiple of 16 bytes, with strides that are multiples of {unit}")

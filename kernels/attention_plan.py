@@ -13,11 +13,12 @@ from typing import Any
 
 MAX_PARTS = 128
 INVARIANT_PART_LEN = 512  # positions of a part where its length must not depend on anything
-_MAX_PART_LEN = 8192  # so that one long sequence among short ones does not run alone for long
+_MAX_PART_LEN = 4096  # so that one long sequence among short ones does not run alone for long
 _BYTES_PER_NS = 4200.0  # that memory of an H200 gives; a part's price matters more than its exact value
 _PROGRAM_BYTES_PER_NS = 24.0  # that one program asks for at most, however few share memory
 _START_NS = 2500.0  # from a program's start to its first tile
 _MERGE_NS = 2500.0  # the second kernel
+_MERGE_STEP_NS = 800.0  # and each 32 parts that it adds after the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +86,14 @@ def default_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> Options
     if kv_item_bytes == 4:
         return Options(tile=32, rows=16, swap=False, stages=2, warps=4, slots=264)
     if kv_item_bytes == 1:
+        if rows > 32:
+            tile, warps = (32, 8) if head_dim > 128 else (64, 4)
+            return Options(tile=tile, rows=64, swap=False, stages=3, warps=warps, slots=132 if head_dim > 128 else 264)
         if head_dim > 128:
-            return Options(tile=32, rows=min(rows, 32), swap=False, stages=4, warps=4, slots=264)
-        # Converted keys and values lie in shared memory as right operands, whose left ones have 64 rows at least.
-        return Options(tile=64, rows=64, swap=False, stages=4, warps=4, slots=264)
+            if rows == 16:
+                return Options(tile=32, rows=16, swap=False, stages=3, warps=4, slots=396)
+            return Options(tile=64, rows=32, swap=False, stages=3, warps=8, slots=132)
+        return Options(tile=64, rows=rows, swap=False, stages=3, warps=4, slots=396 if rows == 16 else 264)
     if head_dim > 128:
         if rows > 32:
             return Options(tile=64, rows=64, swap=False, stages=2, warps=8, slots=132)
@@ -147,7 +152,7 @@ def num_parts(num_programs: int, max_context_len: int, kv_row_bytes: int, out_by
         waves = -(-total // options.slots)
         time_ns = waves * -(-num_tiles // count) * tile_ns + _START_NS * (1 + (waves - 1) / 4)
         if count > 1:
-            time_ns += _MERGE_NS + 2 * total * out_bytes / _BYTES_PER_NS
+            time_ns += _MERGE_NS + (count - 1) // 32 * _MERGE_STEP_NS + 2 * total * out_bytes / _BYTES_PER_NS
         if time_ns < best_ns * 0.995:
             best, best_ns = count, time_ns
     return best

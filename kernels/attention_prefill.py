@@ -12,7 +12,7 @@ S positions per block, M entries of a block table.
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -75,14 +75,13 @@ def attention_prefill(
     _check(query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, with_triton)
     _check_scales(key_NHSD, scale, key_scale, value_scale)
     require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
-    if scale is None:
-        scale = query_TAD.shape[2] ** -0.5
     if not with_triton:
         key_NHSD = _widened(key_NHSD, key_scale, query_TAD.dtype)
         value_NHSD = _widened(value_NHSD, value_scale, query_TAD.dtype)
         starts, contexts = query_starts_E.tolist(), context_lens_B.tolist()
-        lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-        query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
+        lens = [end - start for start, end in pairwise(starts)]
+        if scale is not None:  # theirs is D ** -0.5
+            query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
         return _reference(query_TAD, key_NHSD, value_NHSD, block_tables_BM, lens, contexts, invariant)
     output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
     if query_TAD.numel() and block_tables_BM.shape[0]:
@@ -90,7 +89,7 @@ def attention_prefill(
         size = _ANY_LEN if invariant else max_query_len
         attention_prefill_triton.launch(
             query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD,
-            scale=scale, key_scale=key_scale, value_scale=value_scale,
+            scale=query_TAD.shape[2] ** -0.5 if scale is None else scale, key_scale=key_scale, value_scale=value_scale,
             options=options or _find_options(query_TAD, key_NHSD, size),
         )  # fmt: skip
     return output_TAD

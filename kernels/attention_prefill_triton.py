@@ -17,6 +17,8 @@ as many as it needs before those of b + 1; the rest end at once. Later tiles, wh
 Shapes: R rows of a tile (BM), N positions of a tile (BN), D head size, B sequences.
 """
 
+# mypy: ignore-errors
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.kernels import tuning
 from baton.kernels.variant import Variant
 
 SEARCHED = 256  # sequences that are looked at together
@@ -56,12 +59,15 @@ def _places(
 
 
 @triton.jit
-def _load_tile(
-    pool, table, tile, index_N, block_stride, BN: tl.constexpr, ROW: tl.constexpr, S: tl.constexpr, D: tl.constexpr, kind
-):  # fmt: skip
-    """K or V at these places of a tile of positions, [N, D], in the dtype of the queries."""
-    block_N = tl.load(table + tile * (BN // S) + index_N // S)
-    at_N = block_N.to(tl.int64) * block_stride + (index_N % S) * ROW
+def _blocks(table, tile, index_N, BN: tl.constexpr, S: tl.constexpr, WORDS: tl.constexpr):
+    """The block of each of these places of a tile of positions: the low word of an entry."""
+    return tl.load(table + (tile * (BN // S) + index_N // S) * WORDS)
+
+
+@triton.jit
+def _load_tile(pool, block_N, index_N, block_stride, ROW: tl.constexpr, S: tl.constexpr, D: tl.constexpr, kind):
+    """K or V at places of a tile of positions, [N, D], in the dtype of the queries."""
+    at_N = block_N.to(tl.int64) * block_stride + (index_N % S) * ROW  # one instruction: 32 bits by 32
     return tl.load(pool + at_N[:, None] + tl.arange(0, D)[None, :]).to(kind)
 
 
@@ -98,7 +104,8 @@ def _weigh(scaled_RN, maximum_R, total_R, mixed_RD):
 @triton.jit
 def _walk(
     query_RD, keys, values, table, block_stride, position_R, last, high, low, factor, maximum_R, total_R, mixed_RD,
-    BN: tl.constexpr, ROW: tl.constexpr, S: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
+    BN: tl.constexpr, ROW: tl.constexpr, S: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Tiles `high` down to `low`, one product after the other."""
     kind = query_RD.dtype
@@ -106,12 +113,13 @@ def _walk(
     for step in tl.range(0, high - low + 1):
         tile = high - step
         read_N = tl.minimum(index_N, last - tile * BN) if MASKED else index_N
-        key_ND = _load_tile(keys, table, tile, read_N, block_stride, BN, ROW, S, D, kind)
+        block_N = _blocks(table, tile, read_N, BN, S, WORDS)
+        key_ND = _load_tile(keys, block_N, read_N, block_stride, ROW, S, D, kind)
         scaled_RN = _scale(tl.dot(query_RD, key_ND.T), factor, PLAIN)
         if MASKED:
             scaled_RN = tl.where(index_N[None, :] <= (position_R - tile * BN)[:, None], scaled_RN, float("-inf"))
         weight_RN, maximum_R, total_R, mixed_RD = _weigh(scaled_RN, maximum_R, total_R, mixed_RD)
-        value_ND = _load_tile(values, table, tile, read_N, block_stride, BN, ROW, S, D, kind)
+        value_ND = _load_tile(values, block_N, read_N, block_stride, ROW, S, D, kind)
         mixed_RD = tl.dot(weight_RN.to(kind), value_ND, mixed_RD)
     return maximum_R, total_R, mixed_RD
 
@@ -119,68 +127,60 @@ def _walk(
 @triton.jit
 def _walk_overlapped(
     query_RD, keys, values, table, block_stride, high, factor, maximum_R, total_R, mixed_RD,
-    BM: tl.constexpr, BN: tl.constexpr, ROW: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PLAIN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, ROW: tl.constexpr, S: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr,
+    AHEAD: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Tiles `high` down to 0, all seen by all rows; the product of a tile's weights comes one step late.
 
     In a step: V of the tile before (waited for, so that the scores of this tile, issued in the last step, are there
     too), the scores of the next tile (not waited for), the weights of this one. The compiler leaves the scores under
     way if nothing but the loop's end uses them, and the registers in place if the old ones are dead: hence `_scale`.
+    AHEAD reads the block table one step before K and V, which lets more than one step's copies be under way.
     """
     kind = query_RD.dtype
     index_N = tl.arange(0, BN)
     score_RN = tl.zeros([BM, BN], tl.float32)
+    block_N = _blocks(table, high, index_N, BN, S, WORDS)
     if high >= 0:  # always; without it the compiler keeps these keys in shared memory until the loop has ended
-        key_ND = _load_tile(keys, table, high, index_N, block_stride, BN, ROW, S, D, kind)
+        key_ND = _load_tile(keys, block_N, index_N, block_stride, ROW, S, D, kind)
         score_RN = tl.dot(query_RD, key_ND.T)
     weight_RN = tl.zeros([BM, BN], kind)
+    if AHEAD:
+        next_value_N = block_N
+        next_key_N = _blocks(table, tl.maximum(high - 1, 0), index_N, BN, S, WORDS)
     for step in tl.range(0, high + 1):
         tile = high - step
-        before = tl.minimum(tile + 1, high)  # the first step has no weights yet: V times zero
-        value_ND = _load_tile(values, table, before, index_N, block_stride, BN, ROW, S, D, kind)
+        # The first step has no weights yet and multiplies zeros by V; the last step's scores are nobody's.
+        if AHEAD:
+            value_N = next_value_N
+            key_N = next_key_N
+            next_value_N = _blocks(table, tile, index_N, BN, S, WORDS)
+            next_key_N = _blocks(table, tl.maximum(tile - 2, 0), index_N, BN, S, WORDS)
+        else:
+            value_N = _blocks(table, tl.minimum(tile + 1, high), index_N, BN, S, WORDS)
+        value_ND = _load_tile(values, value_N, index_N, block_stride, ROW, S, D, kind)
         mixed_RD = tl.dot(weight_RN, value_ND, mixed_RD)
         scaled_RN = _scale(score_RN, factor, PLAIN)
-        after = tl.maximum(tile - 1, 0)  # the last step's scores are nobody's
-        key_ND = _load_tile(keys, table, after, index_N, block_stride, BN, ROW, S, D, kind)
+        if not AHEAD:
+            key_N = _blocks(table, tl.maximum(tile - 1, 0), index_N, BN, S, WORDS)
+        key_ND = _load_tile(keys, key_N, index_N, block_stride, ROW, S, D, kind)
         score_RN = tl.dot(query_RD, key_ND.T)
         wide_RN, maximum_R, total_R, mixed_RD = _weigh(scaled_RN, maximum_R, total_R, mixed_RD)
         weight_RN = wide_RN.to(kind)
-    value_ND = _load_tile(values, table, 0, index_N, block_stride, BN, ROW, S, D, kind)
+    value_ND = _load_tile(values, _blocks(table, 0, index_N, BN, S, WORDS), index_N, block_stride, ROW, S, D, kind)
     return maximum_R, total_R, tl.dot(weight_RN, value_ND, mixed_RD)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_sequences", "scale", "scale_stride"])
-def prefill_kernel(
-    query,
-    keys,
-    values,
-    key_scale,
-    value_scale,
-    output,
-    tables,
-    starts,
-    contexts,
-    query_stride,
-    query_head_stride,
-    output_stride,
-    output_head_stride,
-    block_stride,
-    head_stride,
-    table_stride: tl.int32,
-    num_sequences: tl.int32,
-    scale: tl.float32,
-    scale_stride: tl.int32,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    S: tl.constexpr,
-    ROW: tl.constexpr,
-    SCALES: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    OVERLAP: tl.constexpr,
+def _prefill_kernel(
+    query, keys, values, key_scale, value_scale, output, tables, starts, contexts,
+    query_stride, query_head_stride, output_stride, output_head_stride, block_stride, head_stride,
+    table_stride: tl.int32, num_sequences: tl.int32, scale: tl.float32, scale_stride: tl.int32,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr,
+    SCALES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
     SEARCHED: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
+    """A tile of rows of one KV head; specialized on the strides of a model, never on what a step changes."""
     head = tl.program_id(0) % H
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // H
     sequence, start, first_row = _find_tile(starts, num_sequences, tile, G, BM, SEARCHED)
@@ -205,18 +205,18 @@ def prefill_kernel(
     plain: tl.constexpr = _INTERPRETED or not OVERLAP
     maximum_R, total_R, mixed_RD = _walk(
         query_RD, keys, values, table, block_stride, position_R, last, last // BN, num_full, factor,
-        maximum_R, total_R, mixed_RD, BN, ROW, S, D, True, plain,
+        maximum_R, total_R, mixed_RD, BN, ROW, S, D, WORDS, True, plain,
     )  # fmt: skip
     if OVERLAP:
         if num_full > 0:
             maximum_R, total_R, mixed_RD = _walk_overlapped(
                 query_RD, keys, values, table, block_stride, num_full - 1, factor,
-                maximum_R, total_R, mixed_RD, BM, BN, ROW, S, D, plain,
+                maximum_R, total_R, mixed_RD, BM, BN, ROW, S, D, WORDS, AHEAD, plain,
             )  # fmt: skip
     else:
         maximum_R, total_R, mixed_RD = _walk(
             query_RD, keys, values, table, block_stride, position_R, last, num_full - 1, 0, factor,
-            maximum_R, total_R, mixed_RD, BN, ROW, S, D, False, plain,
+            maximum_R, total_R, mixed_RD, BN, ROW, S, D, WORDS, False, plain,
         )  # fmt: skip
     mixed_RD = mixed_RD / total_R[:, None]
     if SCALES:
@@ -231,10 +231,18 @@ def prefill_kernel(
 
 def rule(num_rows: int, head_dim: int, num_bytes: int) -> dict[str, Any]:
     """Options for what no table has; `num_rows` is the most that a sequence has for one KV head."""
-    if num_rows <= 64:
-        return {"BM": 64, "BN": 64, "OVERLAP": False, "num_warps": 4, "num_stages": 2 if head_dim > 128 else 3}
+    if num_rows <= 64 or (head_dim > 128 and num_bytes == 1):
+        wide = head_dim > 128
+        return {
+            "BM": 64,
+            "BN": 64,
+            "OVERLAP": False,
+            "AHEAD": False,
+            "num_warps": 8 if wide else 4,
+            "num_stages": 2 if wide else 3,
+        }
     keys = 128 if head_dim <= 128 and num_bytes == 2 else 64
-    return {"BM": 128, "BN": keys, "OVERLAP": True, "num_warps": 8, "num_stages": 2}
+    return {"BM": 128, "BN": keys, "OVERLAP": True, "AHEAD": False, "num_warps": 8, "num_stages": 2}
 
 
 def launch(
@@ -256,17 +264,18 @@ def launch(
     num_kv_heads, block_size = key_NHSD.shape[1:3]
     group, num_sequences = num_heads // num_kv_heads, block_tables_BM.shape[0]
     with_scales = key_scale is not None
+    tables = block_tables_BM.view(torch.int32)
     block_stride, head_stride, row_stride, _ = key_NHSD.stride()
     num_tiles = num_tokens * group // options["BM"] + num_sequences
     with torch.cuda.device_of(query_TAD):
-        prefill_kernel[(num_tiles * num_kv_heads,)](
+        _prefill_kernel[(num_tiles * num_kv_heads,)](
             query_TAD,
             key_NHSD,
             value_NHSD,
             key_scale if with_scales else context_lens_B,  # not read
             value_scale if with_scales else context_lens_B,
             output_TAD,
-            block_tables_BM,
+            tables,
             query_starts_E,
             context_lens_B,
             query_TAD.stride(0),
@@ -275,7 +284,7 @@ def launch(
             output_TAD.stride(1),
             block_stride,
             head_stride,
-            block_tables_BM.stride(0),
+            tables.stride(0),
             num_sequences,
             scale,
             int(with_scales and key_scale.shape[0] > 1),
@@ -284,7 +293,70 @@ def launch(
             D=head_dim,
             S=block_size,
             ROW=row_stride,
+            WORDS=block_tables_BM.element_size() // 4,
             SCALES=with_scales,
             SEARCHED=SEARCHED,
             **options,
         )
+
+
+# What serving launches: query heads, KV heads, head size, bytes of a stored value, positions of a block.
+_SERVED = ((32, 8, 128, 2, 16), (32, 8, 128, 2, 64), (32, 4, 128, 2, 16), (16, 2, 256, 2, 16), (32, 8, 128, 1, 16))
+
+
+def _variant(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_bytes: int, block_size: int, options: Mapping[str, Any]
+) -> Variant:
+    pool = "*bf16" if num_bytes == 2 else "*fp8e4nv"
+    types = dict.fromkeys(("query", "output"), "*bf16") | dict.fromkeys(("keys", "values"), pool)
+    types |= dict.fromkeys(("key_scale", "value_scale"), "*i32" if num_bytes == 2 else "*fp32")
+    types |= {"tables": "*i32", "starts": "*i32", "contexts": "*i32", "scale": "fp32"}
+    strides = (
+        "query_stride",
+        "query_head_stride",
+        "output_stride",
+        "output_head_stride",
+        "block_stride",
+        "head_stride",
+    )
+    types |= dict.fromkeys((*strides, "table_stride", "num_sequences", "scale_stride"), "i32")
+    constants = {name: options[name] for name in ("BM", "BN", "OVERLAP", "AHEAD")}
+    constants |= {
+        "WORDS": 2,
+        "H": num_kv_heads,
+        "G": num_heads // num_kv_heads,
+        "D": head_dim,
+        "S": block_size,
+        "ROW": head_dim,
+    }
+    words = [word for word in ("OVERLAP", "AHEAD") if options[word]]
+    tile = " ".join([f"{options['BM']}x{options['BN']}", *words]).lower()
+    kind = f"{'fp8 ' if num_bytes == 1 else ''}S={block_size}"
+    return Variant(
+        name=f"attention_prefill {num_heads}/{num_kv_heads}/{head_dim} {kind} {tile} w{options['num_warps']} "
+        f"s{options['num_stages']}",
+        kernel=_prefill_kernel,
+        types=types,
+        constants={**constants, "SCALES": num_bytes == 1, "SEARCHED": SEARCHED},
+        # The lengths of a batch on the host come as views of one tensor, so not all that is there is aligned.
+        aligned=("query", "keys", "values", "output", "tables", *strides),
+        num_warps=options["num_warps"],
+        num_stages=options["num_stages"],
+        contains=("HGMMA", "LDGSTS"),
+        lacks=("HMMA",),
+        on_amd=not options["OVERLAP"],  # which is made of one instruction of PTX
+    )
+
+
+def variants() -> list[Variant]:
+    """Of each served shape all options that the rule and the tuned table have, each once."""
+    found: dict[str, Variant] = {}
+    for num_heads, num_kv_heads, head_dim, num_bytes, block_size in _SERVED:
+        tuned = tuning.table().get("attention_prefill", {})
+        rows = tuned.get(f"{num_heads // num_kv_heads}x{head_dim}x{8 * num_bytes}") or {
+            str(num_rows): rule(num_rows, head_dim, num_bytes) for num_rows in (64, 8192)
+        }
+        for options in rows.values():
+            variant = _variant(num_heads, num_kv_heads, head_dim, num_bytes, block_size, options)
+            found[variant.name] = variant
+    return list(found.values())

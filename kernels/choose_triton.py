@@ -13,12 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels.bounds_triton import num_usable, row_tokens
 from baton.kernels.noise_triton import gumbel, philox, quick_race
+from baton.kernels.row_triton import num_usable, row_tokens
 from baton.kernels.variant import Variant
 
 CHUNK = 8192
-SCAN_WARPS = 8
+SCAN_WARPS = 16
 
 REJECT = tl.constexpr(1)  # `kernels.choice.Law`
 BLOCK = tl.constexpr(2)
@@ -49,6 +49,7 @@ def scan_kernel(
     Q: tl.constexpr, LAWS: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, N: tl.constexpr,
     QUICK: tl.constexpr,
 ):  # fmt: skip
+    """What each chunk of a row is worth; see the module."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     sequence, place = row // Q, row % Q
     law = 0

@@ -11,14 +11,14 @@ import functools
 from typing import Any
 
 import torch
-import triton
+from triton import knobs
 
 _FIRST_MAJOR = 9
 
 
 @functools.cache
 def _has_it(device_index: int | None) -> bool:
-    if triton.knobs.runtime.interpret or torch.version.hip is not None:
+    if knobs.runtime.interpret or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device_index)[0] >= _FIRST_MAJOR
 

@@ -170,7 +170,7 @@ def _checked(plan: Plan | None, weight: Fp8Weight) -> Plan | None:
     """The plan that was given, if it computes all of K."""
     if plan is not None:
         num_groups = weight.num_inputs // GROUP_LEN
-        divides = num_groups % plan.groups == 0 and plan.splits <= num_groups // plan.groups
+        divides = plan.groups in (1, 2) and num_groups % plan.groups == 0 and plan.splits <= num_groups // plan.groups
         require(divides, "plan", f"cuts {num_groups} groups into {plan.splits} parts, steps of {plan.groups}")
         require(plan.BN in (64, GROUP_LEN), "plan", f"has tiles of {plan.BN} rows of the weight, not 64 or 128")
     return plan

@@ -4,6 +4,7 @@ Two tables of `kernels.tuning`: "gemm_fp8" for quantized activations and "linear
 the same call. A row is the fields of a `Plan`, or `{"library": true}` where cuBLASLt is faster.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
@@ -12,6 +13,7 @@ from baton.kernels.arguments import require
 from baton.kernels.tuning import find
 
 SIZES = (16, 32, 64, 128, 1024, 4096)  # rows that are tuned for
+FEW_ROWS = 128  # up to here both tables are tuned, beyond it only that of the product
 _NUM_PROGRAMS = 264  # two for each multiprocessor of an H200
 _MIN_STEPS = 4  # groups of 128 columns of a split
 _MAX_SPLITS = 16
@@ -33,9 +35,10 @@ class Plan:
         swap: whether the weight's rows are the rows of the tensor cores' tiles.
         BM: tokens of a tile.
         BN: rows of the weight of a tile, 64 or 128.
-        groups: of 128 columns in a step; must divide those of K.
+        groups: of 128 columns in a step, 1 or 2; must divide those of K.
         stages: steps under way at once.
         warps: of a program.
+        copied: whether scales pass through shared memory as tiles do, many steps ahead, or are loaded when needed.
         splits: parts that the columns are cut into.
         tma: whether the weight is read by the copy engine of a multiprocessor (descriptors).
         fused: whether activations in bfloat16 are quantized as they are loaded, not by a launch of its own.
@@ -48,6 +51,7 @@ class Plan:
     groups: int = 1
     stages: int = 6
     warps: int = 4
+    copied: bool = False
     splits: int = 1
     tma: bool = False
     fused: bool = False
@@ -86,6 +90,14 @@ def invariant_plan(num_outputs: int, num_inputs: int) -> Plan:
     return Plan(BM=INVARIANT_TILE, BN=64, stages=5, warps=4, splits=splits)
 
 
+def _row(table: str, num_rows: int, shape: str, device_index: int | None) -> Mapping[str, Any] | None:
+    """The row of a table; what was tuned for few rows says nothing of many."""
+    if num_rows <= FEW_ROWS:
+        return find(table, shape, num_rows, device_index)
+    row = find("gemm_fp8", shape, num_rows, device_index)
+    return row if row is not None and (row.get("library") or row["BM"] >= FEW_ROWS) else None
+
+
 def plan_of(
     table: str,
     num_rows: int,
@@ -111,10 +123,10 @@ def plan_of(
         KernelArgumentInvalid: it shall be swapped and cannot.
     """
     require(can_swap or swap_ab is not SwapAB.ON, "swap_ab", "is on, but the device has no instructions for it (sm_90)")
-    row = find(table, f"{num_outputs}x{num_inputs}", num_rows, device_index)
+    row = _row(table, num_rows, f"{num_outputs}x{num_inputs}", device_index)
     if swap_ab is SwapAB.AUTO and can_swap:
         if row is None:
-            return rule(num_rows, num_outputs, num_inputs, swap=True) if num_rows <= 128 else None
+            return rule(num_rows, num_outputs, num_inputs, swap=True) if num_rows <= FEW_ROWS else None
         return None if row.get("library") else Plan(**row)
     swap = swap_ab is SwapAB.ON
     if row is not None and row.get("swap") is swap:

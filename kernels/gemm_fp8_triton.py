@@ -56,10 +56,35 @@ def _prefetch(w_values, pn, first, last, N, K, BN: tl.constexpr, STEP: tl.conste
 
 
 @triton.jit
+def _scales(a_scales, w_scales, group, a_scale_stride, m, is_row, QUANTIZE: tl.constexpr):
+    """Of the weight, for all rows, and of the rows, if they are known already."""
+    if QUANTIZE:
+        m_M = tl.full(m.shape, 1.0, tl.float32)
+    else:
+        m_M = tl.load(a_scales + group * a_scale_stride + m, mask=is_row, other=0.0)
+    return tl.load(w_scales + group), m_M
+
+
+@triton.jit
+def _add_group(
+    acc, x, weight, scale, BM: tl.constexpr, SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr
+):
+    """The sum with the product of 128 columns added; in float32, which the tensor cores' own sums are not."""
+    if QUANTIZE:
+        x, scale_m1 = quantize_tile(x.to(tl.float32), 1, UE8M0)
+        scale = tl.reshape(scale_m1, [BM]) * scale
+    if SWAP:
+        acc += tl.dot(weight, x.T) * scale[None, :]
+    else:
+        acc += tl.dot(x, weight.T) * scale[:, None]
+    return acc
+
+
+@triton.jit
 def _product(
     a, a_scales, w, w_scales, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride, pm, pn, first, last,
-    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
-    QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, COPIED: tl.constexpr,
+    SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The sum over steps [first, last) of STEP x 128 columns, float32; [BN, BM] if operands are swapped."""
     m = pm * BM + tl.arange(0, BM)
@@ -72,27 +97,33 @@ def _product(
         w_at = w + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
     w_scales += (pn * BN // 128).to(tl.int64) * w_scale_stride
     acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
-    for step in tl.range(first, last, num_stages=STAGES):
+    if not COPIED:
+        w_0, m_0 = _scales(a_scales, w_scales, first * STEP, a_scale_stride, m, is_row, QUANTIZE)
+        if STEP == 2:
+            w_1, m_1 = _scales(a_scales, w_scales, first * STEP + 1, a_scale_stride, m, is_row, QUANTIZE)
+    for step in tl.range(first, last, num_stages=STAGES if COPIED else None):
+        if not COPIED:
+            # Loaded a step ahead, since they are waited for where they are used.
+            following = tl.minimum(step + 1, last - 1) * STEP
+            scale_0 = w_0 * m_0
+            w_0, m_0 = _scales(a_scales, w_scales, following, a_scale_stride, m, is_row, QUANTIZE)
+            if STEP == 2:
+                scale_1 = w_1 * m_1
+                w_1, m_1 = _scales(a_scales, w_scales, following + 1, a_scale_stride, m, is_row, QUANTIZE)
         for part in tl.static_range(STEP):
             group = step * STEP + part
             x = tl.load(a_at + group * 128, mask=is_row[:, None], other=0.0)
             if TMA:
                 weight = w.load([pn * BN, group * 128])
-            elif SWAP:
-                weight = tl.load(w_at + group * 128, eviction_policy="evict_first")
             else:
-                weight = tl.load(w_at + group * 128)
-            # One scale for all rows, but loaded as a tensor: so it is pipelined as tiles are, and not waited for.
-            scale = tl.load(w_scales + group + tl.zeros([BM], tl.int32))
-            if QUANTIZE:
-                x, scale_m1 = quantize_tile(x.to(tl.float32), 1, UE8M0)
-                scale *= tl.reshape(scale_m1, [BM])
+                weight = tl.load(w_at + group * 128, eviction_policy="evict_first" if SWAP else "")
+            if COPIED:
+                scale = tl.load(w_scales + group + tl.zeros([BM], tl.int32))
+                if not QUANTIZE:
+                    scale *= tl.load(a_scales + group * a_scale_stride + m, mask=is_row, other=0.0)
             else:
-                scale *= tl.load(a_scales + group * a_scale_stride + m, mask=is_row, other=0.0)
-            if SWAP:
-                acc += tl.dot(weight, x.T) * scale[None, :]
-            else:
-                acc += tl.dot(x, weight.T) * scale[:, None]
+                scale = scale_0 if part == 0 else scale_1
+            acc = _add_group(acc, x, weight, scale, BM, SWAP, QUANTIZE, UE8M0)
     return acc
 
 
@@ -123,14 +154,14 @@ def _sum_of_parts(parts_at, num_splits, UNROLL: tl.constexpr, SIZE: tl.constexpr
 def _tile(
     work, a, a_scales, w, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride,
     c_stride, num_splits, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
-    UNROLL: tl.constexpr,
+    COPIED: tl.constexpr, SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr,
+    TMA: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """One split of one tile."""
     pm, pn, split, first, last = _place(work, num_rows, K, num_splits, BM, STEP)
     acc = _product(
         a, a_scales, w, w_scales, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride, pm, pn, first, last,
-        BM, BN, STEP, STAGES, SWAP, QUANTIZE, UE8M0, TMA,
+        BM, BN, STEP, STAGES, COPIED, SWAP, QUANTIZE, UE8M0, TMA,
     )  # fmt: skip
     if SPLIT:
         SIZE: tl.constexpr = BM * BN
@@ -153,8 +184,8 @@ def _tile(
 def _gemm_kernel(
     a, a_scales, w, w_values, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride,
     w_scale_stride, c_stride, num_splits, num_works, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr, SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
-    UNROLL: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, COPIED: tl.constexpr, SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, UNROLL: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each split of each tile, or, if the number of programs is capped, several of them for each."""
     if PDL:
@@ -166,13 +197,14 @@ def _gemm_kernel(
         for work in tl.range(tl.program_id(0), num_works, tl.num_programs(0)):
             _tile(
                 work, a, a_scales, w, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride,
-                w_scale_stride, c_stride, num_splits, BM, BN, STEP, STAGES, SWAP, QUANTIZE, UE8M0, SPLIT, TMA, UNROLL,
+                w_scale_stride, c_stride, num_splits, BM, BN, STEP, STAGES, COPIED, SWAP, QUANTIZE, UE8M0, SPLIT, TMA,
+                UNROLL,
             )  # fmt: skip
     else:
         _tile(
             tl.program_id(0), a, a_scales, w, w_scales, c, partials, counters, num_rows, N, K, a_stride,
-            a_scale_stride, w_scale_stride, c_stride, num_splits, BM, BN, STEP, STAGES, SWAP, QUANTIZE, UE8M0, SPLIT,
-            TMA, UNROLL,
+            a_scale_stride, w_scale_stride, c_stride, num_splits, BM, BN, STEP, STAGES, COPIED, SWAP, QUANTIZE, UE8M0,
+            SPLIT, TMA, UNROLL,
         )  # fmt: skip
 
 
@@ -244,6 +276,7 @@ def _launch_rows(a, scales, weight, c, plan, counters, ue8m0, num_sms, waits) ->
         num_works,
         **_constants(plan, scales is None, ue8m0, is_capped, waits),
         num_warps=plan.warps,
+        num_stages=plan.stages,
         **({"launch_pdl": True} if waits else {}),
     )
 
@@ -255,6 +288,7 @@ def _constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool, waits: b
         "BN": plan.BN,
         "STEP": plan.groups,
         "STAGES": plan.stages,
+        "COPIED": plan.copied,
         "SWAP": plan.swap,
         "QUANTIZE": is_wide,
         "UE8M0": ue8m0 and is_wide,
@@ -285,6 +319,7 @@ def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, wait
     traits = [
         f"{plan.BM}x{plan.BN}x{128 * plan.groups}", f"stages={plan.stages}", f"warps={plan.warps}",
         *[name for name, holds in (
+            ("copied", plan.copied),
             ("split", plan.splits > 1), ("tma", plan.tma), ("bf16", is_wide), ("capped", is_capped), ("pdl", waits)
         ) if holds],
     ]  # fmt: skip
@@ -295,9 +330,9 @@ def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, wait
         constants=_constants(plan, is_wide, False, is_capped, waits),
         aligned=tuple(aligned if plan.tma else [*aligned, "w"]),
         num_warps=plan.warps,
+        num_stages=plan.stages,
         contains=("QGMMA", "UTMALDG" if plan.tma else "LDGSTS"),
         lacks=("HMMA",),
-        max_shared_bytes=227 * 1024 // (2 if plan.swap and plan.BM * plan.BN <= 4096 else 1),
         on_amd=plan.swap and plan.BM == 16 and not plan.tma and not waits,
         options={"launch_pdl": True} if waits else {},
     )
@@ -322,6 +357,7 @@ def variants() -> list[Variant]:
         _variant(plain),
         _variant(invariant_plan(4096, 4096)),
         _variant(Plan(stages=6), is_capped=True),
+        _variant(Plan(groups=2, stages=4, splits=2, tma=True), waits=True),
     ):
         found[variant.name] = variant
     return list(found.values())

@@ -113,6 +113,9 @@ def experts_grouped(
         rows = None if invariant else expert_TK.numel()
         device_index = x_TD.device.index if x_TD.device.type == "cuda" else None
         tiles = choose_tiles(num_experts, inner_size, hidden, is_fp8, rows, expert_TK.shape[1], device_index)
+    if is_fp8:  # a program quantizes whole groups, and multiplies with one scale at a time
+        fits = tiles.gated_outputs == GROUP and GROUP % tiles.down_outputs == 0
+        require(fits, "tiles", f"do not go with groups of {GROUP}: {tiles}")
     values_TD, scale_TG = x_TD, None
     if is_fp8:
         alignment, values_TD, scale_TG = moe_align_quantize(

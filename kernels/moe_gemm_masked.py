@@ -104,6 +104,8 @@ def moe_gemm_masked(
         swap_ab = (invariant or num_rows <= MAX_SWAPPED) and _has_wgmma(device_index)
     if tiles is None:
         tiles = choose_tiles(b_ENK.shape, is_fp8, swap_ab, None if invariant else num_rows, device_index)
+    fits = not is_fp8 or GROUP % tiles.outputs == 0
+    require(fits, "tiles", f"do not go with groups of {GROUP}: {tiles}")
     num_programs = (num_sms or _num_sms(device_index)) * tiles.programs
     scales = None if a_scale_EGM is None or b_scale is None else (a_scale_EGM, b_scale)
     moe_gemm_masked_triton.launch(a_EMK, masked_m_E, b_ENK, scales, out_EMN, tiles, swap_ab, num_programs)

@@ -7,7 +7,7 @@ do not exist. Neighbouring programs stream neighbouring weights of one expert.
 Shapes: E experts, M rows of each, N outputs, K inputs; tiles of R rows, J outputs, BK inputs.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -16,9 +16,6 @@ import triton.language as tl
 from baton.kernels.moe_align import GROUP
 from baton.kernels.moe_gemm_triton import load_tile
 from baton.kernels.variant import Variant
-
-if TYPE_CHECKING:
-    from baton.kernels.moe_gemm_masked import MaskedTiles
 
 _GROUP = tl.constexpr(GROUP)
 _LARGEST = tl.constexpr(448.0)
@@ -139,11 +136,11 @@ def launch(
     b_ENK: torch.Tensor,
     scales: tuple[torch.Tensor, torch.Tensor] | None,
     out_EMN: torch.Tensor,
-    tiles: "MaskedTiles",
+    tiles: Any,
     swaps: bool,
     num_programs: int,
 ) -> None:
-    """One launch of at most so many programs."""
+    """One launch of at most so many programs; tiles are `kernels.moe_gemm_masked.MaskedTiles`."""
     num_experts, num_rows, num_inputs = a_EMK.shape
     num_outputs = b_ENK.shape[1]
     a_scale, b_scale = scales if scales is not None else (out_EMN, out_EMN)  # never read
@@ -163,7 +160,7 @@ def launch(
         )
 
 
-def constants_of(shape_ENK: tuple[int, int, int], tiles: "MaskedTiles", is_fp8: bool, swaps: bool) -> dict[str, Any]:
+def constants_of(shape_ENK: tuple[int, int, int], tiles: Any, is_fp8: bool, swaps: bool) -> dict[str, Any]:
     """The constants of a launch; steps are 128 bytes of a weight's row."""
     num_experts, num_outputs, num_inputs = shape_ENK
     return {

@@ -14,7 +14,7 @@ intermediate size, D the hidden size, G groups of 128.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -22,10 +22,6 @@ import triton.language as tl
 
 from baton.kernels.moe_align import GROUP, Alignment
 from baton.kernels.variant import Variant
-
-if TYPE_CHECKING:
-    from baton.kernels.moe import ExpertWeights
-    from baton.kernels.moe_gemm import Fp8ExpertWeights, Tiles
 
 _GROUP = tl.constexpr(GROUP)
 _LARGEST = tl.constexpr(448.0)
@@ -186,16 +182,16 @@ class Product:
 
     Attributes:
         alignment: rows by expert.
-        weights: all experts'.
-        tiles: how the products are cut.
+        weights: all experts', of one of the two kinds of `kernels.moe_gemm`.
+        tiles: how the products are cut, `kernels.moe_gemm.Tiles`.
         expert_TK: the choice, contiguous.
         weight_TK: of the choice, float32, contiguous.
         part_dtype: of a choice's result, and of what lies between the products unless weights are float8.
     """
 
     alignment: Alignment
-    weights: "ExpertWeights | Fp8ExpertWeights"
-    tiles: "Tiles"
+    weights: Any
+    tiles: Any
     expert_TK: torch.Tensor
     weight_TK: torch.Tensor
     part_dtype: torch.dtype
@@ -244,7 +240,7 @@ def launch(product: Product, x_TD: torch.Tensor, x_scale: torch.Tensor | None, o
         )
 
 
-def gated_constants(inner_size: int, hidden: int, num_chosen: int, tiles: "Tiles", is_fp8: bool) -> dict[str, Any]:
+def gated_constants(inner_size: int, hidden: int, num_chosen: int, tiles: Any, is_fp8: bool) -> dict[str, Any]:
     """The constants of the first product; steps are 128 bytes of a weight's row."""
     return {
         "CHOSEN": num_chosen,
@@ -258,7 +254,7 @@ def gated_constants(inner_size: int, hidden: int, num_chosen: int, tiles: "Tiles
     }
 
 
-def down_constants(inner_size: int, hidden: int, tiles: "Tiles", is_fp8: bool) -> dict[str, Any]:
+def down_constants(inner_size: int, hidden: int, tiles: Any, is_fp8: bool) -> dict[str, Any]:
     """The constants of the second product."""
     return {
         "INNER": inner_size,

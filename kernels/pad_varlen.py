@@ -89,7 +89,7 @@ def _check(batch: VarlenMetadata, graph: VarlenMetadata) -> None:
     for role, metadata in (("batch", batch), ("graph", graph)):
         require(metadata.block_tables.dim() == 2, f"{role}.block_tables", "has not 2 dimensions")
         num_sequences, num_tokens = len(metadata.block_tables), len(metadata.slots)
-        shapes = {
+        shapes: dict[str, list[int | None]] = {
             "cu_query": [num_sequences + 1],
             "cu_kv": [num_sequences + 1],
             "query_lens": [num_sequences],

@@ -215,12 +215,13 @@ def _reference(
         key_THD, value_THD = _in_float8(key_THD, pool.key_scale), _in_float8(value_THD, pool.value_scale)
     is_real_T = slots_T >= 0
     slots_R = slots_T[is_real_T].long()
-    # As bytes: torch has no indexed store of float8.
-    keys, values = (
-        part.view(torch.uint8) if part.dtype == _FLOAT8 else part for part in (pool.key_NHSD, pool.value_NHSD)
+    kv_write(
+        _storable(key_THD[is_real_T]),
+        _storable(value_THD[is_real_T]),
+        slots_R,
+        _storable(pool.key_NHSD),
+        _storable(pool.value_NHSD),
     )
-    rows = [part[is_real_T] for part in (key_THD, value_THD)]
-    kv_write(*[part.view(torch.uint8) if part.dtype == _FLOAT8 else part for part in rows], slots_R, keys, values)
     return query_THD.contiguous()
 
 
@@ -271,3 +272,8 @@ def _turned(x_THD: torch.Tensor, rotation: Rotation, cos_TF: torch.Tensor, sin_T
 
 def _in_float8(x_THD: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x_THD.float() * (1 / scale)[:, None]).clamp(-_LARGEST, _LARGEST).to(_FLOAT8)
+
+
+def _storable(x: torch.Tensor) -> torch.Tensor:
+    """As bytes: torch has no indexed store of float8."""
+    return x.view(torch.uint8) if x.dtype == _FLOAT8 else x

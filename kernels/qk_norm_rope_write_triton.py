@@ -25,6 +25,7 @@ BY_TOKEN = 2  # one row of the tables for each token
 
 _PROGRAM_LEN = 1024  # values
 _BY_POSITION = tl.constexpr(BY_POSITION)
+_BY_TOKEN = tl.constexpr(BY_TOKEN)
 _FREQUENCIES = tl.constexpr(FREQUENCIES)
 _POOL_TYPES = {torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv"}
 
@@ -191,68 +192,51 @@ def _write(pointer, at_HD, value_HD, head_H1, scale, is_head_H1, is_column_1D, S
         tl.store(pointer + at_HD, value_HD.to(pointer.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _angles(
+    first, second, angle_stride, token, position_1D, pair_1D, column_1D, H: tl.constexpr, D: tl.constexpr,
+    ROTARY: tl.constexpr, ANGLES: tl.constexpr,
+):  # fmt: skip
+    """Sines and cosines of the pairs: [1, D] where they are computed, [H, D] where every thread loads its own."""
+    if ANGLES == _FREQUENCIES:
+        angle_1D = position_1D.to(tl.float32) * tl.load(first + pair_1D, mask=column_1D < ROTARY, other=0.0)
+        sine, cosine = _sine_cosine(angle_1D)
+    else:
+        row = (position_1D if ANGLES == _BY_POSITION else token) * angle_stride
+        at_HD = tl.broadcast_to(row + pair_1D, [H, D])
+        cosine = tl.load(first + at_HD, mask=column_1D < ROTARY, other=1.0)
+        sine = tl.load(second + at_HD, mask=column_1D < ROTARY, other=0.0)
+    return sine, cosine
+
+
 @triton.jit(do_not_specialize=["position_stride"])
 def _qk_kernel(
-    qkv,
-    qkv_stride,
-    query_weight,
-    key_weight,
-    eps,
-    positions,
-    position_stride: tl.int64,
-    first,
-    second,
-    angle_stride,
-    slots,
-    query_out,
-    keys,
-    values,
-    block_stride,
-    head_stride,
-    row_stride,
-    key_scale,
-    value_scale,
-    NUM_QUERY: tl.constexpr,
-    NUM_KV: tl.constexpr,
-    E: tl.constexpr,
-    ROTARY: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    ANGLES: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    AXES: tl.constexpr,
-    ALTERNATING: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    GATED: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    SCALES: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    qkv, qkv_stride, query_weight, key_weight, eps, positions, position_stride: tl.int64, first, second, angle_stride,
+    slots, query_out, keys, values, block_stride, head_stride, row_stride, key_scale, value_scale,
+    NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, E: tl.constexpr, ROTARY: tl.constexpr, S: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, ANGLES: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    AXES: tl.constexpr, ALTERNATING: tl.constexpr, INTERLEAVED: tl.constexpr, GATED: tl.constexpr,
+    PLUS_ONE: tl.constexpr, SCALES: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head_first = tl.program_id(1) * H
     head_H1 = head_first + tl.arange(0, H)[:, None]
     column_1D = tl.arange(0, D)[None, :]
     is_query_H1 = head_H1 < NUM_QUERY
     is_key_H1 = (head_H1 >= NUM_QUERY) & (head_H1 < NUM_QUERY + NUM_KV)
-    is_value_H1 = (head_H1 >= NUM_QUERY + NUM_KV) & (head_H1 < NUM_QUERY + 2 * NUM_KV)
     is_column_1D = column_1D < E
     is_there = (head_H1 < NUM_QUERY + 2 * NUM_KV) & is_column_1D
     # A gated query head brings its gate along, which stays where it is.
     from_H1 = head_H1 * E + (tl.minimum(head_H1, NUM_QUERY) * E if GATED else 0)
     row = qkv + token * qkv_stride
-    if INTERLEAVED:
-        pair_1D = column_1D // 2
-        is_left_1D = column_1D % 2 == 0
-    else:
-        pair_1D = column_1D % (ROTARY // 2)
-        is_left_1D = column_1D < ROTARY // 2
+    pair_1D = column_1D // 2 if INTERLEAVED else column_1D % (ROTARY // 2)
+    is_left_1D = column_1D % 2 == 0 if INTERLEAVED else column_1D < ROTARY // 2
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if ANGLES != 2:
-        position = _position(
+    position_1D = pair_1D
+    if ANGLES != _BY_TOKEN:
+        position_1D = _position(
             positions, position_stride, token, pair_1D, HEIGHT, WIDTH, AXES, ALTERNATING, ROTARY // 2
         )  # fmt: skip
     slot = tl.load(slots + token).to(tl.int64)
@@ -262,14 +246,12 @@ def _qk_kernel(
         other_1D = (column_1D + ROTARY // 2) % ROTARY
         other_HD = tl.load(row + from_H1 + other_1D, mask=is_there, other=0.0)
         other_weight_HD = _weights(query_weight, key_weight, other_1D, is_query_H1, is_key_H1, is_column_1D)
-    if ANGLES == _FREQUENCIES:
-        angle = position.to(tl.float32) * tl.load(first + pair_1D, mask=column_1D < ROTARY, other=0.0)
-        sine, cosine = _sine_cosine(angle)
-    else:
-        at = (position if ANGLES == _BY_POSITION else token) * angle_stride
-        at_HD = tl.broadcast_to(at + pair_1D, [H, D])
-        cosine = tl.load(first + at_HD, mask=column_1D < ROTARY, other=1.0)
-        sine = tl.load(second + at_HD, mask=column_1D < ROTARY, other=0.0)
+    sine, cosine = _angles(
+        first, second, angle_stride, token, position_1D, pair_1D, column_1D, H, D, ROTARY, ANGLES
+    )  # fmt: skip
+    if EARLY:
+        # Said twice only to keep the compiler from moving loads behind it, to where their values are used.
+        tl.extra.cuda.gdc_launch_dependents()
     wide_HD = x_HD.to(tl.float32)
     mean_H1 = (tl.sum(wide_HD * wide_HD, axis=1) / E + eps)[:, None]
     normed_HD = _normed(x_HD, mean_H1, weight_HD, PLUS_ONE)
@@ -287,14 +269,13 @@ def _qk_kernel(
     if head_first < NUM_QUERY:
         at_HD = (token * NUM_QUERY + head_H1) * E + column_1D
         tl.store(query_out + at_HD, turned_HD, mask=is_query_H1 & is_column_1D)
-    if head_first + H > NUM_QUERY:
-        if slot >= 0:
-            place = slot // S * block_stride + slot % S * row_stride
-            key_H1 = head_H1 - NUM_QUERY
-            at_HD = place + key_H1 * head_stride + column_1D
-            _write(keys, at_HD, turned_HD, key_H1, key_scale, is_key_H1, is_column_1D, SCALES)
-            at_HD -= NUM_KV * head_stride
-            _write(values, at_HD, x_HD, key_H1 - NUM_KV, value_scale, is_value_H1, is_column_1D, SCALES)
+    if (head_first + H > NUM_QUERY) & (slot >= 0):
+        key_H1 = head_H1 - NUM_QUERY
+        at_HD = slot // S * block_stride + slot % S * row_stride + key_H1 * head_stride + column_1D
+        _write(keys, at_HD, turned_HD, key_H1, key_scale, is_key_H1, is_column_1D, SCALES)
+        is_value_H1 = (key_H1 >= NUM_KV) & (key_H1 < 2 * NUM_KV)
+        at_HD -= NUM_KV * head_stride
+        _write(values, at_HD, x_HD, key_H1 - NUM_KV, value_scale, is_value_H1, is_column_1D, SCALES)
 
 
 def _variant(

@@ -9,13 +9,19 @@ Shapes: N tokens of a chunk, S of a step in it, M chunks of a row, rounded up to
 import triton
 import triton.language as tl
 
-from baton.kernels.bounds_triton import num_usable, row_tokens
 from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, REJECT, TYPES, is_kept, masses
 from baton.kernels.noise_triton import uniform
+from baton.kernels.row_triton import num_usable, row_tokens
 from baton.kernels.variant import Variant
 
-RESIDUAL_WARPS = 8
+RESIDUAL_WARPS = 16
 _STEP = tl.constexpr(1024)
+
+
+@triton.jit
+def ratio(above, below):
+    """Of two numbers that are not negative; 0 where the second is 0."""
+    return tl.where(below > 0.0, above / tl.where(below > 0.0, below, 1.0), 0.0)
 
 
 @triton.jit
@@ -87,14 +93,14 @@ def accepted_one_by_one(
 ):  # fmt: skip
     """Drafts that stand if each is judged once all before it stand."""
     accepted = 0
-    for place in tl.static_range(Q - 1):
+    for place in range(Q - 1):
         if (accepted == place) & (place < usable):
             p, q = draft_ratio(
                 logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d,
                 sequence, place, usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M,
             )  # fmt: skip
-            draw = uniform(tl.full([], place, tl.int32), position, choice, tl.full([], 1, tl.int32), seed)
-            accepted += (draw < tl.where(q > 0.0, tl.minimum(p / q, 1.0), 0.0)).to(tl.int32)
+            draw = uniform(place + tl.full([], 0, tl.int32), position, choice, tl.full([], 1, tl.int32), seed)
+            accepted += (draw < tl.minimum(ratio(p, q), 1.0)).to(tl.int32)
     return accepted
 
 
@@ -107,6 +113,7 @@ def residual_kernel(
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
+    """The weight that drafts leave over in each chunk: of the verdict's row, or of every row of a block."""
     sequence, chunk = tl.program_id(0), tl.program_id(1)
     law, temperature = tl.load(law_B + sequence), tl.load(temperature_B + sequence).to(tl.float32)
     if ((law != REJECT) & (law != BLOCK)) | (temperature <= 0.0):
@@ -144,7 +151,7 @@ def residual_kernel(
                 logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d,
                 sequence, place, usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M,
             )  # fmt: skip
-            reach = tl.where(q > 0.0, tl.minimum(reach * p / q, 1.0), 0.0)
+            reach = tl.minimum(ratio(reach * p, q), 1.0)
         place += 1
 
 
@@ -158,18 +165,18 @@ def accepted_as_block(
     reach, reached = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
     accepted = 0
     chunk_M = tl.arange(0, M)
-    for place in tl.static_range(Q - 1):
+    for place in range(Q - 1):
         if place < usable:
             p, q = draft_ratio(
                 logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d,
                 sequence, place, usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M,
             )  # fmt: skip
-            reach = tl.where(q > 0.0, tl.minimum(reach * p / q, 1.0), 0.0)
+            reach = tl.minimum(ratio(reach * p, q), 1.0)
             at_M = left + (sequence * Q + place + 1) * num_chunks + chunk_M
             rest = tl.sum(tl.load(at_M, mask=chunk_M < num_chunks, other=0.0))
             total = rest + (1.0 - reach)
-            chance = tl.where(total > 0.0, rest / total, 1.0)
-            draw = uniform(tl.full([], place, tl.int32), position, choice, tl.full([], 1, tl.int32), seed)
+            chance = tl.where(total > 0.0, ratio(rest, total), 1.0)
+            draw = uniform(place + tl.full([], 0, tl.int32), position, choice, tl.full([], 1, tl.int32), seed)
             accepted = tl.where(draw < chance, place + 1, accepted)
             reached = tl.where(draw < chance, reach, reached)
     return accepted, reached

@@ -73,9 +73,9 @@ def _product(q_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight) -> 
         q_MK.contiguous(),
         weight.values_NK.t(),
         scales_GM.contiguous().t(),
-        functional.ScalingType.BlockWise1x128,  # type: ignore[arg-type]
+        functional.ScalingType.BlockWise1x128,
         weight.scales_BG.t(),
-        functional.ScalingType.BlockWise128x128,  # type: ignore[arg-type]
+        functional.ScalingType.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )
     return out_MN[:num_rows]

@@ -119,6 +119,9 @@ def _silu_mul_kernel(
     is_real = is_column & (place < num_real)
     gate_1NC = tl.load(from_row + column_1NC, mask=is_real, other=0.0)
     up_1NC = tl.load(from_row + I + column_1NC, mask=is_real, other=0.0)
+    if EARLY:
+        # Said twice only to keep the compiler from moving loads behind it, to where their values are used.
+        tl.extra.cuda.gdc_launch_dependents()
     wide_1NC = gate_1NC.to(tl.float32)
     silu_1NC = (wide_1NC / (1.0 + tl.exp(-wide_1NC))).to(gate_1NC.dtype)
     value_1NC = (silu_1NC.to(tl.float32) * up_1NC.to(tl.float32)).to(gate_1NC.dtype)

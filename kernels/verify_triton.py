@@ -8,17 +8,17 @@ import triton
 import triton.language as tl
 
 from baton.kernels import bounds_triton, choose_triton, residual_triton
-from baton.kernels.bounds_triton import num_usable
 from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, FORCE, REJECT, SYNTHETIC, TYPES, choose
 from baton.kernels.noise_triton import uniform
 from baton.kernels.residual_triton import TYPES_DRAWN, accepted_as_block, accepted_one_by_one, pick
+from baton.kernels.row_triton import num_usable
 from baton.kernels.variant import Variant
 
 DECIDE_WARPS = 4
 POST_ROWS = 128
 
 
-def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_len_B) -> None:  # noqa: ANN001
+def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_len_B) -> None:
     """All that verification takes; `drafts` are None where each sequence has one row."""
     num_sequences, num_rows, vocab_size = logits_BQV.shape
     device, count = logits_BQV.device, num_sequences * num_rows
@@ -81,7 +81,7 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
     )  # fmt: skip
 
 
-def launch_after(token_ids_BQ, accepted_len_B, length_B, results) -> None:  # noqa: ANN001
+def launch_after(token_ids_BQ, accepted_len_B, length_B, results) -> None:
     """What `kernels.verify.post_verify` gives, into `results`."""
     num_sequences, num_rows = token_ids_BQ.shape
     _after_kernel[(triton.cdiv(num_sequences, POST_ROWS),)](
@@ -106,6 +106,35 @@ def _made_up(law, forced_len, rates, sequence, position, usable, K: tl.constexpr
             stands = (accepted == place) & (place < usable) & (draw < tl.load(rates + place))
             accepted += stands.to(tl.int32)
     return accepted
+
+
+@triton.jit
+def _own_choice(
+    logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R, values,
+    ids, rates, forced_len, sequence, usable, V, num_chunks,
+    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Drafts that are the target's own choice, or stand because somebody wants it so, and the choice after them."""
+    accepted, last = 0, 0
+    is_made_up = (law == FORCE) | (law == SYNTHETIC)
+    if is_made_up:
+        accepted = _made_up(law, forced_len, rates, sequence, position, usable, Q - 1)
+    place = accepted
+    while place <= usable:
+        row = sequence * Q + place
+        source = -1
+        if EDITED:
+            source = tl.load(edited_row + row)
+        last = choose(
+            logits, row.to(tl.int64) * row_stride, edited, source, seed, choice, position + place, bound_R, last_R,
+            values, ids, row, temperature, V, num_chunks, EDITED, BOUNDED, M,
+        )  # fmt: skip
+        accepted = place
+        goes_on = (place < usable) & (not is_made_up)
+        if goes_on:
+            goes_on = tl.load(drafts + sequence * (Q - 1) + place) == last
+        place = tl.where(goes_on, place + 1, Q)
+    return accepted, last
 
 
 @triton.jit(
@@ -158,24 +187,10 @@ def _decide_kernel(
                 sequence, accepted, usable, reach, warm, draw, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, N,
             )  # fmt: skip
     else:
-        is_made_up = (law == FORCE) | (law == SYNTHETIC)
-        if is_made_up:
-            accepted = _made_up(law, forced_len, rates, sequence, position, usable, Q - 1)
-        place = accepted
-        while place <= usable:
-            row = sequence * Q + place
-            source = -1
-            if EDITED:
-                source = tl.load(edited_row + row)
-            last = choose(
-                logits, row.to(tl.int64) * row_stride, edited, source, seed, choice, position + place, bound_R, last_R,
-                values, ids, row, temperature, V, num_chunks, EDITED, BOUNDED, M,
-            )  # fmt: skip
-            accepted = place
-            goes_on = (place < usable) & (not is_made_up)
-            if goes_on:
-                goes_on = tl.load(drafts + sequence * (Q - 1) + place) == last
-            place = tl.where(goes_on, place + 1, Q)
+        accepted, last = _own_choice(
+            logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R,
+            values, ids, rates, forced_len, sequence, usable, V, num_chunks, Q, EDITED, BOUNDED, M,
+        )  # fmt: skip
     for place in tl.static_range(Q):
         token = tl.where(place == accepted, last, 0)
         if place < Q - 1:

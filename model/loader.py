@@ -92,7 +92,10 @@ def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dty
     """The same with another identity: what KV it makes differs from the unquantized model's."""
     if quantization is Quantization.NONE:
         return config
-    refused = {"--dtype": (dtype, torch.bfloat16), "--numerics": (numerics, Numerics.DEFAULT)}
+    refused: dict[str, tuple[torch.dtype | Numerics, torch.dtype | Numerics]] = {
+        "--dtype": (dtype, torch.bfloat16),
+        "--numerics": (numerics, Numerics.DEFAULT),
+    }
     for option, (value, wanted) in refused.items():
         if value is not wanted:
             message = f"--quantization {quantization.value} goes with {option} {_named(wanted)}, not {_named(value)}"

@@ -89,7 +89,8 @@ class Buffers:
         """Ours."""
         return attention_decode(
             self.query_BQAD, self.key_NHSD, self.value_NHSD, self.block_tables_BM, self.positions_BQ,
-            max_context_len or self.context_len, invariant=invariant, options=options, **self.scales,
+            max_context_len or self.context_len, key_scale=self.scales.get("key_scale"),
+            value_scale=self.scales.get("value_scale"), invariant=invariant, options=options,
         )  # fmt: skip
 
     def run_library(self) -> torch.Tensor:
@@ -190,11 +191,12 @@ _TILES: Mapping[tuple[int, bool], Sequence[tuple[int, int, bool, int, int, int]]
         (64, 0, False, 3, 8, 1), (64, 64, False, 2, 8, 1),
     ),
     (128, True): (
-        (64, 64, False, 3, 4, 2), (64, 64, False, 4, 4, 2), (64, 0, False, 3, 4, 3), (64, 0, False, 4, 4, 3),
-        (64, 0, True, 3, 4, 2),
+        (64, 0, False, 3, 4, 3), (64, 0, False, 4, 4, 2), (64, 0, True, 3, 4, 3), (64, 0, True, 4, 4, 2),
+        (64, 64, False, 3, 4, 2), (128, 0, False, 3, 8, 1),
     ),
     (256, True): (
-        (32, 0, False, 4, 4, 2), (32, 0, False, 3, 4, 2), (64, 0, False, 3, 8, 1), (32, 64, False, 3, 8, 1),
+        (32, 0, False, 3, 4, 3), (32, 0, False, 4, 4, 2), (64, 0, False, 3, 8, 1), (64, 0, True, 3, 8, 1),
+        (64, 0, True, 4, 8, 1), (32, 64, False, 3, 8, 1),
     ),
 }  # fmt: skip
 _LONG = 1 << 20  # positions times sequences times KV heads, from which on a launch is long
@@ -206,12 +208,13 @@ def _candidates(head_dim: int, num_rows: int, is_float8: bool, size: int) -> lis
     found: list[Mapping[str, object]] = []
     for tile, own_rows, swap, stages, warps, each in _TILES[head_dim, is_float8]:
         base = {"tile": tile, "rows": own_rows or rows, "swap": swap, "stages": stages, "warps": warps}
-        for programs in (each, 2 * each) if size < _LONG else (each,):
-            sized = base | {"slots": 132 * programs}
-            if size < _LONG:
-                found += [sized | {"pdl": pdl} for pdl in (False, True)]
-            else:
-                found += [sized | {"max_part_len": length, "pdl": True} for length in (1024, 2048, 4096, 8192)]
+        slots = 132 * each
+        if size < _LONG:
+            found += [base | {"slots": share, "pdl": True} for share in (slots // 2, slots, 2 * slots)]
+            found.append(base | {"slots": slots, "pdl": False})
+        else:
+            lengths = (1024, 2048, 4096, 8192)
+            found += [base | {"slots": slots, "max_part_len": length, "pdl": True} for length in lengths]
     return found
 
 

@@ -170,32 +170,39 @@ def cases() -> list[KernelCase]:
     ]
 
 
-def _option(BM: int, BN: int, overlap: bool, num_warps: int, num_stages: int) -> Mapping[str, object]:
-    return {"BM": BM, "BN": BN, "OVERLAP": overlap, "num_warps": num_warps, "num_stages": num_stages}
+def _option(
+    BM: int, BN: int, num_warps: int, num_stages: int, *, overlap: bool = False, ahead: bool = False
+) -> Mapping[str, object]:
+    stages = {"num_warps": num_warps, "num_stages": num_stages}
+    return {"BM": BM, "BN": BN, "OVERLAP": overlap, "AHEAD": ahead, **stages}
 
 
 # By head size above 128 or not. Registers decide: 64K of them hold one program of 8 warps with an overlapped tile of
 # 128 x 128, or two of 4 warps with 64 x 64, whose turns overlap by themselves but read K and V twice as often.
 _CANDIDATES = {
     False: (
-        _option(128, 128, True, 8, 2),
-        _option(128, 64, True, 8, 2),
-        _option(128, 64, True, 8, 3),
-        _option(128, 128, False, 8, 2),
-        _option(128, 64, False, 8, 2),
-        _option(128, 64, False, 8, 3),
-        _option(64, 64, True, 4, 2),
-        _option(64, 64, True, 4, 3),
-        _option(64, 64, False, 4, 2),
-        _option(64, 64, False, 4, 3),
-        _option(64, 128, False, 4, 2),
+        _option(128, 128, 8, 2, overlap=True),
+        _option(128, 64, 8, 2, overlap=True),
+        _option(128, 64, 8, 3, overlap=True),
+        _option(128, 64, 8, 2, overlap=True, ahead=True),
+        _option(128, 64, 8, 3, overlap=True, ahead=True),
+        _option(128, 64, 8, 4, overlap=True, ahead=True),
+        _option(128, 128, 8, 2),
+        _option(128, 64, 8, 2),
+        _option(128, 64, 8, 3),
+        _option(64, 64, 4, 2, overlap=True),
+        _option(64, 64, 4, 3, overlap=True, ahead=True),
+        _option(64, 64, 4, 2),
+        _option(64, 64, 4, 3),
+        _option(64, 128, 4, 2),
     ),
     True: (
-        _option(128, 64, True, 8, 2),
-        _option(128, 64, False, 8, 2),
-        _option(64, 64, False, 8, 2),
-        _option(64, 64, True, 8, 2),
-        _option(64, 64, False, 4, 2),
+        _option(128, 64, 8, 2, overlap=True),
+        _option(128, 64, 8, 2, overlap=True, ahead=True),
+        _option(128, 64, 8, 2),
+        _option(64, 64, 8, 2),
+        _option(64, 64, 8, 2, overlap=True),
+        _option(64, 64, 4, 2),
     ),
 }
 
@@ -208,10 +215,11 @@ def _prepare_candidate(
 
 def tuning() -> list[TuningPoint]:
     """Each model's heads at a short chunk over a long prefix, and at longer ones."""
-    models = ((32, 8, 128, torch.bfloat16), (32, 4, 128, torch.bfloat16), (16, 2, 256, torch.bfloat16))
+    bf16 = torch.bfloat16
+    models = ((32, 8, 128, bf16), (32, 4, 128, bf16), (16, 2, 256, bf16), (32, 8, 128, _FP8))
     works = [
-        Work(_label(chunks), chunks, *heads, kv_dtype)
-        for *heads, kv_dtype in (*models, (32, 8, 128, _FP8))
+        Work(_label(chunks), chunks, num_heads, num_kv_heads, head_dim, kv_dtype)
+        for num_heads, num_kv_heads, head_dim, kv_dtype in models
         for chunks in _CHUNKS.values()
     ]
     return [

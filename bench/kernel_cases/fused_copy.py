@@ -37,10 +37,11 @@ def _prepare(num_copies: int, num_bytes: int, device: torch.device, num_sets: in
     sets = [_pairs(num_copies, num_bytes, device) for _ in range(num_sets)]
     targets = [[target for target, _ in pairs] for pairs in sets]
     sources = [[source for _, source in pairs] for pairs in sets]
+    foreach = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
     return {
         "ours": [_ours(pairs, device) for pairs in sets],
         "torch": [partial(_one_by_one, pairs) for pairs in sets],
-        "foreach": [partial(torch._foreach_copy_, *both) for both in zip(targets, sources, strict=True)],
+        "foreach": [partial(foreach, *both) for both in zip(targets, sources, strict=True)],
     }
 
 

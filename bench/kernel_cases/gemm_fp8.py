@@ -16,7 +16,7 @@ from baton.bench.kernel_baselines_gemm import BlockScaled, deep_gemm
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
-from baton.kernels.gemm_fp8_plan import SIZES, Plan, SwapAB
+from baton.kernels.gemm_fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB
 from baton.kernels.quantize_fp8 import GROUP_LEN, quantize_fp8
 from baton.kernels.scaled_mm import Library
 
@@ -55,7 +55,7 @@ def _num_bytes(M: int, N: int, K: int) -> int:
 
 def _per_tensor(data: _Set, one: torch.Tensor) -> torch.Tensor:
     weight_KN = data.weight.values_NK.t()
-    return torch._scaled_mm(
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         data.a_MK, weight_KN, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
@@ -121,14 +121,14 @@ def cases() -> list[KernelCase]:
             num_bytes=_num_bytes(M, N, K),
             num_flops=2 * M * N * K,
             flops_dtype="fp8",
-            is_read=M <= 128,
+            is_read=M <= FEW_ROWS,
             set_bytes=N * K,
             prepare=partial(prepare, M, N, K),
             only_gpu=only_gpu,
         )
         for kernel, prepare in (("gemm_fp8", _prepare_gemm), ("linear_fp8", _prepare_linear))
         for M, N, K, only_gpu in sizes
-        if kernel == "gemm_fp8" or M <= 128
+        if kernel == "gemm_fp8" or M <= FEW_ROWS
     ]
 
 
@@ -136,6 +136,7 @@ def cases() -> list[KernelCase]:
 _TILES: Mapping[int, Sequence[Plan]] = {
     16: (
         Plan(BM=16, BN=64, groups=1, stages=6),
+        Plan(BM=16, BN=64, groups=1, stages=6, copied=True),
         Plan(BM=16, BN=64, groups=2, stages=4),
         Plan(BM=16, BN=64, groups=2, stages=4, tma=True),
         Plan(BM=16, BN=64, groups=2, stages=8, tma=True),
@@ -183,14 +184,14 @@ def _with_splits(tile: Plan, size: int, N: int, K: int) -> list[Plan]:
 
 
 def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, object]]:
-    if size > 128:
+    if size > FEW_ROWS:
         return [_LIBRARY, *[tile.row() for tile in _LARGE_TILES]]
     plans = [plan for tile in _TILES[size] for plan in _with_splits(tile, size, N, K)]
     if kernel == "gemm_fp8":
         return [plan.row() for plan in plans] + ([_LIBRARY] if size == 128 else [])
     fused = [{**plan.row(), "fused": True} for plan in plans if size <= 32 and plan.stages * plan.groups < 16]
     apart: list[Mapping[str, object]] = [{**plan.row(), "pdl": True} for plan in plans]
-    return [*fused, *apart[:18], plans[0].row(), *([_LIBRARY] if size == 128 else [])]
+    return [*fused, *apart[:20], plans[0].row(), *([_LIBRARY] if size == 128 else [])]
 
 
 def _prepare_candidate(
@@ -218,7 +219,7 @@ def _library_or_reference(kernel: str, data: _Set) -> torch.Tensor:
 
 
 def tuning() -> list[TuningPoint]:
-    """Each shape at the sizes of both tables; many rows only for an 8B model."""
+    """Each shape at the sizes of both tables; for many rows there is one."""
     return [
         TuningPoint(
             kernel=kernel,
@@ -231,5 +232,5 @@ def tuning() -> list[TuningPoint]:
         for kernel in ("gemm_fp8", "linear_fp8")
         for N, K in SHAPES
         for size in SIZES
-        if size <= 128 or ((N, K) in _LARGE_SHAPES and kernel == "gemm_fp8")
+        if size <= FEW_ROWS or kernel == "gemm_fp8"
     ]

@@ -235,7 +235,7 @@ def _candidates(num_tokens: int, is_fp8: bool) -> list[dict[str, object]]:
         gated = [(128, 4, 3), (128, 8, 3), (128, 4, 5), (128, 8, 5), (128, 4, 2)]
         down = [(128, 4, 3), (128, 4, 4), (64, 4, 4), (64, 4, 5)]
     else:
-        gated = [(64, 4, 3), (64, 4, 4), (64, 4, 6), (32, 4, 6), (128, 8, 3)]
+        gated = [(64, 4, 3), (64, 4, 4), (64, 4, 6), (64, 4, 8), (128, 8, 3)]
         down = [(128, 4, 3), (128, 4, 4), (64, 4, 4), (64, 4, 6)]
     return [asdict(Tiles(length, *one, *other)) for length, one, other in itertools.product(lengths, gated, down)]
 

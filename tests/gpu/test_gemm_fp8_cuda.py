@@ -19,6 +19,7 @@ CLOSE = 5e-3
 PLANS = [
     Plan(),
     Plan(splits=4),
+    Plan(splits=4, copied=True),
     Plan(groups=2, stages=4, splits=2),
     Plan(groups=2, stages=4, splits=3, tma=True),
     Plan(groups=2, stages=8, tma=True),
@@ -27,6 +28,7 @@ PLANS = [
     Plan(BM=64, BN=128, stages=4, warps=8, tma=True),
     Plan(swap=False, BM=64, BN=128, stages=4, splits=4),
     Plan(swap=False, BM=128, BN=128, stages=4, warps=8, tma=True),
+    Plan(splits=4, fused=True, copied=True),
     Plan(splits=4, fused=True),
     Plan(groups=2, stages=4, splits=2, tma=True, fused=True),
     Plan(splits=4, pdl=True),
@@ -74,7 +76,7 @@ def test_products_of_all_numbers_of_rows(N, K, swap_ab):
 
 
 @pytest.mark.parametrize(
-    ("plan", "num_sms"), [(plan, None) for plan in PLANS] + [(PLANS[1], 7), (PLANS[3], 7), (PLANS[10], 7)]
+    ("plan", "num_sms"), [(plan, None) for plan in PLANS] + [(PLANS[1], 7), (PLANS[4], 7), (PLANS[-3], 7)]
 )
 def test_every_form_writes_its_rows_alone_and_the_same_in_one_call(plan, num_sms):
     guards = Guards(device="cuda")

@@ -15,8 +15,9 @@ from baton.tests.kernels.harness import Guards, assert_deterministic, relative_e
 
 FP8 = torch.float8_e4m3fn
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE
-PLAIN = {"BM": 64, "BN": 64, "OVERLAP": False, "num_warps": 4, "num_stages": 2}
+PLAIN = {"BM": 64, "BN": 64, "OVERLAP": False, "AHEAD": False, "num_warps": 4, "num_stages": 2}
 OVERLAPPED = {**PLAIN, "OVERLAP": True}
+AHEAD = {**OVERLAPPED, "AHEAD": True}
 FORMS = [PLAIN, OVERLAPPED]
 
 
@@ -70,10 +71,11 @@ class Sequences:
         )  # fmt: skip
 
     def wanted(self, key_scale=1.0, value_scale=1.0):
-        pieces = self.query.split(self.lens)
+        scale = self.query.shape[2] ** -0.5
+        pieces = zip(self.query.split(self.lens), self.kv, self.lens, self.contexts, strict=True)
         return torch.cat([
-            naive(query, kv[0].double() * key_scale, kv[1].double() * value_scale, context - rows, query.shape[2] ** -0.5)
-            for query, kv, rows, context in zip(pieces, self.kv, self.lens, self.contexts, strict=True)
+            naive(query, kv[0].double() * key_scale, kv[1].double() * value_scale, context - rows, scale)
+            for query, kv, rows, context in pieces
         ])  # fmt: skip
 
 
@@ -174,8 +176,7 @@ class Padded:
         return self.query, self.key, self.value, self.tables, self.starts, self.contexts
 
 
-@pytest.mark.parametrize("options", FORMS)
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("index_dtype", "options"), [(torch.int32, OVERLAPPED), (torch.int64, PLAIN)])
 def test_padding_is_neither_read_nor_written(index_dtype, options):
     sequences, guards = Sequences(MIXED), Guards()
     padded = Padded(sequences, guards, 120, 9, index_dtype)
@@ -219,6 +220,11 @@ def test_a_row_depends_neither_on_chunks_nor_on_the_batch(options):
         )
         assert same_bits(found[30:], wanted[first:last]), rows
         first = last
+
+
+def test_reading_the_table_ahead_changes_no_bit():
+    sequences = Sequences([(30, 400), (65, 64), (3, 20)], heads=(2, 1))
+    assert same_bits(sequences.run(options=AHEAD), sequences.run(options=OVERLAPPED))
 
 
 def test_blocks_may_lie_anywhere_and_be_of_any_size():
@@ -275,7 +281,6 @@ BAD = {
     "key_NHSD": [
         lambda a: a["key_NHSD"].half(),
         lambda a: a["key_NHSD"][..., :8],
-        lambda a: a["key_NHSD"][:, :, :12],
         lambda a: a["key_NHSD"][0],
     ],
     "value_NHSD": [lambda a: a["value_NHSD"].contiguous(), lambda a: a["value_NHSD"][1:]],
@@ -307,6 +312,13 @@ def test_a_bad_argument_is_named(name):
     for spoil in BAD[name]:
         with pytest.raises(KernelArgumentInvalid, match=f"^{name}: "):
             attention_prefill(**{**good, name: spoil(good)}, implementation=TRITON)
+
+
+@pytest.mark.fast
+def test_a_size_that_the_kernel_is_not_made_for_is_refused():
+    for sizes in ({"block_size": 48}, {"block_size": 128}, {"head_dim": 24}):
+        with pytest.raises(KernelArgumentInvalid, match=r"^(key_NHSD: has blocks|query_TAD: has head size)"):
+            Sequences([(3, 5)], **sizes).run()
 
 
 @pytest.mark.fast

@@ -10,7 +10,6 @@ from baton.kernels import fused_copy_triton
 from baton.kernels.fused_copy import RunningCopies, fused_copy
 from baton.kernels.implementation import Implementation
 
-pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
 KINDS = [Implementation.TRITON, Implementation.REFERENCE]
 
@@ -73,6 +72,7 @@ def test_every_pair_of_places_within_a_vector():
             assert torch.equal(target, wanted), (apart, size)
 
 
+@pytest.mark.fast
 def test_other_dtypes_and_shapes():
     sources = [torch.arange(7), torch.randn(3, 5).bfloat16(), torch.randn(2).to(torch.float8_e4m3fn), torch.ones(4) > 0]
     targets = [torch.zeros_like(source) for source in sources]
@@ -82,6 +82,7 @@ def test_other_dtypes_and_shapes():
     assert [pair[1] is source for pair, source in zip(running.pairs, sources, strict=True)] == [True] * 4
 
 
+@pytest.mark.fast
 def test_a_call_holds_its_own_table():
     first = fused_copy([(torch.zeros(3), torch.ones(3))], CPU, implementation=Implementation.TRITON)
     second = fused_copy([(torch.zeros(4), torch.ones(4))], CPU, implementation=Implementation.TRITON)
@@ -96,6 +97,7 @@ class Never:
         return False
 
 
+@pytest.mark.fast
 def test_waiting_has_a_limit():
     running = RunningCopies(((torch.zeros(1), torch.ones(1)),), (), Never())
     assert not running.is_done
@@ -103,6 +105,7 @@ def test_waiting_has_a_limit():
         running.wait(0.01)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_to_copy(kind):
     same = torch.arange(5)
@@ -122,6 +125,7 @@ def test_one_source_may_be_copied_to_many_and_neighbours_may_touch():
 MEMORY = torch.zeros(64, dtype=torch.uint8)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("pairs", "message"),

@@ -77,12 +77,13 @@ PLANS = [
     Plan(BM=16, BN=64),
     Plan(BM=16, BN=128, splits=3),
     Plan(BM=32, BN=64, groups=2, stages=3, splits=2),
-    Plan(BM=16, BN=64, splits=5, tma=True),
+    Plan(BM=16, BN=64, splits=5, tma=True, copied=True),
     Plan(BM=64, BN=128, groups=2, tma=True),
     Plan(swap=False, BM=16, BN=128, splits=4),
-    Plan(swap=False, BM=32, BN=64, tma=True, groups=3),
+    Plan(swap=False, BM=32, BN=64, tma=True, groups=2, copied=True),
     Plan(BM=16, BN=64, fused=True, splits=2),
-    Plan(BM=16, BN=128, fused=True, tma=True),
+    Plan(BM=16, BN=128, fused=True, tma=True, groups=2),
+    Plan(BM=16, BN=128, fused=True, copied=True, groups=2, splits=2),
     Plan(BM=16, BN=64, pdl=True, splits=6),
 ]
 
@@ -236,6 +237,10 @@ def test_the_table_decides_and_may_name_the_library(monkeypatch):
     assert chosen(17, SwapAB.ON) == rule(17, 512, 256, swap=True)
     assert chosen(9, SwapAB.OFF) == rule(9, 512, 256, swap=False)
     assert chosen(9, table="linear_fp8") == rule(9, 512, 256, swap=True)
+    assert chosen(500, table="linear_fp8") is None, "of many rows there is one table"
+    rows["gemm_fp8"]["512x256"]["64"] = Plan(BM=64, BN=128).row()
+    assert chosen(100) == Plan(BM=64, BN=128)
+    assert chosen(500) is None, "what was tuned for few rows says nothing of many"
 
 
 @pytest.mark.fast

@@ -68,7 +68,7 @@ def test_the_kernel_is_the_reference_for_any_number_of_tokens(kind, num_tokens, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_drawn_shapes(kind, seed, guarded_empty):  # noqa: F811
     draw = Draw(100 + seed)
     num_experts = draw.choice(1, 2, 5, 9)
@@ -102,13 +102,13 @@ def test_other_tiles_give_the_same(kind, block_len, guarded_empty):  # noqa: F81
 def test_a_token_depends_on_itself_alone(kind):
     draw = Draw(7)
     weights = draw.weights(3, *SIZES[kind], kind)
-    inputs = batch(draw, 40, 3, 2, SIZES[kind][1])
+    inputs = batch(draw, 21, 3, 2, SIZES[kind][1])
     options = {"invariant": True, "implementation": TRITON}
     whole_TD = experts_grouped(*inputs, weights, **options)
-    order_T = torch.randperm(40, generator=draw.generator)
+    order_T = torch.randperm(21, generator=draw.generator)
     mixed_TD = experts_grouped(*[tensor[order_T] for tensor in inputs], weights, **options)
     assert same_bits(mixed_TD, whole_TD[order_T])
-    for first, last in ((0, 1), (5, 8), (39, 40)):
+    for first, last in ((0, 1), (5, 8), (20, 21)):
         part_TD = experts_grouped(*[tensor[first:last] for tensor in inputs], weights, **options)
         assert same_bits(part_TD, whole_TD[first:last])
 
@@ -238,3 +238,11 @@ def test_scales_of_another_shape_are_named(name):
     weights = Fp8ExpertWeights(**{**fields, name: torch.zeros(2, 3, 1)})
     with pytest.raises(KernelArgumentInvalid, match=f"^weights.{name}: "):
         experts_grouped(torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 1), torch.zeros(1, 1).long(), weights)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("tiles", [Tiles(16, 64, 4, 3, 128, 4, 3), Tiles(16, 128, 4, 3, 256, 4, 3)])
+def test_tiles_that_cut_groups_are_refused(tiles):
+    inputs = torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 1), torch.zeros(1, 1).long()
+    with pytest.raises(KernelArgumentInvalid, match=r"^tiles: "):
+        experts_grouped(*inputs, GOOD_FP8, tiles=tiles, implementation=TRITON)

@@ -165,3 +165,10 @@ def test_bad_arguments_are_named(argument, change):
     arguments = {"a_EMK": A, "masked_m_E": torch.zeros(2).int(), "b_ENK": B, "b_scale": torch.zeros(2, 1, 1)}
     with pytest.raises(KernelArgumentInvalid, match=f"^{argument}: "):
         moe_gemm_masked(**{**arguments, **change})
+
+
+@pytest.mark.fast
+def test_tiles_that_cut_groups_are_refused():
+    options = {"tiles": MaskedTiles(16, 256, 4, 3, 1), "implementation": TRITON}
+    with pytest.raises(KernelArgumentInvalid, match=r"^tiles: "):
+        moe_gemm_masked(A, torch.ones(2).int(), B, b_scale=torch.zeros(2, 1, 1), **options)

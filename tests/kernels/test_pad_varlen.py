@@ -10,7 +10,6 @@ from baton.kernels.implementation import Implementation
 from baton.kernels.pad_varlen import VarlenMetadata, pad_varlen
 from baton.tests.kernels.harness import Guards, same_bits, strided
 
-pytestmark = pytest.mark.fast
 KINDS = [Implementation.TRITON, Implementation.REFERENCE]
 NAMES = [field.name for field in fields(VarlenMetadata)]
 
@@ -75,6 +74,7 @@ def test_rules(kind, dtypes, lens, prefixes, num_entries, sizes):
     assert graph.slots.tolist() == batch.slots.tolist() + [-1] * (sizes[2] - t)
 
 
+@pytest.mark.fast
 def test_a_smaller_batch_after_a_larger_one_leaves_nothing_of_it():
     guards = Guards()
     graph, fresh = room(guards, 6, 9, 30), room(guards, 6, 9, 30)
@@ -97,6 +97,7 @@ def test_table_rows_may_be_strided():
     assert wide[:, 7:].eq(-7).all()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("argument", "change"),
     [

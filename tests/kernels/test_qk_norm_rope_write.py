@@ -89,7 +89,6 @@ def assert_close(found, wanted):
         assert ((found != wanted) & ~found.isnan()).float().mean() < 0.01
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     "options",
     [
@@ -175,7 +174,6 @@ def test_what_a_token_is_divided_into_is_decided_by_the_shape():
         assert in_triton.rule(head_dim)["heads"] >= 4
 
 
-@pytest.mark.fast
 def test_only_the_slots_are_written_and_each_once():
     case = Case(6, (4, 2, 32))
     case.slots_T[3] = -1
@@ -191,7 +189,6 @@ def test_only_the_slots_are_written_and_each_once():
     assert not query_THD.isnan().any()
 
 
-@pytest.mark.fast
 def test_strides_and_two_runs():
     case = Case(5, (4, 2, 32), mode="position")
     wanted_THD, wanted = case.compute(TRITON)
@@ -202,7 +199,6 @@ def test_strides_and_two_runs():
     assert same_bits(found, wanted)
 
 
-@pytest.mark.fast
 def test_gates_stay_and_garbage_of_padding_rows_stays_there():
     case = Case(4, (2, 1, 32), gated=True)
     poison(case.qkv_TX[2])

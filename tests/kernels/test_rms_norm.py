@@ -49,7 +49,6 @@ def assert_close(found, wanted, dtype=torch.bfloat16):
         assert (found != wanted).float().mean() < 0.01
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("form", FORMS)
 def test_triton_is_as_the_reference(form):
     for num_rows, length in ((1, 64), (3, 128), (2, 384), (5, 2048)):
@@ -144,7 +143,6 @@ def test_float8_groups_against_their_definition():
     assert found_TK.float().isnan().sum() == 1
 
 
-@pytest.mark.fast
 def test_strides_guards_and_two_runs():
     x_TD, weight_D, eps, named = arguments(7, 256, {"residual": True, "gate": True})
     wanted = rms_norm_fused(x_TD, weight_D, eps, **named, implementation=Implementation.TRITON)
@@ -163,7 +161,6 @@ def test_strides_guards_and_two_runs():
     assert same_bits(sum_TD, wanted.sum_TD)
 
 
-@pytest.mark.fast
 def test_nothing_is_written_beyond_the_rows():
     guards = Guards()
     x_TD, weight_D = guards.copy(values(3, 192)), guards.copy(values(192, seed=1))
@@ -177,7 +174,6 @@ def test_nothing_is_written_beyond_the_rows():
     assert scale.isnan().all()
 
 
-@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # NumPy's, in the interpreter
 def test_no_rows_and_nan():
     assert both(*arguments(0, 128, {"residual": True}))[0].rows.shape == (0, 128)

@@ -48,7 +48,6 @@ def router(name, draw, num_experts):
     return options
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_each_router_is_the_formula(name, implementation, guarded_empty):  # noqa: F811

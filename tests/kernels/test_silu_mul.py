@@ -35,7 +35,6 @@ def test_triton_is_as_the_reference():
         assert same_bits(wanted, silu_mul(gate_up_TJ))
 
 
-@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:overflow")  # NumPy's, in the interpreter
 def test_the_formula_in_float32():
     gate_up_TJ = values(6, 512, dtype=torch.float32) * 20  # where the exponential overflows and vanishes, too
@@ -110,7 +109,6 @@ def test_rows_that_an_expert_lacks_are_neither_read_nor_written(quantize, dtype)
             assert scale_EGM.isnan().all()
 
 
-@pytest.mark.fast
 def test_strides_guards_and_two_runs():
     plain_TJ = values(5, 600)
     wanted = silu_mul_fused(plain_TJ, implementation=TRITON).rows

@@ -1,0 +1,69 @@
+"""Log-probabilities of chosen tokens and of the likeliest ones, from raw logits, without sorting.
+
+Two launches: chunks of rows give their sums of exponentials, their likeliest tokens and how many logits are larger than
+the chosen one's; then one program for each row puts them together. Only what is reported leaves the device, packed as
+`engine.logprobs` does: all ids and ranks are exact in float64.
+
+Legend: N rows, V vocabulary, K likeliest tokens, X = 2 (K + 1) + 1 numbers: log-probabilities, ids, rank; the chosen
+token's first.
+"""
+
+from typing import Final
+
+import torch
+
+from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.choice import INTS, LOGITS
+from baton.kernels.implementation import Implementation, uses_triton
+
+MAX_TOP: Final = 32
+
+
+def logprobs_topk(
+    logits_NV: torch.Tensor,
+    token_ids_N: torch.Tensor,
+    num_top: int,
+    *,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """Packed [N, X], float64; equals are ordered by id, the lower first, and the rank is 1 + those that are larger.
+
+    A chosen token's log-probability is finite whatever its logit: at least float32's lowest.
+
+    Args:
+        logits_NV: bfloat16 or float32, raw.
+        token_ids_N: int32 or int64, chosen.
+        num_top: K, at most `MAX_TOP`; more than V are V.
+        implementation: which form computes.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit; the message names it.
+    """
+    require_tensor("logits_NV", logits_NV, (None, None), LOGITS)
+    require_rows("logits_NV", logits_NV)
+    num_rows, vocab_size = logits_NV.shape
+    require(0 < vocab_size < 1 << 30, "logits_NV", "has no token, or 2^30 and more")
+    require_tensor("token_ids_N", token_ids_N, (num_rows,), INTS, logits_NV.device)
+    require(num_rows <= 1 or token_ids_N.stride(0) == 1, "token_ids_N", "must be contiguous")
+    require(0 <= num_top <= MAX_TOP, "num_top", f"is {num_top}, not 0 to {MAX_TOP}")
+    num_top = min(num_top, vocab_size)
+    if not uses_triton(logits_NV.device, implementation):
+        return logprobs_reference(logits_NV, token_ids_N, num_top)
+    packed_NX = torch.empty(num_rows, 2 * (num_top + 1) + 1, dtype=torch.float64, device=logits_NV.device)
+    if num_rows:
+        from baton.kernels.logprobs_triton import launch
+
+        launch(logits_NV, token_ids_N, num_top, packed_NX)
+    return packed_NX
+
+
+def logprobs_reference(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_top: int) -> torch.Tensor:
+    """The same by a stable sort, in float32 and float64."""
+    logits_NV = logits_NV.float()
+    token_N1 = token_ids_N.long()[:, None]
+    rank_N1 = 1 + (logits_NV > logits_NV.gather(1, token_N1)).sum(dim=1, keepdim=True)
+    top_NK = logits_NV.sort(dim=1, descending=True, stable=True).indices[:, :num_top]
+    ids_NX = torch.cat([token_N1, top_NK], dim=1)
+    logprobs_NX = logits_NV.gather(1, ids_NX).double() - logits_NV.double().logsumexp(dim=1, keepdim=True)
+    lowest = torch.finfo(torch.float32).min
+    return torch.cat([logprobs_NX.clamp(min=lowest), ids_NX.double(), rank_N1.double()], dim=1)
