@@ -85,6 +85,8 @@ def run_trial(task: TrialTask, step: Step) -> Trial:
         trial.is_broken = not is_alive(device)
         if trial.is_broken:
             raise Broken(trial) from error
+    if device.type == "cuda" and not task.is_timed:
+        torch.cuda.empty_cache()  # others compile on this device, too
     return trial
 
 

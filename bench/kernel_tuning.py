@@ -6,6 +6,7 @@ best few are timed again, so that no luck is committed. It writes the table afte
 """
 
 import json
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ TOLERANCE = 0.02  # relative difference of two candidates' results
 _COMPILE_SHARE = 0.55  # of the time, at most
 _FINALISTS = 4
 _FINALIST_MS = 1.04  # times the best
+_FULL = "OutOfMemoryError"
 _MEASURED_MS = {"cuda": 8.0, "cpu": 0.5}
 
 Table = dict[str, dict[str, dict[str, dict[str, Any]]]]
@@ -75,7 +77,9 @@ class Point:
         rows: list[dict[str, Any]] = [
             {"options": dict(self.point.candidates[index]), "ms": float(f"{self.ms(index):.4g}")} for index in timed
         ]
-        rows += [{"options": dict(self.point.candidates[index]), "why": why} for index, why in self.dropped.items()]
+        rows += [
+            {"options": dict(self.point.candidates[index]), "why": why} for index, why in sorted(self.dropped.items())
+        ]
         return {"kernel": self.point.kernel, "shape": self.point.shape, "size": self.point.size, "candidates": rows}
 
 
@@ -122,6 +126,7 @@ class _Run:
     def compile(self) -> None:
         """Run every candidate once, in many processes; those that fail or spill are dropped."""
         wanted = [(point, index) for point in self._points for index in range(len(point.point.candidates))]
+        random.Random(0).shuffle(wanted)  # neighbours need much memory, and the same code, at the same time
         tasks = [self._task(point, index, is_timed=False) for point, index in wanted]
         self._note(f"{len(self._points)} points, {len(tasks)} candidates")
         if self._options.device == "cuda":
@@ -131,6 +136,8 @@ class _Run:
         else:
             outcomes = [self._child.do(task, self._options.trial_limit_s) for task in tasks]
         for (point, index), outcome in zip(wanted, outcomes, strict=True):
+            if isinstance(outcome, Trial) and outcome.failure.get("error") == _FULL:
+                continue  # of memory that many shared: it has all of it when it is timed
             if why := _why_dropped(outcome):
                 point.dropped[index] = why
         num_good = len(tasks) - sum(len(point.dropped) for point in self._points)

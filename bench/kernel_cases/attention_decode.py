@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from baton.bench.kernel_baselines_attention import PagedAttention, fa3, vllm_attention
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import attention
 from baton.kernels.attention_decode import attention_decode
@@ -75,6 +76,7 @@ class Buffers:
     block_tables_BM: torch.Tensor
     positions_BQ: torch.Tensor
     context_len: int
+    lengths: Sequence[int]
     scales: Mapping[str, torch.Tensor]
 
     def run(
@@ -95,6 +97,18 @@ class Buffers:
         """Gathered, masked, and torch's attention."""
         return attention.attention_decode(
             self.query_BQAD, self.key_NHSD, self.value_NHSD, self.block_tables_BM, self.positions_BQ, self.context_len
+        )
+
+    def for_others(self) -> PagedAttention:
+        """What other kernels make their own buffers of."""
+        return PagedAttention(
+            query_THD=self.query_BQAD.flatten(0, 1),
+            key_NHSD=self.key_NHSD,
+            value_NHSD=self.value_NHSD,
+            block_table=self.block_tables_BM,
+            q_lens=[self.query_BQAD.shape[1]] * len(self.lengths),
+            kv_lens=self.lengths,
+            scale=self.query_BQAD.shape[3] ** -0.5,
         )
 
 
@@ -119,6 +133,7 @@ def make(shape: Shape, device: torch.device) -> Buffers:
         block_tables_BM=torch.randperm(total, device=device).view(shape.num_sequences, num_blocks),
         positions_BQ=ends_B1 - shape.num_queries + torch.arange(shape.num_queries, device=device),
         context_len=shape.context_len,
+        lengths=shape.lengths,
         scales={name: torch.ones(shape.num_kv_heads, device=device) for name in names},
     )
 
@@ -131,7 +146,8 @@ def _prepare(shape: Shape, device: torch.device, num_sets: int) -> Systems:
     }
     if not shape.is_float8 and shape.kv_bytes <= _TORCH_MAX_BYTES:
         systems["torch"] = [buffers.run_library for buffers in sets]
-    return systems
+    others = [buffers.for_others() for buffers in sets] if device.type == "cuda" else []
+    return systems | fa3(others) | vllm_attention(others)
 
 
 def _shapes() -> list[Shape]:

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import torch
 
+from baton.bench.kernel_baselines_attention import PagedAttention, fa3, vllm_attention
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import attention
 from baton.kernels.attention_prefill import NAME, attention_prefill, shape_of
@@ -104,6 +105,18 @@ class Batch:
             attention.attention_prefill, self.query_TAD, self.key_NHSD, self.value_NHSD, self.tables_BM, *lens
         )
 
+    def for_others(self) -> PagedAttention:
+        """What other kernels make their own buffers of."""
+        return PagedAttention(
+            query_THD=self.query_TAD,
+            key_NHSD=self.key_NHSD,
+            value_NHSD=self.value_NHSD,
+            block_table=self.tables_BM,
+            q_lens=self.query_lens,
+            kv_lens=self.context_lens,
+            scale=self.query_TAD.shape[2] ** -0.5,
+        )
+
 
 _MIXED = ((2048, 0), (1, 3000), (1024, 4096), (300, 8192), (16, 16384), (777, 1234), (128, 12000), (2048, 6000))
 _LARGE = 8192, 2048, 512
@@ -136,7 +149,8 @@ def _prepare(work: Work, device: torch.device, num_sets: int) -> Systems:
     }
     if work.kv_dtype != _FP8:
         systems["torch"] = [batch.torch() for batch in batches]
-    return systems
+    others = [batch.for_others() for batch in batches] if device.type == "cuda" else []
+    return systems | fa3(others) | vllm_attention(others)
 
 
 def cases() -> list[KernelCase]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from baton.bench.kernel_baselines_gemm import BlockScaled, deep_gemm
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
@@ -59,6 +60,16 @@ def _per_tensor(data: _Set, one: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _for_others(data: _Set) -> BlockScaled:
+    num_rows = len(data.a_MK)
+    return BlockScaled(
+        rows_MK=data.a_MK,
+        row_scales=data.scales_GM[:, :num_rows].t(),
+        weights_NK=data.weight.values_NK,
+        weight_scales=data.weight.scales_BG,
+    )
+
+
 def _library(sets: Sequence[_Set]) -> dict[str, list[Call]]:
     """The library's products, as far as this device and version have them."""
     if sets[0].a_MK.device.type != "cuda":
@@ -84,6 +95,7 @@ def _prepare_gemm(M: int, N: int, K: int, device: torch.device, num_sets: int) -
         "swap_off": ours(swap_ab=SwapAB.OFF),
         "invariant": ours(invariant=True),
         **_library(sets),
+        **deep_gemm([_for_others(data) for data in sets]),
         "bf16": [partial(functional.linear, data.x_MK, wide_NK) for data, wide_NK in zip(sets, wide, strict=True)],
     }
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from baton.bench.kernel_baselines_gemm import BlockScaled, Experts, deep_gemm_masked, vllm_moe
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import moe_gemm, moe_gemm_masked
 from baton.kernels.inner_sum import ALONE
@@ -100,8 +101,10 @@ def _masked_mixture(
 def _prepare(shape: Shape, num_tokens: int, is_fp8: bool, device: torch.device, num_sets: int) -> Systems:
     systems: dict[str, list[Call]] = {"ours": [], "invariant": [], "masked" if is_fp8 else "torch": []}
     weights = _weights(shape, is_fp8, device)  # sets differ by the experts that they hit
+    others: list[Experts] = []
     for seed in range(num_sets):
         x_TD, weight_TK, expert_TK = _inputs(shape, num_tokens, device, seed)
+        others.append(_for_others(x_TD, weight_TK, expert_TK, weights))
         systems["ours"].append(partial(experts_grouped, x_TD, weight_TK, expert_TK, weights))
         systems["invariant"].append(partial(experts_grouped, x_TD, weight_TK, expert_TK, weights, invariant=True))
         if isinstance(weights, Fp8ExpertWeights):
@@ -113,7 +116,22 @@ def _prepare(shape: Shape, num_tokens: int, is_fp8: bool, device: torch.device, 
         else:
             # What a captured step computes without these kernels: every expert on every row.
             systems["torch"].append(partial(experts, x_TD, weight_TK, expert_TK, weights, False, ALONE))
-    return systems
+    return systems | (vllm_moe(others) if device.type == "cuda" else {})
+
+
+def _for_others(
+    x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights | Fp8ExpertWeights
+) -> Experts:
+    scales = (weights.gate_up_scale, weights.down_scale) if isinstance(weights, Fp8ExpertWeights) else (None, None)
+    return Experts(
+        rows_MK=x_TD,
+        gate_up_ENK=weights.gate_up_EJD,
+        gate_up_scales=scales[0],
+        down_EKI=weights.down_EDI,
+        down_scales=scales[1],
+        weights=weight_TK,
+        experts=expert_TK.int(),
+    )
 
 
 def _case(shape: Shape, num_tokens: int, is_fp8: bool) -> KernelCase:
@@ -151,6 +169,7 @@ def _prepare_masked(
     shape_ENK: tuple[int, int, int], num_rows: int, device: torch.device, num_sets: int
 ) -> dict[str, list[Call]]:
     systems: dict[str, list[Call]] = {name: [] for name in ("ours", "swap_off", "with_quantization", "invariant")}
+    others: list[BlockScaled] = []
     for _ in range(num_sets):
         a_EMK, masked_m_E, b_ENK, b_scale = _masked_inputs(shape_ENK, num_rows, device)
         values, a_scale = _quantized(a_EMK)
@@ -160,7 +179,28 @@ def _prepare_masked(
         systems["ours"].append(product)
         systems["swap_off"].append(partial(product, swap_ab=False))
         systems["invariant"].append(partial(product, invariant=True))
-    return systems
+        others.append(_masked_for_others(values, a_scale.transpose(1, 2), b_ENK, b_scale, masked_m_E))
+    return systems | deep_gemm_masked(others, num_rows)
+
+
+def _masked_for_others(
+    values_EMK: torch.Tensor,
+    scale_EMG: torch.Tensor,
+    b_ENK: torch.Tensor,
+    b_scale: torch.Tensor,
+    masked_m_E: torch.Tensor,
+) -> BlockScaled:
+    """With room for 128 rows of each expert, as those who exchange rows have it: tiles may be that high."""
+    num_experts, num_rows, _ = values_EMK.shape
+    padded = [
+        torch.zeros(num_experts, max(128, num_rows), part.shape[2], dtype=part.dtype, device=part.device)
+        for part in (values_EMK, scale_EMG)
+    ]
+    for whole, part in zip(padded, (values_EMK, scale_EMG), strict=True):
+        whole[:, :num_rows].copy_(part)
+    return BlockScaled(
+        rows_MK=padded[0], row_scales=padded[1], weights_NK=b_ENK, weight_scales=b_scale, num_rows_E=masked_m_E
+    )
 
 
 def _masked_case(shape_ENK: tuple[int, int, int], num_rows: int, only_gpu: bool = True) -> KernelCase:

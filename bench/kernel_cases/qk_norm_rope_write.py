@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from baton.bench.kept_result import kept
+from baton.bench.kernel_baselines import torch_compiled
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import qk_norm_rope_write_triton as in_triton
 from baton.kernels.kv_write import kv_write
@@ -102,22 +104,35 @@ class _Set:
             early=early,
         )
 
-    def by_torch(self) -> torch.Tensor:
-        """As models do it today: some 20 launches."""
-        num_query, num_kv = self.shape.num_query, self.shape.num_kv
+    def for_torch(self) -> tuple[Any, ...]:
+        """Arguments of `_by_torch`."""
         heads_TXD = self.qkv_TX.unflatten(1, (-1, self.shape.head_dim))
-        query_THD, key_THD, value_THD = heads_TXD.split([num_query, num_kv, num_kv], dim=1)
-        query_THD = rope(rms_norm(query_THD, self.weight_D, _EPS), *self.tables)
-        key_THD = rope(rms_norm(key_THD, self.weight_D, _EPS), *self.tables)
-        kv_write(key_THD, value_THD, self.slots_T, *self.layer)
-        return query_THD
+        return heads_TXD, self.weight_D, self.tables, self.slots_T, self.layer, self.shape.num_query, self.shape.num_kv
+
+
+def _by_torch(
+    heads_TXD: torch.Tensor,
+    weight_D: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    slots_T: torch.Tensor,
+    layer: tuple[torch.Tensor, torch.Tensor],
+    num_query: int,
+    num_kv: int,
+) -> torch.Tensor:
+    """As models do it without the kernel: some 20 launches."""
+    query_THD, key_THD, value_THD = heads_TXD.split([num_query, num_kv, num_kv], dim=1)
+    query_THD = rope(rms_norm(query_THD, weight_D, _EPS), *tables)
+    key_THD = rope(rms_norm(key_THD, weight_D, _EPS), *tables)
+    kv_write(key_THD, value_THD, slots_T, *layer)
+    return query_THD
 
 
 def _prepare(shape: Shape, num_tokens: int, device: torch.device, num_sets: int) -> Systems:
     sets = [_Set(shape, num_tokens, device) for _ in range(num_sets)]
     systems = {"ours": [kept(one.ours) for one in sets]}
     if not shape.is_fp8 and not shape.gated:
-        systems["torch"] = [kept(one.by_torch) for one in sets]
+        systems["torch"] = [kept(partial(_by_torch, *one.for_torch())) for one in sets]
+        systems |= torch_compiled(_by_torch, [one.for_torch() for one in sets])
     if device.type == "cuda":
         systems["late"] = [kept(partial(one.launch, None, False)) for one in sets]
     return systems

@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 
+from baton.bench.kernel_baselines import torch_compiled
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.quantize_fp8 import GROUP_LEN, quantize_fp8, quantize_fp8_reference
 from baton.kernels.quantize_fp8_triton import SIZES, launch
@@ -27,6 +28,7 @@ def _prepare(num_rows: int, K: int, device: torch.device, num_sets: int) -> Syst
         "ours": [partial(quantize_fp8, x_TK) for x_TK in inputs],
         "ue8m0": [partial(quantize_fp8, x_TK, ue8m0=True) for x_TK in inputs],
         "torch": [partial(quantize_fp8_reference, x_TK) for x_TK in inputs],
+        **torch_compiled(quantize_fp8_reference, [(x_TK,) for x_TK in inputs]),
     }
 
 

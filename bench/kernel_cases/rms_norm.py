@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from baton.bench.kept_result import kept
+from baton.bench.kernel_baselines import torch_compiled
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import rms_norm_triton
 from baton.kernels.fp8_groups import GROUP_LEN, quantize_groups
@@ -59,6 +60,7 @@ def _prepare(form: str, num_rows: int, length: int, device: torch.device, num_se
     systems = {
         "ours": [_ours(form, inputs) for inputs in sets],
         "torch": [kept(partial(_by_torch, form, *inputs)) for inputs in sets],
+        **torch_compiled(_by_torch, [(form, *inputs) for inputs in sets]),
     }
     if device.type == "cuda":
         systems["late"] = [_launch(form, inputs, early=False) for inputs in sets]

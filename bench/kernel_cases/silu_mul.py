@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from baton.bench.kept_result import kept
+from baton.bench.kernel_baselines import torch_compiled
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import silu_mul_triton
 from baton.kernels.fp8_groups import GROUP_LEN, quantize_groups
@@ -35,6 +36,7 @@ def _prepare(num_rows: int, length: int, quantize: bool, device: torch.device, n
     systems = {
         "ours": [kept(partial(silu_mul_fused, gate_up_TJ, quantize=quantize)) for gate_up_TJ in sets],
         "torch": [kept(partial(_by_torch, gate_up_TJ, quantize)) for gate_up_TJ in sets],
+        **torch_compiled(_by_torch, [(gate_up_TJ, quantize) for gate_up_TJ in sets]),
     }
     if device.type == "cuda":
         launch = partial(silu_mul_triton.launch, num_rows_E=None, num_padded=None, quantize=quantize, early=False)

@@ -130,6 +130,20 @@ def test_a_candidate_that_hangs_or_kills_is_dropped(given, tmp_path, monkeypatch
     assert [row["why"] for row in data["points"][0]["candidates"][1:]] == ["hangs", "ends its process with -11"]
 
 
+def test_a_candidate_that_found_no_memory_beside_the_others_is_timed(given, tmp_path, monkeypatch):
+    run = kernel_trial._run
+
+    def crowded(task, at, device, trial):
+        if not task.is_timed:
+            raise torch.OutOfMemoryError("16 processes share it")
+        run(task, at, device, trial)
+
+    monkeypatch.setattr(kernel_trial, "_run", crowded)
+    given(point("slow", "fast"))
+    table, _ = tuned(tmp_path)
+    assert table["gemm"]["8x8"]["4"] == {"kind": "fast"}
+
+
 def test_a_point_without_a_good_candidate_keeps_its_old_row(given, tmp_path):
     given(point("raises"), point("nan", size=9))
     table, data = tuned(tmp_path, {"gemm": {"8x8": {"4": {"kind": "old"}}}})
