@@ -179,7 +179,7 @@ def _variant(name: str, length: int, *, early: bool = True, **flags: bool) -> Va
         aligned=(*pointers, "out", "scale", "x_stride", "residual_stride", "gate_stride"),
         num_warps=chosen["num_warps"],
         max_registers=128,
-        max_shared_bytes=4096,
+        max_shared_bytes=8192,
         on_amd=not early,
     )
 

@@ -19,7 +19,7 @@ from baton.tests.e2e.test_same_tokens import SAMPLED, WHOLE, cell_id, disaggrega
 NEAR_TIE = 1e-4
 CELLS = [
     ("greedy", 2, 48, "2P1D"),
-    ("coupled", 2, WHOLE, "1P2D"),
+    pytest.param(("coupled", 2, WHOLE, "1P2D"), marks=pytest.mark.slow),
     pytest.param(("coupled", 4, 16, "1P2D"), marks=pytest.mark.slow),
 ]
 

@@ -157,7 +157,10 @@ def test_a_json_schema(served, compact):
     assert text_of(word) in ("yes", "no.", "a|b")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tree"}}])
+NAMED_TOOL = {"type": "function", "function": {"name": "tree"}}
+
+
+@pytest.mark.parametrize("choice", [pytest.param("required", marks=pytest.mark.slow), NAMED_TOOL])
 def test_a_forced_call_is_valid_even_from_a_tiny_model(served, compact, choice):
     more = {"tools": TOOLS, "tool_choice": choice, "logit_bias": compact, "max_tokens": 400}
     names = set()

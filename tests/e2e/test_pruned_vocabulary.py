@@ -71,6 +71,7 @@ def test_greedy_requests_are_the_same_under_rejection(load_tiny, pruned, tokeniz
     assert got == wanted
 
 
+@pytest.mark.slow
 def test_rates_that_are_asked_for_are_met_with_the_model(load_tiny, tokenizer):
     verification = VerificationConfig.synthetic(0.8, 0.7, 0.6)
     _, acceptance = run(load_tiny(), tokenizer, sampled=False, verification=verification, max_tokens=200)

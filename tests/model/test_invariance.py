@@ -17,12 +17,13 @@ SHAPES = {
     # Wide enough that MKL splits rows and inner sizes between threads.
     "moe, wide": {"kind": "qwen3_moe", "hidden_size": 640, "head_dim": 64, "num_heads": 8, "vocab_size": 1000},
 }
+MARKS = {("moe, group 2", torch.float32): pytest.mark.fast, ("moe, wide", torch.float64): pytest.mark.slow}
 CASES = [
     pytest.param(
         name,
         dtype,
         id=f"{name}, {dtype}",
-        marks=[pytest.mark.fast] if (name, dtype) == ("moe, group 2", DTYPES[0]) else [],
+        marks=MARKS.get((name, dtype), ()),
     )
     for name in SHAPES
     for dtype in DTYPES
