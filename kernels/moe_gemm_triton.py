@@ -289,7 +289,7 @@ def variants() -> list[Variant]:
             "types": types,
             "contains": ("QGMMA" if is_fp8 else "HGMMA", "LDGSTS"),
             "lacks": ("HMMA",),
-            "max_registers": 128 if tiles.block_len < 64 else 255,
+            "max_registers": 144 if tiles.block_len < 64 else 255,
             "on_amd": not is_fp8,  # gfx942 has another float8
         }
         name = f"{kind} {num_experts}x{inner_size}x2048 rows={num_rows}"

@@ -6,21 +6,17 @@ masses of top-p as whole numbers, chances in float64.
 Legend: B sequences, K drafts, Q = K + 1 rows, V vocabulary.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from baton.kernels import noise
 from baton.kernels.choice import MIN_TEMPERATURE, ChoiceRows, EditedRows, Law
-
-if TYPE_CHECKING:
-    from baton.kernels.verify import DraftRows
+from baton.kernels.draft_rows import DraftRows
 
 
 def verify_reference(
     logits_BQV: torch.Tensor,
     rows: ChoiceRows,
-    drafts: "DraftRows | None",
+    drafts: DraftRows | None,
     edited: EditedRows | None,
     counts_Q: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +45,7 @@ class _Sequence:
         sequence: int,
         logits_BQV: torch.Tensor,
         rows: ChoiceRows,
-        drafts: "DraftRows | None",
+        drafts: DraftRows | None,
         edited: EditedRows | None,
     ) -> None:
         self._sequence, self._logits_BQV, self._rows, self._all, self._edited = (

@@ -14,7 +14,7 @@ from baton.kernels.residual_triton import TYPES_DRAWN, accepted_as_block, accept
 from baton.kernels.row_triton import num_usable
 from baton.kernels.variant import Variant
 
-DECIDE_WARPS = 8
+DECIDE_WARPS = 16
 POST_ROWS = 128
 
 

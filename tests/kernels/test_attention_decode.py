@@ -260,7 +260,7 @@ def test_an_empty_batch():
     assert problem.run().shape == (0, 1, 4, 32)
 
 
-BAD = {
+BAD: dict = {
     "query_BQAD": [
         {"query": torch.zeros(1, 4, 32)},
         {"query": torch.zeros(1, 1, 4, 32, dtype=torch.int32)},

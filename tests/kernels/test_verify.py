@@ -8,8 +8,9 @@ import torch
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels import verify_reference
 from baton.kernels.choice import Law
+from baton.kernels.draft_rows import DraftRows
 from baton.kernels.implementation import Implementation
-from baton.kernels.verify import DraftRows, Verdict, post_verify, verify
+from baton.kernels.verify import Verdict, post_verify, verify
 from baton.tests.kernels.choosing import drawn_rows, engine_verdict, small_tiles  # noqa: F401
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE
