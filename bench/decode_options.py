@@ -1,6 +1,6 @@
 """What `baton bench decode` was asked for, checked before anything is measured."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,20 +111,8 @@ def read_options(
     Raises:
         ConfigInvalid: a name or a value that does not exist.
     """
-    _one_of("dtype", dtype, _DTYPES)
-    _one_of("numerics", numerics, [mode.value for mode in Numerics])
-    _one_of("quantization", quantization, [kind.value for kind in Quantization])
-    _one_of("kernels", kernels, [kind.value for kind in Implementation])
-    if kernels == "triton" and device == "cpu":
-        raise ConfigInvalid("--kernels triton: they need a GPU", keys=["kernels"])
-    _one_of("verification", verification, VERIFICATIONS)
-    _one_of("cuda-graphs", cuda_graphs, tuple(_GRAPHS))
-    if device not in ("cpu", "cuda"):
-        raise ConfigInvalid(f"--device {device}: there are auto, cpu, cuda", keys=["device"])
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigInvalid("--device cuda: torch finds no GPU here", keys=["device"])
-    for name in scheduling.split(","):
-        _one_of("scheduling", name, SCHEDULINGS)
+    names = {"dtype": dtype, "numerics": numerics, "quantization": quantization, "kernels": kernels}
+    _require_known({**names, "verification": verification, "cuda-graphs": cuda_graphs}, scheduling.split(","), device)
     counts = {
         "layers": layers,
         "prompt-len": prompt_len,
@@ -160,6 +148,27 @@ def read_options(
         temperature=temperature,
         seed=seed,
     )
+
+
+def _require_known(names: Mapping[str, str], schedulings: Sequence[str], device: str) -> None:
+    known = {
+        "dtype": _DTYPES,
+        "numerics": [mode.value for mode in Numerics],
+        "quantization": [kind.value for kind in Quantization],
+        "kernels": [kind.value for kind in Implementation],
+        "verification": VERIFICATIONS,
+        "cuda-graphs": tuple(_GRAPHS),
+    }
+    for name, value in names.items():
+        _one_of(name, value, known[name])
+    if device not in ("cpu", "cuda"):
+        raise ConfigInvalid(f"--device {device}: there are auto, cpu, cuda", keys=["device"])
+    if names["kernels"] == "triton" and device == "cpu":
+        raise ConfigInvalid("--kernels triton: they need a GPU", keys=["kernels"])
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigInvalid("--device cuda: torch finds no GPU here", keys=["device"])
+    for name in schedulings:
+        _one_of("scheduling", name, SCHEDULINGS)
 
 
 def _one_of(key: str, name: str, known: Sequence[str]) -> None:
