@@ -1,4 +1,4 @@
-"""How weights of products are kept (README, "Speed")."""
+"""How weights of products are kept (docs/architecture.md, "The kernels")."""
 
 from enum import Enum
 
