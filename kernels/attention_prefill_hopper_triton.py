@@ -18,11 +18,11 @@ Shapes: R rows of a warpgroup (64), N positions of a tile (BN), D head size, S p
 
 # mypy: ignore-errors
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -38,7 +38,8 @@ from baton.kernels import tuning
 from baton.kernels.variant import Variant
 
 BM = 128  # rows of a program
-COLUMNS = 64  # of a box
+HEAD_DIMS = (64, 128, 256)
+BLOCK_SIZES = (16, 32, 64)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
@@ -338,3 +339,144 @@ def _prefill_kernel(
         [4, 1],
         [232, 40],
     )  # fmt: skip
+
+
+@functools.cache
+def _multiprocessors(device_index: int | None) -> int:
+    """Of a Hopper GPU; 0 of any other, and of what is none."""
+    if device_index is None or torch.version.cuda is None or torch.cuda.get_device_capability(device_index)[0] != 9:
+        return 0
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def is_ours(options: Mapping[str, Any]) -> bool:
+    """Whether a row of the tuned table is for this form."""
+    return "TURNS" in options
+
+
+def fits(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor) -> bool:
+    """Whether this form can do it: on Hopper, compiled, and KV that TMA can take as rows of one size."""
+    num_blocks, _, block_size, head_dim = key_NHSD.shape
+    block_stride, head_stride, row_stride, _ = key_NHSD.stride()
+    return (
+        _multiprocessors(query_TAD.device.index) > 0
+        and key_NHSD.dtype == query_TAD.dtype
+        and head_dim in HEAD_DIMS
+        and block_size in BLOCK_SIZES
+        and row_stride >= head_dim
+        and row_stride % 8 == 0
+        and block_stride % row_stride == head_stride % row_stride == 0
+        and num_blocks * block_stride // row_stride < 2**31
+        and key_NHSD.data_ptr() % 16 == value_NHSD.data_ptr() % 16 == 0
+    )
+
+
+def _describe(kv_NHSD: torch.Tensor) -> TensorDescriptor:
+    """K or V as the rows that lie between its first number and its last."""
+    num_blocks, num_heads, block_size, head_dim = kv_NHSD.shape
+    block_stride, head_stride, row_stride, _ = kv_NHSD.stride()
+    num_rows = ((num_blocks - 1) * block_stride + (num_heads - 1) * head_stride) // row_stride + block_size
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor(kv_NHSD, [num_rows, head_dim], [row_stride, 1], [block_size, 64], layout)
+
+
+def launch(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_starts_E: torch.Tensor,
+    context_lens_B: torch.Tensor,
+    output_TAD: torch.Tensor,
+    *,
+    scale: float,
+    options: Mapping[str, Any],
+) -> None:
+    """Write the output's rows; all arguments were checked and fit. Grid and constants follow from shapes alone."""
+    num_tokens, num_heads, head_dim = query_TAD.shape
+    num_kv_heads, block_size = key_NHSD.shape[1:3]
+    group, num_sequences = num_heads // num_kv_heads, block_tables_BM.shape[0]
+    tables = block_tables_BM.view(torch.int32)
+    block_stride, head_stride, row_stride, _ = key_NHSD.stride()
+    num_tiles = num_tokens * group // BM + num_sequences
+    total = num_tiles * num_kv_heads
+    constants = dict(options)
+    num_programs = min(total, _multiprocessors(query_TAD.device.index)) if constants.pop("PERSISTENT") else total
+    with torch.cuda.device_of(query_TAD):
+        _prefill_kernel[(num_programs,)](
+            query_TAD,
+            _describe(key_NHSD),
+            _describe(value_NHSD),
+            value_NHSD,
+            output_TAD,
+            tables,
+            query_starts_E,
+            context_lens_B,
+            query_TAD.stride(0),
+            query_TAD.stride(1),
+            output_TAD.stride(0),
+            output_TAD.stride(1),
+            block_stride // row_stride,
+            head_stride // row_stride,
+            num_tiles,
+            -(-total // num_programs),
+            tables.stride(0),
+            num_sequences,
+            scale,
+            H=num_kv_heads,
+            G=group,
+            D=head_dim,
+            S=block_size,
+            ROW=row_stride,
+            WORDS=block_tables_BM.element_size() // 4,
+            BM=BM,
+            num_warps=4,
+            **constants,
+        )
+
+
+# What is compiled ahead of time: query heads, KV heads, head size, positions of a block, of a tile, tiles under way.
+_SERVED = ((32, 8, 128, 16, 128, 2), (32, 8, 128, 64, 128, 2), (32, 4, 128, 16, 128, 2), (16, 2, 256, 16, 64, 2))
+
+
+def _variant(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, options: Mapping[str, Any]) -> Variant:
+    box = f"tensordesc<bf16[{block_size}, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+    types = dict.fromkeys(("query", "value", "output"), "*bf16") | dict.fromkeys(("keys", "values"), box)
+    types |= dict.fromkeys(("tables", "starts", "contexts"), "*i32") | {"scale": "fp32"}
+    strides = ("query_stride", "query_head_stride", "output_stride", "output_head_stride", "block_rows", "head_rows")
+    types |= dict.fromkeys((*strides, "num_tiles", "num_rounds", "table_stride", "num_sequences"), "i32")
+    tile = f"{BM}x{options['BN']} s{options['STAGES']}{' turns' if options['TURNS'] else ''}"
+    return Variant(
+        name=f"attention_prefill hopper {num_heads}/{num_kv_heads}/{head_dim} S={block_size} {tile}",
+        kernel=_prefill_kernel,
+        types=types,
+        constants={
+            "H": num_kv_heads,
+            "G": num_heads // num_kv_heads,
+            "D": head_dim,
+            "S": block_size,
+            "ROW": head_dim,
+            "WORDS": 2,
+            "BM": BM,
+            **{name: options[name] for name in ("BN", "STAGES", "TURNS")},
+        },
+        aligned=("query", "value", "output", "tables", *strides),
+        num_warps=4,
+        contains=("HGMMA", "UTMALDG", "USETMAXREG"),
+        lacks=("HMMA",),
+        max_registers=168,
+        may_spill=True,  # what the trades have in common, where they begin; the walk has all its tiles in registers
+        on_amd=False,
+    )
+
+
+def variants() -> list[Variant]:
+    """Of each served shape the tuned options, and one that is there before any are."""
+    found: dict[str, Variant] = {}
+    for num_heads, num_kv_heads, head_dim, block_size, keys, stages in _SERVED:
+        tuned = tuning.table().get("attention_prefill", {})
+        rows = tuned.get(f"{num_heads // num_kv_heads}x{head_dim}x16", {}).values()
+        for options in ({"BN": keys, "STAGES": stages, "TURNS": True}, *filter(is_ours, rows)):
+            variant = _variant(num_heads, num_kv_heads, head_dim, block_size, options)
+            found[variant.name] = variant
+    return list(found.values())

@@ -207,6 +207,31 @@ _CANDIDATES = {
 }
 
 
+def _trades(BN: int, num_stages: int, *, turns: bool, persistent: bool) -> Mapping[str, object]:
+    return {"BN": BN, "STAGES": num_stages, "TURNS": turns, "PERSISTENT": persistent}
+
+
+# Of the form for Hopper. Shared memory decides: the queries and two tiles of K and V take 160 KiB, or 192 KiB.
+_TRADES = {
+    False: (
+        _trades(128, 2, turns=True, persistent=False),
+        _trades(128, 2, turns=True, persistent=True),
+        _trades(128, 2, turns=False, persistent=False),
+        _trades(128, 2, turns=False, persistent=True),
+        _trades(128, 3, turns=True, persistent=False),
+        _trades(128, 3, turns=True, persistent=True),
+        _trades(64, 4, turns=True, persistent=False),
+        _trades(64, 4, turns=False, persistent=True),
+    ),
+    True: (
+        _trades(64, 2, turns=True, persistent=False),
+        _trades(64, 2, turns=True, persistent=True),
+        _trades(64, 2, turns=False, persistent=False),
+        _trades(64, 2, turns=False, persistent=True),
+    ),
+}
+
+
 def _prepare_candidate(
     work: Work, device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
@@ -227,7 +252,10 @@ def tuning() -> list[TuningPoint]:
             kernel=NAME,
             shape=shape_of(work.num_heads // work.num_kv_heads, work.head_dim, work.kv_dtype.itemsize),
             size=max(rows for rows, _ in work.chunks),
-            candidates=_CANDIDATES[work.head_dim > 128],
+            candidates=(
+                *(_TRADES[work.head_dim > 128] if work.kv_dtype == work.dtype else ()),
+                *_CANDIDATES[work.head_dim > 128],
+            ),
             set_bytes=work.num_bytes,
             prepare=partial(_prepare_candidate, work),
         )
