@@ -2,8 +2,8 @@
 
 Row i of a sequence's chunk stands at position context_len - query_len + i and sees the keys from position 0 to its own,
 all of them already in the blocks. Slots past a sequence's last position may hold anything, NaN included. On GPUs one
-Triton kernel (`kernels.attention_prefill_triton`; on Hopper `kernels.attention_prefill_hopper_triton` where tuning found
-that faster), elsewhere the torch reference, which is `kernels.attention` and `kernels.attention_invariant`. It refuses
+Triton kernel (`kernels.attention_prefill_triton`, or on Hopper `kernels.attention_prefill_hopper_triton` where that was
+found faster), elsewhere the torch reference, which is `kernels.attention` and `kernels.attention_invariant`. It refuses
 to write KV, and to wait for the device.
 
 Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3: products and softmax overlapped); blocks: Kwon

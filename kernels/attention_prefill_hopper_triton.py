@@ -123,7 +123,7 @@ def _produce(
     for round in range(num_rounds):
         tile, head, exists = _tile_of(round, num_tiles, H)
         if exists:
-            sequence, start, query_len, context_len, first_row = _find(starts, contexts, num_sequences, tile, G, BM)
+            sequence, _, query_len, context_len, first_row = _find(starts, contexts, num_sequences, tile, G, BM)
             if first_row < query_len * G:
                 table = tables + sequence.to(gl.int64) * table_stride
                 first_position = context_len - query_len
@@ -137,7 +137,7 @@ def _produce(
                     rows = ()
                     for b in gl.static_range(blocks):
                         block = gl.load(table + gl.minimum(at * blocks + b, last_block) * WORDS)
-                        rows = rows + (block * block_rows + head * head_rows,)
+                        rows = rows + (block * block_rows + head * head_rows,)  # noqa: RUF005
                     mbarrier.wait(key_empty.index(stage), parity)
                     _copy(keys, rows, key_pieces, key_full, stage, D, BN, S)
                     mbarrier.wait(value_empty.index(stage), parity)
@@ -164,6 +164,22 @@ def _weigh(score_RN, maximum_R, total_R, factor, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _pin(total_R):
+    """The same totals: what follows is not begun before they, and with them all weights, are there.
+
+    Without it the assembler moves the wait for a product before the weights that were to be made beside it.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred bad; .reg .b32 nowhere; mov.b32 nowhere, 0; setp.lt.f32 bad, $1, 0f00000000; @bad st.volatile.shared.f32 [nowhere], $1; mov.f32 $0, $1; }",
+        "=f,f",
+        [total_R],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _mask(score_RN, position_R, first, BN: gl.constexpr, layout: gl.constexpr):
     """Scores of positions that a row sees, -inf elsewhere."""
     index_N = first + gl.arange(0, BN, gl.SliceLayout(0, layout))
@@ -174,7 +190,7 @@ def _mask(score_RN, position_R, first, BN: gl.constexpr, layout: gl.constexpr):
 def _step(
     query, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns, weight_RN, mixed_RD,
     maximum_R, total_R, position_R, first, factor, count, WHICH: gl.constexpr,
-    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, PIN: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The scores of a tile and, while they are weighed, the product of the weights of the tile before."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -195,6 +211,8 @@ def _step(
     if MASKED:
         score_RN = _mask(score_RN, position_R, first, BN, scores)
     wide_RN, maximum_R, total_R, shrink_R = _weigh(score_RN, maximum_R, total_R, factor, MASKED)
+    if PIN:
+        total_R = _pin(total_R)
     # The weights go through the wait, so that they are not made after it.
     mixed_RD, wide_RN = warpgroup_mma_wait(0, deps=[mixed_RD, wide_RN])
     mbarrier.arrive(value_empty.index(before), count=1)
@@ -209,7 +227,7 @@ def _consume(
     starts, contexts, num_sequences, num_tiles, num_rounds,
     query_stride, query_head_stride, output_stride, output_head_stride, factor, WHICH: gl.constexpr,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    TURNS: gl.constexpr, PIN: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that has 64 rows of every tile of the program."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -220,7 +238,7 @@ def _consume(
     for round in range(num_rounds):
         tile, head, exists = _tile_of(round, num_tiles, H)
         if exists:
-            sequence, start, query_len, context_len, first_row = _find(starts, contexts, num_sequences, tile, G, BM)
+            _, start, query_len, context_len, first_row = _find(starts, contexts, num_sequences, tile, G, BM)
             if first_row < query_len * G:
                 first_position = context_len - query_len
                 last = first_position + (gl.minimum(first_row + BM, query_len * G) - 1) // G
@@ -259,14 +277,14 @@ def _consume(
                     weight_RN, mixed_RD, maximum_R, total_R = _step(
                         query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
                         weight_RN, mixed_RD, maximum_R, total_R, position_R, (num_steps - 1 - step) * BN, factor,
-                        count, WHICH, BN, D, STAGES, TURNS, True,
+                        count, WHICH, BN, D, STAGES, TURNS, PIN, True,
                     )  # fmt: skip
                     count += 1
-                for step in range(num_masked, num_steps):
+                for _ in range(num_masked, num_steps):
                     weight_RN, mixed_RD, maximum_R, total_R = _step(
                         query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
                         weight_RN, mixed_RD, maximum_R, total_R, position_R, 0, factor,
-                        count, WHICH, BN, D, STAGES, TURNS, False,
+                        count, WHICH, BN, D, STAGES, TURNS, PIN, False,
                     )  # fmt: skip
                     count += 1
                 before = (count + STAGES - 1) % STAGES
@@ -290,7 +308,7 @@ def _prefill_kernel(
     query_stride, query_head_stride, output_stride, output_head_stride, block_rows, head_rows,
     num_tiles: gl.int32, num_rounds: gl.int32, table_stride: gl.int32, num_sequences: gl.int32, scale: gl.float32,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, ROW: gl.constexpr, WORDS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, PIN: gl.constexpr,
 ) -> None:  # fmt: skip
     """Tiles of rows of a KV head; specialized on the strides of a model, never on what a step changes."""
     kind: gl.constexpr = query.dtype.element_ty
@@ -322,13 +340,13 @@ def _prefill_kernel(
                 query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
                 starts, contexts, num_sequences, num_tiles, num_rounds,
                 query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(0),
-                H, G, D, BM, BN, STAGES, TURNS,
+                H, G, D, BM, BN, STAGES, TURNS, PIN,
             )),
             (_consume, (
                 query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
                 starts, contexts, num_sequences, num_tiles, num_rounds,
                 query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(1),
-                H, G, D, BM, BN, STAGES, TURNS,
+                H, G, D, BM, BN, STAGES, TURNS, PIN,
             )),
             (_produce, (
                 keys, values, value, key_pieces, value_pieces, key_full, key_empty, value_full, value_empty,
@@ -445,7 +463,8 @@ def _variant(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, 
     types |= dict.fromkeys(("tables", "starts", "contexts"), "*i32") | {"scale": "fp32"}
     strides = ("query_stride", "query_head_stride", "output_stride", "output_head_stride", "block_rows", "head_rows")
     types |= dict.fromkeys((*strides, "num_tiles", "num_rounds", "table_stride", "num_sequences"), "i32")
-    tile = f"{BM}x{options['BN']} s{options['STAGES']}{' turns' if options['TURNS'] else ''}"
+    words = [word for word in ("TURNS", "PIN") if options[word]]
+    tile = " ".join([f"{BM}x{options['BN']} s{options['STAGES']}", *words]).lower()
     return Variant(
         name=f"attention_prefill hopper {num_heads}/{num_kv_heads}/{head_dim} S={block_size} {tile}",
         kernel=_prefill_kernel,
@@ -458,7 +477,7 @@ def _variant(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, 
             "ROW": head_dim,
             "WORDS": 2,
             "BM": BM,
-            **{name: options[name] for name in ("BN", "STAGES", "TURNS")},
+            **{name: options[name] for name in ("BN", "STAGES", "TURNS", "PIN")},
         },
         aligned=("query", "value", "output", "tables", *strides),
         num_warps=4,
@@ -476,7 +495,7 @@ def variants() -> list[Variant]:
     for num_heads, num_kv_heads, head_dim, block_size, keys, stages in _SERVED:
         tuned = tuning.table().get("attention_prefill", {})
         rows = tuned.get(f"{num_heads // num_kv_heads}x{head_dim}x16", {}).values()
-        for options in ({"BN": keys, "STAGES": stages, "TURNS": True}, *filter(is_ours, rows)):
+        for options in ({"BN": keys, "STAGES": stages, "TURNS": True, "PIN": True}, *filter(is_ours, rows)):
             variant = _variant(num_heads, num_kv_heads, head_dim, block_size, options)
             found[variant.name] = variant
     return list(found.values())

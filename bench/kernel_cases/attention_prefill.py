@@ -207,27 +207,34 @@ _CANDIDATES = {
 }
 
 
-def _trades(BN: int, num_stages: int, *, turns: bool, persistent: bool) -> Mapping[str, object]:
-    return {"BN": BN, "STAGES": num_stages, "TURNS": turns, "PERSISTENT": persistent}
+def _trades(
+    BN: int, num_stages: int, *, turns: bool = True, pin: bool = True, persistent: bool = False
+) -> Mapping[str, object]:
+    return {"BN": BN, "STAGES": num_stages, "TURNS": turns, "PIN": pin, "PERSISTENT": persistent}
 
 
 # Of the form for Hopper. Shared memory decides: the queries and two tiles of K and V take 160 KiB, or 192 KiB.
 _TRADES = {
     False: (
-        _trades(128, 2, turns=True, persistent=False),
-        _trades(128, 2, turns=True, persistent=True),
-        _trades(128, 2, turns=False, persistent=False),
+        _trades(128, 2),
+        _trades(128, 2, persistent=True),
+        _trades(128, 2, pin=False),
+        _trades(128, 2, pin=False, persistent=True),
+        _trades(128, 2, turns=False),
         _trades(128, 2, turns=False, persistent=True),
-        _trades(128, 3, turns=True, persistent=False),
-        _trades(128, 3, turns=True, persistent=True),
-        _trades(64, 4, turns=True, persistent=False),
+        _trades(128, 2, turns=False, pin=False),
+        _trades(128, 3),
+        _trades(128, 3, persistent=True),
+        _trades(64, 4),
         _trades(64, 4, turns=False, persistent=True),
     ),
     True: (
-        _trades(64, 2, turns=True, persistent=False),
-        _trades(64, 2, turns=True, persistent=True),
-        _trades(64, 2, turns=False, persistent=False),
+        _trades(64, 2),
+        _trades(64, 2, persistent=True),
+        _trades(64, 2, pin=False),
+        _trades(64, 2, turns=False),
         _trades(64, 2, turns=False, persistent=True),
+        _trades(64, 2, turns=False, pin=False),
     ),
 }
 
