@@ -12,7 +12,7 @@ import torch
 
 from baton.bench.kernel_baselines_attention import PagedAttention, fa3, vllm_attention
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels import attention
+from baton.kernels import attention, attention_prefill_hopper_triton
 from baton.kernels.attention_prefill import NAME, attention_prefill, shape_of
 
 _BLOCK_SIZE = 16
@@ -265,6 +265,7 @@ def tuning() -> list[TuningPoint]:
             ),
             set_bytes=work.num_bytes,
             prepare=partial(_prepare_candidate, work),
+            may_spill=attention_prefill_hopper_triton.is_ours,
         )
         for work in works
     ]
