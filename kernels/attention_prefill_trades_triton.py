@@ -208,6 +208,41 @@ def _step(
 
 
 @gluon.jit
+def _begin(
+    query, key_tiles, key_full, key_empty, turns, maximum_R, total_R, position_R, first, factor, count,
+    WHICH: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """The weights of the first tile."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    mixture: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    stage = count % STAGES
+    mbarrier.wait(key_full.index(stage), (count // STAGES) & 1)
+    if TURNS:
+        mbarrier.wait(turns.index(WHICH), (count & 1) ^ (1 - WHICH))
+    score_RN = gl.zeros([64, BN], gl.float32, scores)
+    score_RN = warpgroup_mma(query, key_tiles.index(stage).permute((1, 0)), score_RN, use_acc=False, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turns.index(1 - WHICH), count=1)
+    score_RN = warpgroup_mma_wait(0, deps=[score_RN])
+    mbarrier.arrive(key_empty.index(stage), count=1)
+    score_RN = _mask(score_RN, position_R, first, BN, scores)
+    wide_RN, maximum_R, total_R, _ = _weigh(score_RN, maximum_R, total_R, factor, True)
+    weight_RN = gl.convert_layout(wide_RN.to(query.dtype), gl.DotOperandLayout(0, mixture, 2))
+    return weight_RN, maximum_R, total_R
+
+
+@gluon.jit
+def _end(value_tiles, value_full, value_empty, weight_RN, mixed_RD, count, STAGES: gl.constexpr):
+    """With the product of the last tile's weights."""
+    before = (count + STAGES - 1) % STAGES
+    mbarrier.wait(value_full.index(before), ((count - 1) // STAGES) & 1)
+    mixed_RD = warpgroup_mma(weight_RN, value_tiles.index(before), mixed_RD, is_async=True)
+    mixed_RD = warpgroup_mma_wait(0, deps=[mixed_RD])
+    mbarrier.arrive(value_empty.index(before), count=1)
+    return mixed_RD
+
+
+@gluon.jit
 def _consume(
     query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
     starts, contexts, num_sequences, num_tiles, num_rounds,
@@ -243,21 +278,10 @@ def _consume(
                 maximum_R = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
                 total_R = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
                 mixed_RD = gl.zeros([64, D], gl.float32, mixture)
-                stage = count % STAGES
-                mbarrier.wait(key_full.index(stage), (count // STAGES) & 1)
-                if TURNS:
-                    mbarrier.wait(turns.index(WHICH), (count & 1) ^ (1 - WHICH))
-                score_RN = gl.zeros([64, BN], gl.float32, scores)
-                score_RN = warpgroup_mma(
-                    query_tile, key_tiles.index(stage).permute((1, 0)), score_RN, use_acc=False, is_async=True
-                )
-                if TURNS:
-                    mbarrier.arrive(turns.index(1 - WHICH), count=1)
-                score_RN = warpgroup_mma_wait(0, deps=[score_RN])
-                mbarrier.arrive(key_empty.index(stage), count=1)
-                score_RN = _mask(score_RN, position_R, (num_steps - 1) * BN, BN, scores)
-                wide_RN, maximum_R, total_R, _ = _weigh(score_RN, maximum_R, total_R, factor, True)
-                weight_RN = gl.convert_layout(wide_RN.to(query_tile.dtype), gl.DotOperandLayout(0, mixture, 2))
+                weight_RN, maximum_R, total_R = _begin(
+                    query_tile, key_tiles, key_full, key_empty, turns, maximum_R, total_R, position_R,
+                    (num_steps - 1) * BN, factor, count, WHICH, BN, D, STAGES, TURNS,
+                )  # fmt: skip
                 count += 1
                 for step in range(1, num_masked):
                     weight_RN, mixed_RD, maximum_R, total_R = _step(
@@ -273,11 +297,7 @@ def _consume(
                         count, WHICH, BN, D, STAGES, TURNS, PIN, False,
                     )  # fmt: skip
                     count += 1
-                before = (count + STAGES - 1) % STAGES
-                mbarrier.wait(value_full.index(before), ((count - 1) // STAGES) & 1)
-                mixed_RD = warpgroup_mma(weight_RN, value_tiles.index(before), mixed_RD, is_async=True)
-                mixed_RD = warpgroup_mma_wait(0, deps=[mixed_RD])
-                mbarrier.arrive(value_empty.index(before), count=1)
+                mixed_RD = _end(value_tiles, value_full, value_empty, weight_RN, mixed_RD, count, STAGES)
                 mixed_RD = mixed_RD / gl.convert_layout(total_R, gl.SliceLayout(1, mixture))[:, None]
                 # Through the place of the queries, which nobody reads any more, to rows of whole sectors.
                 query_tile.store(mixed_RD.to(query_tile.dtype))
