@@ -1,8 +1,8 @@
 """Causal attention of chunks of prompts over paged KV: the form of `kernels.attention_prefill` for Hopper alone.
 
 What is computed, and over which tiles, is as `kernels.attention_prefill_triton` says. Here the warps of a program have
-trades: one warp copies blocks of K and V to shared memory by TMA, two warpgroups of 64 rows each multiply and weigh.
-While one weighs, the tensor cores work for the other; and in each the product of a tile's weights runs while the next
+trades: one warp copies blocks of K and V to shared memory by TMA, two or three warpgroups of 64 rows each multiply and
+weigh. While one weighs, the tensor cores work for another; and in each the product of a tile's weights runs while the next
 tile is weighed. With TURNS they issue their products strictly by turns, so that they do not fall into step.
 
 A block of a head is S rows of D numbers. A box of TMA takes 64 columns of it, which is a swizzle's width, and is put
@@ -30,7 +30,7 @@ from baton.kernels import tuning
 from baton.kernels.attention_prefill_trades_triton import prefill_kernel
 from baton.kernels.variant import Variant
 
-BM = 128  # rows of a program
+ROWS = 64  # of a warpgroup
 HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64)
 
@@ -92,7 +92,7 @@ def launch(
     group, num_sequences = num_heads // num_kv_heads, block_tables_BM.shape[0]
     tables = block_tables_BM.view(torch.int32)
     block_stride, head_stride, row_stride, _ = key_NHSD.stride()
-    num_tiles = num_tokens * group // BM + num_sequences
+    num_tiles = num_tokens * group // (ROWS * options["GROUPS"]) + num_sequences
     total = num_tiles * num_kv_heads
     constants = dict(options)
     num_programs = min(total, _multiprocessors(query_TAD.device.index)) if constants.pop("PERSISTENT") else total
@@ -123,7 +123,6 @@ def launch(
             S=block_size,
             ROW=row_stride,
             WORDS=block_tables_BM.element_size() // 4,
-            BM=BM,
             num_warps=4,
             **constants,
         )
@@ -140,7 +139,7 @@ def _variant(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, 
     strides = ("query_stride", "query_head_stride", "output_stride", "output_head_stride", "block_rows", "head_rows")
     types |= dict.fromkeys((*strides, "num_tiles", "num_rounds", "table_stride", "num_sequences"), "i32")
     words = [word for word in ("TURNS", "PIN") if options[word]]
-    tile = " ".join([f"{BM}x{options['BN']} s{options['STAGES']}", *words]).lower()
+    tile = " ".join([f"{ROWS * options['GROUPS']}x{options['BN']} s{options['STAGES']}", *words]).lower()
     return Variant(
         name=f"attention_prefill hopper {num_heads}/{num_kv_heads}/{head_dim} S={block_size} {tile}",
         kernel=prefill_kernel,
@@ -152,8 +151,7 @@ def _variant(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, 
             "S": block_size,
             "ROW": head_dim,
             "WORDS": 2,
-            "BM": BM,
-            **{name: options[name] for name in ("BN", "STAGES", "TURNS", "PIN")},
+            **{name: options[name] for name in ("GROUPS", "BN", "STAGES", "TURNS", "PIN")},
         },
         aligned=("query", "value", "output", "tables", *strides),
         num_warps=4,
@@ -171,7 +169,10 @@ def variants() -> list[Variant]:
     for num_heads, num_kv_heads, head_dim, block_size, keys, stages in _SERVED:
         tuned = tuning.table().get("attention_prefill", {})
         rows = tuned.get(f"{num_heads // num_kv_heads}x{head_dim}x16", {}).values()
-        for options in ({"BN": keys, "STAGES": stages, "TURNS": True, "PIN": True}, *filter(is_ours, rows)):
+        for options in (
+            {"GROUPS": 2, "BN": keys, "STAGES": stages, "TURNS": True, "PIN": True},
+            *filter(is_ours, rows),
+        ):
             variant = _variant(num_heads, num_kv_heads, head_dim, block_size, options)
             found[variant.name] = variant
     return list(found.values())

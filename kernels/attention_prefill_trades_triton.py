@@ -185,13 +185,13 @@ def _step(
     before = (count + STAGES - 1) % STAGES
     mbarrier.wait(key_full.index(stage), (count // STAGES) & 1)
     if TURNS:
-        mbarrier.wait(turns.index(WHICH), (count & 1) ^ (1 - WHICH))
+        mbarrier.wait(turns.index(WHICH), (count & 1) ^ (WHICH == 0))
     zero_RN = gl.zeros([64, BN], gl.float32, scores)
     score_RN = warpgroup_mma(query, key_tiles.index(stage).permute((1, 0)), zero_RN, use_acc=False, is_async=True)
     mbarrier.wait(value_full.index(before), ((count - 1) // STAGES) & 1)
     mixed_RD = warpgroup_mma(weight_RN, value_tiles.index(before), mixed_RD, is_async=True)
     if TURNS:
-        mbarrier.arrive(turns.index(1 - WHICH), count=1)
+        mbarrier.arrive(turns.index((WHICH + 1) % turns.shape[0]), count=1)
     score_RN = warpgroup_mma_wait(1, deps=[score_RN])
     mbarrier.arrive(key_empty.index(stage), count=1)
     if MASKED:
@@ -218,11 +218,11 @@ def _begin(
     stage = count % STAGES
     mbarrier.wait(key_full.index(stage), (count // STAGES) & 1)
     if TURNS:
-        mbarrier.wait(turns.index(WHICH), (count & 1) ^ (1 - WHICH))
+        mbarrier.wait(turns.index(WHICH), (count & 1) ^ (WHICH == 0))
     score_RN = gl.zeros([64, BN], gl.float32, scores)
     score_RN = warpgroup_mma(query, key_tiles.index(stage).permute((1, 0)), score_RN, use_acc=False, is_async=True)
     if TURNS:
-        mbarrier.arrive(turns.index(1 - WHICH), count=1)
+        mbarrier.arrive(turns.index((WHICH + 1) % turns.shape[0]), count=1)
     score_RN = warpgroup_mma_wait(0, deps=[score_RN])
     mbarrier.arrive(key_empty.index(stage), count=1)
     score_RN = _mask(score_RN, position_R, first, BN, scores)
@@ -314,13 +314,13 @@ def prefill_kernel(
     query_stride, query_head_stride, output_stride, output_head_stride, block_rows, head_rows,
     num_tiles: gl.int32, num_rounds: gl.int32, table_stride: gl.int32, num_sequences: gl.int32, scale: gl.float32,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, ROW: gl.constexpr, WORDS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, PIN: gl.constexpr,
+    GROUPS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, PIN: gl.constexpr,
 ) -> None:  # fmt: skip
     """Tiles of rows of a KV head; specialized on the strides of a model, never on what a step changes."""
     kind: gl.constexpr = query.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     pieces: gl.constexpr = STAGES * (D // 64) * (BN // S)
-    query_tiles = gl.allocate_shared_memory(kind, [2, BM // 2, D], swizzled)
+    query_tiles = gl.allocate_shared_memory(kind, [GROUPS, 64, D], swizzled)
     key_pieces = gl.allocate_shared_memory(kind, [pieces, S, 64], swizzled)
     value_pieces = gl.allocate_shared_memory(kind, [pieces, S, 64], swizzled)
     key_tiles = key_pieces._reinterpret(kind, [STAGES, BN, D], swizzled)
@@ -330,39 +330,71 @@ def prefill_kernel(
     key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers)
     for stage in gl.static_range(STAGES):
         mbarrier.init(key_full.index(stage), count=1)
         mbarrier.init(value_full.index(stage), count=1)
-        mbarrier.init(key_empty.index(stage), count=2)
-        mbarrier.init(value_empty.index(stage), count=2)
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
+        mbarrier.init(key_empty.index(stage), count=GROUPS)
+        mbarrier.init(value_empty.index(stage), count=GROUPS)
+    for which in gl.static_range(GROUPS):
+        mbarrier.init(turns.index(which), count=1)
     fence_async_shared()
     factor = scale * _LOG2_E
-    gl.warp_specialize(
-        [
-            (_consume, (
-                query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
-                starts, contexts, num_sequences, num_tiles, num_rounds,
-                query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(0),
-                H, G, D, BM, BN, STAGES, TURNS, PIN,
-            )),
-            (_consume, (
-                query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
-                starts, contexts, num_sequences, num_tiles, num_rounds,
-                query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(1),
-                H, G, D, BM, BN, STAGES, TURNS, PIN,
-            )),
-            (_produce, (
-                keys, values, value, key_pieces, value_pieces, key_full, key_empty, value_full, value_empty,
-                tables, starts, contexts, num_sequences, num_tiles, num_rounds, table_stride, block_rows, head_rows,
-                H, G, D, S, ROW, WORDS, BM, BN, STAGES,
-            )),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+    BM: gl.constexpr = 64 * GROUPS
+    if GROUPS == 2:  # registers of 128 threads: 504 in all, or 512
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
+                    turns, starts, contexts, num_sequences, num_tiles, num_rounds,
+                    query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(0),
+                    H, G, D, BM, BN, STAGES, TURNS, PIN,
+                )),
+                (_consume, (
+                    query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
+                    turns, starts, contexts, num_sequences, num_tiles, num_rounds,
+                    query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(1),
+                    H, G, D, BM, BN, STAGES, TURNS, PIN,
+                )),
+                (_produce, (
+                    keys, values, value, key_pieces, value_pieces, key_full, key_empty, value_full, value_empty,
+                    tables, starts, contexts, num_sequences, num_tiles, num_rounds, table_stride, block_rows, head_rows,
+                    H, G, D, S, ROW, WORDS, BM, BN, STAGES,
+                )),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
+                    turns, starts, contexts, num_sequences, num_tiles, num_rounds,
+                    query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(0),
+                    H, G, D, BM, BN, STAGES, TURNS, PIN,
+                )),
+                (_consume, (
+                    query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
+                    turns, starts, contexts, num_sequences, num_tiles, num_rounds,
+                    query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(1),
+                    H, G, D, BM, BN, STAGES, TURNS, PIN,
+                )),
+                (_consume, (
+                    query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
+                    turns, starts, contexts, num_sequences, num_tiles, num_rounds,
+                    query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(2),
+                    H, G, D, BM, BN, STAGES, TURNS, PIN,
+                )),
+                (_produce, (
+                    keys, values, value, key_pieces, value_pieces, key_full, key_empty, value_full, value_empty,
+                    tables, starts, contexts, num_sequences, num_tiles, num_rounds, table_stride, block_rows, head_rows,
+                    H, G, D, S, ROW, WORDS, BM, BN, STAGES,
+                )),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )  # fmt: skip
 
 
 def variants() -> list[Variant]:

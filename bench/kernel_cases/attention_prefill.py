@@ -208,9 +208,10 @@ _CANDIDATES = {
 
 
 def _trades(
-    BN: int, num_stages: int, *, turns: bool = True, pin: bool = True, persistent: bool = False
+    BN: int, num_stages: int, *, groups: int = 2, turns: bool = True, pin: bool = True, persistent: bool = False
 ) -> Mapping[str, object]:
-    return {"BN": BN, "STAGES": num_stages, "TURNS": turns, "PIN": pin, "PERSISTENT": persistent}
+    ways = {"TURNS": turns, "PIN": pin, "PERSISTENT": persistent}
+    return {"GROUPS": groups, "BN": BN, "STAGES": num_stages, **ways}
 
 
 # Of the form for Hopper. Shared memory decides: the queries and two tiles of K and V take 160 KiB, or 192 KiB.
@@ -226,7 +227,10 @@ _TRADES = {
         _trades(128, 3),
         _trades(128, 3, persistent=True),
         _trades(64, 4),
-        _trades(64, 4, turns=False, persistent=True),
+        _trades(64, 4, groups=3),
+        _trades(64, 4, groups=3, persistent=True),
+        _trades(64, 4, groups=3, turns=False),
+        _trades(64, 4, groups=3, turns=False, persistent=True),
     ),
     True: (
         _trades(64, 2),

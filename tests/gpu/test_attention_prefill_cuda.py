@@ -101,14 +101,14 @@ def test_the_form_for_hopper(heads, chunks):
 
 
 @needs_hopper
-@pytest.mark.parametrize("changes", [{"STAGES": 3}, {"BN": 64, "STAGES": 4}])
+@pytest.mark.parametrize("changes", [{"STAGES": 3}, {"BN": 64, "STAGES": 4}, {"GROUPS": 3, "BN": 64, "STAGES": 4}])
 def test_the_form_for_hopper_with_other_tiles(changes):
     work = Work("", MIXED)
     batch = Batch(work, CUDA)
     wanted = wanted_of(batch)
     spoil_unused(batch, work)
-    for persistent in (False, True):
-        close(batch.ours(options=trades(128, **changes, PERSISTENT=persistent))(), wanted)
+    for turns, persistent in itertools.product((False, True), (False, True)):
+        close(batch.ours(options=trades(128, **changes, TURNS=turns, PERSISTENT=persistent))(), wanted)
 
 
 @needs_hopper
