@@ -2,8 +2,9 @@
 
 What is computed, and over which tiles, is as `kernels.attention_prefill_triton` says. Here the warps of a program have
 trades: one warp copies blocks of K and V to shared memory by TMA, two or three warpgroups of 64 rows each multiply and
-weigh. While one weighs, the tensor cores work for another; and in each the product of a tile's weights runs while the next
-tile is weighed. With TURNS they issue their products strictly by turns, so that they do not fall into step.
+weigh. While one weighs, the tensor cores work for another; and in each the product of a tile's weights runs while the
+next tile is weighed (PIN: see `_pin`). With TURNS they issue their products strictly by turns, so that they do not fall
+into step. PERSISTENT programs are as many as multiprocessors and do one tile of rows after another.
 
 A block of a head is S rows of D numbers. A box of TMA takes 64 columns of it, which is a swizzle's width, and is put
 where a tile of BN rows has them: a tile lies as D // 64 pieces of [BN, 64], so the boxes of its blocks lie one after

@@ -51,9 +51,7 @@ def _tile_of(round, num_tiles, H: gl.constexpr):
 
 
 @gluon.jit
-def _copy(
-    source, rows, pieces, full, stage, D: gl.constexpr, BN: gl.constexpr, S: gl.constexpr
-):  # fmt: skip
+def _copy(source, rows, pieces, full, stage, D: gl.constexpr, BN: gl.constexpr, S: gl.constexpr):
     """The boxes of a tile of K or V, by TMA."""
     blocks: gl.constexpr = BN // S
     halves: gl.constexpr = D // 64
@@ -144,14 +142,12 @@ def _weigh(score_RN, maximum_R, total_R, factor, MASKED: gl.constexpr):
 def _pin(total_R):
     """The same totals, and a store that depends on them but never happens, as no total is below zero.
 
-    Without it the assembler moves the wait for a product before the weights that were to be made beside it; past a
-    store it does not.
+    Without it the assembler moves the wait for a product before the weights that were to be made beside it.
     """
     return gl.inline_asm_elementwise(
         """{
         .reg .pred never;
-        .reg .b32 place;
-        mov.b32 place, 0;
+        .reg .b32 place; mov.b32 place, 0;
         setp.lt.f32 never, $1, 0f00000000;
         @never st.volatile.shared.f32 [place], $1;
         mov.f32 $0, $1;
