@@ -70,6 +70,7 @@ def test_candidates_of_the_tuned_table_agree():
 def trades(head_dim, **changes):
     """Options of the form for Hopper."""
     return {
+        "GROUPS": 2,
         "BN": 128 if head_dim <= 128 else 64,
         "STAGES": 2,
         "TURNS": True,
