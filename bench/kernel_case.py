@@ -41,6 +41,10 @@ class KernelCase:
     only_gpu: bool = True
 
 
+def _none_may(_options: Mapping[str, object]) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningPoint:
     """A row of the table of tuned configurations (`kernels.tuning`) that is to be found.
@@ -52,6 +56,7 @@ class TuningPoint:
         candidates: options to choose from, each a row as it would be committed.
         set_bytes: as of a `KernelCase`.
         prepare: (device, number of sets, options) -> calls, one for each set.
+        may_spill: candidates whose code keeps registers in memory by design, where that costs nothing.
     """
 
     kernel: str
@@ -60,3 +65,4 @@ class TuningPoint:
     candidates: Sequence[Mapping[str, object]]
     set_bytes: int
     prepare: Callable[[torch.device, int, Mapping[str, object]], Sequence[Call]]
+    may_spill: Callable[[Mapping[str, object]], bool] = _none_may

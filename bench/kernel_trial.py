@@ -93,12 +93,14 @@ def run_trial(task: TrialTask, step: Step) -> Trial:
 def _run(task: TrialTask, point: TuningPoint, device: torch.device, trial: Trial) -> None:
     torch.manual_seed(task.seed)
     wanted = num_sets(point.set_bytes, device, _MAX_SETS) if task.is_timed else 1
-    calls = point.prepare(device, wanted, point.candidates[task.candidate])
+    options = point.candidates[task.candidate]
+    calls = point.prepare(device, wanted, options)
     with _launched() as kernels:
         given = calls[0]()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    trial.num_spills = sum(int(getattr(kernel, "n_spills", 0) or 0) for kernel in kernels)
+    if not point.may_spill(options):
+        trial.num_spills = sum(int(getattr(kernel, "n_spills", 0) or 0) for kernel in kernels)
     if not task.is_timed:
         return
     trial.sample = sample_of(given)

@@ -2,8 +2,9 @@
 
 Row i of a sequence's chunk stands at position context_len - query_len + i and sees the keys from position 0 to its own,
 all of them already in the blocks. Slots past a sequence's last position may hold anything, NaN included. On GPUs one
-Triton kernel (`kernels.attention_prefill_triton`), elsewhere the torch reference, which is `kernels.attention` and
-`kernels.attention_invariant`. It refuses to write KV, and to wait for the device.
+Triton kernel (`kernels.attention_prefill_triton`, or on Hopper `kernels.attention_prefill_hopper_triton` where that was
+found faster), elsewhere the torch reference, which is `kernels.attention` and `kernels.attention_invariant`. It refuses
+to write KV, and to wait for the device.
 
 Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3: products and softmax overlapped); blocks: Kwon
 et al. 2023. Legend: T tokens, B sequences, E = B + 1, A query heads, H KV heads, G = A / H, D head size, N blocks,
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from baton.kernels import attention, attention_prefill_triton, tuning
+from baton.kernels import attention, attention_prefill_hopper_triton, attention_prefill_triton, tuning
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.attention_invariant import attention_prefill_invariant
 from baton.kernels.copies import to_device
@@ -87,11 +88,16 @@ def attention_prefill(
     if query_TAD.numel() and block_tables_BM.shape[0]:
         # One configuration for all sizes if a row may not depend on how long its chunk is.
         size = _ANY_LEN if invariant else max_query_len
-        attention_prefill_triton.launch(
-            query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD,
-            scale=query_TAD.shape[2] ** -0.5 if scale is None else scale, key_scale=key_scale, value_scale=value_scale,
-            options=options or _find_options(query_TAD, key_NHSD, size),
-        )  # fmt: skip
+        options = options or _find_options(query_TAD, key_NHSD, value_NHSD, size)
+        scale = query_TAD.shape[2] ** -0.5 if scale is None else scale
+        places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD
+        if attention_prefill_hopper_triton.is_ours(options):
+            require(key_scale is None, "key_scale", "is not for the form that the options are of")
+            attention_prefill_hopper_triton.launch(*places, scale=scale, options=options)
+        else:
+            attention_prefill_triton.launch(
+                *places, scale=scale, key_scale=key_scale, value_scale=value_scale, options=options
+            )
     return output_TAD
 
 
@@ -130,12 +136,17 @@ def attention_prefill_lens(
     )  # fmt: skip
 
 
-def _find_options(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, max_query_len: int) -> Mapping[str, Any]:
-    """How the kernel is launched for chunks of up to so many rows: of the tuned table, else by rule."""
+def _find_options(
+    query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, max_query_len: int
+) -> Mapping[str, Any]:
+    """How a kernel is launched for chunks of up to so many rows: of the tuned table if it fits, else by rule."""
     group, head_dim = query_TAD.shape[1] // key_NHSD.shape[1], query_TAD.shape[2]
     num_bytes = key_NHSD.element_size()
     found = tuning.find(NAME, shape_of(group, head_dim, num_bytes), max_query_len, query_TAD.device.index)
-    return found or attention_prefill_triton.rule(group * max_query_len, head_dim, num_bytes)
+    hopper = attention_prefill_hopper_triton
+    if found and (not hopper.is_ours(found) or hopper.fits(query_TAD, key_NHSD, value_NHSD)):
+        return found
+    return attention_prefill_triton.rule(group * max_query_len, head_dim, num_bytes)
 
 
 def shape_of(group: int, head_dim: int, num_bytes: int) -> str:

@@ -353,10 +353,9 @@ def variants() -> list[Variant]:
     found: dict[str, Variant] = {}
     for num_heads, num_kv_heads, head_dim, num_bytes, block_size in _SERVED:
         tuned = tuning.table().get("attention_prefill", {})
-        rows = tuned.get(f"{num_heads // num_kv_heads}x{head_dim}x{8 * num_bytes}") or {
-            str(num_rows): rule(num_rows, head_dim, num_bytes) for num_rows in (64, 8192)
-        }
-        for options in rows.values():
+        rows = tuned.get(f"{num_heads // num_kv_heads}x{head_dim}x{8 * num_bytes}", {}).values()
+        rows = [options for options in rows if "OVERLAP" in options]  # the others are of the form for Hopper
+        for options in rows or [rule(num_rows, head_dim, num_bytes) for num_rows in (64, 8192)]:
             variant = _variant(num_heads, num_kv_heads, head_dim, num_bytes, block_size, options)
             found[variant.name] = variant
     return list(found.values())

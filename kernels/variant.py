@@ -18,7 +18,8 @@ class Variant:
         num_warps: of a program.
         num_stages: of its pipelined loops.
         contains: instructions of Hopper that it was designed to have, e.g. ("HGMMA", "LDGSTS").
-        lacks: instructions that it must not have, e.g. ("HMMA",); spills are never allowed.
+        lacks: instructions that it must not have, e.g. ("HMMA",); spills are not allowed, either.
+        may_spill: whether spills are allowed after all.
         max_registers: of a thread.
         max_shared_bytes: of a program.
         on_amd: whether it is compiled for gfx942, too.
@@ -35,5 +36,6 @@ class Variant:
     lacks: tuple[str, ...] = ()
     max_registers: int = 255
     max_shared_bytes: int = 232_448
+    may_spill: bool = False
     on_amd: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import torch
 
 from baton.bench.kernel_baselines_attention import PagedAttention, fa3, vllm_attention
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels import attention
+from baton.kernels import attention, attention_prefill_hopper_triton
 from baton.kernels.attention_prefill import NAME, attention_prefill, shape_of
 
 _BLOCK_SIZE = 16
@@ -207,6 +207,42 @@ _CANDIDATES = {
 }
 
 
+def _trades(
+    BN: int, num_stages: int, *, groups: int = 2, turns: bool = True, pin: bool = True, persistent: bool = False
+) -> Mapping[str, object]:
+    ways = {"TURNS": turns, "PIN": pin, "PERSISTENT": persistent}
+    return {"GROUPS": groups, "BN": BN, "STAGES": num_stages, **ways}
+
+
+# Of the form for Hopper. Shared memory decides: the queries and two tiles of K and V take 160 KiB, or 192 KiB.
+_TRADES = {
+    False: (
+        _trades(128, 2),
+        _trades(128, 2, persistent=True),
+        _trades(128, 2, pin=False),
+        _trades(128, 2, pin=False, persistent=True),
+        _trades(128, 2, turns=False),
+        _trades(128, 2, turns=False, persistent=True),
+        _trades(128, 2, turns=False, pin=False),
+        _trades(128, 3),
+        _trades(128, 3, persistent=True),
+        _trades(64, 4),
+        _trades(64, 4, groups=3),
+        _trades(64, 4, groups=3, persistent=True),
+        _trades(64, 4, groups=3, turns=False),
+        _trades(64, 4, groups=3, turns=False, persistent=True),
+    ),
+    True: (
+        _trades(64, 2),
+        _trades(64, 2, persistent=True),
+        _trades(64, 2, pin=False),
+        _trades(64, 2, turns=False),
+        _trades(64, 2, turns=False, persistent=True),
+        _trades(64, 2, turns=False, pin=False),
+    ),
+}
+
+
 def _prepare_candidate(
     work: Work, device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
@@ -227,9 +263,13 @@ def tuning() -> list[TuningPoint]:
             kernel=NAME,
             shape=shape_of(work.num_heads // work.num_kv_heads, work.head_dim, work.kv_dtype.itemsize),
             size=max(rows for rows, _ in work.chunks),
-            candidates=_CANDIDATES[work.head_dim > 128],
+            candidates=(
+                *(_TRADES[work.head_dim > 128] if work.kv_dtype == work.dtype else ()),
+                *_CANDIDATES[work.head_dim > 128],
+            ),
             set_bytes=work.num_bytes,
             prepare=partial(_prepare_candidate, work),
+            may_spill=attention_prefill_hopper_triton.is_ours,
         )
         for work in works
     ]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from baton.bench.kernel_cases.attention_prefill import Batch, Work, tuning
+from baton.kernels import attention_prefill_hopper_triton as hopper
 from baton.kernels.attention_prefill import attention_prefill, attention_prefill_lens
 from baton.kernels.implementation import Implementation
 
@@ -62,8 +63,80 @@ def test_candidates_of_the_tuned_table_agree():
     work = Work("", MIXED)
     batch = Batch(work, CUDA)
     wanted = wanted_of(batch)
-    for options in tuning()[0].candidates[:8:2]:
+    for options in tuning()[0].candidates[-14:-6:2]:
         close(batch.ours(options=options)(), wanted)
+
+
+def trades(head_dim, **changes):
+    """Options of the form for Hopper."""
+    return {
+        "GROUPS": 2,
+        "BN": 128 if head_dim <= 128 else 64,
+        "STAGES": 2,
+        "TURNS": True,
+        "PIN": True,
+        "PERSISTENT": False,
+        **changes,
+    }
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="for Hopper alone"
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 2, 256), (14, 2, 64)])
+@pytest.mark.parametrize("chunks", [MIXED, ((1024, 0),), ((129, 0), (7, 40)), ((64, 2000), (3, 0), (640, 128))])
+def test_the_form_for_hopper(heads, chunks):
+    work = Work("", chunks, *heads)
+    batch = Batch(work, CUDA)
+    assert hopper.fits(batch.query_TAD, batch.key_NHSD, batch.value_NHSD)
+    wanted = wanted_of(batch)
+    spoil_unused(batch, work)
+    first = batch.ours(options=trades(heads[2]))()
+    close(first, wanted)
+    assert torch.equal(batch.ours(options=trades(heads[2], PERSISTENT=True))(), first)
+    if heads[2] == 128:
+        for changes in ({"TURNS": False}, {"PIN": False}, {"TURNS": False, "PERSISTENT": True}):
+            assert torch.equal(batch.ours(options=trades(128, **changes))(), first), changes
+
+
+@needs_hopper
+@pytest.mark.parametrize("changes", [{"STAGES": 3}, {"BN": 64, "STAGES": 4}, {"GROUPS": 3, "BN": 64, "STAGES": 4}])
+def test_the_form_for_hopper_with_other_tiles(changes):
+    work = Work("", MIXED)
+    batch = Batch(work, CUDA)
+    wanted = wanted_of(batch)
+    spoil_unused(batch, work)
+    for persistent in (False, True):
+        close(batch.ours(options=trades(128, **changes, PERSISTENT=persistent))(), wanted)
+
+
+@needs_hopper
+def test_a_row_of_the_form_for_hopper_depends_neither_on_chunks_nor_on_the_batch():
+    whole = Batch(Work("", ((1024, 0),)), CUDA)
+    options = trades(128)
+    wanted = whole.ours(options=options)()
+    end = 0
+    for rows in (300, 1, 128, 595):
+        end += rows
+        part = whole.query_TAD[end - rows : end]
+        found = attention_prefill_lens(
+            torch.cat([whole.query_TAD[:50], part]), whole.key_NHSD, whole.value_NHSD, whole.tables_BM.expand(2, -1),
+            [50, rows], [50, end], options=options,
+        )  # fmt: skip
+        assert torch.equal(found[50:], wanted[end - rows : end])
+        assert torch.equal(found[:50], wanted[:50])
+
+
+@needs_hopper
+def test_the_form_for_hopper_is_the_same_every_time():
+    batch = Batch(Work("", ((2048, 1000), (700, 3000), (5, 9000))), CUDA)
+    for persistent in (False, True):
+        call = batch.ours(options=trades(128, PERSISTENT=persistent))
+        first = call()
+        assert all(torch.equal(call(), first) for _ in range(30))
 
 
 def test_fp8_kv_with_a_scale_for_each_head():

@@ -29,6 +29,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 import baton
 
@@ -54,8 +55,9 @@ def compile_for(variant, target, num_warps=None):
     signature = {name: "constexpr" if name in variant.constants else variant.types[name] for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
     options = {"num_warps": num_warps or variant.num_warps, "num_stages": variant.num_stages, **variant.options}
+    source = GluonASTSource if variant.kernel.is_gluon() else ASTSource
     return triton.compile(
-        ASTSource(variant.kernel, signature, dict(variant.constants), attributes), target=target, options=options
+        source(variant.kernel, signature, dict(variant.constants), attributes), target=target, options=options
     )
 
 
@@ -78,8 +80,9 @@ def facts(variant):
 
 def broken_promises(variant, found):
     """What a variant promises and its code does not keep."""
+    spills = () if variant.may_spill else ("LDL", "STL")
     broken = [f"has no {name}" for name in variant.contains if not found.get(name)]
-    broken += [f"has {found[name]} {name}" for name in ("LDL", "STL", *variant.lacks) if found.get(name)]
+    broken += [f"has {found[name]} {name}" for name in (*spills, *variant.lacks) if found.get(name)]
     if found["registers"] > variant.max_registers:
         broken.append(f"takes {found['registers']} registers of {variant.max_registers}")
     if found["shared_bytes"] > variant.max_shared_bytes:

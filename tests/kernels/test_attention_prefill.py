@@ -6,9 +6,10 @@ import random
 import pytest
 import torch
 
-from baton.bench.kernel_cases.attention_prefill import cases, tuning, works
+from baton.bench.kernel_cases.attention_prefill import cases, works
+from baton.bench.kernel_cases.attention_prefill import tuning as tuning_points
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import attention_prefill_triton
+from baton.kernels import attention_prefill_hopper_triton, attention_prefill_triton, tuning
 from baton.kernels.attention_prefill import attention_prefill, attention_prefill_lens
 from baton.kernels.implementation import Implementation
 from baton.tests.kernels.harness import Guards, assert_deterministic, relative_error, same_bits, strided
@@ -246,6 +247,17 @@ def test_invariant_numerics_have_one_configuration(monkeypatch):
 
 
 @pytest.mark.fast
+def test_a_row_of_the_table_for_hopper_is_passed_over_elsewhere(monkeypatch):
+    row = {"GROUPS": 2, "BN": 128, "STAGES": 2, "TURNS": True, "PIN": True, "PERSISTENT": False}
+    assert attention_prefill_hopper_triton.is_ours(row)
+    assert not attention_prefill_hopper_triton.is_ours(PLAIN)
+    monkeypatch.setattr(tuning, "find", lambda *_: row)
+    sequences = Sequences([(3, 5), (2, 20)])
+    assert not attention_prefill_hopper_triton.fits(sequences.query, sequences.key, sequences.value)
+    assert relative_error(sequences.run(), sequences.wanted()) < 4e-3
+
+
+@pytest.mark.fast
 def test_every_tile_of_the_grid_has_one_sequence():
     draw = random.Random(1)
     for _ in range(300):
@@ -346,4 +358,5 @@ def test_work_is_counted():
     work = works()[0]
     assert (str(work), work.num_tokens) == ("32/8/128 1 x 8192 causal", 8192)
     assert work.num_flops == 4 * 32 * 128 * (8192 * 8193 // 2)
-    assert len({(point.shape, point.size) for point in tuning()}) == len(tuning())
+    points = tuning_points()
+    assert len({(point.shape, point.size) for point in points}) == len(points)
