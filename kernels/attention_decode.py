@@ -214,4 +214,5 @@ def _launch(
         stages=chosen.stages,
         warps=chosen.warps,
         pdl=chosen.pdl,
+        direct=chosen.direct,
     )

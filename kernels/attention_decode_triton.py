@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels import attention_plan, tuning
+from baton.kernels.attention_float8_triton import BITS_SCALE, widen_pairs
 from baton.kernels.attention_merge_triton import merge_parts
 from baton.kernels.attention_plan import Launch
 from baton.kernels.variant import Variant
@@ -152,6 +153,64 @@ def _attend(
     return most_R, total_R, mixed_RD
 
 
+@triton.jit
+def _attend_direct(
+    query_RD, position_R, key, value, tables, first, end, last, stride_n, score_scale,
+    D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    SWAP: tl.constexpr, DIRECT: tl.constexpr, ASSEMBLY: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`_attend` of float8 that is widened in the registers of the products; values by pairs of columns."""
+    SPREAD: tl.constexpr = ROWS < 64
+    C: tl.constexpr = D // 2
+    most_R = tl.full([ROWS], float("-inf"), tl.float32)
+    if SWAP:
+        total = tl.zeros([TILE, ROWS], tl.float32)
+        even = tl.zeros([C, ROWS], tl.float32)
+        odd = tl.zeros([C, ROWS], tl.float32)
+    else:
+        total = tl.zeros([ROWS, TILE if SPREAD else 1], tl.float32)
+        even = tl.zeros([ROWS, C], tl.float32)
+        odd = tl.zeros([ROWS, C], tl.float32)
+    place_T = tl.arange(0, TILE)
+    slot_TD = (place_T % BLOCK)[:, None] * D + tl.arange(0, D)[None, :]
+    pair_TC = (place_T % BLOCK)[:, None] * C + tl.arange(0, C)[None, :]
+    pairs = (key + BLOCK * D if JOINED else value).to(tl.pointer_type(tl.int16), bitcast=True)
+    last_column = last // BLOCK
+    block_T = tl.load(tables + tl.minimum((first * TILE + place_T) // BLOCK, last_column))
+    for tile in tl.range(first, end, num_stages=STAGES):
+        seen_T = tile * TILE + place_T
+        offset_T = block_T.to(tl.int32).to(tl.int64) * stride_n
+        if TILE < BLOCK:
+            offset_T += tile * TILE % BLOCK * D
+        key_TD = tl.load(key + offset_T[:, None] + slot_TD).to(tl.float16)
+        # Strides are even.
+        value_TC = tl.load(pairs + (offset_T >> 1)[:, None] + pair_TC, mask=(seen_T <= last)[:, None], other=0)
+        block_T = tl.load(tables + tl.minimum(((tile + 1) * TILE + place_T) // BLOCK, last_column))
+        even_TC, odd_TC = widen_pairs(value_TC, DIRECT == 2, ASSEMBLY)
+        if SWAP:
+            score = tl.dot(key_TD, tl.trans(query_RD), input_precision="ieee")
+            score = tl.where(seen_T[:, None] <= position_R[None, :], score, float("-inf"))
+            weight, most_R, fade = _softmax_step(score, most_R, score_scale, 0)
+            total = total * fade + weight
+            weight = weight.to(tl.float16)
+            even = tl.dot(tl.trans(even_TC), weight, even * fade, input_precision="ieee")
+            odd = tl.dot(tl.trans(odd_TC), weight, odd * fade, input_precision="ieee")
+        else:
+            score = tl.dot(query_RD, tl.trans(key_TD), input_precision="ieee")
+            score = tl.where(seen_T[None, :] <= position_R[:, None], score, float("-inf"))
+            weight, most_R, fade = _softmax_step(score, most_R, score_scale, 1)
+            total = total * fade + (weight if SPREAD else tl.sum(weight, axis=1)[:, None])
+            weight = weight.to(tl.float16)
+            even = tl.dot(weight, even_TC, even * fade, input_precision="ieee")
+            odd = tl.dot(weight, odd_TC, odd * fade, input_precision="ieee")
+    if SWAP:
+        total_R, even, odd = tl.sum(total, axis=0), tl.trans(even), tl.trans(odd)
+    else:
+        total_R = tl.sum(total, axis=1)
+    mixed_RD = tl.reshape(tl.join(even, odd), [ROWS, D])
+    return most_R, total_R, mixed_RD * BITS_SCALE if DIRECT == 2 else mixed_RD
+
+
 @triton.jit(
     do_not_specialize=[
         "tables", "positions", "key_scale", "value_scale", "table_stride", "position_stride_b", "position_stride_q",
@@ -166,7 +225,8 @@ def attend_kernel(
     key_stride_h: tl.int32, scale_stride: tl.int32, num_queries: tl.int32, group: tl.int32, num_parts: tl.int32,
     part_tiles: tl.int32, max_context_len: tl.int32,
     D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    SWAP: tl.constexpr, SCALED: tl.constexpr, VIA_SHARED: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    SWAP: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, VIA_SHARED: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV heads times tiles of rows, parts, sequences).
 
@@ -199,11 +259,20 @@ def attend_kernel(
         score_scale *= tl.load(key_scale + head * scale_stride)
         query_RD = query_RD.to(tl.float16)
     head_offset = head.to(tl.int64) * (key_stride_h.to(tl.int64) * _UNIT)
-    most_R, total_R, mixed_RD = _attend(
-        query_RD, position_R, key + head_offset, value + head_offset, tables + sequence.to(tl.int64) * table_stride,
-        first, end, tl.maximum(context_len - 1, 0), key_stride_n.to(tl.int64) * _UNIT, score_scale,
-        D, BLOCK, JOINED, TILE, ROWS, SWAP, VIA_SHARED, STAGES,
-    )  # fmt: skip
+    key, value = key + head_offset, value + head_offset
+    tables += sequence.to(tl.int64) * table_stride
+    last = tl.maximum(context_len - 1, 0)
+    stride_n = key_stride_n.to(tl.int64) * _UNIT
+    if DIRECT:
+        most_R, total_R, mixed_RD = _attend_direct(
+            query_RD, position_R, key, value, tables, first, end, last, stride_n, score_scale,
+            D, BLOCK, JOINED, TILE, ROWS, SWAP, DIRECT, VIA_SHARED, STAGES,
+        )  # fmt: skip
+    else:
+        most_R, total_R, mixed_RD = _attend(
+            query_RD, position_R, key, value, tables, first, end, last, stride_n, score_scale,
+            D, BLOCK, JOINED, TILE, ROWS, SWAP, VIA_SHARED, STAGES,
+        )  # fmt: skip
     is_seen_R = total_R > 0
     total_R = tl.where(is_seen_R, total_R, 1.0)
     log_R = tl.where(is_seen_R, most_R * score_scale + tl.log2(total_R), float("-inf"))
@@ -252,6 +321,7 @@ def launch(
             1 if key_scale is not None and key_scale.numel() > 1 else 0,
             num_queries, group, how.num_parts, how.part_len // how.tile, how.max_context_len,
             D=head_dim, BLOCK=block_size, JOINED=joined, TILE=how.tile, ROWS=how.rows, SWAP=how.swap, SCALED=scaled,
+            DIRECT=how.direct if scaled else 0,
             VIA_SHARED=scaled and torch.version.hip is None, PDL=pdl, STAGES=how.stages,
             num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
@@ -314,6 +384,7 @@ def _attend_variant(head_dim: int, kind: str, options: attention_plan.Options) -
             "ROWS": options.rows,
             "SWAP": options.swap,
             "SCALED": kind == "fp8",
+            "DIRECT": options.direct,
             "VIA_SHARED": kind == "fp8",
             "PDL": False,
             "STAGES": options.stages,

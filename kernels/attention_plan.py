@@ -34,6 +34,8 @@ class Options:
         slots: programs that the GPU holds at once.
         max_part_len: positions of a part, at most.
         pdl: programmatic dependent launch of the second kernel.
+        direct: float8 is widened in the registers of the products: 1 by conversion, 2 by moving bits; 0: it passes
+            through shared memory.
     """
 
     tile: int
@@ -44,6 +46,7 @@ class Options:
     slots: int
     max_part_len: int = _MAX_PART_LEN
     pdl: bool = False
+    direct: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,7 @@ class Launch:
         stages: tiles under way, and the one that is computed.
         warps: of a program.
         pdl: the second kernel is started early and waits for the first by itself (programmatic dependent launch).
+        direct: as in `Options`.
     """
 
     scale: float
@@ -73,6 +77,7 @@ class Launch:
     stages: int
     warps: int
     pdl: bool
+    direct: int
 
 
 def rows_of_program(num_rows: int) -> int:
