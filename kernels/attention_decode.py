@@ -215,4 +215,5 @@ def _launch(
         warps=chosen.warps,
         pdl=chosen.pdl,
         direct=chosen.direct,
+        apart=chosen.apart,
     )

@@ -155,59 +155,99 @@ def _attend(
 
 @triton.jit
 def _attend_direct(
-    query_RD, position_R, key, value, tables, first, end, last, stride_n, score_scale,
+    even_RC, odd_RC, position_R, key, value, tables, first, end, last, stride_n, score_scale,
     D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    SWAP: tl.constexpr, DIRECT: tl.constexpr, ASSEMBLY: tl.constexpr, STAGES: tl.constexpr,
+    DIRECT: tl.constexpr, ASSEMBLY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`_attend` of float8 that is widened in the registers of the products; values by pairs of columns."""
+    """`_attend` of float8 that is widened in the registers of the products; everything by pairs of columns."""
     SPREAD: tl.constexpr = ROWS < 64
     C: tl.constexpr = D // 2
     most_R = tl.full([ROWS], float("-inf"), tl.float32)
-    if SWAP:
-        total = tl.zeros([TILE, ROWS], tl.float32)
-        even = tl.zeros([C, ROWS], tl.float32)
-        odd = tl.zeros([C, ROWS], tl.float32)
-    else:
-        total = tl.zeros([ROWS, TILE if SPREAD else 1], tl.float32)
-        even = tl.zeros([ROWS, C], tl.float32)
-        odd = tl.zeros([ROWS, C], tl.float32)
+    total = tl.zeros([ROWS, TILE if SPREAD else 1], tl.float32)
+    even = tl.zeros([ROWS, C], tl.float32)
+    odd = tl.zeros([ROWS, C], tl.float32)
     place_T = tl.arange(0, TILE)
-    slot_TD = (place_T % BLOCK)[:, None] * D + tl.arange(0, D)[None, :]
-    pair_TC = (place_T % BLOCK)[:, None] * C + tl.arange(0, C)[None, :]
-    pairs = (key + BLOCK * D if JOINED else value).to(tl.pointer_type(tl.int16), bitcast=True)
+    slot_TC = (place_T % BLOCK)[:, None] * C + tl.arange(0, C)[None, :]
+    pairs_TC = key.to(tl.pointer_type(tl.int16), bitcast=True) + slot_TC
+    value_pairs_TC = value.to(tl.pointer_type(tl.int16), bitcast=True) + slot_TC
     last_column = last // BLOCK
     block_T = tl.load(tables + tl.minimum((first * TILE + place_T) // BLOCK, last_column))
     for tile in tl.range(first, end, num_stages=STAGES):
         seen_T = tile * TILE + place_T
-        offset_T = block_T.to(tl.int32).to(tl.int64) * stride_n
+        offset_T = block_T.to(tl.int32).to(tl.int64) * stride_n.to(tl.int64)
         if TILE < BLOCK:
-            offset_T += tile * TILE % BLOCK * D
-        key_TD = tl.load(key + offset_T[:, None] + slot_TD).to(tl.float16)
-        # Strides are even.
-        value_TC = tl.load(pairs + (offset_T >> 1)[:, None] + pair_TC, mask=(seen_T <= last)[:, None], other=0)
-        block_T = tl.load(tables + tl.minimum(((tile + 1) * TILE + place_T) // BLOCK, last_column))
-        even_TC, odd_TC = widen_pairs(value_TC, DIRECT == 2, ASSEMBLY)
-        if SWAP:
-            score = tl.dot(key_TD, tl.trans(query_RD), input_precision="ieee")
-            score = tl.where(seen_T[:, None] <= position_R[None, :], score, float("-inf"))
-            weight, most_R, fade = _softmax_step(score, most_R, score_scale, 0)
-            total = total * fade + weight
-            weight = weight.to(tl.float16)
-            even = tl.dot(tl.trans(even_TC), weight, even * fade, input_precision="ieee")
-            odd = tl.dot(tl.trans(odd_TC), weight, odd * fade, input_precision="ieee")
+            offset_T += tile * TILE % BLOCK * C
+        key_at = pairs_TC + offset_T[:, None]
+        value_at = key_at + BLOCK * C if JOINED else value_pairs_TC + offset_T[:, None]
+        key_even_TC, key_odd_TC = widen_pairs(tl.load(key_at), DIRECT == 2, ASSEMBLY)
+        if DIRECT == 2:
+            value_TC = tl.load(value_at)
         else:
-            score = tl.dot(query_RD, tl.trans(key_TD), input_precision="ieee")
-            score = tl.where(seen_T[None, :] <= position_R[:, None], score, float("-inf"))
-            weight, most_R, fade = _softmax_step(score, most_R, score_scale, 1)
-            total = total * fade + (weight if SPREAD else tl.sum(weight, axis=1)[:, None])
-            weight = weight.to(tl.float16)
-            even = tl.dot(weight, even_TC, even * fade, input_precision="ieee")
-            odd = tl.dot(weight, odd_TC, odd * fade, input_precision="ieee")
-    if SWAP:
-        total_R, even, odd = tl.sum(total, axis=0), tl.trans(even), tl.trans(odd)
-    else:
-        total_R = tl.sum(total, axis=1)
+            value_TC = tl.load(value_at, mask=(seen_T <= last)[:, None], other=0)
+        even_TC, odd_TC = widen_pairs(value_TC, DIRECT == 2, ASSEMBLY)
+        block_T = tl.load(tables + tl.minimum(((tile + 1) * TILE + place_T) // BLOCK, last_column))
+        score = tl.dot(even_RC, tl.trans(key_even_TC), input_precision="ieee")
+        score = tl.dot(odd_RC, tl.trans(key_odd_TC), score, input_precision="ieee")
+        score = tl.where(seen_T[None, :] <= position_R[:, None], score, float("-inf"))
+        weight, most_R, fade = _softmax_step(score, most_R, score_scale, 1)
+        total = total * fade + (weight if SPREAD else tl.sum(weight, axis=1)[:, None])
+        weight = weight.to(tl.float16)
+        even = tl.dot(weight, even_TC, even * fade, input_precision="ieee")
+        odd = tl.dot(weight, odd_TC, odd * fade, input_precision="ieee")
     mixed_RD = tl.reshape(tl.join(even, odd), [ROWS, D])
+    return most_R, tl.sum(total, axis=1), mixed_RD * BITS_SCALE if DIRECT == 2 else mixed_RD
+
+
+@triton.jit
+def _attend_apart(
+    even_RC, odd_RC, position_R, key, value, tables, first, end, last, stride_n, score_scale,
+    D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    DIRECT: tl.constexpr, ASSEMBLY: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`_attend_direct` with sums of its own for each warp, which has its share of every tile's keys."""
+    C: tl.constexpr = D // 2
+    K: tl.constexpr = TILE // WARPS
+    most_WR = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([WARPS, ROWS, K], tl.float32)
+    even = tl.zeros([WARPS, ROWS, C], tl.float32)
+    odd = tl.zeros([WARPS, ROWS, C], tl.float32)
+    even_WRC = tl.broadcast_to(even_RC[None, :, :], [WARPS, ROWS, C])
+    odd_WRC = tl.broadcast_to(odd_RC[None, :, :], [WARPS, ROWS, C])
+    place_WK = tl.arange(0, WARPS)[:, None] * K + tl.arange(0, K)[None, :]
+    slot = (place_WK % BLOCK)[:, :, None] * C + tl.arange(0, C)[None, None, :]
+    pairs = key.to(tl.pointer_type(tl.int16), bitcast=True) + slot
+    value_pairs = value.to(tl.pointer_type(tl.int16), bitcast=True) + slot
+    last_column = last // BLOCK
+    block_WK = tl.load(tables + tl.minimum((first * TILE + place_WK) // BLOCK, last_column))
+    for tile in tl.range(first, end, num_stages=STAGES):
+        seen_WK = tile * TILE + place_WK
+        offset = block_WK.to(tl.int32).to(tl.int64) * stride_n.to(tl.int64)
+        if TILE < BLOCK:
+            offset += tile * TILE % BLOCK * C
+        key_at = pairs + offset[:, :, None]
+        value_at = key_at + BLOCK * C if JOINED else value_pairs + offset[:, :, None]
+        key_even, key_odd = widen_pairs(tl.load(key_at), DIRECT == 2, ASSEMBLY)
+        if DIRECT == 2:
+            value_pair = tl.load(value_at)
+        else:
+            value_pair = tl.load(value_at, mask=(seen_WK <= last)[:, :, None], other=0)
+        value_even, value_odd = widen_pairs(value_pair, DIRECT == 2, ASSEMBLY)
+        block_WK = tl.load(tables + tl.minimum(((tile + 1) * TILE + place_WK) // BLOCK, last_column))
+        score = tl.dot(even_WRC, tl.trans(key_even, 0, 2, 1), input_precision="ieee")
+        score = tl.dot(odd_WRC, tl.trans(key_odd, 0, 2, 1), score, input_precision="ieee")
+        score = tl.where(seen_WK[:, None, :] <= position_R[None, :, None], score, float("-inf"))
+        weight, most_WR, fade = _softmax_step(score, most_WR, score_scale, 2)
+        total = total * fade + weight
+        weight = weight.to(tl.float16)
+        even = tl.dot(weight, value_even, even * fade, input_precision="ieee")
+        odd = tl.dot(weight, value_odd, odd * fade, input_precision="ieee")
+    most_R = tl.max(most_WR, axis=0)
+    base_R = tl.where(most_R == float("-inf"), 0.0, most_R)
+    share_WR = tl.exp2((most_WR - base_R[None, :]) * score_scale)
+    total_R = tl.sum(tl.sum(total, axis=2) * share_WR, axis=0)
+    even_RC = tl.sum(even * share_WR[:, :, None], axis=0)
+    odd_RC = tl.sum(odd * share_WR[:, :, None], axis=0)
+    mixed_RD = tl.reshape(tl.join(even_RC, odd_RC), [ROWS, D])
     return most_R, total_R, mixed_RD * BITS_SCALE if DIRECT == 2 else mixed_RD
 
 
@@ -225,8 +265,8 @@ def attend_kernel(
     key_stride_h: tl.int32, scale_stride: tl.int32, num_queries: tl.int32, group: tl.int32, num_parts: tl.int32,
     part_tiles: tl.int32, max_context_len: tl.int32,
     D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    SWAP: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, VIA_SHARED: tl.constexpr, PDL: tl.constexpr,
-    STAGES: tl.constexpr,
+    SWAP: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, APART: tl.constexpr, VIA_SHARED: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV heads times tiles of rows, parts, sequences).
 
@@ -253,24 +293,35 @@ def attend_kernel(
     position_R = tl.load(positions + query_R * position_stride_q, mask=row_R < num_rows, other=-1).to(tl.int32)
     query += sequence.to(tl.int64) * (query_stride_b.to(tl.int64) * _UNIT)
     query_R = query_R * (query_stride_q * _UNIT) + head_R * (query_stride_a * _UNIT)
-    query_RD = tl.load(query + query_R[:, None] + tl.arange(0, D)[None, :], mask=(row_R < num_rows)[:, None], other=0.0)
     score_scale = scale * _LOG2_E
     if SCALED:
         score_scale *= tl.load(key_scale + head * scale_stride)
-        query_RD = query_RD.to(tl.float16)
     head_offset = head.to(tl.int64) * (key_stride_h.to(tl.int64) * _UNIT)
     key, value = key + head_offset, value + head_offset
     tables += sequence.to(tl.int64) * table_stride
     last = tl.maximum(context_len - 1, 0)
-    stride_n = key_stride_n.to(tl.int64) * _UNIT
     if DIRECT:
-        most_R, total_R, mixed_RD = _attend_direct(
-            query_RD, position_R, key, value, tables, first, end, last, stride_n, score_scale,
-            D, BLOCK, JOINED, TILE, ROWS, SWAP, DIRECT, VIA_SHARED, STAGES,
-        )  # fmt: skip
+        if DIRECT == 2:
+            score_scale *= BITS_SCALE
+        column = query + query_R[:, None] + 2 * tl.arange(0, D // 2)[None, :]
+        even_RC = tl.load(column, mask=(row_R < num_rows)[:, None], other=0.0).to(tl.float16)
+        odd_RC = tl.load(column + 1, mask=(row_R < num_rows)[:, None], other=0.0).to(tl.float16)
+        if APART:
+            most_R, total_R, mixed_RD = _attend_apart(
+                even_RC, odd_RC, position_R, key, value, tables, first, end, last, key_stride_n * (_UNIT // 2), score_scale,
+                D, BLOCK, JOINED, TILE, ROWS, DIRECT, VIA_SHARED, APART, STAGES,
+            )  # fmt: skip
+        else:
+            most_R, total_R, mixed_RD = _attend_direct(
+                even_RC, odd_RC, position_R, key, value, tables, first, end, last, key_stride_n * (_UNIT // 2), score_scale,
+                D, BLOCK, JOINED, TILE, ROWS, DIRECT, VIA_SHARED, STAGES,
+            )  # fmt: skip
     else:
+        query_RD = tl.load(query + query_R[:, None] + tl.arange(0, D)[None, :], mask=(row_R < num_rows)[:, None], other=0.0)
+        if SCALED:
+            query_RD = query_RD.to(tl.float16)
         most_R, total_R, mixed_RD = _attend(
-            query_RD, position_R, key, value, tables, first, end, last, stride_n, score_scale,
+            query_RD, position_R, key, value, tables, first, end, last, key_stride_n.to(tl.int64) * _UNIT, score_scale,
             D, BLOCK, JOINED, TILE, ROWS, SWAP, VIA_SHARED, STAGES,
         )  # fmt: skip
     is_seen_R = total_R > 0
@@ -321,7 +372,7 @@ def launch(
             1 if key_scale is not None and key_scale.numel() > 1 else 0,
             num_queries, group, how.num_parts, how.part_len // how.tile, how.max_context_len,
             D=head_dim, BLOCK=block_size, JOINED=joined, TILE=how.tile, ROWS=how.rows, SWAP=how.swap, SCALED=scaled,
-            DIRECT=how.direct if scaled else 0,
+            DIRECT=how.direct if scaled else 0, APART=how.warps if how.apart else 0,
             VIA_SHARED=scaled and torch.version.hip is None, PDL=pdl, STAGES=how.stages,
             num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
@@ -385,6 +436,7 @@ def _attend_variant(head_dim: int, kind: str, options: attention_plan.Options) -
             "SWAP": options.swap,
             "SCALED": kind == "fp8",
             "DIRECT": options.direct,
+            "APART": options.warps if options.apart else 0,
             "VIA_SHARED": kind == "fp8",
             "PDL": False,
             "STAGES": options.stages,

@@ -36,6 +36,7 @@ class Options:
         pdl: programmatic dependent launch of the second kernel.
         direct: float8 is widened in the registers of the products: 1 by conversion, 2 by moving bits; 0: it passes
             through shared memory.
+        apart: each warp has its own sums over its share of a tile's keys; with `direct` alone.
     """
 
     tile: int
@@ -47,6 +48,7 @@ class Options:
     max_part_len: int = _MAX_PART_LEN
     pdl: bool = False
     direct: int = 0
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class Launch:
         warps: of a program.
         pdl: the second kernel is started early and waits for the first by itself (programmatic dependent launch).
         direct: as in `Options`.
+        apart: as in `Options`.
     """
 
     scale: float
@@ -78,6 +81,7 @@ class Launch:
     warps: int
     pdl: bool
     direct: int
+    apart: bool
 
 
 def rows_of_program(num_rows: int) -> int:
