@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 
 from baton.kernels import attention_plan, tuning
-from baton.kernels.attention_float8_triton import BITS_SCALE, widen_pairs
+from baton.kernels.attention_float8_triton import BITS_SCALE, attend_apart, attend_together
 from baton.kernels.attention_merge_triton import merge_parts
 from baton.kernels.attention_plan import Launch
+from baton.kernels.attention_softmax_triton import softmax_step
 from baton.kernels.variant import Variant
 
 MAX_QUERIES = 32  # of a sequence
@@ -67,16 +68,6 @@ def _part(context_len, part, num_parts, part_tiles, TILE: tl.constexpr):
 
 
 @triton.jit
-def _softmax_step(score, most_R, score_scale, AXIS: tl.constexpr):
-    """Weights of a tile's keys, the new maximum of each row, and what earlier sums are multiplied with."""
-    new_R = tl.maximum(most_R, tl.max(score, axis=AXIS))
-    # Rows that have seen nothing yet: the difference of two infinities would be NaN.
-    base_R = tl.where(new_R == float("-inf"), 0.0, new_R) * score_scale
-    weight = tl.exp2(score * score_scale - tl.expand_dims(base_R, AXIS))
-    return weight, new_R, tl.expand_dims(tl.exp2(most_R * score_scale - base_R), AXIS)
-
-
-@triton.jit
 def _add_tile(
     query_RD, key_TD, value_TD, seen_T, position_R, score_scale, most_R, total, mixed,
     SWAP: tl.constexpr, SPREAD: tl.constexpr,
@@ -85,14 +76,14 @@ def _add_tile(
     if SWAP:
         score = tl.dot(key_TD, tl.trans(query_RD), input_precision="ieee")
         score = tl.where(seen_T[:, None] <= position_R[None, :], score, float("-inf"))
-        weight, most_R, fade = _softmax_step(score, most_R, score_scale, 0)
+        weight, most_R, fade = softmax_step(score, most_R, score_scale, 0)
         total = total * fade + weight
         mixed = mixed * fade
         mixed = tl.dot(tl.trans(value_TD), weight.to(value_TD.dtype), mixed, input_precision="ieee")
     else:
         score = tl.dot(query_RD, tl.trans(key_TD), input_precision="ieee")
         score = tl.where(seen_T[None, :] <= position_R[:, None], score, float("-inf"))
-        weight, most_R, fade = _softmax_step(score, most_R, score_scale, 1)
+        weight, most_R, fade = softmax_step(score, most_R, score_scale, 1)
         total = total * fade + (weight if SPREAD else tl.sum(weight, axis=1)[:, None])
         mixed = mixed * fade
         mixed = tl.dot(weight.to(value_TD.dtype), value_TD, mixed, input_precision="ieee")
@@ -153,104 +144,6 @@ def _attend(
     return most_R, total_R, mixed_RD
 
 
-@triton.jit
-def _attend_direct(
-    even_RC, odd_RC, position_R, key, value, tables, first, end, last, stride_n, score_scale,
-    D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    DIRECT: tl.constexpr, ASSEMBLY: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """`_attend` of float8 that is widened in the registers of the products; everything by pairs of columns."""
-    SPREAD: tl.constexpr = ROWS < 64
-    C: tl.constexpr = D // 2
-    most_R = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS, TILE if SPREAD else 1], tl.float32)
-    even = tl.zeros([ROWS, C], tl.float32)
-    odd = tl.zeros([ROWS, C], tl.float32)
-    place_T = tl.arange(0, TILE)
-    slot_TC = (place_T % BLOCK)[:, None] * C + tl.arange(0, C)[None, :]
-    pairs_TC = key.to(tl.pointer_type(tl.int16), bitcast=True) + slot_TC
-    value_pairs_TC = value.to(tl.pointer_type(tl.int16), bitcast=True) + slot_TC
-    last_column = last // BLOCK
-    block_T = tl.load(tables + tl.minimum((first * TILE + place_T) // BLOCK, last_column))
-    for tile in tl.range(first, end, num_stages=STAGES):
-        seen_T = tile * TILE + place_T
-        offset_T = block_T.to(tl.int32).to(tl.int64) * stride_n.to(tl.int64)
-        if TILE < BLOCK:
-            offset_T += tile * TILE % BLOCK * C
-        key_at = pairs_TC + offset_T[:, None]
-        value_at = key_at + BLOCK * C if JOINED else value_pairs_TC + offset_T[:, None]
-        key_even_TC, key_odd_TC = widen_pairs(tl.load(key_at), DIRECT == 2, ASSEMBLY)
-        if DIRECT == 2:
-            value_TC = tl.load(value_at)
-        else:
-            value_TC = tl.load(value_at, mask=(seen_T <= last)[:, None], other=0)
-        even_TC, odd_TC = widen_pairs(value_TC, DIRECT == 2, ASSEMBLY)
-        block_T = tl.load(tables + tl.minimum(((tile + 1) * TILE + place_T) // BLOCK, last_column))
-        score = tl.dot(even_RC, tl.trans(key_even_TC), input_precision="ieee")
-        score = tl.dot(odd_RC, tl.trans(key_odd_TC), score, input_precision="ieee")
-        score = tl.where(seen_T[None, :] <= position_R[:, None], score, float("-inf"))
-        weight, most_R, fade = _softmax_step(score, most_R, score_scale, 1)
-        total = total * fade + (weight if SPREAD else tl.sum(weight, axis=1)[:, None])
-        weight = weight.to(tl.float16)
-        even = tl.dot(weight, even_TC, even * fade, input_precision="ieee")
-        odd = tl.dot(weight, odd_TC, odd * fade, input_precision="ieee")
-    mixed_RD = tl.reshape(tl.join(even, odd), [ROWS, D])
-    return most_R, tl.sum(total, axis=1), mixed_RD * BITS_SCALE if DIRECT == 2 else mixed_RD
-
-
-@triton.jit
-def _attend_apart(
-    even_RC, odd_RC, position_R, key, value, tables, first, end, last, stride_n, score_scale,
-    D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    DIRECT: tl.constexpr, ASSEMBLY: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """`_attend_direct` with sums of its own for each warp, which has its share of every tile's keys."""
-    C: tl.constexpr = D // 2
-    K: tl.constexpr = TILE // WARPS
-    most_WR = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([WARPS, ROWS, K], tl.float32)
-    even = tl.zeros([WARPS, ROWS, C], tl.float32)
-    odd = tl.zeros([WARPS, ROWS, C], tl.float32)
-    even_WRC = tl.broadcast_to(even_RC[None, :, :], [WARPS, ROWS, C])
-    odd_WRC = tl.broadcast_to(odd_RC[None, :, :], [WARPS, ROWS, C])
-    place_WK = tl.arange(0, WARPS)[:, None] * K + tl.arange(0, K)[None, :]
-    slot = (place_WK % BLOCK)[:, :, None] * C + tl.arange(0, C)[None, None, :]
-    pairs = key.to(tl.pointer_type(tl.int16), bitcast=True) + slot
-    value_pairs = value.to(tl.pointer_type(tl.int16), bitcast=True) + slot
-    last_column = last // BLOCK
-    block_WK = tl.load(tables + tl.minimum((first * TILE + place_WK) // BLOCK, last_column))
-    for tile in tl.range(first, end, num_stages=STAGES):
-        seen_WK = tile * TILE + place_WK
-        offset = block_WK.to(tl.int32).to(tl.int64) * stride_n.to(tl.int64)
-        if TILE < BLOCK:
-            offset += tile * TILE % BLOCK * C
-        key_at = pairs + offset[:, :, None]
-        value_at = key_at + BLOCK * C if JOINED else value_pairs + offset[:, :, None]
-        key_even, key_odd = widen_pairs(tl.load(key_at), DIRECT == 2, ASSEMBLY)
-        if DIRECT == 2:
-            value_pair = tl.load(value_at)
-        else:
-            value_pair = tl.load(value_at, mask=(seen_WK <= last)[:, :, None], other=0)
-        value_even, value_odd = widen_pairs(value_pair, DIRECT == 2, ASSEMBLY)
-        block_WK = tl.load(tables + tl.minimum(((tile + 1) * TILE + place_WK) // BLOCK, last_column))
-        score = tl.dot(even_WRC, tl.trans(key_even, 0, 2, 1), input_precision="ieee")
-        score = tl.dot(odd_WRC, tl.trans(key_odd, 0, 2, 1), score, input_precision="ieee")
-        score = tl.where(seen_WK[:, None, :] <= position_R[None, :, None], score, float("-inf"))
-        weight, most_WR, fade = _softmax_step(score, most_WR, score_scale, 2)
-        total = total * fade + weight
-        weight = weight.to(tl.float16)
-        even = tl.dot(weight, value_even, even * fade, input_precision="ieee")
-        odd = tl.dot(weight, value_odd, odd * fade, input_precision="ieee")
-    most_R = tl.max(most_WR, axis=0)
-    base_R = tl.where(most_R == float("-inf"), 0.0, most_R)
-    share_WR = tl.exp2((most_WR - base_R[None, :]) * score_scale)
-    total_R = tl.sum(tl.sum(total, axis=2) * share_WR, axis=0)
-    even_RC = tl.sum(even * share_WR[:, :, None], axis=0)
-    odd_RC = tl.sum(odd * share_WR[:, :, None], axis=0)
-    mixed_RD = tl.reshape(tl.join(even_RC, odd_RC), [ROWS, D])
-    return most_R, total_R, mixed_RD * BITS_SCALE if DIRECT == 2 else mixed_RD
-
-
 @triton.jit(
     do_not_specialize=[
         "tables", "positions", "key_scale", "value_scale", "table_stride", "position_stride_b", "position_stride_q",
@@ -300,28 +193,30 @@ def attend_kernel(
     key, value = key + head_offset, value + head_offset
     tables += sequence.to(tl.int64) * table_stride
     last = tl.maximum(context_len - 1, 0)
+    is_row_R1 = (row_R < num_rows)[:, None]
     if DIRECT:
-        if DIRECT == 2:
-            score_scale *= BITS_SCALE
-        column = query + query_R[:, None] + 2 * tl.arange(0, D // 2)[None, :]
-        even_RC = tl.load(column, mask=(row_R < num_rows)[:, None], other=0.0).to(tl.float16)
-        odd_RC = tl.load(column + 1, mask=(row_R < num_rows)[:, None], other=0.0).to(tl.float16)
+        score_scale *= BITS_SCALE if DIRECT == 2 else 1.0
+        even_at = query + query_R[:, None] + 2 * tl.arange(0, D // 2)[None, :]
+        even_RC = tl.load(even_at, mask=is_row_R1, other=0.0).to(tl.float16)
+        odd_RC = tl.load(even_at + 1, mask=is_row_R1, other=0.0).to(tl.float16)
+        pair_stride_n = key_stride_n * (_UNIT // 2)
         if APART:
-            most_R, total_R, mixed_RD = _attend_apart(
-                even_RC, odd_RC, position_R, key, value, tables, first, end, last, key_stride_n * (_UNIT // 2), score_scale,
-                D, BLOCK, JOINED, TILE, ROWS, DIRECT, VIA_SHARED, APART, STAGES,
+            most_R, total_R, mixed_RD = attend_apart(
+                even_RC, odd_RC, position_R, key, value, tables, first, end, last, pair_stride_n, score_scale,
+                D, BLOCK, JOINED, TILE, ROWS, APART, DIRECT == 2, VIA_SHARED, STAGES,
             )  # fmt: skip
         else:
-            most_R, total_R, mixed_RD = _attend_direct(
-                even_RC, odd_RC, position_R, key, value, tables, first, end, last, key_stride_n * (_UNIT // 2), score_scale,
-                D, BLOCK, JOINED, TILE, ROWS, DIRECT, VIA_SHARED, STAGES,
+            most_R, total_R, mixed_RD = attend_together(
+                even_RC, odd_RC, position_R, key, value, tables, first, end, last, pair_stride_n, score_scale,
+                D, BLOCK, JOINED, TILE, ROWS, DIRECT == 2, VIA_SHARED, STAGES,
             )  # fmt: skip
     else:
-        query_RD = tl.load(query + query_R[:, None] + tl.arange(0, D)[None, :], mask=(row_R < num_rows)[:, None], other=0.0)
+        query_RD = tl.load(query + query_R[:, None] + tl.arange(0, D)[None, :], mask=is_row_R1, other=0.0)
         if SCALED:
             query_RD = query_RD.to(tl.float16)
+        stride_n = key_stride_n.to(tl.int64) * _UNIT
         most_R, total_R, mixed_RD = _attend(
-            query_RD, position_R, key, value, tables, first, end, last, key_stride_n.to(tl.int64) * _UNIT, score_scale,
+            query_RD, position_R, key, value, tables, first, end, last, stride_n, score_scale,
             D, BLOCK, JOINED, TILE, ROWS, SWAP, VIA_SHARED, STAGES,
         )  # fmt: skip
     is_seen_R = total_R > 0
@@ -362,7 +257,9 @@ def launch(
         part_logs = torch.empty(num_rows, dtype=torch.float32, device=device)
     part_bytes = block_size * head_dim * key_NHSD.element_size()
     joined = value_NHSD.data_ptr() == key_NHSD.data_ptr() + part_bytes
-    pdl = how.pdl and query_BQAD.is_cuda and torch.version.hip is None
+    on_nvidia = torch.version.hip is None
+    pdl = how.pdl and query_BQAD.is_cuda and on_nvidia
+    limit = {"maxnreg": how.registers} if how.registers and query_BQAD.is_cuda and on_nvidia else {}
     with torch.cuda.device_of(query_BQAD):
         attend_kernel[(num_kv_heads * triton.cdiv(num_queries * group, how.rows), how.num_parts, num_sequences)](
             query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, *scales, out_BQAD, parts, part_logs,
@@ -373,8 +270,8 @@ def launch(
             num_queries, group, how.num_parts, how.part_len // how.tile, how.max_context_len,
             D=head_dim, BLOCK=block_size, JOINED=joined, TILE=how.tile, ROWS=how.rows, SWAP=how.swap, SCALED=scaled,
             DIRECT=how.direct if scaled else 0, APART=how.warps if how.apart else 0,
-            VIA_SHARED=scaled and torch.version.hip is None, PDL=pdl, STAGES=how.stages,
-            num_warps=how.warps, num_stages=how.stages,
+            VIA_SHARED=scaled and on_nvidia, PDL=pdl, STAGES=how.stages,
+            num_warps=how.warps, num_stages=how.stages, **limit,
         )  # fmt: skip
         if how.num_parts > 1:
             merge_parts(parts, part_logs, out_BQAD, how.num_parts, fixed_len=how.part_len > 0, pdl=pdl)
@@ -414,10 +311,12 @@ def _attend_variant(head_dim: int, kind: str, options: attention_plan.Options) -
     # wgmma takes 64 of something on the left: rows of D as V is read, or rows of queries.
     is_wide = head_dim >= 64 if options.swap else options.rows >= 64
     side = "swapped" if options.swap else "plain"
+    way = ("", " direct", " moved")[options.direct] + (" apart" if options.apart else "")
+    limit = f" registers={options.registers}" if options.registers else ""
     programs = max(1, options.slots // 132)  # on a multiprocessor
     return Variant(
-        name=f"attention_decode rows={options.rows} D={head_dim} {kind} {side} tile={options.tile} "
-        f"stages={options.stages} warps={options.warps}",
+        name=f"attention_decode rows={options.rows} D={head_dim} {kind} {side}{way} tile={options.tile} "
+        f"stages={options.stages} warps={options.warps}{limit}",
         kernel=attend_kernel,
         types={
             **dict.fromkeys(("query", "out"), "*bf16"),
@@ -449,4 +348,5 @@ def _attend_variant(head_dim: int, kind: str, options: attention_plan.Options) -
         # A table may name more programs than fit: what else is parts for them to take in turns.
         max_registers=min(255, 65_536 // (min(programs, 2) * options.warps * 32)),
         on_amd=options.rows == 16 and kind == "bf16",
+        options={"maxnreg": options.registers} if options.registers else {},
     )

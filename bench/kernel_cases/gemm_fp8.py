@@ -43,7 +43,9 @@ def _sets(device: torch.device, num_sets: int, M: int, N: int, K: int) -> list[_
     found = []
     for _ in range(num_sets):
         x_MK = torch.randn(M, K, device=device, dtype=torch.bfloat16)
-        values_NK = torch.randn(N, K, device=device, dtype=torch.bfloat16).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+        values_NK = (
+            torch.randn(N, K, device=device, dtype=torch.bfloat16).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+        )
         scales_BG = torch.rand(-(-N // GROUP_LEN), K // GROUP_LEN, device=device) * 1e-3
         found.append(_Set(x_MK, *quantize_fp8(x_MK), Fp8Weight.of(values_NK, scales_BG)))
     return found
