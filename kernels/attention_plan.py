@@ -108,7 +108,7 @@ def default_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> Options
 
 
 def _float8_options(rows: int, head_dim: int) -> Options:
-    """Three programs share a multiprocessor where their registers allow it; heads too small for pairs do without."""
+    """Float8 goes straight to the products' registers, but for many rows, and for heads too small for pairs."""
     if rows > 32:
         tile, warps = (32, 8) if head_dim > 128 else (64, 4)
         return Options(tile=tile, rows=64, swap=False, stages=3, warps=warps, slots=132 if head_dim > 128 else 264)
@@ -116,7 +116,7 @@ def _float8_options(rows: int, head_dim: int) -> Options:
         return Options(tile=64, rows=rows, swap=False, stages=3, warps=4, slots=396 if rows == 16 else 264)
     base = Options(tile=64, rows=rows, swap=False, stages=3, warps=4, slots=396, direct=1)
     if head_dim > 128:
-        return replace(base, tile=32, registers=0 if rows == 16 else 168)
+        return replace(base, slots=264)
     return replace(base, apart=True, registers=168) if rows == 16 else base
 
 

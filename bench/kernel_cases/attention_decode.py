@@ -213,7 +213,6 @@ _DIRECT: Mapping[tuple[int, int], Sequence[tuple[int, int, int, int, Mapping[str
         (64, 4, 4, 3, {"direct": 1}),
         (64, 3, 4, 3, {"direct": 2}),
         (32, 4, 4, 3, {"direct": 1}),
-        (128, 3, 4, 2, {"direct": 1}),
         (128, 3, 8, 1, {"direct": 1}),
     ),
     (16, 256): (
@@ -225,8 +224,8 @@ _DIRECT: Mapping[tuple[int, int], Sequence[tuple[int, int, int, int, Mapping[str
         (128, 3, 8, 1, {"direct": 1}),
     ),
     (32, 256): (
-        (32, 3, 4, 3, {"direct": 1, "registers": 168}),
-        (32, 4, 4, 3, {"direct": 1, "registers": 168}),
+        (32, 3, 4, 2, {"direct": 1}),
+        (32, 4, 4, 2, {"direct": 1}),
         (32, 3, 4, 3, {"direct": 2, "registers": 168}),
         (64, 3, 4, 2, {"direct": 1}),
         (64, 3, 8, 1, {"direct": 1}),
