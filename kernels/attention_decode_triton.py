@@ -7,7 +7,8 @@ not need ends at once.
 
 Swapped, K and V are the left operands of both products and the rows the right ones: Hopper's wgmma takes 64 of the
 former and as few as 16 of the latter. Plain, 16 or 32 rows are the left operands of mma.sync, and 64 those of wgmma.
-Float8 is widened to float16, which holds every value of it, in half the instructions that bfloat16 takes.
+Float8 is widened to float16, which holds every value of it, in half the instructions that bfloat16 takes: on its way
+through shared memory, or directly, in the registers of the products (`attention_float8_triton`).
 
 Slots past a sequence's last position may hold NaN: their scores are replaced, and their values are not loaded.
 

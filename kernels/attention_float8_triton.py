@@ -117,6 +117,17 @@ def attend_together(
 
 
 @triton.jit
+def _over_warps(sums, WARPS: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
+    """[W, R, C] -> [R, C], by halves: a plain sum would have the whole result in each warp's registers."""
+    for level in tl.static_range(0, 3):
+        if (WARPS >> level) > 1:
+            halves = tl.reshape(sums, [2, WARPS >> (level + 1), ROWS, C])
+            lower, upper = tl.split(tl.permute(halves, (1, 2, 3, 0)))
+            sums = lower + upper
+    return tl.reshape(sums, [ROWS, C])
+
+
+@triton.jit
 def attend_apart(
     even_RC, odd_RC, position_R, key, value, tables, first, end, last, stride_n, score_scale,
     D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
@@ -163,7 +174,7 @@ def attend_apart(
     base_R = tl.where(most_R == float("-inf"), 0.0, most_R)
     share_WR = tl.exp2((most_WR - base_R[None, :]) * score_scale)
     total_R = tl.sum(tl.sum(total, axis=2) * share_WR, axis=0)
-    even_RC = tl.sum(even * share_WR[:, :, None], axis=0)
-    odd_RC = tl.sum(odd * share_WR[:, :, None], axis=0)
+    even_RC = _over_warps(even * share_WR[:, :, None], WARPS, ROWS, C)
+    odd_RC = _over_warps(odd * share_WR[:, :, None], WARPS, ROWS, C)
     mixed_RD = tl.reshape(tl.join(even_RC, odd_RC), [ROWS, D])
     return most_R, total_R, mixed_RD * BITS_SCALE if MOVE else mixed_RD
