@@ -167,6 +167,7 @@ def _check_triton(
         unit = attention_decode_triton.STRIDE_UNIT
         aligned = tensor.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in tensor.stride()[:-1])
         require(aligned, name, f"must lie at a multiple of 16 bytes, with strides that are multiples of {unit}")
+    require(key_NHSD.stride(0) < 1 << 32, "key_NHSD", "the stride of blocks must be under 2 ** 32")
     most = attention_decode_triton.MAX_QUERIES
     require(positions_BQ.shape[1] <= most, "positions_BQ", f"Triton's kernel takes at most {most} rows of a sequence")
 
@@ -185,7 +186,12 @@ def _options(
         given = tuning.find("attention_decode", shape, size, query_BQAD.device.index)
     if given is None:
         return attention_plan.default_options(num_rows, head_dim, key_NHSD.element_size())
-    return attention_plan.options_of_row(given)
+    chosen = attention_plan.options_of_row(given)
+    require(not (chosen.direct and chosen.swap), "options", "no direct form has K and V on the left")
+    require(not chosen.direct or head_dim >= 32, "options", f"no direct form has heads of {head_dim}")
+    fits = not chosen.apart or (chosen.direct and chosen.tile >= 16 * chosen.warps)
+    require(bool(fits), "options", "warps apart take 16 keys each, and a direct form")
+    return chosen
 
 
 def _launch(
@@ -214,4 +220,7 @@ def _launch(
         stages=chosen.stages,
         warps=chosen.warps,
         pdl=chosen.pdl,
+        direct=chosen.direct,
+        apart=chosen.apart,
+        registers=chosen.registers,
     )

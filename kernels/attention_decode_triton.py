@@ -7,7 +7,8 @@ not need ends at once.
 
 Swapped, K and V are the left operands of both products and the rows the right ones: Hopper's wgmma takes 64 of the
 former and as few as 16 of the latter. Plain, 16 or 32 rows are the left operands of mma.sync, and 64 those of wgmma.
-Float8 is widened to float16, which holds every value of it, in half the instructions that bfloat16 takes.
+Float8 is widened to float16, which holds every value of it, in half the instructions that bfloat16 takes: on its way
+through shared memory, or directly, in the registers of the products (`attention_float8_triton`).
 
 Slots past a sequence's last position may hold NaN: their scores are replaced, and their values are not loaded.
 
@@ -19,8 +20,10 @@ import triton
 import triton.language as tl
 
 from baton.kernels import attention_plan, tuning
+from baton.kernels.attention_float8_triton import BITS_SCALE, attend_apart, attend_together
 from baton.kernels.attention_merge_triton import merge_parts
 from baton.kernels.attention_plan import Launch
+from baton.kernels.attention_softmax_triton import softmax_step
 from baton.kernels.variant import Variant
 
 MAX_QUERIES = 32  # of a sequence
@@ -66,16 +69,6 @@ def _part(context_len, part, num_parts, part_tiles, TILE: tl.constexpr):
 
 
 @triton.jit
-def _softmax_step(score, most_R, score_scale, AXIS: tl.constexpr):
-    """Weights of a tile's keys, the new maximum of each row, and what earlier sums are multiplied with."""
-    new_R = tl.maximum(most_R, tl.max(score, axis=AXIS))
-    # Rows that have seen nothing yet: the difference of two infinities would be NaN.
-    base_R = tl.where(new_R == float("-inf"), 0.0, new_R) * score_scale
-    weight = tl.exp2(score * score_scale - tl.expand_dims(base_R, AXIS))
-    return weight, new_R, tl.expand_dims(tl.exp2(most_R * score_scale - base_R), AXIS)
-
-
-@triton.jit
 def _add_tile(
     query_RD, key_TD, value_TD, seen_T, position_R, score_scale, most_R, total, mixed,
     SWAP: tl.constexpr, SPREAD: tl.constexpr,
@@ -84,14 +77,14 @@ def _add_tile(
     if SWAP:
         score = tl.dot(key_TD, tl.trans(query_RD), input_precision="ieee")
         score = tl.where(seen_T[:, None] <= position_R[None, :], score, float("-inf"))
-        weight, most_R, fade = _softmax_step(score, most_R, score_scale, 0)
+        weight, most_R, fade = softmax_step(score, most_R, score_scale, 0)
         total = total * fade + weight
         mixed = mixed * fade
         mixed = tl.dot(tl.trans(value_TD), weight.to(value_TD.dtype), mixed, input_precision="ieee")
     else:
         score = tl.dot(query_RD, tl.trans(key_TD), input_precision="ieee")
         score = tl.where(seen_T[None, :] <= position_R[:, None], score, float("-inf"))
-        weight, most_R, fade = _softmax_step(score, most_R, score_scale, 1)
+        weight, most_R, fade = softmax_step(score, most_R, score_scale, 1)
         total = total * fade + (weight if SPREAD else tl.sum(weight, axis=1)[:, None])
         mixed = mixed * fade
         mixed = tl.dot(weight.to(value_TD.dtype), value_TD, mixed, input_precision="ieee")
@@ -166,7 +159,8 @@ def attend_kernel(
     key_stride_h: tl.int32, scale_stride: tl.int32, num_queries: tl.int32, group: tl.int32, num_parts: tl.int32,
     part_tiles: tl.int32, max_context_len: tl.int32,
     D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    SWAP: tl.constexpr, SCALED: tl.constexpr, VIA_SHARED: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    SWAP: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, APART: tl.constexpr, VIA_SHARED: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV heads times tiles of rows, parts, sequences).
 
@@ -193,17 +187,39 @@ def attend_kernel(
     position_R = tl.load(positions + query_R * position_stride_q, mask=row_R < num_rows, other=-1).to(tl.int32)
     query += sequence.to(tl.int64) * (query_stride_b.to(tl.int64) * _UNIT)
     query_R = query_R * (query_stride_q * _UNIT) + head_R * (query_stride_a * _UNIT)
-    query_RD = tl.load(query + query_R[:, None] + tl.arange(0, D)[None, :], mask=(row_R < num_rows)[:, None], other=0.0)
     score_scale = scale * _LOG2_E
     if SCALED:
         score_scale *= tl.load(key_scale + head * scale_stride)
-        query_RD = query_RD.to(tl.float16)
     head_offset = head.to(tl.int64) * (key_stride_h.to(tl.int64) * _UNIT)
-    most_R, total_R, mixed_RD = _attend(
-        query_RD, position_R, key + head_offset, value + head_offset, tables + sequence.to(tl.int64) * table_stride,
-        first, end, tl.maximum(context_len - 1, 0), key_stride_n.to(tl.int64) * _UNIT, score_scale,
-        D, BLOCK, JOINED, TILE, ROWS, SWAP, VIA_SHARED, STAGES,
-    )  # fmt: skip
+    key, value = key + head_offset, value + head_offset
+    tables += sequence.to(tl.int64) * table_stride
+    last = tl.maximum(context_len - 1, 0)
+    is_row_R1 = (row_R < num_rows)[:, None]
+    if DIRECT:
+        score_scale *= BITS_SCALE if DIRECT == 2 else 1.0
+        even_at = query + query_R[:, None] + 2 * tl.arange(0, D // 2)[None, :]
+        even_RC = tl.load(even_at, mask=is_row_R1, other=0.0).to(tl.float16)
+        odd_RC = tl.load(even_at + 1, mask=is_row_R1, other=0.0).to(tl.float16)
+        pair_stride_n = key_stride_n * (_UNIT // 2)
+        if APART:
+            most_R, total_R, mixed_RD = attend_apart(
+                even_RC, odd_RC, position_R, key, value, tables, first, end, last, pair_stride_n, score_scale,
+                D, BLOCK, JOINED, TILE, ROWS, APART, DIRECT == 2, VIA_SHARED, STAGES,
+            )  # fmt: skip
+        else:
+            most_R, total_R, mixed_RD = attend_together(
+                even_RC, odd_RC, position_R, key, value, tables, first, end, last, pair_stride_n, score_scale,
+                D, BLOCK, JOINED, TILE, ROWS, DIRECT == 2, VIA_SHARED, STAGES,
+            )  # fmt: skip
+    else:
+        query_RD = tl.load(query + query_R[:, None] + tl.arange(0, D)[None, :], mask=is_row_R1, other=0.0)
+        if SCALED:
+            query_RD = query_RD.to(tl.float16)
+        stride_n = key_stride_n.to(tl.int64) * _UNIT
+        most_R, total_R, mixed_RD = _attend(
+            query_RD, position_R, key, value, tables, first, end, last, stride_n, score_scale,
+            D, BLOCK, JOINED, TILE, ROWS, SWAP, VIA_SHARED, STAGES,
+        )  # fmt: skip
     is_seen_R = total_R > 0
     total_R = tl.where(is_seen_R, total_R, 1.0)
     log_R = tl.where(is_seen_R, most_R * score_scale + tl.log2(total_R), float("-inf"))
@@ -242,7 +258,9 @@ def launch(
         part_logs = torch.empty(num_rows, dtype=torch.float32, device=device)
     part_bytes = block_size * head_dim * key_NHSD.element_size()
     joined = value_NHSD.data_ptr() == key_NHSD.data_ptr() + part_bytes
-    pdl = how.pdl and query_BQAD.is_cuda and torch.version.hip is None
+    on_nvidia = torch.version.hip is None
+    pdl = how.pdl and query_BQAD.is_cuda and on_nvidia
+    limit = {"maxnreg": how.registers} if how.registers and query_BQAD.is_cuda and on_nvidia else {}
     with torch.cuda.device_of(query_BQAD):
         attend_kernel[(num_kv_heads * triton.cdiv(num_queries * group, how.rows), how.num_parts, num_sequences)](
             query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, *scales, out_BQAD, parts, part_logs,
@@ -252,8 +270,9 @@ def launch(
             1 if key_scale is not None and key_scale.numel() > 1 else 0,
             num_queries, group, how.num_parts, how.part_len // how.tile, how.max_context_len,
             D=head_dim, BLOCK=block_size, JOINED=joined, TILE=how.tile, ROWS=how.rows, SWAP=how.swap, SCALED=scaled,
-            VIA_SHARED=scaled and torch.version.hip is None, PDL=pdl, STAGES=how.stages,
-            num_warps=how.warps, num_stages=how.stages,
+            DIRECT=how.direct if scaled else 0, APART=how.warps if how.apart else 0,
+            VIA_SHARED=scaled and on_nvidia, PDL=pdl, STAGES=how.stages,
+            num_warps=how.warps, num_stages=how.stages, **limit,
         )  # fmt: skip
         if how.num_parts > 1:
             merge_parts(parts, part_logs, out_BQAD, how.num_parts, fixed_len=how.part_len > 0, pdl=pdl)
@@ -293,10 +312,12 @@ def _attend_variant(head_dim: int, kind: str, options: attention_plan.Options) -
     # wgmma takes 64 of something on the left: rows of D as V is read, or rows of queries.
     is_wide = head_dim >= 64 if options.swap else options.rows >= 64
     side = "swapped" if options.swap else "plain"
+    way = ("", " direct", " moved")[options.direct] + (" apart" if options.apart else "")
+    limit = f" registers={options.registers}" if options.registers else ""
     programs = max(1, options.slots // 132)  # on a multiprocessor
     return Variant(
-        name=f"attention_decode rows={options.rows} D={head_dim} {kind} {side} tile={options.tile} "
-        f"stages={options.stages} warps={options.warps}",
+        name=f"attention_decode rows={options.rows} D={head_dim} {kind} {side}{way} tile={options.tile} "
+        f"stages={options.stages} warps={options.warps}{limit}",
         kernel=attend_kernel,
         types={
             **dict.fromkeys(("query", "out"), "*bf16"),
@@ -314,6 +335,8 @@ def _attend_variant(head_dim: int, kind: str, options: attention_plan.Options) -
             "ROWS": options.rows,
             "SWAP": options.swap,
             "SCALED": kind == "fp8",
+            "DIRECT": options.direct,
+            "APART": options.warps if options.apart else 0,
             "VIA_SHARED": kind == "fp8",
             "PDL": False,
             "STAGES": options.stages,
@@ -326,4 +349,5 @@ def _attend_variant(head_dim: int, kind: str, options: attention_plan.Options) -
         # A table may name more programs than fit: what else is parts for them to take in turns.
         max_registers=min(255, 65_536 // (min(programs, 2) * options.warps * 32)),
         on_amd=options.rows == 16 and kind == "bf16",
+        options={"maxnreg": options.registers} if options.registers else {},
     )

@@ -8,7 +8,7 @@ Legend: a *part* is a share of a sequence's positions that one program takes; a 
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MAX_PARTS = 128
@@ -34,6 +34,10 @@ class Options:
         slots: programs that the GPU holds at once.
         max_part_len: positions of a part, at most.
         pdl: programmatic dependent launch of the second kernel.
+        direct: float8 is widened in the registers of the products: 1 by conversion, 2 by moving bits; 0: it passes
+            through shared memory.
+        apart: each warp has its own sums over its share of a tile's keys; with `direct` alone.
+        registers: of a thread, at most; 0: as the compiler likes.
     """
 
     tile: int
@@ -44,6 +48,9 @@ class Options:
     slots: int
     max_part_len: int = _MAX_PART_LEN
     pdl: bool = False
+    direct: int = 0
+    apart: bool = False
+    registers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,9 @@ class Launch:
         stages: tiles under way, and the one that is computed.
         warps: of a program.
         pdl: the second kernel is started early and waits for the first by itself (programmatic dependent launch).
+        direct: as in `Options`.
+        apart: as in `Options`.
+        registers: as in `Options`.
     """
 
     scale: float
@@ -73,6 +83,9 @@ class Launch:
     stages: int
     warps: int
     pdl: bool
+    direct: int
+    apart: bool
+    registers: int
 
 
 def rows_of_program(num_rows: int) -> int:
@@ -86,19 +99,25 @@ def default_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> Options
     if kv_item_bytes == 4:
         return Options(tile=32, rows=16, swap=False, stages=2, warps=4, slots=264)
     if kv_item_bytes == 1:
-        if rows > 32:
-            tile, warps = (32, 8) if head_dim > 128 else (64, 4)
-            return Options(tile=tile, rows=64, swap=False, stages=3, warps=warps, slots=132 if head_dim > 128 else 264)
-        if head_dim > 128:
-            if rows == 16:
-                return Options(tile=32, rows=16, swap=False, stages=3, warps=4, slots=396)
-            return Options(tile=64, rows=32, swap=False, stages=3, warps=8, slots=132)
-        return Options(tile=64, rows=rows, swap=False, stages=3, warps=4, slots=396 if rows == 16 else 264)
+        return _float8_options(rows, head_dim)
     if head_dim > 128:
         if rows > 32:
             return Options(tile=64, rows=64, swap=False, stages=2, warps=8, slots=132)
         return Options(tile=32, rows=rows, swap=False, stages=3, warps=4, slots=396 if rows == 16 else 264)
     return Options(tile=64, rows=rows, swap=rows < 64, stages=3, warps=4, slots=264)
+
+
+def _float8_options(rows: int, head_dim: int) -> Options:
+    """Float8 goes straight to the products' registers, but for many rows, and for heads too small for pairs."""
+    if rows > 32:
+        tile, warps = (32, 8) if head_dim > 128 else (64, 4)
+        return Options(tile=tile, rows=64, swap=False, stages=3, warps=warps, slots=132 if head_dim > 128 else 264)
+    if head_dim < 64:
+        return Options(tile=64, rows=rows, swap=False, stages=3, warps=4, slots=396 if rows == 16 else 264)
+    base = Options(tile=64, rows=rows, swap=False, stages=3, warps=4, slots=396, direct=1)
+    if head_dim > 128:
+        return replace(base, slots=264)
+    return replace(base, apart=True, registers=168) if rows == 16 else base
 
 
 def invariant_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> Options:

@@ -13,7 +13,7 @@ from baton.bench.kernel_baselines_attention import PagedAttention, fa3, vllm_att
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import attention
 from baton.kernels.attention_decode import attention_decode
-from baton.kernels.attention_plan import Options, table_shape
+from baton.kernels.attention_plan import Options, rows_of_program, table_shape
 
 BLOCK_SIZE = 16
 _TORCH_MAX_BYTES = 3 << 30  # of KV: it copies and masks all of it
@@ -190,31 +190,73 @@ _TILES: Mapping[tuple[int, bool], Sequence[tuple[int, int, bool, int, int, int]]
         (64, 0, True, 3, 8, 1), (64, 0, True, 2, 8, 1), (32, 0, False, 3, 4, 3), (32, 0, False, 4, 4, 2),
         (64, 0, False, 3, 8, 1), (64, 64, False, 2, 8, 1),
     ),
-    (128, True): (
-        (64, 0, False, 3, 4, 3), (64, 0, False, 4, 4, 2), (64, 0, True, 3, 4, 3), (64, 0, True, 4, 4, 2),
-        (64, 64, False, 3, 4, 2), (128, 0, False, 3, 8, 1),
-    ),
-    (256, True): (
-        (32, 0, False, 3, 4, 3), (32, 0, False, 4, 4, 2), (64, 0, False, 3, 8, 1), (64, 0, True, 3, 8, 1),
-        (64, 0, True, 4, 8, 1), (32, 64, False, 3, 8, 1),
-    ),
+    (128, True): ((64, 0, False, 3, 4, 3), (64, 0, True, 3, 4, 3), (64, 64, False, 3, 4, 2)),
+    (256, True): ((32, 0, False, 3, 4, 3), (64, 0, False, 3, 8, 1)),
 }  # fmt: skip
+# Direct forms of float8 by rows and D: tile, stages, warps, programs of a multiprocessor, and what else they say.
+_DIRECT: Mapping[tuple[int, int], Sequence[tuple[int, int, int, int, Mapping[str, object]]]] = {
+    (16, 128): (
+        (64, 3, 4, 3, {"direct": 1, "apart": True, "registers": 168}),
+        (64, 4, 4, 3, {"direct": 1, "apart": True, "registers": 168}),
+        (64, 5, 4, 2, {"direct": 1, "apart": True}),
+        (64, 3, 4, 3, {"direct": 2, "apart": True, "registers": 168}),
+        (32, 4, 2, 4, {"direct": 1, "apart": True}),
+        (128, 3, 4, 2, {"direct": 1, "apart": True}),
+        (64, 3, 4, 3, {"direct": 1}),
+        (64, 4, 4, 3, {"direct": 1}),
+        (64, 3, 4, 4, {"direct": 2}),
+        (128, 3, 4, 2, {"direct": 1}),
+        (128, 3, 8, 2, {"direct": 1}),
+    ),
+    (32, 128): (
+        (64, 3, 4, 3, {"direct": 1}),
+        (64, 4, 4, 3, {"direct": 1}),
+        (64, 3, 4, 3, {"direct": 2}),
+        (32, 4, 4, 3, {"direct": 1}),
+        (128, 3, 8, 1, {"direct": 1}),
+    ),
+    (16, 256): (
+        (32, 3, 4, 3, {"direct": 1}),
+        (32, 4, 4, 3, {"direct": 1}),
+        (32, 3, 4, 3, {"direct": 2}),
+        (64, 3, 4, 2, {"direct": 1}),
+        (64, 3, 8, 2, {"direct": 1}),
+        (128, 3, 8, 1, {"direct": 1}),
+    ),
+    (32, 256): (
+        (32, 3, 4, 2, {"direct": 1}),
+        (32, 4, 4, 2, {"direct": 1}),
+        (32, 3, 4, 3, {"direct": 2, "registers": 168}),
+        (64, 3, 4, 2, {"direct": 1}),
+        (64, 3, 8, 1, {"direct": 1}),
+        (128, 3, 8, 1, {"direct": 1}),
+    ),
+}
 _LONG = 1 << 20  # positions times sequences times KV heads, from which on a launch is long
 
 
 def _candidates(head_dim: int, num_rows: int, is_float8: bool, size: int) -> list[Mapping[str, object]]:
     """Small launches: with and without the second kernel's early start; long ones: parts of several lengths."""
-    rows = min(64, max(16, 1 << (num_rows - 1).bit_length()))
+    rows = rows_of_program(num_rows)
+    forms: list[tuple[int, Mapping[str, object]]] = [
+        (each, {"tile": tile, "rows": own_rows or rows, "swap": swap, "stages": stages, "warps": warps})
+        for tile, own_rows, swap, stages, warps, each in _TILES[head_dim, is_float8]
+    ]
+    if is_float8:
+        forms += [
+            (each, {"tile": tile, "rows": rows, "swap": False, "stages": stages, "warps": warps, **others})
+            for tile, stages, warps, each, others in _DIRECT[rows, head_dim]
+        ]
     found: list[Mapping[str, object]] = []
-    for tile, own_rows, swap, stages, warps, each in _TILES[head_dim, is_float8]:
-        base = {"tile": tile, "rows": own_rows or rows, "swap": swap, "stages": stages, "warps": warps}
+    for each, base in forms:
         slots = 132 * each
         if size < _LONG:
-            found += [base | {"slots": share, "pdl": True} for share in (slots // 2, slots, 2 * slots)]
-            found.append(base | {"slots": slots, "pdl": False})
+            shares = (slots,) if is_float8 else (slots // 2, slots, 2 * slots)
+            found += [{**base, "slots": share, "pdl": True} for share in shares]
+            found.append({**base, "slots": slots, "pdl": False})
         else:
-            lengths = (1024, 2048, 4096, 8192)
-            found += [base | {"slots": slots, "max_part_len": length, "pdl": True} for length in lengths]
+            lengths = (2048, 8192) if is_float8 else (1024, 2048, 4096, 8192)
+            found += [{**base, "slots": slots, "max_part_len": length, "pdl": True} for length in lengths]
     return found
 
 

@@ -4,8 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from baton.kernels.attention_decode import attention_decode
+from baton.kernels.attention_float8_triton import widen_pairs
 from baton.kernels.attention_plan import default_options
 from baton.kernels.implementation import Implementation
 
@@ -13,6 +16,14 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 FLOAT8 = torch.float8_e4m3fn
 HEADS = [(32, 8, 128), (28, 4, 128), (16, 2, 256), (8, 2, 64), (4, 2, 32)]
+
+
+@triton.jit
+def widen_kernel(pairs, even, odd, MOVE: tl.constexpr):
+    index = tl.arange(0, 256)
+    even_N, odd_N = widen_pairs(tl.load(pairs + index), MOVE, True)
+    tl.store(even + index, even_N)
+    tl.store(odd + index, odd_N)
 
 
 class Problem:
@@ -65,6 +76,39 @@ def test_ragged_sequences(heads, num_queries, kv_dtype):
     problem = Problem(heads, (3000, 8, 64, 1025, 500), num_queries, kv_dtype=kv_dtype)
     problem.check(problem.run())
     problem.check(problem.run(invariant=True))
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_queries", "changes"),
+    [
+        ((32, 8, 128), 1, {"apart": True}),
+        ((32, 8, 128), 2, {"apart": True, "direct": 2, "stages": 4}),
+        ((32, 8, 128), 1, {"apart": False, "registers": 0}),
+        ((32, 4, 128), 4, {"direct": 2}),
+        ((16, 2, 256), 1, {"direct": 2}),
+        ((16, 2, 256), 4, {"tile": 32, "stages": 4}),
+        ((8, 2, 64), 3, {"tile": 128, "registers": 0}),
+        ((4, 2, 32), 4, {"direct": 1}),
+    ],
+)
+def test_direct_forms_of_float8(heads, num_queries, changes):
+    problem = Problem(heads, (3000, 8, 64, 1025, 500), num_queries, kv_dtype=FLOAT8)
+    rule = default_options(num_queries * heads[0] // heads[1], heads[2], 1)
+    problem.check(problem.run(options={name: getattr(rule, name) for name in rule.__slots__} | changes))
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_every_code_of_float8_is_widened_exactly(is_moved):
+    codes = torch.arange(256, dtype=torch.uint8, device=CUDA)
+    pairs = torch.stack([codes, codes.flip(0)], dim=1).view(torch.int16).flatten()
+    even, odd = torch.full((2, 256), torch.nan, dtype=torch.float16, device=CUDA)
+    widen_kernel[(1,)](pairs, even, odd, MOVE=is_moved)
+    wanted = codes.view(FLOAT8).float() / (256 if is_moved else 1)
+    finite = wanted.isfinite()
+    assert finite.sum() == 254
+    assert torch.equal(even.float()[finite], wanted[finite])
+    assert torch.equal(odd.float().flip(0)[finite], wanted[finite])
+    assert even[~finite].isnan().all() != is_moved
 
 
 @pytest.mark.parametrize("block_size", [32, 64])

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels import attention_plan
 from baton.kernels.attention_decode import attention_decode
+from baton.kernels.attention_float8_triton import widen_pairs
 from baton.kernels.attention_plan import Options, default_options, num_parts, rows_of_program
 from baton.kernels.implementation import Implementation
 from baton.tests.kernels.harness import Guards, assert_deterministic, poison, relative_error, same_bits, strided
@@ -17,6 +20,18 @@ FLOAT8 = torch.float8_e4m3fn
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3, FLOAT8: 6e-3}
 SWAPPED = {"tile": 64, "rows": 16, "swap": True, "stages": 3, "warps": 4, "slots": 264}
 PLAIN = SWAPPED | {"swap": False, "tile": 32}
+DIRECT = PLAIN | {"direct": 1}
+MOVED = PLAIN | {"direct": 2}
+APART = DIRECT | {"apart": True, "warps": 2, "registers": 168}
+MOVED_APART = APART | {"direct": 2, "tile": 64, "warps": 4}
+
+
+@triton.jit
+def widen_kernel(pairs, even, odd, MOVE: tl.constexpr):
+    index = tl.arange(0, 256)
+    even_N, odd_N = widen_pairs(tl.load(pairs + index), MOVE, True)
+    tl.store(even + index, even_N)
+    tl.store(odd + index, odd_N)
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +184,50 @@ def test_float8_scales_per_tensor_and_per_head():
         problem = Problem((90, 33), 3, 6, 2, 32, kv_dtype=FLOAT8, per_head_scales=per_head)
         problem.check(problem.run())
         problem.check(problem.run(SWAPPED | {"max_part_len": 64}))
+
+
+@pytest.mark.parametrize("options", [DIRECT, MOVED, APART, MOVED_APART], ids=["direct", "moved", "apart", "both"])
+def test_float8_that_is_widened_in_the_products_registers(options):
+    """Ragged ends among NaN, rows that see nothing, several parts, and values that do not lie beside their keys."""
+    problem = Problem((90, 33, 4), 3, 6, 2, 64, kv_dtype=FLOAT8, block_size=32)
+    whole = problem.run(options)
+    problem.check(whole)
+    problem.check(problem.run(options | {"max_part_len": 64}))
+    problem.check(problem.run(options | {"rows": 32}))
+    assert_deterministic(lambda: problem.run(options), problem.query, problem.key, problem.value, problem.tables)
+    problem.value = torch.empty_strided(problem.key.shape, problem.key.stride(), dtype=FLOAT8).copy_(problem.value)
+    assert same_bits(problem.run(options), whole)
+    problem.positions[1] = -1
+    out = problem.run(options)
+    assert not out[1].any()
+    assert same_bits(out[0], whole[0])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_every_code_of_float8_is_widened_exactly(is_moved):
+    codes = torch.arange(256, dtype=torch.uint8)
+    pairs = torch.stack([codes, codes.flip(0)], dim=1).view(torch.int16).flatten()
+    even, odd = torch.full((2, 256), torch.nan, dtype=torch.float16)
+    widen_kernel[(1,)](pairs, even, odd, MOVE=is_moved)
+    wanted = codes.view(FLOAT8).float()
+    assert wanted.isnan().sum() == 2
+    if is_moved:
+        wanted = torch.where(wanted.isnan(), torch.copysign(torch.tensor(480.0), codes.view(torch.int8)), wanted) / 256
+    assert same_bits(even.float(), wanted)
+    assert same_bits(odd.float(), wanted.flip(0))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "options",
+    [DIRECT | {"swap": True}, PLAIN | {"apart": True}, APART | {"warps": 4}, DIRECT | {"head_dim": 16}],
+    ids=["swapped", "not direct", "too few keys", "small heads"],
+)
+def test_options_that_contradict_themselves_are_refused(options):
+    problem = Problem((20,), head_dim=options.get("head_dim", 32), kv_dtype=FLOAT8)
+    with pytest.raises(KernelArgumentInvalid, match="options"):
+        problem.run({name: value for name, value in options.items() if name != "head_dim"})
 
 
 @pytest.mark.fast
