@@ -148,7 +148,11 @@ def drawn(seed):
         "tile": draw.choice([16, 32, 64, 128]), "rows": draw.choice([16, 32, 64]), "swap": draw.random() < 0.5,
         "stages": 3, "warps": 4, "slots": 264, "max_part_len": draw.choice([32, 64, 8192]),
     }  # fmt: skip
-    return problem, draw.choice([None, options, options, options])
+    chosen = draw.choice([None, options, options, options])
+    if chosen and kv_dtype == FLOAT8 and problem.head_dim >= 32 and not options["swap"]:
+        options["direct"] = draw.choice([0, 1, 2])
+        options["apart"] = options["direct"] > 0 and options["tile"] >= 64 and draw.random() < 0.5
+    return problem, chosen
 
 
 @pytest.mark.parametrize("seed", range(20))
