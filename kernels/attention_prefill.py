@@ -89,14 +89,14 @@ def attention_prefill(
         # One configuration for all sizes if a row may not depend on how long its chunk is.
         size = _ANY_LEN if invariant else max_query_len
         options = options or _find_options(query_TAD, key_NHSD, value_NHSD, size)
-        scale = query_TAD.shape[2] ** -0.5 if scale is None else scale
+        softmax_scale = float(query_TAD.shape[2] ** -0.5 if scale is None else scale)
         places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD
         if attention_prefill_hopper_triton.is_ours(options):
             require(key_scale is None, "key_scale", "is not for the form that the options are of")
-            attention_prefill_hopper_triton.launch(*places, scale=scale, options=options)
+            attention_prefill_hopper_triton.launch(*places, scale=softmax_scale, options=options)
         else:
             attention_prefill_triton.launch(
-                *places, scale=scale, key_scale=key_scale, value_scale=value_scale, options=options
+                *places, scale=softmax_scale, key_scale=key_scale, value_scale=value_scale, options=options
             )
     return output_TAD
 
