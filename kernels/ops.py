@@ -13,7 +13,7 @@ import torch
 from baton.core.numerics import Numerics
 from baton.kernels import attention, attention_invariant, linear, moe, rms_norm, silu_mul
 from baton.kernels.attention_decode import attention_decode
-from baton.kernels.attention_prefill import attention_prefill, attention_prefill_lens
+from baton.kernels.attention_prefill import HEAD_DIMS, attention_prefill, attention_prefill_lens
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8 import linear_fp8
 from baton.kernels.implementation import Implementation
@@ -38,6 +38,13 @@ def has_triton_form(device: torch.device, dtype: torch.dtype, numerics: Numerics
     invariant forms hold for each kernel alone.
     """
     return device.type == "cuda" and dtype in TRITON_DTYPES and numerics is Numerics.DEFAULT
+
+
+def unfit_sizes(head_dim: int, hidden_size: int) -> str:
+    """Which size of a model the Triton kernels are not made for, in words; "" if they fit."""
+    if head_dim not in HEAD_DIMS:
+        return f"heads of {head_dim}"
+    return f"rows of {hidden_size}" if hidden_size > rms_norm.MAX_LEN else ""
 
 
 class Ops:

@@ -1,6 +1,7 @@
 """From a Hugging Face directory to a `Model`. Everything headers can tell is checked before memory is taken."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from baton.core.errors import ModelTensorMissing, ModelUnsupported
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.kernels.implementation import Implementation
-from baton.kernels.ops import TRITON_DTYPES
+from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_sizes
 from baton.model.config import ModelConfig
 from baton.model.draft_head import D2T, normalise_d2t, spaced_d2t
 from baton.model.layers import WeightSource
@@ -20,6 +21,8 @@ from baton.model.parallel import Alone, Communicator, ShardPlan
 from baton.model.random_weights import RandomTensor, random_identity, random_tensors
 from baton.model.tensor_spec import check_tensors, tensor_spec
 from baton.model.weights import StoredTensor, read_headers
+
+log = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
@@ -59,7 +62,7 @@ def load_model(
     if with_mtp and not (is_random and config.num_mtp_layers == 0):
         _require_mtp(config, path)
     config = _quantized(config, quantization, dtype, numerics)
-    _require_form(implementation, dtype, numerics)
+    implementation = _form(implementation, config, device, dtype, numerics)
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
     d2t_C: torch.Tensor | None = None
@@ -108,14 +111,30 @@ def _named(value: torch.dtype | Numerics) -> str:
     return value.value if isinstance(value, Numerics) else str(value).removeprefix("torch.")
 
 
-def _require_form(implementation: Implementation, dtype: torch.dtype, numerics: Numerics) -> None:
-    if implementation is not Implementation.TRITON:
-        return
-    if numerics is Numerics.INVARIANT or dtype not in TRITON_DTYPES:
-        message = (
-            f"--kernels triton computes in bfloat16 and default numerics, not in {_named(dtype)}, {numerics.value}"
-        )
-        raise ModelUnsupported(message, option="kernels", value=implementation.value)
+def _form(
+    asked: Implementation, config: ModelConfig, device: torch.device, dtype: torch.dtype, numerics: Numerics
+) -> Implementation:
+    """What computes the model: as asked, or as device, dtype, numerics and sizes allow.
+
+    Raises:
+        ModelUnsupported: Triton was asked for, and is not made for the model or how it is to be computed.
+    """
+    if asked is Implementation.REFERENCE:
+        return asked
+    unfit = unfit_sizes(config.head_dim, config.hidden_size)
+    if asked is Implementation.TRITON:
+        if numerics is Numerics.INVARIANT or dtype not in TRITON_DTYPES:
+            unfit = f"{_named(dtype)} in {numerics.value} numerics"
+        if unfit:
+            message = f"--kernels triton computes bfloat16 in default numerics, of sizes it knows, not {unfit}"
+            raise ModelUnsupported(message, option="kernels", value=asked.value)
+        return asked
+    if not has_triton_form(device, dtype, numerics):
+        return Implementation.REFERENCE
+    if unfit:
+        log.warning("no Triton kernel is made for %s: the model is computed by torch, which is slow", unfit)
+        return Implementation.REFERENCE
+    return Implementation.TRITON
 
 
 def _require_mtp(config: ModelConfig, path: Path) -> None:

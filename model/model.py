@@ -15,7 +15,7 @@ import torch
 from baton.core.numerics import Numerics
 from baton.kernels.implementation import Implementation
 from baton.kernels.inner_sum import ALONE, InnerSum
-from baton.kernels.ops import Ops, has_triton_form
+from baton.kernels.ops import Ops
 from baton.kernels.rope import rope_angles, rope_inverse_frequencies
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import DTYPE_NAMES, KVPool
@@ -49,16 +49,13 @@ class Model:
         inner: InnerSum = ALONE,
         d2t_C: torch.Tensor | None = None,
         vocab: Vocab = WHOLE,
-        implementation: Implementation = Implementation.AUTO,
+        implementation: Implementation = Implementation.REFERENCE,
     ) -> None:
         self.config = config
         self.dtype = source.dtype
         self.device = source.device
         self.numerics = numerics
         self.with_mtp = with_mtp
-        if implementation is Implementation.AUTO:
-            in_triton = has_triton_form(source.device, source.dtype, numerics)
-            implementation = Implementation.TRITON if in_triton else Implementation.REFERENCE
         self.implementation = implementation
         self._ops = Ops(numerics, inner, implementation)
         self._decoder = Decoder(source, config, self._ops)

@@ -8,6 +8,7 @@ from baton.core.errors import ModelUnsupported
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.kernels.implementation import Implementation
+from baton.model import loader
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
 from baton.tests.kernels.harness import relative_error
@@ -108,3 +109,13 @@ def test_sizes_that_no_group_fits_are_refused(tmp_path):
     path = write_shape("qwen3-8b", tmp_path, **(SIZES | {"intermediate_size": 192}))
     with pytest.raises(ModelUnsupported, match="192"):
         load(path, Implementation.AUTO, Quantization.FP8)
+
+
+@pytest.mark.fast
+def test_heads_that_no_kernel_is_made_for_are_refused_or_computed_by_torch(tmp_path, monkeypatch, caplog):
+    path = write_shape("qwen3-8b", tmp_path, **(SIZES | {"head_dim": 48}))
+    with pytest.raises(ModelUnsupported, match="heads of 48"):
+        load(path, Implementation.TRITON)
+    monkeypatch.setattr(loader, "has_triton_form", lambda *where: True)
+    assert load(path, Implementation.AUTO).implementation is Implementation.REFERENCE
+    assert "heads of 48" in caplog.text
