@@ -17,7 +17,7 @@ TESTED_RAY = "2.60.0"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's minimum is 75 MiB
 CONNECT_TIMEOUT_S = 5.0
 MAX_STARTS = 3  # of a private Ray, whose head has been seen to hang as it started, without a word
-_HANGS = "Timed out waiting for file"
+_HANGS = ("Timed out waiting for file", "timed out during startup")
 _logger = logging.getLogger(__name__)
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request is a valid one
 
@@ -107,12 +107,12 @@ class RaySession:
             try:
                 self.ray.init(address=address, **options)
                 return
-            except RuntimeError as error:
-                if _HANGS not in str(error):
+            except Exception as error:
+                if not any(text in str(error) for text in _HANGS):
                     raise
                 _end_half_begun(error)
                 if not left:
-                    raise
+                    raise RuntimeError(str(error)) from error
                 _logger.warning("Ray's head hangs as it starts, and is started again: %s", error)
             self.ray.shutdown()
 

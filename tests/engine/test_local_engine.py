@@ -66,6 +66,7 @@ def test_same_tokens_in_every_arrangement(mode, k, chunk_len, tiny_model, tiny_t
         assert sum(result.counts.num_accepted_tokens for result in results) > 0
 
 
+@pytest.mark.slow
 def test_invariant_numerics_give_the_same_tokens_in_float32(tiny_model_invariant, tiny_tokenizer, tiny_prompts):
     def run(k, **arrangement):
         engine = engine_of(tiny_model_invariant, tiny_tokenizer, k=k, **arrangement)

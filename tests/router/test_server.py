@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -91,7 +92,9 @@ async def test_admin_and_model():
         metrics = running.router.metrics.render()
         assert 'baton_requests_finished_total{reason="length"} 1.0' in metrics
         assert "baton_time_to_first_token_seconds_count 1.0" in metrics
-        assert "baton_inter_token_latency_seconds_count 5.0" in metrics
+        # A reader that is behind gets what waits in one chunk, so there may be fewer than the worker's five frames.
+        gaps = re.search(r"^baton_inter_token_latency_seconds_count (\S+)$", metrics, re.MULTILINE)
+        assert 1 <= float(gaps[1]) <= 5
         assert "baton_num_streams_open 0.0" in metrics
         assert 'baton_kv_cache_usage{role="decode",worker="decode-0"} 0.0' in metrics
 
