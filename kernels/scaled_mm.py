@@ -39,7 +39,7 @@ class Library:
             return None
         try:
             return _product(q_MK, scales_GM, weight)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the device, not of the shape
             raise
         except (RuntimeError, ValueError) as error:  # what torch and cuBLASLt say of shapes they do not take
             self._refuse(shape, str(error).splitlines()[0])
