@@ -5,12 +5,14 @@ of its dtype.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from baton.bench.decode_floor import copy_gbps
 from baton.bench.kernel_case import Call, KernelCase
@@ -36,6 +38,7 @@ class Rates:
         bf16_tflops: of a large matmul.
         fp8_tflops: of a large matmul with one scale a tensor; on a CPU that of bf16.
         launch_ms: of a kernel that does nothing, within a CUDA graph; 0 on a CPU.
+        touch_ms: of a kernel that loads one number out of the cache and stores it: what any kernel waits for at least.
         cache_bytes: of the last cache before memory.
     """
 
@@ -45,6 +48,7 @@ class Rates:
     bf16_tflops: float
     fp8_tflops: float
     launch_ms: float
+    touch_ms: float
     cache_bytes: int
 
     def floor_ms(self, case: KernelCase) -> float:
@@ -74,7 +78,10 @@ def measure_rates(device_name: str, step: Step) -> Rates:
         left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
         bf16_ms = _median_ms([lambda: torch.mm(left, right)], device)
         fp8_ms = _median_ms([_fp8_matmul(left, right)], device) if device.type == "cuda" else bf16_ms
-        launch_ms = _median_ms([_empty_launch(device)] * _NUM_LAUNCHES, device) if device.type == "cuda" else 0.0
+        is_gpu = device.type == "cuda"
+        launch_ms, touch_ms = (
+            _median_ms([_launch(of, device)] * _NUM_LAUNCHES, device) if is_gpu else 0.0 for of in (_nothing, _touch)
+        )
         return Rates(
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             copy_gbps=copy_gbps(device),
@@ -82,6 +89,7 @@ def measure_rates(device_name: str, step: Step) -> Rates:
             bf16_tflops=num_flops / bf16_ms / 1e9,
             fp8_tflops=num_flops / fp8_ms / 1e9,
             launch_ms=launch_ms,
+            touch_ms=touch_ms,
             cache_bytes=cache_bytes(device),
         )
 
@@ -118,7 +126,11 @@ def _nothing(unused) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001  (
     pass
 
 
-def _empty_launch(device: torch.device) -> Call:
-    kernel: Any = triton.jit(_nothing)
+def _touch(memory) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    tl.store(memory, tl.load(memory) + 1.0)
+
+
+def _launch(of: Callable[..., None], device: torch.device) -> Call:
+    kernel: Any = triton.jit(of)
     memory = torch.zeros(16, device=device)
     return lambda: kernel[(1,)](memory, num_warps=1)

@@ -170,9 +170,11 @@ def _checked(plan: Plan | None, weight: Fp8Weight) -> Plan | None:
     """The plan that was given, if it computes all of K."""
     if plan is not None:
         num_groups = weight.num_inputs // GROUP_LEN
-        divides = plan.groups in (1, 2) and num_groups % plan.groups == 0 and plan.splits <= num_groups // plan.groups
+        is_step = plan.groups in ((1, 2, 4) if plan.copied else (1, 2))
+        divides = is_step and num_groups % plan.groups == 0 and plan.splits <= num_groups // plan.groups
         require(divides, "plan", f"cuts {num_groups} groups into {plan.splits} parts, steps of {plan.groups}")
-        require(plan.BN in (64, GROUP_LEN), "plan", f"has tiles of {plan.BN} rows of the weight, not 64 or 128")
+        widths = (16, 32, 64, GROUP_LEN) if plan.swap else (64, GROUP_LEN)
+        require(plan.BN in widths, "plan", f"has tiles of {plan.BN} rows of the weight, not one of {widths}")
     return plan
 
 

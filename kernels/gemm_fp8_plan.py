@@ -12,7 +12,7 @@ from typing import Any
 from baton.kernels.arguments import require
 from baton.kernels.tuning import find
 
-SIZES = (16, 32, 64, 128, 1024, 4096)  # rows that are tuned for
+SIZES = (8, 16, 32, 64, 128, 1024, 4096)  # rows that are tuned for
 FEW_ROWS = 128  # up to here both tables are tuned, beyond it only that of the product
 _NUM_PROGRAMS = 264  # two for each multiprocessor of an H200
 _MIN_STEPS = 4  # groups of 128 columns of a split
@@ -34,8 +34,8 @@ class Plan:
     Attributes:
         swap: whether the weight's rows are the rows of the tensor cores' tiles.
         BM: tokens of a tile.
-        BN: rows of the weight of a tile, 64 or 128.
-        groups: of 128 columns in a step, 1 or 2; must divide those of K.
+        BN: rows of the weight of a tile, 64 or 128; with swapped operands also 16 or 32.
+        groups: of 128 columns in a step, 1 or 2, or 4 if scales are copied; must divide those of K.
         stages: steps under way at once.
         warps: of a program.
         copied: whether scales pass through shared memory as tiles do, many steps ahead, or are loaded when needed.

@@ -4,7 +4,8 @@ Hopper's tensor cores take 64 rows at least. With few tokens the operands change
 or 128 rows of an instruction and tokens are its 16 to 64 columns, so nothing is computed for rows that do not exist.
 Then the time is that of reading the weight, and all depends on bytes in flight: many stages, and K cut into splits
 where the weight has too few rows to occupy all multiprocessors. Splits are added by whichever of them comes last, in
-their own order, so the sum has one value.
+their own order, so the sum has one value. Tiles of 16 or 32 rows need no splits where 64 do; Hopper has no float8
+instruction of that height, so they are multiplied in float16, which every float8 value is, at half the rate.
 
 The tensor cores add with fewer bits than float32, therefore each product over 128 columns is scaled and added in
 float32 registers. Activations come quantized, or in bfloat16 and are quantized as they are loaded, to the same bits.
@@ -20,7 +21,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.kernels.fp8_weight import Fp8Weight
-from baton.kernels.gemm_fp8_plan import SIZES, Plan, SwapAB, invariant_plan, plan_of
+from baton.kernels.gemm_fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB, invariant_plan, plan_of
 from baton.kernels.quantize_fp8_triton import quantize_tile
 from baton.kernels.tuning import table
 from baton.kernels.variant import Variant
@@ -304,6 +305,7 @@ def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, wait
     integers = (
         "num_rows", "N", "K", "a_stride", "a_scale_stride", "w_scale_stride", "c_stride", "num_splits", "num_works",
     )  # fmt: skip
+    is_low = plan.BN < 64
     types = {
         "a": "*bf16" if is_wide else "*fp8e4nv",
         "a_scales": "*fp32",
@@ -331,8 +333,8 @@ def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, wait
         aligned=tuple(aligned if plan.tma else [*aligned, "w"]),
         num_warps=plan.warps,
         num_stages=plan.stages,
-        contains=("QGMMA", "UTMALDG" if plan.tma else "LDGSTS"),
-        lacks=("HMMA",),
+        contains=("HMMA" if is_low else "QGMMA", "UTMALDG" if plan.tma else "LDGSTS"),
+        lacks=("QGMMA",) if is_low else ("HMMA",),
         on_amd=plan.swap and plan.BM == 16 and not plan.tma and not waits,
         options={"launch_pdl": True} if waits else {},
     )
@@ -346,7 +348,7 @@ def variants() -> list[Variant]:
     for name in _TABLES:
         is_linear = name == "linear_fp8"
         for N, K in sorted(shapes):
-            for size in SIZES[:4]:
+            for size in (size for size in SIZES if size <= FEW_ROWS):
                 plan = plan_of(name, size, N, K, SwapAB.AUTO, can_swap=True, device_index=None)
                 if plan is not None:
                     apart = is_linear and not plan.fused
@@ -357,6 +359,7 @@ def variants() -> list[Variant]:
         _variant(plain),
         _variant(invariant_plan(4096, 4096)),
         _variant(Plan(stages=6), is_capped=True),
+        _variant(Plan(BN=32, groups=2, stages=6, copied=True)),
         _variant(Plan(groups=2, stages=4, splits=2, tma=True), waits=True),
     ):
         found[variant.name] = variant

@@ -5,7 +5,7 @@ price of the quantization is the difference. "torch" is `torch._scaled_mm`, whic
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ _LARGE = (1024, 4096)
 _LARGE_SHAPES = SHAPES[:4]
 # Programs that are aimed at by cutting K: one, two and three for each multiprocessor of an H200.
 _PROGRAMS = (132, 264, 396)
+_SHARED_BYTES = 227 << 10  # of a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,18 @@ def cases() -> list[KernelCase]:
 
 # Tiles to choose from, by the rows that they are for. Stages times bytes of a step are what a program has under way.
 _TILES: Mapping[int, Sequence[Plan]] = {
+    8: (
+        Plan(BM=8, BN=32, groups=2, stages=8, copied=True),
+        Plan(BM=8, BN=32, groups=4, stages=4, copied=True),
+        Plan(BM=8, BN=64, groups=1, stages=6, copied=True),
+        Plan(BM=8, BN=64, groups=2, stages=4, copied=True),
+        Plan(BM=8, BN=128, groups=2, stages=3, warps=8, tma=True),
+    ),
     16: (
+        Plan(BM=16, BN=16, groups=4, stages=6, copied=True),
+        Plan(BM=16, BN=32, groups=2, stages=8, copied=True),
+        Plan(BM=16, BN=32, groups=4, stages=4, copied=True),
+        Plan(BM=16, BN=32, groups=2, stages=8, tma=True),
         Plan(BM=16, BN=64, groups=1, stages=6),
         Plan(BM=16, BN=64, groups=1, stages=6, copied=True),
         Plan(BM=16, BN=64, groups=2, stages=4),
@@ -146,6 +158,7 @@ _TILES: Mapping[int, Sequence[Plan]] = {
         Plan(BM=16, BN=128, groups=2, stages=3, warps=8, tma=True),
     ),
     32: (
+        Plan(BM=32, BN=32, groups=2, stages=6, copied=True),
         Plan(BM=32, BN=64, groups=1, stages=6),
         Plan(BM=32, BN=64, groups=2, stages=4, tma=True),
         Plan(BM=32, BN=128, groups=1, stages=5, warps=8),
@@ -173,6 +186,11 @@ _LARGE_TILES = (
 _LIBRARY: Mapping[str, object] = {"library": True}
 
 
+def _shared_bytes(tile: Plan) -> int:
+    """That a program takes, about."""
+    return tile.stages * tile.groups * GROUP_LEN * (tile.BN + (2 if tile.fused else 1) * tile.BM)
+
+
 def _with_splits(tile: Plan, size: int, N: int, K: int) -> list[Plan]:
     """The tile with each number of splits that is worth a try at a shape."""
     num_steps = K // GROUP_LEN // tile.groups
@@ -180,7 +198,7 @@ def _with_splits(tile: Plan, size: int, N: int, K: int) -> list[Plan]:
         return []
     num_tiles = -(-N // tile.BN) * -(-size // tile.BM)
     wanted = {max(1, programs // num_tiles) for programs in _PROGRAMS}
-    if tile.stages * tile.groups >= 16:  # fills a multiprocessor alone
+    if _shared_bytes(tile) > _SHARED_BYTES // 2:  # fills a multiprocessor alone
         wanted = {1, max(1, _PROGRAMS[0] // num_tiles)}
     return [Plan(**{**tile.row(), "splits": splits}) for splits in sorted(wanted) if splits <= max(1, num_steps // 2)]
 
@@ -191,9 +209,10 @@ def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, obj
     plans = [plan for tile in _TILES[size] for plan in _with_splits(tile, size, N, K)]
     if kernel == "gemm_fp8":
         return [plan.row() for plan in plans] + ([_LIBRARY] if size == 128 else [])
-    fused = [{**plan.row(), "fused": True} for plan in plans if size <= 32 and plan.stages * plan.groups < 16]
-    apart: list[Mapping[str, object]] = [{**plan.row(), "pdl": True} for plan in plans]
-    return [*fused, *apart[:20], plans[0].row(), *([_LIBRARY] if size == 128 else [])]
+    fused = [replace(plan, fused=True) for plan in plans if size <= 32]
+    inside = [plan.row() for plan in fused if _shared_bytes(plan) < _SHARED_BYTES]
+    apart = [replace(plan, pdl=True).row() for plan in plans]
+    return [*inside, *apart, plans[0].row(), *([_LIBRARY] if size == 128 else [])]
 
 
 def _prepare_candidate(

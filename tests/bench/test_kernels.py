@@ -28,7 +28,14 @@ pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "rounds": 2}
 RATES = kernel_floor.Rates(
-    device="x", copy_gbps=1000.0, read_gbps=2000.0, bf16_tflops=100.0, fp8_tflops=200.0, launch_ms=0.001, cache_bytes=1
+    device="x",
+    copy_gbps=1000.0,
+    read_gbps=2000.0,
+    bf16_tflops=100.0,
+    fp8_tflops=200.0,
+    launch_ms=0.001,
+    touch_ms=0.002,
+    cache_bytes=1,
 )
 
 
@@ -91,7 +98,7 @@ def test_a_row_has_its_floor_its_ratios_and_ranges(given):
         assert 0 < row[f"{key}_min"] <= row[key] <= row[f"{key}_max"]
     assert row["differs_torch"] == 0.0
     assert (data["failures"], data["skipped"], data["rounds"]) == ([], [], 2)
-    assert set(data["rates"]) >= {"copy_gbps", "read_gbps", "bf16_tflops", "fp8_tflops", "launch_ms"}
+    assert set(data["rates"]) >= {"copy_gbps", "read_gbps", "bf16_tflops", "fp8_tflops", "launch_ms", "touch_ms"}
     assert "baton_has_no_such_module" in data["baselines"]["absent"]
     assert others_of(row) == ["torch"]
 

@@ -85,6 +85,9 @@ PLANS = [
     Plan(BM=16, BN=128, fused=True, tma=True, groups=2),
     Plan(BM=16, BN=128, fused=True, copied=True, groups=2, splits=2),
     Plan(BM=16, BN=64, pdl=True, splits=6),
+    Plan(BM=16, BN=32, groups=2, copied=True, splits=3),
+    Plan(BM=8, BN=32, groups=2, tma=True),
+    Plan(BM=8, BN=16, groups=4, stages=2, copied=True, fused=True, splits=2),
 ]
 
 
@@ -92,7 +95,7 @@ PLANS = [
     ("plan", "num_sms"), [(plan, None) for plan in PLANS] + [(PLANS[0], 1), (PLANS[3], 3), (PLANS[7], 5)]
 )
 def test_every_form_of_the_kernel_between_guards(plan, num_sms):
-    x, weight = data(17, 70, 768, 1)
+    x, weight = data(17, 70, 1024 if plan.groups == 4 else 768, 1)
     guards = Guards()
     guarded = Fp8Weight(guards.copy(weight.values_NK), weight.scales_BG)
     x = guards.copy(x)
@@ -208,10 +211,17 @@ def test_what_does_not_fit_is_refused_by_name():
         "out_MN": lambda: linear_fp8(x, weight, out_MN=torch.empty(3, 63, dtype=torch.bfloat16)),
         "num_sms": lambda: linear_fp8(x, weight, num_sms=0),
         "swap_ab": lambda: linear_fp8(x, weight, swap_ab="yes", implementation=TRITON),
-        "plan": lambda: linear_fp8(x, weight, plan=Plan(splits=3), implementation=TRITON),
     }.items():
         with pytest.raises(KernelArgumentInvalid, match=rf"^{argument}:"):
             call()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("plan", [Plan(splits=3), Plan(groups=4), Plan(swap=False, BN=32), Plan(BN=48)], ids=str)
+def test_a_plan_that_cannot_be_is_refused_by_name(plan):
+    x, weight = data(3, 64, 512 if plan.groups == 4 else 256)
+    with pytest.raises(KernelArgumentInvalid, match=r"^plan:"):
+        linear_fp8(x, weight, plan=plan, implementation=TRITON)
 
 
 @pytest.mark.fast
