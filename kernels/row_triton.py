@@ -40,6 +40,21 @@ def num_usable(drafts, cap, sequence, K: tl.constexpr):
 
 
 @triton.jit
+def cuts_of(top_k_B, top_p_B, min_p_B, sequence, V, HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr):
+    """Top-k (int64, 0 for none), top-p and min-p (float64) of a sequence, and whether any of them may cut."""
+    top_k = tl.full([], 0, tl.int64)
+    top_p, min_p = tl.full([], 1.0, tl.float64), tl.full([], 0.0, tl.float64)
+    if HAS_K:
+        top_k = tl.load(top_k_B + sequence)
+        top_k = tl.where((top_k < 0) | (top_k >= V), 0, top_k)
+    if HAS_P:
+        top_p = tl.load(top_p_B + sequence).to(tl.float64)
+    if HAS_MIN:
+        min_p = tl.load(min_p_B + sequence).to(tl.float64)
+    return top_k, top_p, min_p, (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+
+
+@triton.jit
 def order_key(x_N):
     """Whole numbers, int32, that rise with x; equal for both zeros."""
     bits_N = tl.where(x_N == 0.0, 0.0, x_N).to(tl.int32, bitcast=True)
