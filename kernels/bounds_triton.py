@@ -190,10 +190,6 @@ def _bounds_kernel(  # noqa: C901
     if best == float("-inf"):
         store_choice(ids, row, num_chunks, 0, M)
         return
-    seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
-    position = tl.load(position_B + sequence) + place
-    by_chance = (law == REJECT) | (law == BLOCK)
-    scale = 1.4426950408889634 / temperature
     base = row.to(tl.int64) * row_stride
     source = -1
     if EDITED:
@@ -210,6 +206,11 @@ def _bounds_kernel(  # noqa: C901
         logits, base, edited, source, V, maxima, num_groups, best, temperature, top_k, top_p, least, whole, listed_x,
         listed_id, id_bits, EDITED, G, L, C, T, S,
     )  # fmt: skip
+    # Only now, as registers are scarce until here.
+    seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
+    position = tl.load(position_B + sequence) + place
+    by_chance = (law == REJECT) | (law == BLOCK)
+    scale = 1.4426950408889634 / temperature
     if is_complete > 0:
         last = tl.where(bound < least, V, last)
         bound = tl.maximum(bound, least)
@@ -265,6 +266,7 @@ def variants() -> list[Variant]:
                 aligned=("logits", "row_stride", "V"),
                 num_warps=NUM_WARPS,
                 max_registers=MAX_REGISTERS,
+                may_spill=True,  # numbers of a row, a few dozen, once
                 options={"maxnreg": MAX_REGISTERS},
                 on_amd=has_min,  # without NVIDIA's own instructions
             )

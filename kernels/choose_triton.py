@@ -19,13 +19,12 @@ import triton
 import triton.language as tl
 
 from baton.kernels.noise_triton import gumbel, philox, quick_race
-from baton.kernels.row_triton import cuts_of, num_usable, row_tokens
+from baton.kernels.row_triton import cuts_of, num_usable, raw_tokens, row_tokens
 from baton.kernels.variant import Variant
 
 CHUNK = 4096
 GROUP = 32
 SCAN_WARPS = 8
-SCAN_STAGES = 3
 PROGRAMS = 132 * 24  # of a launch, that it is worth starting; more only take turns
 
 REJECT = tl.constexpr(1)  # `kernels.choice.Law`
@@ -98,7 +97,6 @@ def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
         EDITED=edited is not None,
         N=CHUNK,
         G=GROUP,
-        STAGES=1 if edited is not None else SCAN_STAGES,
         QUICK=is_quick(),
         num_warps=SCAN_WARPS,
     )
@@ -164,11 +162,17 @@ def scan_kernel(
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
     top_k_B, top_p_B, min_p_B, values, ids, maxima, V, num_chunks, span,
     HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr, Q: tl.constexpr, LAWS: tl.constexpr,
-    EDITED: tl.constexpr, N: tl.constexpr, G: tl.constexpr, STAGES: tl.constexpr, QUICK: tl.constexpr,
+    EDITED: tl.constexpr, N: tl.constexpr, G: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """What each chunk of a row is worth; see the module."""
-    row = tl.program_id(0)
+    row, chunk = tl.program_id(0), tl.program_id(1) * span
     sequence, place = row // Q, row % Q
+    base = row.to(tl.int64) * row_stride
+    stop = tl.minimum(chunk + span, num_chunks)
+    limit = tl.minimum(V, stop * N)
+    if not EDITED:
+        # Under way before anything is known of the row: to wait for that first would cost as much time again.
+        raw_X4 = raw_tokens(logits, base, blocks_of(chunk * N, N), limit)
     temperature = tl.load(temperature_B + sequence).to(tl.float32)
     seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
     position = tl.load(position_B + sequence) + place
@@ -184,10 +188,14 @@ def scan_kernel(
     is_greedy = temperature <= 0.0
     by_chance = (law == REJECT) | (law == BLOCK)
     scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
-    first_chunk = tl.program_id(1) * span
-    for chunk in tl.range(first_chunk, tl.minimum(first_chunk + span, num_chunks), num_stages=STAGES):
+    while chunk < stop:
         token_X4 = blocks_of(chunk * N, N)
-        x_X4 = row_tokens(logits, row.to(tl.int64) * row_stride, edited, source, token_X4, V, EDITED)
+        if EDITED:
+            x_X4 = row_tokens(logits, base, edited, source, token_X4, V, EDITED)
+        else:
+            # The next chunk is on its way while this one is looked at, in half as many registers as buffers would take.
+            x_X4 = raw_X4.to(tl.float32)
+            raw_X4 = raw_tokens(logits, base, token_X4 + N, limit)
         out = row * num_chunks + chunk
         best = tl.max(x_X4)
         tl.store(values + 2 * out, best)
@@ -203,6 +211,7 @@ def scan_kernel(
             # Of the k likeliest, few as they are, the bounds hold the race.
             if (not by_chance) & (top_k <= 0):
                 store_race(x_X4, best, scale, chunk * (N // 4), seed, choice, position, ids + 2 * out, N, QUICK)
+        chunk += 1
 
 
 @triton.jit
@@ -284,7 +293,7 @@ def variants() -> list[Variant]:
         ("bf16", 1, True, False),
     ):  # fmt: skip
         constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "N": CHUNK, "G": GROUP}
-        constants |= {"HAS_K": cut, "HAS_P": cut, "HAS_MIN": False, "STAGES": SCAN_STAGES, "QUICK": quick}
+        constants |= {"HAS_K": cut, "HAS_P": cut, "HAS_MIN": False, "QUICK": quick}
         found.append(
             Variant(
                 name=f"token_scan {dtype} Q={num_rows}{' cut' if cut else ''}{'' if quick else ' portable'}",

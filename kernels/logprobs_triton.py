@@ -15,15 +15,14 @@ import triton.language as tl
 
 from baton.kernels.border_triton import groups_that_reach, lane_bound
 from baton.kernels.choose_triton import span_of
-from baton.kernels.row_triton import of_order_key, order_key, row_tokens
+from baton.kernels.row_triton import of_order_key, order_key, raw_tokens, row_tokens
 from baton.kernels.variant import Variant
 
 CHUNK = 4096
 GROUP = 32
 REREAD = 64
 LISTED = 64
-CHUNK_WARPS = 4
-CHUNK_STAGES = 3
+CHUNK_WARPS = 8
 ROW_WARPS = 8
 ROW_REGISTERS = 128  # so that two programs share a multiprocessor
 
@@ -46,7 +45,7 @@ def launch(logits_NV, token_ids_N, num_top, packed_NX) -> None:
     span = span_of(num_rows, num_chunks)
     _chunk_kernel[(num_rows, triton.cdiv(num_chunks, span))](
         logits_NV, logits_NV.stride(0), token_ids_N, sums, larger, maxima, vocab_size, num_chunks, span,
-        N=CHUNK, G=GROUP, TOP=num_top > 0, STAGES=CHUNK_STAGES, num_warps=CHUNK_WARPS,
+        N=CHUNK, G=GROUP, TOP=num_top > 0, num_warps=CHUNK_WARPS,
     )  # fmt: skip
     _row_kernel[(num_rows,)](
         logits_NV, logits_NV.stride(0), token_ids_N, sums, larger, maxima, groups, listed, packed_NX, vocab_size,
@@ -59,14 +58,19 @@ def launch(logits_NV, token_ids_N, num_top, packed_NX) -> None:
 @triton.jit(do_not_specialize=["maxima", "num_chunks", "span"])
 def _chunk_kernel(
     logits, row_stride, token_ids, sums, larger, maxima, V, num_chunks, span,
-    N: tl.constexpr, G: tl.constexpr, TOP: tl.constexpr, STAGES: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row, chunk = tl.program_id(0), tl.program_id(1) * span
     base = row.to(tl.int64) * row_stride
+    stop = tl.minimum(chunk + span, num_chunks)
+    limit = tl.minimum(V, stop * N)
+    token_N = chunk * N + tl.arange(0, N)
+    raw_N = raw_tokens(logits, base, token_N, limit)
     chosen = tl.load(logits + base + tl.load(token_ids + row)).to(tl.float32)
-    first = tl.program_id(1) * span
-    for chunk in tl.range(first, tl.minimum(first + span, num_chunks), num_stages=STAGES):
-        x_N = row_tokens(logits, base, logits, -1, chunk * N + tl.arange(0, N), V, False)
+    while chunk < stop:
+        token_N += N
+        x_N = raw_N.to(tl.float32)
+        raw_N = raw_tokens(logits, base, token_N, limit)  # of the next chunk, while this one is looked at
         best = tl.max(x_N)
         at = row * num_chunks + chunk
         tl.store(sums + 2 * at, best)
@@ -75,6 +79,7 @@ def _chunk_kernel(
         if TOP:
             maximum_G = tl.max(tl.reshape(x_N, [N // G, G]), axis=1)
             tl.store(maxima + at.to(tl.int64) * (N // G) + tl.arange(0, N // G), maximum_G)
+        chunk += 1
 
 
 @triton.jit
@@ -180,7 +185,7 @@ def variants() -> list[Variant]:
                 name=f"logprobs_chunks {dtype}{'' if top else ' chosen alone'}",
                 kernel=_chunk_kernel,
                 types={"logits": f"*{dtype}", **names, **ints, "span": "i32"},
-                constants={"N": CHUNK, "G": GROUP, "TOP": top, "STAGES": CHUNK_STAGES},
+                constants={"N": CHUNK, "G": GROUP, "TOP": top},
                 aligned=("logits", "row_stride", "V"),
                 num_warps=CHUNK_WARPS,
                 max_registers=128,

@@ -15,6 +15,12 @@ def variants() -> list[Variant]:
 
 
 @triton.jit
+def raw_tokens(logits, base, token_N, limit):
+    """The logits of these tokens as they are stored; -inf from a limit on."""
+    return tl.load(logits + base + token_N, mask=token_N < limit, other=float("-inf"))
+
+
+@triton.jit
 def row_tokens(logits, base, edited, source, token_N, V, EDITED: tl.constexpr):
     """The logits of these tokens, float32; -inf beyond V. `source` is the row's place among edited ones, or -1."""
     inside_N = token_N < V
