@@ -25,6 +25,7 @@ from baton.kernels.variant import Variant
 CHUNK = 4096
 GROUP = 32
 SCAN_WARPS = 8
+SCAN_REGISTERS = 64  # so that four programs share a multiprocessor
 PROGRAMS = 132 * 24  # of a launch, that it is worth starting; more only take turns
 
 REJECT = tl.constexpr(1)  # `kernels.choice.Law`
@@ -99,6 +100,7 @@ def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
         G=GROUP,
         QUICK=is_quick(),
         num_warps=SCAN_WARPS,
+        **({} if _INTERPRETED or torch.version.hip else {"maxnreg": SCAN_REGISTERS}),
     )
     return Scan(values, ids, maxima)
 
@@ -302,7 +304,8 @@ def variants() -> list[Variant]:
                 constants=constants,
                 aligned=ALIGNED,
                 num_warps=SCAN_WARPS,
-                max_registers=128,
+                max_registers=SCAN_REGISTERS,
+                options={"maxnreg": SCAN_REGISTERS},
                 on_amd=not quick,
             )
         )

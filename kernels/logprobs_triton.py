@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.border_triton import groups_that_reach, lane_bound
-from baton.kernels.choose_triton import span_of
+from baton.kernels.choose_triton import blocks_of, span_of
 from baton.kernels.row_triton import of_order_key, order_key, raw_tokens, row_tokens
 from baton.kernels.variant import Variant
 
@@ -64,20 +64,19 @@ def _chunk_kernel(
     base = row.to(tl.int64) * row_stride
     stop = tl.minimum(chunk + span, num_chunks)
     limit = tl.minimum(V, stop * N)
-    token_N = chunk * N + tl.arange(0, N)
-    raw_N = raw_tokens(logits, base, token_N, limit)
+    raw_X4 = raw_tokens(logits, base, blocks_of(chunk * N, N), limit)
     chosen = tl.load(logits + base + tl.load(token_ids + row)).to(tl.float32)
     while chunk < stop:
-        token_N += N
-        x_N = raw_N.to(tl.float32)
-        raw_N = raw_tokens(logits, base, token_N, limit)  # of the next chunk, while this one is looked at
-        best = tl.max(x_N)
+        x_X4 = raw_X4.to(tl.float32)
+        # The next chunk is on its way while this one is looked at.
+        raw_X4 = raw_tokens(logits, base, blocks_of((chunk + 1) * N, N), limit)
+        best = tl.max(x_X4)
         at = row * num_chunks + chunk
         tl.store(sums + 2 * at, best)
-        tl.store(sums + 2 * at + 1, tl.sum(tl.exp(x_N - tl.maximum(best, -3.0e38))))
-        tl.store(larger + at, tl.sum((x_N > chosen).to(tl.int32)))
+        tl.store(sums + 2 * at + 1, tl.sum(tl.exp(x_X4 - tl.maximum(best, -3.0e38))))
+        tl.store(larger + at, tl.sum((x_X4 > chosen).to(tl.int32)))
         if TOP:
-            maximum_G = tl.max(tl.reshape(x_N, [N // G, G]), axis=1)
+            maximum_G = tl.max(tl.reshape(x_X4, [N // G, G]), axis=1)
             tl.store(maxima + at.to(tl.int64) * (N // G) + tl.arange(0, N // G), maximum_G)
         chunk += 1
 
