@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels.noise_triton import gumbel, philox, quick_race
+from baton.kernels.noise_triton import gumbel, philox, quick_exp2, quick_race
 from baton.kernels.row_triton import cuts_of, num_usable, raw_tokens, row_tokens
 from baton.kernels.variant import Variant
 
@@ -209,7 +209,7 @@ def scan_kernel(
                 maximum_G = tl.max(tl.reshape(x_X4, [N // G, G]), axis=1)
                 tl.store(maxima + out.to(tl.int64) * (N // G) + tl.arange(0, N // G), maximum_G)
             if by_chance | is_cut:
-                tl.store(values + 2 * out + 1, tl.sum(tl.exp2((x_X4 - best) * scale)))
+                tl.store(values + 2 * out + 1, tl.sum(quick_exp2((x_X4 - best) * scale, QUICK)))
             # Of the k likeliest, few as they are, the bounds hold the race.
             if (not by_chance) & (top_k <= 0):
                 store_race(x_X4, best, scale, chunk * (N // 4), seed, choice, position, ids + 2 * out, N, QUICK)

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from baton.kernels.border_triton import groups_that_reach, lane_bound
-from baton.kernels.choose_triton import blocks_of, span_of
+from baton.kernels.choose_triton import blocks_of, is_quick, span_of
+from baton.kernels.noise_triton import quick_exp2
 from baton.kernels.row_triton import of_order_key, order_key, raw_tokens, row_tokens
 from baton.kernels.variant import Variant
 
@@ -45,7 +46,7 @@ def launch(logits_NV, token_ids_N, num_top, packed_NX) -> None:
     span = span_of(num_rows, num_chunks)
     _chunk_kernel[(num_rows, triton.cdiv(num_chunks, span))](
         logits_NV, logits_NV.stride(0), token_ids_N, sums, larger, maxima, vocab_size, num_chunks, span,
-        N=CHUNK, G=GROUP, TOP=num_top > 0, num_warps=CHUNK_WARPS,
+        N=CHUNK, G=GROUP, TOP=num_top > 0, QUICK=is_quick(), num_warps=CHUNK_WARPS,
     )  # fmt: skip
     _row_kernel[(num_rows,)](
         logits_NV, logits_NV.stride(0), token_ids_N, sums, larger, maxima, groups, listed, packed_NX, vocab_size,
@@ -58,7 +59,7 @@ def launch(logits_NV, token_ids_N, num_top, packed_NX) -> None:
 @triton.jit(do_not_specialize=["maxima", "num_chunks", "span"])
 def _chunk_kernel(
     logits, row_stride, token_ids, sums, larger, maxima, V, num_chunks, span,
-    N: tl.constexpr, G: tl.constexpr, TOP: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, TOP: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1) * span
     base = row.to(tl.int64) * row_stride
@@ -73,7 +74,8 @@ def _chunk_kernel(
         best = tl.max(x_X4)
         at = row * num_chunks + chunk
         tl.store(sums + 2 * at, best)
-        tl.store(sums + 2 * at + 1, tl.sum(tl.exp(x_X4 - tl.maximum(best, -3.0e38))))
+        mass_X4 = quick_exp2((x_X4 - tl.maximum(best, -3.0e38)) * 1.4426950408889634, QUICK)
+        tl.store(sums + 2 * at + 1, tl.sum(mass_X4))
         tl.store(larger + at, tl.sum((x_X4 > chosen).to(tl.int32)))
         if TOP:
             maximum_G = tl.max(tl.reshape(x_X4, [N // G, G]), axis=1)
@@ -178,16 +180,17 @@ def variants() -> list[Variant]:
     names = {"row_stride": "i32", "token_ids": "*i64", "sums": "*fp32", "larger": "*i32", "maxima": "*fp32"}
     ints = {"V": "i32", "num_chunks": "i32"}
     found = []
-    for dtype, top in (("bf16", True), ("fp32", True), ("bf16", False)):
+    for dtype, top, quick in (("bf16", True, True), ("fp32", True, True), ("bf16", False, False)):
         found.append(
             Variant(
-                name=f"logprobs_chunks {dtype}{'' if top else ' chosen alone'}",
+                name=f"logprobs_chunks {dtype}{'' if top else ' chosen alone, portable'}",
                 kernel=_chunk_kernel,
                 types={"logits": f"*{dtype}", **names, **ints, "span": "i32"},
-                constants={"N": CHUNK, "G": GROUP, "TOP": top},
+                constants={"N": CHUNK, "G": GROUP, "TOP": top, "QUICK": quick},
                 aligned=("logits", "row_stride", "V"),
                 num_warps=CHUNK_WARPS,
-                max_registers=128,
+                max_registers=64,
+                on_amd=not quick,
             )
         )
     for dtype in ("bf16", "fp32"):

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from baton.kernels.border_triton import weight_of
 from baton.kernels.choose_triton import NO_BLOCK, blocks_of, store_race
-from baton.kernels.noise_triton import gumbel
+from baton.kernels.noise_triton import gumbel, quick_exp2
 from baton.kernels.row_triton import row_tokens
 from baton.kernels.variant import Variant
 
@@ -94,7 +94,7 @@ def rescan(
         tl.store(values + 2 * out, best)
         best = tl.maximum(best, -3.0e38)
         if by_chance:
-            tl.store(values + 2 * out + 1, tl.sum(tl.exp2((x_X4 - best) * scale)))
+            tl.store(values + 2 * out + 1, tl.sum(quick_exp2((x_X4 - best) * scale, QUICK)))
         else:
             store_race(x_X4, best, scale, chunk * (N // 4), seed, choice, position, ids + 2 * out, N, QUICK)
 
