@@ -20,9 +20,9 @@ import triton.language as tl
 
 from baton.kernels import choose_triton
 from baton.kernels.border_triton import behind_list, groups_that_reach, lane_bound, least_of, of_few, of_list, total_of
-from baton.kernels.choose_triton import BLOCK, CHUNK, CUT_TYPES, GROUP, REJECT, TYPES, masses
+from baton.kernels.choose_triton import BLOCK, CHUNK, CUT_TYPES, GROUP, REJECT, TYPES, is_read, masses
 from baton.kernels.nominee_triton import race_of_list, rescan, settle, store_choice, sums_of_list
-from baton.kernels.row_triton import cuts_of, num_usable, row_tokens
+from baton.kernels.row_triton import cuts_of, row_tokens
 from baton.kernels.variant import Variant
 
 TILE = 2048
@@ -62,6 +62,7 @@ def launch_rows(logits_BQV, rows, drafts, edited, scan, bound_R, last_R) -> None
         rows.choice_B,
         rows.position_B,
         *choose_triton.cut_arguments(rows),
+        *choose_triton.made_up_arguments(rows, drafts),
         bound_R,
         last_R,
         scan.values,
@@ -77,6 +78,7 @@ def launch_rows(logits_BQV, rows, drafts, edited, scan, bound_R, last_R) -> None
         Q=num_rows,
         LAWS=not none,
         EDITED=edited is not None,
+        P=triton.next_power_of_2(num_rows),
         STAGES=1 if edited is not None else NUM_STAGES,
         QUICK=choose_triton.is_quick(),
         num_warps=NUM_WARPS,
@@ -163,14 +165,17 @@ def _of_listed(
 
 
 @triton.jit(
-    do_not_specialize=["edited", "edited_row", "maxima", "listed_x", "listed_id", "num_chunks", "id_bits"]
+    do_not_specialize=[
+        "edited", "edited_row", "rates", "forced_len", "maxima", "listed_x", "listed_id", "num_chunks", "id_bits",
+    ]
 )  # fmt: skip
 def _bounds_kernel(  # noqa: C901
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
-    top_k_B, top_p_B, min_p_B, bound_R, last_R, values, ids, maxima, listed_x, listed_id, V, num_chunks, id_bits,
+    top_k_B, top_p_B, min_p_B, rates, forced_len, bound_R, last_R, values, ids, maxima, listed_x, listed_id, V,
+    num_chunks, id_bits,
     HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr, Q: tl.constexpr, LAWS: tl.constexpr,
-    EDITED: tl.constexpr, N: tl.constexpr, G: tl.constexpr, L: tl.constexpr, C: tl.constexpr, T: tl.constexpr,
-    S: tl.constexpr, A: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, QUICK: tl.constexpr,
+    EDITED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, A: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     sequence, place = row // Q, row % Q
@@ -178,7 +183,7 @@ def _bounds_kernel(  # noqa: C901
     law = 0
     if LAWS:
         law = tl.load(law_B + sequence)
-    if (law < 0) | (place > num_usable(drafts, cap, sequence, Q - 1)):
+    if not is_read(law, place, forced_len, rates, drafts, cap, sequence, position_B, Q, LAWS, P):
         return
     tl.store(bound_R + row, float("-inf"))
     tl.store(last_R + row, V)
@@ -254,7 +259,14 @@ def variants() -> list[Variant]:
     types = {**TYPES, **CUT_TYPES, "listed_x": "*fp32", "listed_id": "*i32", "id_bits": "i32"}
     found = []
     for dtype, num_rows, has_min in (("bf16", 1, False), ("fp32", 1, False), ("fp32", 4, False), ("bf16", 4, True)):
-        constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": has_min, "HAS_K": True, "HAS_P": True}
+        constants = {
+            "Q": num_rows,
+            "LAWS": num_rows > 1,
+            "P": num_rows,
+            "EDITED": has_min,
+            "HAS_K": True,
+            "HAS_P": True,
+        }
         constants |= {"HAS_MIN": has_min, "STAGES": 1 if has_min else NUM_STAGES, "QUICK": not has_min}
         constants |= sizes(38, CHUNK, GROUP)
         found.append(

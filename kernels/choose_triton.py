@@ -18,14 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels.noise_triton import gumbel, philox, quick_exp2, quick_race
+from baton.kernels.noise_triton import gumbel, philox, quick_exp2, quick_race, uniform
 from baton.kernels.row_triton import cuts_of, num_usable, raw_tokens, row_tokens
 from baton.kernels.variant import Variant
 
 CHUNK = 4096
 GROUP = 32
 SCAN_WARPS = 8
-SCAN_REGISTERS = 64  # so that four programs share a multiprocessor
+SCAN_REGISTERS = {2: 64, 4: 80}  # by bytes of a logit: so that four or three programs share a multiprocessor
 PROGRAMS = 132 * 24  # of a launch, that it is worth starting; more only take turns
 
 REJECT = tl.constexpr(1)  # `kernels.choice.Law`
@@ -86,6 +86,7 @@ def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
         rows.choice_B,
         rows.position_B,
         *cut_arguments(rows),
+        *made_up_arguments(rows, drafts),
         values,
         ids,
         values if maxima is None else maxima,
@@ -96,11 +97,12 @@ def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
         Q=num_rows,
         LAWS=not none,
         EDITED=edited is not None,
+        P=triton.next_power_of_2(num_rows),
         N=CHUNK,
         G=GROUP,
         QUICK=is_quick(),
         num_warps=SCAN_WARPS,
-        **({} if _INTERPRETED or torch.version.hip else {"maxnreg": SCAN_REGISTERS}),
+        **({} if _INTERPRETED or torch.version.hip else {"maxnreg": SCAN_REGISTERS[logits_BQV.element_size()]}),
     )
     return Scan(values, ids, maxima)
 
@@ -114,6 +116,12 @@ def cut_arguments(rows):
     )
 
 
+def made_up_arguments(rows, drafts):
+    """The rates of drafts that stand because a benchmark wants it so, or something that is not read; or how many do."""
+    has_rates = drafts is not None and drafts.rates_K is not None
+    return drafts.rates_K if has_rates else rows.temperature_B, 0 if drafts is None else drafts.forced_len
+
+
 def cut_flags(rows):
     """Which of these there are."""
     return {
@@ -121,6 +129,35 @@ def cut_flags(rows):
         "HAS_P": rows.top_p_B is not None,
         "HAS_MIN": rows.min_p_B is not None,
     }
+
+
+@triton.jit
+def made_up(law, forced_len, rates, sequence, position, usable, P: tl.constexpr):
+    """Drafts that stand because somebody wants it so."""
+    accepted = tl.minimum(forced_len, usable)
+    if law == SYNTHETIC:
+        place_P = tl.arange(0, P)
+        draw_P = uniform(
+            place_P, position, sequence, tl.full([], 4, tl.int32), tl.full([], 0x5EED, tl.int64)
+        )  # fmt: skip
+        rate_P = tl.load(rates + place_P, mask=place_P < usable, other=0.0)
+        accepted = tl.min(tl.where(draw_P < rate_P, P, place_P))
+    return accepted
+
+
+@triton.jit
+def is_read(
+    law, place, forced_len, rates, drafts, cap, sequence, position_B,
+    Q: tl.constexpr, LAWS: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Whether a row can say a token: where drafts stand whatever it says, only the one after these can."""
+    usable = num_usable(drafts, cap, sequence, Q - 1)
+    reads = (law >= 0) & (place <= usable)
+    if LAWS:
+        if (law == FORCE) | (law == SYNTHETIC):
+            position = tl.load(position_B + sequence)
+            reads = place == made_up(law, forced_len, rates, sequence, position, usable, P)
+    return reads
 
 
 @triton.jit
@@ -159,12 +196,12 @@ def store_race(x_X4, best, scale, first_block, seed, choice, position, ids, N: t
     tl.store(ids + 1, second)
 
 
-@triton.jit(do_not_specialize=["edited", "edited_row", "maxima", "num_chunks", "span"])
+@triton.jit(do_not_specialize=["edited", "edited_row", "rates", "forced_len", "maxima", "num_chunks", "span"])
 def scan_kernel(
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
-    top_k_B, top_p_B, min_p_B, values, ids, maxima, V, num_chunks, span,
+    top_k_B, top_p_B, min_p_B, rates, forced_len, values, ids, maxima, V, num_chunks, span,
     HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr, Q: tl.constexpr, LAWS: tl.constexpr,
-    EDITED: tl.constexpr, N: tl.constexpr, G: tl.constexpr, QUICK: tl.constexpr,
+    EDITED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """What each chunk of a row is worth; see the module."""
     row, chunk = tl.program_id(0), tl.program_id(1) * span
@@ -185,7 +222,7 @@ def scan_kernel(
     law = 0
     if LAWS:
         law = tl.load(law_B + sequence)
-    if (law < 0) | (place > num_usable(drafts, cap, sequence, Q - 1)):
+    if not is_read(law, place, forced_len, rates, drafts, cap, sequence, position_B, Q, LAWS, P):
         return
     is_greedy = temperature <= 0.0
     by_chance = (law == REJECT) | (law == BLOCK)
@@ -237,13 +274,13 @@ def masses(values, row, num_chunks, temperature, M: tl.constexpr):
 @triton.jit
 def choose(
     logits, row_stride, edited, edited_row, sequence, seed, choice, position, bound_R, last_R, values, ids,
-    temperature, usable, V, num_chunks,
+    temperature, first, usable, V, num_chunks,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The target's own token of each of a sequence's rows, int32 [P], P being Q or more; of rows that may be read."""
+    """The target's own token of a sequence's rows from `first` to `usable`, int32 [P], P being Q or more."""
     place_P1 = tl.arange(0, P)[:, None]
     row_P1 = sequence * Q + tl.minimum(place_P1, Q - 1)
-    is_read_P1 = place_P1 <= usable
+    is_read_P1 = (place_P1 >= first) & (place_P1 <= usable)
     chunk_1M = tl.arange(0, M)[None, :]
     at_PM = 2 * (row_P1 * num_chunks + chunk_1M)
     is_there_PM = is_read_P1 & (chunk_1M < num_chunks)
@@ -282,7 +319,8 @@ TYPES = {
     "temperature_B": "*fp64", "seed_B": "*i64", "choice_B": "*i64", "position_B": "*i64", "bound_R": "*fp32",
     "last_R": "*i32", "values": "*fp32", "ids": "*i32", "V": "i32", "num_chunks": "i32",
 }  # fmt: skip
-CUT_TYPES = {"top_k_B": "*i64", "top_p_B": "*fp64", "min_p_B": "*fp64", "maxima": "*fp32"}
+CUT_TYPES = {"top_k_B": "*i64", "top_p_B": "*fp64", "min_p_B": "*fp64", "rates": "*fp64", "forced_len": "i32"}
+CUT_TYPES["maxima"] = "*fp32"
 ALIGNED = ("logits", "row_stride", "V")
 
 
@@ -294,7 +332,7 @@ def variants() -> list[Variant]:
         ("bf16", 4, True, True), ("bf16", 4, False, True), ("fp32", 2, True, True), ("bf16", 1, False, True),
         ("bf16", 1, True, False),
     ):  # fmt: skip
-        constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "N": CHUNK, "G": GROUP}
+        constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "N": CHUNK, "G": GROUP, "P": num_rows}
         constants |= {"HAS_K": cut, "HAS_P": cut, "HAS_MIN": False, "QUICK": quick}
         found.append(
             Variant(
@@ -304,8 +342,8 @@ def variants() -> list[Variant]:
                 constants=constants,
                 aligned=ALIGNED,
                 num_warps=SCAN_WARPS,
-                max_registers=SCAN_REGISTERS,
-                options={"maxnreg": SCAN_REGISTERS},
+                max_registers=SCAN_REGISTERS[2 if dtype == "bf16" else 4],
+                options={"maxnreg": SCAN_REGISTERS[2 if dtype == "bf16" else 4]},
                 on_amd=not quick,
             )
         )

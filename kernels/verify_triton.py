@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels import bounds_triton, choose_triton, residual_triton
-from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, FORCE, REJECT, SYNTHETIC, TYPES, choose
+from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, FORCE, REJECT, SYNTHETIC, TYPES, choose, made_up
 from baton.kernels.noise_triton import uniform
 from baton.kernels.residual_triton import TYPES_DRAWN, accepted_as_block, accepted_one_by_one, at_place, pick
 from baton.kernels.row_triton import num_usable
@@ -70,9 +70,8 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
             *common, *drawn, vocab_size, num_columns, num_chunks, **flags, N=chunk,
             num_warps=residual_triton.RESIDUAL_WARPS,
         )  # fmt: skip
-    has_rates = not none and drafts.rates_K is not None
     _decide_kernel[(num_sequences,)](
-        *common, ids, *drawn, drafts.rates_K if has_rates else rows.temperature_B, 0 if none else drafts.forced_len,
+        *common, ids, *drawn, *choose_triton.made_up_arguments(rows, drafts),
         token_ids_BQ, accepted_len_B, accepted_len_B if counts_Q is None else counts_Q, vocab_size, num_columns,
         num_chunks, **flags, LAWS=not none, CHANCE=by_chance, COUNTED=counts_Q is not None,
         N=chunk, num_warps=DECIDE_WARPS,
@@ -88,39 +87,24 @@ def launch_after(token_ids_BQ, accepted_len_B, length_B, results) -> None:
 
 
 @triton.jit
-def _made_up(law, forced_len, rates, sequence, position, usable, K: tl.constexpr):
-    """Drafts that stand because somebody wants it so."""
-    accepted = tl.minimum(forced_len, usable)
-    if law == SYNTHETIC:
-        accepted = 0
-        for place in tl.static_range(K):
-            draw = uniform(
-                tl.full([], place, tl.int32),
-                position,
-                sequence,
-                tl.full([], 4, tl.int32),
-                tl.full([], 0x5EED, tl.int64),
-            )
-            stands = (accepted == place) & (place < usable) & (draw < tl.load(rates + place))
-            accepted += stands.to(tl.int32)
-    return accepted
-
-
-@triton.jit
 def _own_choice(
     logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R, values,
     ids, rates, forced_len, sequence, usable, V, num_chunks,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Drafts that are the target's own choice, or stand because somebody wants it so, and the choice after them."""
+    is_made_up = (law == FORCE) | (law == SYNTHETIC)
+    first, stop = 0, usable
+    if is_made_up:  # no other row was read
+        first = made_up(law, forced_len, rates, sequence, position, usable, P)
+        stop = first
     chosen_P = choose(
         logits, row_stride, edited, edited_row, sequence, seed, choice, position, bound_R, last_R, values, ids,
-        temperature, usable, V, num_chunks, Q, EDITED, BOUNDED, M, P,
+        temperature, first, stop, V, num_chunks, Q, EDITED, BOUNDED, M, P,
     )  # fmt: skip
     place_P = tl.arange(0, P)
-    if (law == FORCE) | (law == SYNTHETIC):
-        accepted = _made_up(law, forced_len, rates, sequence, position, usable, Q - 1)
-    else:
+    accepted = first
+    if not is_made_up:
         is_draft_P = place_P < usable
         draft_P = tl.load(drafts + sequence * (Q - 1) + place_P, mask=is_draft_P, other=-1)
         accepted = tl.min(tl.where(is_draft_P & (draft_P == chosen_P), P, place_P))
