@@ -14,6 +14,7 @@ from baton.tests.kernels.choosing import drawn_rows, small_tiles  # noqa: F401
 from baton.tests.kernels.harness import poison, same_bits
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE
+SLOW = pytest.mark.slow
 ALL_CHUNKS = 1  # programs that are worth starting: so one takes a whole row
 EACH_CHUNK = 1 << 30
 
@@ -56,7 +57,7 @@ def border_of(logits_V, temperature, top_k=0, top_p=1.0):
     return float(logits_V[last].float()), last
 
 
-@pytest.mark.parametrize("vocab_size", [1, 37, 65, 300])
+@pytest.mark.parametrize("vocab_size", [65, *(pytest.param(size, marks=SLOW) for size in (1, 37, 300))])
 def test_what_a_program_takes_changes_no_bit(monkeypatch, vocab_size):
     """The scan's numbers, bounds, tokens and reports, of one program a row and of one a chunk."""
     generator = torch.Generator().manual_seed(vocab_size)
@@ -81,7 +82,10 @@ def test_a_program_takes_as_many_chunks_as_leave_enough_programs(monkeypatch):
     assert [choose_triton.span_of(rows, 38) for rows in (1, 2, 10, 100, 1000)] == [1, 1, 3, 38, 38]
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (17, 1.0), (0, 0.3), (7, 0.8), (60, 1.0), (0, 0.97)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [(7, 0.8), *(pytest.param(*cut, marks=SLOW) for cut in ((3, 1.0), (17, 1.0), (0, 0.3), (60, 1.0), (0, 0.97)))],
+)
 def test_the_border_is_a_sorts(top_k, top_p):
     """Of peaked rows, whose border is listed; k of 60 lies behind the list."""
     generator = torch.Generator().manual_seed(top_k)
@@ -107,46 +111,67 @@ def test_equals_on_both_sides_of_a_chunk_are_counted_off_by_id(where):
     assert int(last_R) == {"chunk": 64, "tile": 128, "all": 3}[where]
 
 
-def test_rows_of_nothing_but_minus_infinity_and_nearly_so():
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 2}, pytest.param({"top_p": 0.9}, marks=SLOW), pytest.param({"min_p": 0.5}, marks=SLOW)]
+)
+def test_rows_of_nothing_but_minus_infinity_and_nearly_so(cut):
     logits_BV = torch.full((3, 90), -torch.inf)
     logits_BV[1, 70] = -3.0
     logits_BV[2, [5, 88]] = 1.0
-    for rows in (cut_rows([1.0] * 3, top_k=2), cut_rows([1.0] * 3, top_p=0.9), cut_rows([1.0] * 3, min_p=0.5)):
-        found = sample(logits_BV, rows, implementation=TRITON).tolist()
-        assert found[:2] == [0, 70]
-        assert found[2] == int(sample(logits_BV, rows, implementation=REFERENCE)[2])
+    rows = cut_rows([1.0] * 3, **cut)
+    found = sample(logits_BV, rows, implementation=TRITON).tolist()
+    assert found[:2] == [0, 70]
+    assert found[2] == int(sample(logits_BV, rows, implementation=REFERENCE)[2])
 
 
-@pytest.mark.parametrize("edited", [False, True])
-@pytest.mark.parametrize("top_p", [0.95, 0.5, 0.02])
+class Searches:
+    """Counts the searches for a border behind the list."""
+
+    def __init__(self, monkeypatch):
+        self.count, search = 0, bounds_triton.behind_list
+
+        def counted(*arguments, **named):
+            self.count += 1
+            return search(*arguments, **named)
+
+        monkeypatch.setattr(bounds_triton, "behind_list", counted)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "edited"), [(0.8, False), *(pytest.param(*cut, marks=SLOW) for cut in ((0.8, True), (0.95, False)))]
+)
 def test_flat_rows_are_settled_by_their_nominees(monkeypatch, top_p, edited):
-    """Without a search for the border, and as the reference."""
+    """As the reference, and without a search for the border, as nearly every row of a bigger vocabulary."""
+    searches = Searches(monkeypatch)
     generator = torch.Generator().manual_seed(1)
-    logits_BV = torch.randn(6, 250, generator=generator)
-    rows = cut_rows([1.0, 2.0, 0.5, 1.0, 1.0, 1.0], top_p=top_p)
+    logits_BV = torch.randn(4, 250, generator=generator)
+    rows = cut_rows([1.0, 2.0, 0.5, 1.0], top_p=top_p)
     edits = None
     if edited:
-        place_R = torch.tensor([-1, 0, -1, 1, -1, -1]).int()
+        place_R = torch.tensor([-1, 0, -1, 1]).int()
         edits = EditedRows(logits_EV=torch.randn(2, 250, generator=generator), place_R=place_R)
     wanted = sample(logits_BV, rows, edited=edits, implementation=REFERENCE)
     assert sample(logits_BV, rows, edited=edits, implementation=TRITON).tolist() == wanted.tolist()
+    assert searches.count < len(logits_BV)
 
 
 def test_a_row_whose_nominees_are_all_cut_off_is_searched(monkeypatch):
-    """Two blocks of each chunk are nominated; here the likeliest token, alone to stay, is in none of them."""
-    logits_1V = torch.zeros(1, 128)
-    logits_1V[0, 9] = 0.01
-    for seed in range(12):
-        rows = cut_rows([1.0], top_p=0.6, seed=seed)
-        wanted = sample(logits_1V, rows, implementation=REFERENCE).tolist()
-        assert sample(logits_1V, rows, implementation=TRITON).tolist() == wanted
-    rows = cut_rows([3.0], top_p=0.3)
-    assert sample(logits_1V, rows, implementation=TRITON).tolist() == (
-        sample(logits_1V, rows, implementation=REFERENCE).tolist()
-    )
+    """Two blocks of each chunk are nominated; few are of what stays, the first tokens of a row of equals."""
+    searches = Searches(monkeypatch)
+    logits_BV = torch.zeros(2, 300)
+    rows = cut_rows([1.0] * 2, top_p=0.02, seed=3)
+    wanted = sample(logits_BV, rows, implementation=REFERENCE).tolist()
+    assert sample(logits_BV, rows, implementation=TRITON).tolist() == wanted
+    assert searches.count > 0
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1.0, 0.2), (0, 0.8, 0.05), (9, 0.9, 0.3), (50, 0.9, 0.01)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (0, 1.0, 0.2),
+        *(pytest.param(*cut, marks=SLOW) for cut in ((0, 0.8, 0.05), (9, 0.9, 0.3), (50, 0.9, 0.01))),
+    ],
+)
 def test_min_p_goes_first(top_k, top_p, min_p):
     generator = torch.Generator().manual_seed(5)
     logits_BV = torch.randn(4, 220, generator=generator)
@@ -156,7 +181,7 @@ def test_min_p_goes_first(top_k, top_p, min_p):
     assert sample(logits_BV, rows, implementation=TRITON).tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize("scale", [1.0, 8.0])
+@pytest.mark.parametrize("scale", [8.0, pytest.param(1.0, marks=SLOW)])
 def test_drafts_of_cut_rows_are_judged_as_by_the_reference(scale):
     """Every law, borders listed and behind the list; NaN in rows that nobody may read."""
     generator = torch.Generator().manual_seed(int(scale))
@@ -181,6 +206,26 @@ def test_drafts_of_cut_rows_are_judged_as_by_the_reference(scale):
     assert found.accepted_len_B.tolist() == wanted.accepted_len_B.tolist()
 
 
+def test_only_the_row_after_made_up_drafts_is_read():
+    generator = torch.Generator().manual_seed(4)
+    logits_BQV = torch.randn(3, 3, 70, generator=generator)
+    rows = cut_rows([1.0, 0.0, 1.0], top_k=[0, 0, 5])
+    drafts = DraftRows(
+        ids_BK=torch.tensor([[4, 5], [6, 7], [8, -1]]),
+        cap_B=torch.tensor([2, 2, 2]),
+        law_B=torch.tensor([Law.FORCE, Law.SYNTHETIC, Law.SYNTHETIC], dtype=torch.int32),
+        rates_K=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        forced_len=2,
+    )
+    for sequence, place in ((0, 0), (0, 1), (1, 0), (1, 2), (2, 0), (2, 2)):
+        poison(logits_BQV[sequence, place])
+    wanted = verify(logits_BQV, rows, drafts, implementation=REFERENCE)
+    found = verify(logits_BQV, rows, drafts, implementation=TRITON)
+    assert wanted.accepted_len_B.tolist() == found.accepted_len_B.tolist() == [2, 1, 1]
+    assert found.token_ids_BQ.tolist() == wanted.token_ids_BQ.tolist()
+
+
+@SLOW
 def test_a_token_is_the_same_beside_rows_that_are_cut_otherwise():
     generator = torch.Generator().manual_seed(8)
     logits_BV = torch.randn(4, 180, generator=generator) * 2
