@@ -20,13 +20,46 @@ def variants() -> list[Variant]:
 @triton.jit
 def lane_bound(lane_L, wanted):
     """A number that at least so many lanes reach; found by its 16 upper bits, which is all of a bfloat16."""
-    key_L = order_key(lane_L).to(tl.int64) + 2147483648
-    bound = tl.min(key_L * 0)
-    for index in range(16):
-        trial = bound + (tl.full([], 1, tl.int64) << (31 - index))
+    key_L = order_key(lane_L).to(tl.uint32, bitcast=True) ^ 0x80000000
+    bound, bit = tl.full([], 0, tl.uint32), tl.full([], 0x80000000, tl.uint32)
+    for _ in range(16):
+        trial = bound | bit
+        bit = bit >> 1
         bound = tl.where(tl.sum((key_L >= trial).to(tl.int32)) >= wanted, trial, bound)
-    found = of_order_key((bound - 2147483648).to(tl.int32))
+    found = of_order_key((bound ^ 0x80000000).to(tl.int32, bitcast=True))
     return tl.where(bound <= 0x7FFFFF, float("-inf"), found)
+
+
+@triton.jit
+def groups_that_reach(maxima, num_groups, reach, groups, limit, T: tl.constexpr):
+    """Write down the groups that reach a bound, in order and `limit` at most; how many do.
+
+    They are read again, rather than kept in registers with the sums that say where each goes.
+    """
+    num_hit = 0
+    for start in range(0, num_groups, T):
+        group_T = start + tl.arange(0, T)
+        maximum_T = tl.load(maxima + group_T, mask=group_T < num_groups, other=float("-inf"))
+        has_T = ((maximum_T >= reach) & (group_T < num_groups)).to(tl.int32)
+        at_T = num_hit + tl.cumsum(has_T, axis=0) - 1
+        tl.store(groups + at_T, group_T, mask=(has_T > 0) & (at_T < limit))
+        num_hit += tl.sum(has_T)
+    tl.debug_barrier()
+    return num_hit
+
+
+@triton.jit
+def least_of(best, temperature, min_p):
+    """The least number that min-p leaves, found among all numbers there are; -inf if it cuts nothing."""
+    floor = tl.log(tl.maximum(min_p, 1e-300)).to(tl.float32)
+    low = order_key(best * 0.0 + float("-inf")).to(tl.int64)  # which it never leaves
+    high = order_key(best).to(tl.int64)
+    while high - low > 1:
+        middle = (low + high) >> 1
+        stays = tl.div_rn(of_order_key(middle.to(tl.int32)) - best, temperature) >= floor
+        high = tl.where(stays, middle, high)
+        low = tl.where(stays, low, middle)
+    return tl.where(min_p > 0.0, of_order_key(high.to(tl.int32)), float("-inf"))
 
 
 @triton.jit
@@ -145,6 +178,50 @@ def border_of(key_C, weight_C, need, num_bits):
 
 
 @triton.jit
+def _listed(listed_x, listed_id, start, count, best, temperature, least, N: tl.constexpr):
+    """Tokens of a list from a place on: their places, whether they are there, their logits less the best, and ids."""
+    place_N = start + tl.arange(0, N)
+    x_N = tl.load(listed_x + place_N, mask=place_N < count, other=float("-inf"))
+    id_N = tl.load(listed_id + place_N, mask=place_N < count, other=-1)
+    has_N = (place_N < count) & (x_N >= least)
+    return place_N, has_N, tl.where(has_N, tl.div_rn(x_N - best, temperature), float("-inf")), x_N, id_N
+
+
+@triton.jit
+def _mass_of(scaled_N, has_N, unit):
+    """Masses as the reference has them, int64."""
+    return tl.where(has_N, tl.floor(tl.exp(scaled_N.to(tl.float64)) * unit + 0.5), 0.0).to(tl.int64)
+
+
+@triton.jit
+def of_few(listed_x, listed_id, count, best, temperature, top_k, top_p, least, whole, unit_bits, S: tl.constexpr):
+    """As `of_list`, of at most S tokens: each is held against each, which takes no searching."""
+    unit = (tl.full([], 1, tl.int64) << unit_bits).to(tl.float64)
+    place_S, has_S, scaled_S, x_S, id_S = _listed(listed_x, listed_id, 0, count, best, temperature, least, S)
+    rank_S, before_S = tl.zeros([S], tl.int32), tl.zeros([S], tl.int64)
+    for start in range(0, count, 32):
+        place_T, has_T, scaled_T, _, _ = _listed(listed_x, listed_id, start, count, best, temperature, least, 32)
+        is_equal_ST = (scaled_T[None, :] == scaled_S[:, None]) & (place_T[None, :] < place_S[:, None])
+        is_before_ST = ((scaled_T[None, :] > scaled_S[:, None]) | is_equal_ST) & has_T[None, :]
+        rank_S += tl.sum(is_before_ST.to(tl.int32), axis=1)
+        if top_p < 1.0:
+            before_S += tl.sum(tl.where(is_before_ST, _mass_of(scaled_T, has_T, unit)[None, :], 0), axis=1)
+    num_has = tl.sum(has_S.to(tl.int32))
+    kept_S = has_S & ((top_k <= 0) | (rank_S < top_k))
+    is_complete = ((top_k > 0) & (num_has >= top_k)) | (num_has < count)
+    if top_p < 1.0:
+        listed = tl.sum(tl.where(kept_S, _mass_of(scaled_S, has_S, unit), 0)).to(tl.float64)
+        is_whole = (top_k > 0) | (num_has < count)
+        need = top_p * tl.where(is_whole, listed, whole * unit)
+        is_complete = is_complete | (listed >= need)
+        kept_S = kept_S & ((before_S.to(tl.float64) < need) | (rank_S == 0))
+    is_last_S = kept_S & (rank_S == tl.max(tl.where(kept_S, rank_S, -1)))
+    last = tl.max(tl.where(is_last_S, id_S, -1))
+    bound = tl.max(tl.where(is_last_S, x_S, float("-inf")))
+    return bound, last, is_complete
+
+
+@triton.jit
 def of_list(
     listed_x, listed_id, count, best, temperature, top_k, top_p, least, whole, unit_bits, id_bits, C: tl.constexpr
 ):
@@ -167,7 +244,8 @@ def of_list(
         mass_C = tl.floor(tl.exp(scaled_C.to(tl.float64)) * unit + 0.5).to(tl.int64)
         mass_C = tl.where(key_C >= border, mass_C, 0)
         listed = tl.sum(mass_C).to(tl.float64)
-        need = top_p * tl.where(top_k > 0, listed, whole * unit)
+        is_whole = (top_k > 0) | (num_has < count)  # nothing that stays is beyond the list
+        need = top_p * tl.where(is_whole, listed, whole * unit)
         if listed >= need:
             is_complete = is_complete | (top_k <= 0)
             border = tl.maximum(border, border_of(key_C, mass_C, need, 32 + id_bits))

@@ -1,35 +1,163 @@
 """The scan of rows of logits, and the target's own choice from what it leaves.
 
-`scan_kernel`, one program for a chunk of a row, leaves a few numbers of each: the largest logit, its token, the sum of
-exponentials, or the two blocks of four tokens that do best in the race of logits and noise. Noise is made there and
-forgotten: what it nominates is raced again in `choose`, by the reference's arithmetic, so how the noise was
-approximated shows in no token. Chunks are of one size whatever the batch, and sums over them have one order: a
-sequence's tokens so depend on nothing but itself.
+`scan_kernel` leaves a few numbers of each chunk of a row: the largest logit, its token, the sum of exponentials, or the
+two blocks of four tokens that do best in the race of logits and noise; of a row that may be cut, the largest logit of
+each group of tokens too, from which `bounds_triton` goes on. Noise is made there and forgotten: what it nominates is
+raced again in `choose`, by the reference's arithmetic, so how the noise was approximated shows in no token.
 
-Shapes: N tokens of a chunk, X blocks of four of them, M chunks of a row, rounded up to a power of two.
+A chunk is worth the same wherever it is computed: chunks are of one size whatever the batch, sums over them have one
+order, and a program takes as many neighbours as keep the device busy. A sequence's tokens so depend on itself alone.
+
+Shapes: N tokens of a chunk, X blocks of four of them, G tokens of a group, M chunks of a row, rounded up to a power of
+two.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from baton.kernels.noise_triton import gumbel, philox, quick_race
-from baton.kernels.row_triton import num_usable, row_tokens
+from baton.kernels.noise_triton import gumbel, philox, quick_exp2, quick_race, uniform
+from baton.kernels.row_triton import cuts_of, num_usable, raw_tokens, row_tokens
 from baton.kernels.variant import Variant
 
 CHUNK = 4096
+GROUP = 32
 SCAN_WARPS = 8
+SCAN_REGISTERS = {2: 64, 4: 80}  # by bytes of a logit: so that four or three programs share a multiprocessor
+PROGRAMS = 132 * 24  # of a launch, that it is worth starting; more only take turns
 
 REJECT = tl.constexpr(1)  # `kernels.choice.Law`
 BLOCK = tl.constexpr(2)
 FORCE = tl.constexpr(3)
 SYNTHETIC = tl.constexpr(4)
+NO_BLOCK = tl.constexpr(0x1FFFFFFF)  # beyond any vocabulary
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What the scan leaves of R rows with M chunks each.
+
+    Attributes:
+        values: float32 [R, M, 2]; the largest logit, and the sum of exponentials counted from it.
+        ids: int32 [R, M, 2]; blocks of the race, or the likeliest token.
+        maxima: float32 [R, M, N / G], of rows that are cut; None where no row is.
+    """
+
+    values: torch.Tensor
+    ids: torch.Tensor
+    maxima: torch.Tensor | None
 
 
 def is_quick() -> bool:
     """Whether kernels may use instructions that NVIDIA's GPUs have."""
     return not _INTERPRETED and torch.version.hip is None
+
+
+def span_of(num_rows: int, num_chunks: int) -> int:
+    """How many chunks a program of the scan takes; no number depends on it."""
+    return min(num_chunks, max(1, num_rows * num_chunks // PROGRAMS))
+
+
+def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
+    """The scan of all rows that may be read; `drafts` are None where each sequence has one row."""
+    num_sequences, num_rows, vocab_size = logits_BQV.shape
+    device, count = logits_BQV.device, num_sequences * num_rows
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    values = torch.empty(count, num_chunks, 2, dtype=torch.float32, device=device)
+    ids = torch.empty(count, num_chunks, 2, dtype=torch.int32, device=device)
+    maxima = None
+    if rows.truncates:
+        maxima = torch.empty(count, num_chunks, CHUNK // GROUP, dtype=torch.float32, device=device)
+    none, seed_B = drafts is None, rows.seed_B
+    span = span_of(count, num_chunks)
+    scan_kernel[(count, triton.cdiv(num_chunks, span))](
+        logits_BQV,
+        logits_BQV.stride(0 if num_rows == 1 else 1),
+        values if edited is None else edited.logits_EV,
+        ids if edited is None else edited.place_R,
+        seed_B if none else drafts.ids_BK,
+        seed_B if none else drafts.cap_B,
+        ids if none else drafts.law_B,
+        rows.temperature_B,
+        seed_B,
+        rows.choice_B,
+        rows.position_B,
+        *cut_arguments(rows),
+        *made_up_arguments(rows, drafts),
+        values,
+        ids,
+        values if maxima is None else maxima,
+        vocab_size,
+        num_chunks,
+        span,
+        **cut_flags(rows),
+        Q=num_rows,
+        LAWS=not none,
+        EDITED=edited is not None,
+        P=triton.next_power_of_2(num_rows),
+        N=CHUNK,
+        G=GROUP,
+        QUICK=is_quick(),
+        num_warps=SCAN_WARPS,
+        **({} if _INTERPRETED or torch.version.hip else {"maxnreg": SCAN_REGISTERS[logits_BQV.element_size()]}),
+    )
+    return Scan(values, ids, maxima)
+
+
+def cut_arguments(rows):
+    """Top-k, top-p and min-p of sequences, or something that is not read."""
+    return (
+        rows.seed_B if rows.top_k_B is None else rows.top_k_B,
+        rows.temperature_B if rows.top_p_B is None else rows.top_p_B,
+        rows.temperature_B if rows.min_p_B is None else rows.min_p_B,
+    )
+
+
+def made_up_arguments(rows, drafts):
+    """The rates of drafts that stand because a benchmark wants it so, or something that is not read; or how many do."""
+    has_rates = drafts is not None and drafts.rates_K is not None
+    return drafts.rates_K if has_rates else rows.temperature_B, 0 if drafts is None else drafts.forced_len
+
+
+def cut_flags(rows):
+    """Which of these there are."""
+    return {
+        "HAS_K": rows.top_k_B is not None,
+        "HAS_P": rows.top_p_B is not None,
+        "HAS_MIN": rows.min_p_B is not None,
+    }
+
+
+@triton.jit
+def made_up(law, forced_len, rates, sequence, position, usable, P: tl.constexpr):
+    """Drafts that stand because somebody wants it so."""
+    accepted = tl.minimum(forced_len, usable)
+    if law == SYNTHETIC:
+        place_P = tl.arange(0, P)
+        draw_P = uniform(
+            place_P, position, sequence, tl.full([], 4, tl.int32), tl.full([], 0x5EED, tl.int64)
+        )  # fmt: skip
+        rate_P = tl.load(rates + place_P, mask=place_P < usable, other=0.0)
+        accepted = tl.min(tl.where(draw_P < rate_P, P, place_P))
+    return accepted
+
+
+@triton.jit
+def is_read(
+    law, place, forced_len, rates, drafts, cap, sequence, position_B,
+    Q: tl.constexpr, LAWS: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Whether a row can say a token: where drafts stand whatever it says, only the one after these can."""
+    usable = num_usable(drafts, cap, sequence, Q - 1)
+    reads = (law >= 0) & (place <= usable)
+    if LAWS:
+        if (law == FORCE) | (law == SYNTHETIC):
+            position = tl.load(position_B + sequence)
+            reads = place == made_up(law, forced_len, rates, sequence, position, usable, P)
+    return reads
 
 
 @triton.jit
@@ -42,61 +170,87 @@ def is_kept(x_N, token_N, bound_R, last_R, row, BOUNDED: tl.constexpr):
     return kept_N
 
 
-@triton.jit(do_not_specialize=["edited", "edited_row", "bound_R", "last_R", "num_chunks"])
-def scan_kernel(
-    logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
-    bound_R, last_R, values, ids, V, num_chunks,
-    Q: tl.constexpr, LAWS: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, N: tl.constexpr,
-    QUICK: tl.constexpr,
-):  # fmt: skip
-    """What each chunk of a row is worth; see the module."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    sequence, place = row // Q, row % Q
-    token_N = chunk * N + tl.arange(0, N)
-    source = -1
-    if EDITED:
-        source = tl.load(edited_row + row)
-    # Under way before anything is known of the row: to wait for that first would double the time of a program.
-    x_N = row_tokens(logits, row.to(tl.int64) * row_stride, edited, source, token_N, V, EDITED)
-    temperature = tl.load(temperature_B + sequence).to(tl.float32)
-    seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
-    position = tl.load(position_B + sequence) + place
-    law = 0
-    if LAWS:
-        law = tl.load(law_B + sequence)
-    if (law < 0) | (place > num_usable(drafts, cap, sequence, Q - 1)):
-        return
-    out = row * num_chunks + chunk
-    if temperature <= 0.0:
-        best = tl.max(x_N)
-        tl.store(values + 2 * out, best)
-        tl.store(ids + 2 * out, tl.min(tl.where(x_N == best, token_N, V - 1)))
-        return
-    temperature = tl.maximum(temperature, 1e-30)
-    if BOUNDED:
-        x_N = tl.where(is_kept(x_N, token_N, bound_R, last_R, row, BOUNDED), x_N, float("-inf"))
-    best = tl.max(x_N)
-    tl.store(values + 2 * out, best)
-    best = tl.maximum(best, -3.0e38)
-    scale = 1.4426950408889634 / temperature
-    if (law == REJECT) | (law == BLOCK):
-        tl.store(values + 2 * out + 1, tl.sum(tl.exp2((x_N - best) * scale)))
-        return
-    even_XX, odd_XX = tl.split(tl.reshape(x_N, [N // 4, 2, 2]))
+@triton.jit
+def blocks_of(start, N: tl.constexpr):
+    """The tokens of a chunk, in blocks of four: [X, 4]."""
+    return start + tl.arange(0, N // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def store_race(x_X4, best, scale, first_block, seed, choice, position, ids, N: tl.constexpr, QUICK: tl.constexpr):
+    """Nominate the two blocks of a chunk that do best; `best` is finite."""
+    even_XX, odd_XX = tl.split(tl.reshape(x_X4, [N // 4, 2, 2]))
     x_0X, x_2X = tl.split(even_XX)
     x_1X, x_3X = tl.split(odd_XX)
-    block_X = chunk * (N // 4) + tl.arange(0, N // 4)
+    block_X = first_block + tl.arange(0, N // 4)
     word_0X, word_1X, word_2X, word_3X = philox(block_X, position, choice, tl.full([], 0, tl.int32), seed, QUICK)
     score_0X = (x_0X - best) * scale + quick_race(word_0X, QUICK)
     score_1X = (x_1X - best) * scale + quick_race(word_1X, QUICK)
     score_2X = (x_2X - best) * scale + quick_race(word_2X, QUICK)
     score_3X = (x_3X - best) * scale + quick_race(word_3X, QUICK)
     score_X = tl.maximum(tl.maximum(score_0X, score_1X), tl.maximum(score_2X, score_3X))
-    first = tl.min(tl.where(score_X == tl.max(score_X), block_X, 0x3FFFFFFF))
+    first = tl.min(tl.where(score_X == tl.max(score_X), block_X, NO_BLOCK))
     score_X = tl.where(block_X == first, float("-inf"), score_X)
-    second = tl.min(tl.where(score_X == tl.max(score_X), block_X, 0x3FFFFFFF))
-    tl.store(ids + 2 * out, first)
-    tl.store(ids + 2 * out + 1, second)
+    second = tl.min(tl.where(score_X == tl.max(score_X), block_X, NO_BLOCK))
+    tl.store(ids, first)
+    tl.store(ids + 1, second)
+
+
+@triton.jit(do_not_specialize=["edited", "edited_row", "rates", "forced_len", "maxima", "num_chunks", "span"])
+def scan_kernel(
+    logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
+    top_k_B, top_p_B, min_p_B, rates, forced_len, values, ids, maxima, V, num_chunks, span,
+    HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr, Q: tl.constexpr, LAWS: tl.constexpr,
+    EDITED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, QUICK: tl.constexpr,
+):  # fmt: skip
+    """What each chunk of a row is worth; see the module."""
+    row, chunk = tl.program_id(0), tl.program_id(1) * span
+    sequence, place = row // Q, row % Q
+    base = row.to(tl.int64) * row_stride
+    stop = tl.minimum(chunk + span, num_chunks)
+    limit = tl.minimum(V, stop * N)
+    if not EDITED:
+        # Under way before anything is known of the row: to wait for that first would cost as much time again.
+        raw_X4 = raw_tokens(logits, base, blocks_of(chunk * N, N), limit)
+    temperature = tl.load(temperature_B + sequence).to(tl.float32)
+    seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
+    position = tl.load(position_B + sequence) + place
+    source = -1
+    if EDITED:
+        source = tl.load(edited_row + row)
+    top_k, _, _, is_cut = cuts_of(top_k_B, top_p_B, min_p_B, sequence, V, HAS_K, HAS_P, HAS_MIN)
+    law = 0
+    if LAWS:
+        law = tl.load(law_B + sequence)
+    if not is_read(law, place, forced_len, rates, drafts, cap, sequence, position_B, Q, LAWS, P):
+        return
+    is_greedy = temperature <= 0.0
+    by_chance = (law == REJECT) | (law == BLOCK)
+    scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
+    while chunk < stop:
+        token_X4 = blocks_of(chunk * N, N)
+        if EDITED:
+            x_X4 = row_tokens(logits, base, edited, source, token_X4, V, EDITED)
+        else:
+            # The next chunk is on its way while this one is looked at, in half as many registers as buffers would take.
+            x_X4 = raw_X4.to(tl.float32)
+            raw_X4 = raw_tokens(logits, base, token_X4 + N, limit)
+        out = row * num_chunks + chunk
+        best = tl.max(x_X4)
+        tl.store(values + 2 * out, best)
+        if is_greedy:
+            tl.store(ids + 2 * out, tl.min(tl.where(x_X4 == best, token_X4, V - 1)))
+        else:
+            best = tl.maximum(best, -3.0e38)
+            if is_cut:
+                maximum_G = tl.max(tl.reshape(x_X4, [N // G, G]), axis=1)
+                tl.store(maxima + out.to(tl.int64) * (N // G) + tl.arange(0, N // G), maximum_G)
+            if by_chance | is_cut:
+                tl.store(values + 2 * out + 1, tl.sum(quick_exp2((x_X4 - best) * scale, QUICK)))
+            # Of the k likeliest, few as they are, the bounds hold the race.
+            if (not by_chance) & (top_k <= 0):
+                store_race(x_X4, best, scale, chunk * (N // 4), seed, choice, position, ids + 2 * out, N, QUICK)
+        chunk += 1
 
 
 @triton.jit
@@ -113,20 +267,20 @@ def masses(values, row, num_chunks, temperature, M: tl.constexpr):
     chunk_M = tl.arange(0, M)
     best, best_M = row_best(values, row, num_chunks, M)
     sum_M = tl.load(values + 2 * (row * num_chunks + chunk_M) + 1, mask=best_M > float("-inf"), other=0.0)
-    shift_M = tl.where(best_M > float("-inf"), (best_M - best) / temperature, 0.0)
+    shift_M = tl.where(best_M > float("-inf"), (best_M - tl.maximum(best, -3.0e38)) / temperature, 0.0)
     return best, sum_M.to(tl.float64) * tl.exp(shift_M.to(tl.float64))
 
 
 @triton.jit
 def choose(
     logits, row_stride, edited, edited_row, sequence, seed, choice, position, bound_R, last_R, values, ids,
-    temperature, usable, V, num_chunks,
+    temperature, first, usable, V, num_chunks,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The target's own token of each of a sequence's rows, int32 [P], P being Q or more; of rows that may be read."""
+    """The target's own token of a sequence's rows from `first` to `usable`, int32 [P], P being Q or more."""
     place_P1 = tl.arange(0, P)[:, None]
     row_P1 = sequence * Q + tl.minimum(place_P1, Q - 1)
-    is_read_P1 = place_P1 <= usable
+    is_read_P1 = (place_P1 >= first) & (place_P1 <= usable)
     chunk_1M = tl.arange(0, M)[None, :]
     at_PM = 2 * (row_P1 * num_chunks + chunk_1M)
     is_there_PM = is_read_P1 & (chunk_1M < num_chunks)
@@ -140,8 +294,8 @@ def choose(
         place_1X = tl.arange(0, 8 * M)[None, :]
         chunk_1X = place_1X // 8
         at_PX = 2 * (row_P1 * num_chunks + chunk_1X) + (place_1X // 4) % 2
-        block_PX = tl.load(ids + at_PX, mask=is_read_P1 & (chunk_1X < num_chunks), other=0x1FFFFFFF)
-        token_PX = tl.minimum(block_PX, 0x1FFFFFFF) * 4 + place_1X % 4
+        block_PX = tl.load(ids + at_PX, mask=is_read_P1 & (chunk_1X < num_chunks), other=NO_BLOCK)
+        token_PX = tl.minimum(block_PX, NO_BLOCK) * 4 + place_1X % 4
         source_P1 = row_P1 * 0 - 1
         if EDITED:
             source_P1 = tl.load(edited_row + row_P1)
@@ -159,31 +313,37 @@ def choose(
     return found_P
 
 
+# What the launches that follow the scan take first.
 TYPES = {
     "row_stride": "i32", "edited": "*fp32", "edited_row": "*i32", "drafts": "*i64", "cap": "*i64", "law_B": "*i32",
     "temperature_B": "*fp64", "seed_B": "*i64", "choice_B": "*i64", "position_B": "*i64", "bound_R": "*fp32",
     "last_R": "*i32", "values": "*fp32", "ids": "*i32", "V": "i32", "num_chunks": "i32",
 }  # fmt: skip
+CUT_TYPES = {"top_k_B": "*i64", "top_p_B": "*fp64", "min_p_B": "*fp64", "rates": "*fp64", "forced_len": "i32"}
+CUT_TYPES["maxima"] = "*fp32"
 ALIGNED = ("logits", "row_stride", "V")
 
 
 def variants() -> list[Variant]:
     """Those of vocabularies that are multiples of 16, as all that are served; the last without NVIDIA's own."""
+    types = {name: kind for name, kind in TYPES.items() if name not in ("bound_R", "last_R")}
     found = []
-    for dtype, num_rows, bounded, quick in (
-        ("bf16", 4, True, True), ("bf16", 4, False, True), ("fp32", 2, True, True), ("fp32", 1, True, True),
+    for dtype, num_rows, cut, quick in (
+        ("bf16", 4, True, True), ("bf16", 4, False, True), ("fp32", 2, True, True), ("bf16", 1, False, True),
         ("bf16", 1, True, False),
     ):  # fmt: skip
-        constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "BOUNDED": bounded, "N": CHUNK}
+        constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "N": CHUNK, "G": GROUP, "P": num_rows}
+        constants |= {"HAS_K": cut, "HAS_P": cut, "HAS_MIN": False, "QUICK": quick}
         found.append(
             Variant(
-                name=f"token_scan {dtype} Q={num_rows}{' bounded' if bounded else ''}{'' if quick else ' portable'}",
+                name=f"token_scan {dtype} Q={num_rows}{' cut' if cut else ''}{'' if quick else ' portable'}",
                 kernel=scan_kernel,
-                types={"logits": f"*{dtype}", **TYPES},
-                constants={**constants, "QUICK": quick},
+                types={"logits": f"*{dtype}", **types, **CUT_TYPES, "span": "i32"},
+                constants=constants,
                 aligned=ALIGNED,
                 num_warps=SCAN_WARPS,
-                max_registers=128,
+                max_registers=SCAN_REGISTERS[2 if dtype == "bf16" else 4],
+                options={"maxnreg": SCAN_REGISTERS[2 if dtype == "bf16" else 4]},
                 on_amd=not quick,
             )
         )

@@ -84,6 +84,17 @@ def _log2(x_N, QUICK: tl.constexpr):
 
 
 @triton.jit
+def quick_exp2(x_N, QUICK: tl.constexpr):
+    """2^x; with QUICK one instruction of NVIDIA's, which has 0 below 2^-126."""
+    if QUICK:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x_N], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x_N)
+
+
+@triton.jit
 def quick_race(word_N, QUICK: tl.constexpr):
     """About the noise of a word over ln 2, but for a constant; float32, to some 1e-4.
 

@@ -15,6 +15,12 @@ def variants() -> list[Variant]:
 
 
 @triton.jit
+def raw_tokens(logits, base, token_N, limit):
+    """The logits of these tokens as they are stored; -inf from a limit on."""
+    return tl.load(logits + base + token_N, mask=token_N < limit, other=float("-inf"))
+
+
+@triton.jit
 def row_tokens(logits, base, edited, source, token_N, V, EDITED: tl.constexpr):
     """The logits of these tokens, float32; -inf beyond V. `source` is the row's place among edited ones, or -1."""
     inside_N = token_N < V
@@ -37,6 +43,21 @@ def num_usable(drafts, cap, sequence, K: tl.constexpr):
         is_missing = tl.load(drafts + sequence * K + place) < 0
         count = tl.minimum(count, tl.where(is_missing, place, K))
     return tl.minimum(tl.maximum(count, 0), K)
+
+
+@triton.jit
+def cuts_of(top_k_B, top_p_B, min_p_B, sequence, V, HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr):
+    """Top-k (int64, 0 for none), top-p and min-p (float64) of a sequence, and whether any of them may cut."""
+    top_k = tl.full([], 0, tl.int64)
+    top_p, min_p = tl.full([], 1.0, tl.float64), tl.full([], 0.0, tl.float64)
+    if HAS_K:
+        top_k = tl.load(top_k_B + sequence)
+        top_k = tl.where((top_k < 0) | (top_k >= V), 0, top_k)
+    if HAS_P:
+        top_p = tl.load(top_p_B + sequence).to(tl.float64)
+    if HAS_MIN:
+        min_p = tl.load(min_p_B + sequence).to(tl.float64)
+    return top_k, top_p, min_p, (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
 
 
 @triton.jit

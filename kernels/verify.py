@@ -2,8 +2,8 @@
 
 The laws, and what is drawn from what, are those of `engine.verify`, `engine.rejection` and `engine.synthetic`: a draft
 matches the target's own choice (its likeliest token, or its draw by Gumbel noise), or is judged by chance (Leviathan et
-al., 2023; as a block: Sun et al., 2024), or stands because a benchmark wants it so. Launches: bounds of top-k, top-p
-and min-p if any sequence may have them; the scan; sums of what drafts leave over if any are judged by chance; the
+al., 2023; as a block: Sun et al., 2024), or stands because a benchmark wants it so. Launches: the scan; bounds of
+top-k, top-p and min-p if any sequence may have them; sums of what drafts leave over if any are judged by chance; the
 decision. Nothing waits for the device, and how many launches there are is known on the host.
 
 A token is the same whatever the batch, its place in it, and the number of drafts. What a GPU chooses can differ from

@@ -1,4 +1,4 @@
-"""The launches of `kernels.verify`: scan the rows, sum what drafts leave over, decide; and what follows from it.
+"""The launches of `kernels.verify`: scan the rows, cut them, sum what drafts leave over, decide; and what follows.
 
 Shapes: N tokens of a chunk, M chunks of a row, rounded up to a power of two.
 """
@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from baton.kernels import bounds_triton, choose_triton, residual_triton
-from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, FORCE, REJECT, SYNTHETIC, TYPES, choose
+from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, FORCE, REJECT, SYNTHETIC, TYPES, choose, made_up
 from baton.kernels.noise_triton import uniform
-from baton.kernels.residual_triton import TYPES_DRAWN, accepted_as_block, accepted_one_by_one, pick
+from baton.kernels.residual_triton import TYPES_DRAWN, accepted_as_block, accepted_one_by_one, at_place, pick
 from baton.kernels.row_triton import num_usable
 from baton.kernels.variant import Variant
 
@@ -23,15 +23,14 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
     num_sequences, num_rows, vocab_size = logits_BQV.shape
     device, count = logits_BQV.device, num_sequences * num_rows
     chunk = choose_triton.CHUNK
-    num_chunks = triton.cdiv(vocab_size, chunk)
-    values = torch.empty(count, num_chunks, 2, dtype=torch.float32, device=device)
-    ids = torch.empty(count, num_chunks, 2, dtype=torch.int32, device=device)
+    scan = choose_triton.launch_scan(logits_BQV, rows, drafts, edited)
+    values, ids, num_chunks = scan.values, scan.ids, scan.values.shape[1]
     bound_R, last_R = values, ids
     is_bounded = rows.truncates
     if is_bounded:
         bound_R = torch.empty(count, dtype=torch.float32, device=device)
         last_R = torch.empty(count, dtype=torch.int32, device=device)
-        bounds_triton.launch(logits_BQV, rows, drafts, edited, bound_R, last_R)
+        bounds_triton.launch_rows(logits_BQV, rows, drafts, edited, scan, bound_R, last_R)
     seed_B, none = rows.seed_B, drafts is None
     common = (
         logits_BQV,
@@ -50,35 +49,32 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
         values,
     )
     flags = {"Q": num_rows, "EDITED": edited is not None, "BOUNDED": is_bounded}
-    choose_triton.scan_kernel[(count, num_chunks)](
-        *common, ids, vocab_size, num_chunks, **flags, LAWS=not none, N=chunk, QUICK=choose_triton.is_quick(),
-        num_warps=choose_triton.SCAN_WARPS,
-    )  # fmt: skip
     by_chance = not none and drafts.by_chance
-    left, probs = values, None if none else drafts.probs_NKC
+    left, chances, probs = values, values, None if none else drafts.probs_NKC
+    flags |= {"P": triton.next_power_of_2(num_rows), "M": triton.next_power_of_2(num_chunks)}
     if by_chance:
         left = torch.empty(count, num_chunks, dtype=torch.float64, device=device)
+        chances = torch.empty(num_sequences, 4, flags["P"], dtype=torch.float64, device=device)
     t2d_V = None if none else drafts.t2d_V
     drawn = (
         values if probs is None else probs,
         ids if probs is None else drafts.probs_row_B,
         ids if t2d_V is None else t2d_V,
         left,
+        chances,
     )
     num_columns = 0 if probs is None else probs.shape[2]
-    flags |= {"PROBS": 0 if probs is None else 1 + (t2d_V is not None), "M": triton.next_power_of_2(num_chunks)}
+    flags |= {"PROBS": 0 if probs is None else 1 + (t2d_V is not None)}
     if by_chance:
         residual_triton.residual_kernel[(num_sequences, num_chunks)](
             *common, *drawn, vocab_size, num_columns, num_chunks, **flags, N=chunk,
             num_warps=residual_triton.RESIDUAL_WARPS,
         )  # fmt: skip
-    has_rates = not none and drafts.rates_K is not None
     _decide_kernel[(num_sequences,)](
-        *common, ids, *drawn, drafts.rates_K if has_rates else rows.temperature_B, 0 if none else drafts.forced_len,
+        *common, ids, *drawn, *choose_triton.made_up_arguments(rows, drafts),
         token_ids_BQ, accepted_len_B, accepted_len_B if counts_Q is None else counts_Q, vocab_size, num_columns,
         num_chunks, **flags, LAWS=not none, CHANCE=by_chance, COUNTED=counts_Q is not None,
-        P=triton.next_power_of_2(num_rows), N=chunk,
-        num_warps=DECIDE_WARPS,
+        N=chunk, num_warps=DECIDE_WARPS,
     )  # fmt: skip
 
 
@@ -91,39 +87,24 @@ def launch_after(token_ids_BQ, accepted_len_B, length_B, results) -> None:
 
 
 @triton.jit
-def _made_up(law, forced_len, rates, sequence, position, usable, K: tl.constexpr):
-    """Drafts that stand because somebody wants it so."""
-    accepted = tl.minimum(forced_len, usable)
-    if law == SYNTHETIC:
-        accepted = 0
-        for place in tl.static_range(K):
-            draw = uniform(
-                tl.full([], place, tl.int32),
-                position,
-                sequence,
-                tl.full([], 4, tl.int32),
-                tl.full([], 0x5EED, tl.int64),
-            )
-            stands = (accepted == place) & (place < usable) & (draw < tl.load(rates + place))
-            accepted += stands.to(tl.int32)
-    return accepted
-
-
-@triton.jit
 def _own_choice(
     logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R, values,
     ids, rates, forced_len, sequence, usable, V, num_chunks,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Drafts that are the target's own choice, or stand because somebody wants it so, and the choice after them."""
+    is_made_up = (law == FORCE) | (law == SYNTHETIC)
+    first, stop = 0, usable
+    if is_made_up:  # no other row was read
+        first = made_up(law, forced_len, rates, sequence, position, usable, P)
+        stop = first
     chosen_P = choose(
         logits, row_stride, edited, edited_row, sequence, seed, choice, position, bound_R, last_R, values, ids,
-        temperature, usable, V, num_chunks, Q, EDITED, BOUNDED, M, P,
+        temperature, first, stop, V, num_chunks, Q, EDITED, BOUNDED, M, P,
     )  # fmt: skip
     place_P = tl.arange(0, P)
-    if (law == FORCE) | (law == SYNTHETIC):
-        accepted = _made_up(law, forced_len, rates, sequence, position, usable, Q - 1)
-    else:
+    accepted = first
+    if not is_made_up:
         is_draft_P = place_P < usable
         draft_P = tl.load(drafts + sequence * (Q - 1) + place_P, mask=is_draft_P, other=-1)
         accepted = tl.min(tl.where(is_draft_P & (draft_P == chosen_P), P, place_P))
@@ -132,14 +113,14 @@ def _own_choice(
 
 @triton.jit(
     do_not_specialize=[
-        "edited", "edited_row", "bound_R", "last_R", "probs", "probs_row_B", "t2d", "left", "rates", "forced_len", "C",
-        "num_chunks",
+        "edited", "edited_row", "bound_R", "last_R", "probs", "probs_row_B", "t2d", "left", "chances", "rates",
+        "forced_len", "C", "num_chunks",
     ]
 )  # fmt: skip
 def _decide_kernel(
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
-    bound_R, last_R, values, ids, probs, probs_row_B, t2d, left, rates, forced_len, token_ids, accepted_len, counts,
-    V, C, num_chunks,
+    bound_R, last_R, values, ids, probs, probs_row_B, t2d, left, chances, rates, forced_len, token_ids,
+    accepted_len, counts, V, C, num_chunks,
     Q: tl.constexpr, LAWS: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr,
     CHANCE: tl.constexpr, COUNTED: tl.constexpr, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -163,21 +144,20 @@ def _decide_kernel(
             if PROBS > 0:
                 probs_row = tl.load(probs_row_B + sequence)
             reach = tl.full([], 1.0, tl.float64)
+            at_P = chances + sequence * (4 * P) + tl.arange(0, P)
+            p_P, q_P = tl.load(at_P), tl.load(at_P + P)
+            best_P, total_P = tl.load(at_P + 2 * P), tl.load(at_P + 3 * P)
             if (law == BLOCK) & (probs_row >= 0):
                 accepted, reach = accepted_as_block(
-                    logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d,
-                    left, sequence, usable, warm, seed, choice, position, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS,
-                    M,
+                    p_P, q_P, left, sequence, usable, seed, choice, position, num_chunks, Q, M, P
                 )  # fmt: skip
             else:
-                accepted = accepted_one_by_one(
-                    logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d,
-                    sequence, usable, warm, seed, choice, position, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M,
-                )  # fmt: skip
+                accepted = accepted_one_by_one(p_P, q_P, usable, seed, choice, position, P)
             draw = uniform(tl.full([], 0, tl.int32), position, choice, tl.full([], 2, tl.int32), seed)
             last = pick(
                 logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, left,
-                sequence, accepted, usable, reach, warm, draw, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, N,
+                sequence, accepted, at_place(best_P, accepted, P).to(tl.float32), at_place(total_P, accepted, P),
+                usable, reach, warm, draw, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, N,
             )  # fmt: skip
     else:
         accepted, last = _own_choice(

@@ -26,13 +26,15 @@ GREEDY_AT, PROBS_AT = (0,), (3, 4)
 def cases() -> list[KernelCase]:
     """Must show 6, its neighbours, and a tiny one for the bench itself."""
     found = [_verify("tiny", 2, 1, 100, (Law.MATCH,), only_gpu=False)]
-    for batch in (1, 64, 256):
+    for batch in (1, 16, 64, 256):
         found.append(_verify("mixed", batch, 3, QWEN3, MIXED))
     found.append(_verify("mixed", 64, 3, QWEN35, MIXED))
     found.append(_verify("coupled", 64, 3, QWEN3, (Law.MATCH,)))
     found.append(_verify("greedy", 64, 3, QWEN3, (Law.MATCH,), temperature=0.0))
-    found.append(_verify("coupled top-k/p", 64, 3, QWEN3, (Law.MATCH,), scale=4.0, top_k=50, top_p=0.9))
-    for batch in (1, 64, 256):
+    for laws, name in (((Law.MATCH,), "coupled"), (MIXED, "mixed")):
+        found.append(_verify(f"{name} top-k/p", 64, 3, QWEN3, laws, scale=4.0, top_k=50, top_p=0.9))
+    found.append(_verify("coupled flat p=0.9", 64, 3, QWEN3, (Law.MATCH,), top_p=0.9))
+    for batch in (1, 16, 64, 256):
         for name, scale, top_k, top_p in (
             ("flat k=50 p=0.9", 1.0, 50, 0.9),
             ("peaked k=50 p=0.9", 4.0, 50, 0.9),
@@ -41,7 +43,9 @@ def cases() -> list[KernelCase]:
             ("plain", 1.0, 0, 1.0),
         ):
             found.append(_sample(name, batch, scale, top_k, top_p))
-    found += [_logprobs(1), _logprobs(64), _logprobs(256), _edits(64), _post(64)]
+        found.append(_sample("greedy", batch, 1.0, 0, 1.0, temperature=0.0))
+        found += [_logprobs(batch, num_top) for num_top in (0, 5, 20)]
+    found += [_edits(64), _post(64)]
     return found
 
 
@@ -148,9 +152,9 @@ def _torch_verify(logits_BQV: torch.Tensor, drafts: DraftRows) -> object:
     return (choice_BQ[:, :-1] == drafts.ids_BK).to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 
-def _sample(name: str, batch: int, scale: float, top_k: int, top_p: float) -> KernelCase:
+def _sample(name: str, batch: int, scale: float, top_k: int, top_p: float, *, temperature: float = 1.0) -> KernelCase:
     def prepare(device: torch.device, num_sets: int) -> Systems:
-        rows = _rows(device, batch, 1.0, top_k, top_p)
+        rows = _rows(device, batch, temperature, top_k, top_p)
         logits = [_logits(device, (batch, QWEN3), scale) for _ in range(num_sets)]
         return {
             "ours": [functools.partial(sample, x, rows) for x in logits],
@@ -183,19 +187,19 @@ def _torch_sample(logits_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Te
     return found_B1 if order_BV is None else order_BV.gather(1, found_B1)
 
 
-def _logprobs(count: int) -> KernelCase:
+def _logprobs(count: int, num_top: int) -> KernelCase:
     def prepare(device: torch.device, num_sets: int) -> Systems:
         token_N = torch.randint(0, QWEN3, (count,), device=device)
         logits = [_logits(device, (count, QWEN3), 2.0) for _ in range(num_sets)]
         return {
-            "ours": [functools.partial(logprobs_topk, x, token_N, 20) for x in logits],
-            "torch": [functools.partial(_torch_logprobs, x) for x in logits],
+            "ours": [functools.partial(logprobs_topk, x, token_N, num_top) for x in logits],
+            "torch": [functools.partial(_torch_logprobs, x, token_N, num_top) for x in logits],
         }
 
     num_bytes = count * QWEN3 * 2
     return KernelCase(
         kernel="logprobs_topk",
-        shape=f"N={count} K=20 V={QWEN3}",
+        shape=f"N={count} K={num_top} V={QWEN3}",
         num_bytes=num_bytes,
         is_read=True,
         set_bytes=num_bytes,
@@ -203,8 +207,12 @@ def _logprobs(count: int) -> KernelCase:
     )
 
 
-def _torch_logprobs(logits_NV: torch.Tensor) -> object:
-    return logits_NV.float().log_softmax(dim=-1).topk(20)
+def _torch_logprobs(logits_NV: torch.Tensor, token_N: torch.Tensor, num_top: int) -> object:
+    logprobs_NV = logits_NV.float().log_softmax(dim=-1)
+    if num_top:
+        return logprobs_NV.topk(num_top)
+    chosen_N1 = logprobs_NV.gather(1, token_N[:, None])
+    return chosen_N1, (logprobs_NV > chosen_N1).sum(dim=1)
 
 
 def _edits(batch: int) -> KernelCase:

@@ -16,9 +16,12 @@ from baton.kernels.choice import ChoiceRows, Law
 def small_tiles(monkeypatch):
     """Several chunks and tiles of a small vocabulary; integers that wrap without a word."""
     monkeypatch.setattr(choose_triton, "CHUNK", 64)
+    monkeypatch.setattr(choose_triton, "GROUP", 4)
+    monkeypatch.setattr(choose_triton, "PROGRAMS", 8)
     monkeypatch.setattr(bounds_triton, "TILE", 128)
-    monkeypatch.setattr(bounds_triton, "LANES", 128)
     monkeypatch.setattr(bounds_triton, "LISTED", 64)
+    monkeypatch.setattr(bounds_triton, "FEW", 32)
+    monkeypatch.setattr(bounds_triton, "RACED", 32)
     with np.errstate(over="ignore"):
         yield
 

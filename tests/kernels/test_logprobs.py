@@ -17,7 +17,8 @@ pytestmark = pytest.mark.fast
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(logprobs_triton, "CHUNK", 64)
+    for name, value in (("CHUNK", 64), ("GROUP", 4), ("REREAD", 16), ("LISTED", 32)):
+        monkeypatch.setattr(logprobs_triton, name, value)
     with np.errstate(over="ignore", divide="ignore"):
         yield
 
