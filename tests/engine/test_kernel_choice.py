@@ -1,5 +1,7 @@
 """Tokens by the kernels that choose them: through the whole engine they are torch's, by either form of the kernels."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -15,8 +17,11 @@ from baton.engine.sampler import draw_noise, sampling_rows
 from baton.engine.sampling_table import SamplingTable, rows_of
 from baton.engine.verifiers import make_kernel_verifier, verifier_for
 from baton.engine.verify import CoupledVerifier, DraftIds, VerifyInputs
-from baton.kernels import bounds_triton, choose_triton, logit_edits_triton, logprobs_triton
+from baton.kernels import bounds_triton, choose_triton, logit_edits_triton, logprobs_triton, sample, verify
 from baton.kernels.implementation import Implementation
+from baton.tests.engine import host_guard, test_step_report
+from baton.tests.engine.test_host_reads import steps_guarded  # noqa: F401
+from baton.tests.engine.test_step_report import steps  # noqa: F401
 from baton.tests.engine.test_verifiers import MODES, Batch, params_of
 from baton.tests.engine.toy import ToyModel
 from baton.tests.engine.toy_engine import request_of, toy_engine
@@ -158,6 +163,30 @@ def test_a_batch_that_is_greedy_as_a_whole():
     for mode in (VerificationMode.GREEDY, REJECTION):
         options = {"verification": VerificationConfig(mode=mode)}
         assert_same(generate(REFERENCE, greedy, **options)[0], generate(None, greedy, **options)[0])
+
+
+@pytest.mark.parametrize("mode", VERIFICATIONS)
+@pytest.mark.parametrize("kinds", [MIXED, EDITED, KERNEL_EDITS], ids=["plain", "all edits", "of kernels"])
+def test_nothing_is_read_on_the_host(kinds, mode, steps_guarded, monkeypatch):  # noqa: F811
+    """But by the reference of the kernels and by the toy, which are no part of it on a GPU."""
+    for owner, name in (
+        (verify, "verify_reference"),
+        (sample, "verify_reference"),
+        (ToyModel, "trunk"),
+        (ToyModel, "mtp"),
+    ):
+        monkeypatch.setattr(owner, name, host_guard.visiting(getattr(owner, name)))
+    for k in (0, 2):
+        generate(REFERENCE, kinds, k=k, max_tokens=5, verification=VERIFICATIONS[mode])
+    assert len(steps_guarded) > 4
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_what_was_drafted_accepted_and_emitted_is_conserved(scheduling, steps, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(test_step_report, "ToyModel", functools.partial(NarrowToy, REFERENCE))
+    engine, streams = test_step_report.run_workload(3, 3, scheduling)
+    assert engine._decode._model.choosing is REFERENCE
+    assert test_step_report.check(engine, steps, streams, 3).kept.num_accepted_tokens > 0
 
 
 def interpreted(kinds, mode, **options):
