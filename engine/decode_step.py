@@ -21,13 +21,13 @@ from baton.engine.batch import DecodeRows
 from baton.engine.drafting import Drafted, DraftSource, stack_probs
 from baton.engine.grammar_rows import GrammarRows
 from baton.engine.history import Lookahead
-from baton.engine.kernel_choice import settled
 from baton.engine.logprobs import step_logprobs
 from baton.engine.passes import EagerPasses, Passes
 from baton.engine.prepare import StepPreparer
 from baton.engine.sampler import SamplingRows, looks_ahead
 from baton.engine.slots import DecodeState
 from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, Verified, Verifier, VerifyInputs
+from baton.kernels.choice import settled
 from baton.kernels.implementation import Implementation
 from baton.kernels.verify import Verdict, post_verify
 from baton.kvcache.pool import KVPool

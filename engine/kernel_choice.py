@@ -5,8 +5,7 @@ tokens and drafts, in `engine.kernel_verifier` what follows drafts. Elsewhere to
 verifiers beside it): on CPUs, in float64 and float32, in invariant numerics, and where ranks share the vocabulary. Both
 draw the same numbers by the same rules, so tokens do not depend on which of them chooses.
 
-Kernels take one number of each sequence of the batch; a temperature of 0 says that it is greedy. They are specialized
-for tensors that begin at multiples of 16 bytes, and would be compiled anew for others.
+Kernels take one number of each sequence of the batch; a temperature of 0 says that it is greedy.
 
 Legend: B sequences, S sampled sequences, V vocabulary.
 """
@@ -16,9 +15,9 @@ from dataclasses import replace
 import torch
 
 from baton.engine.history import Lookahead
-from baton.engine.kernel_edits import edit, edited_by_torch, settled
+from baton.engine.kernel_edits import edit, edited_by_torch
 from baton.engine.sampler import SamplingRows, sample
-from baton.kernels.choice import ChoiceRows
+from baton.kernels.choice import ChoiceRows, settled
 from baton.kernels.implementation import Implementation
 from baton.kernels.sample import sample as sample_by_kernels
 from baton.model.model import Model

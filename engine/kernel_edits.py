@@ -15,19 +15,11 @@ from baton.engine.history import Lookahead
 from baton.engine.logit_bias import LogitBias
 from baton.engine.logit_edits import LogitEdits
 from baton.engine.penalties import Penalties
-from baton.kernels.choice import EditedRows
+from baton.kernels.choice import EditedRows, settled
 from baton.kernels.implementation import Implementation
 from baton.kernels.logit_edits import Edits, edit_rows
 
-_ALIGNED_BYTES = 16
 _NO_PENALTY = (1.0, 0.0, 0.0)
-
-
-def settled(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers one after the other, from where kernels expect tensors to begin."""
-    if x.is_contiguous() and x.data_ptr() % _ALIGNED_BYTES == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def edit(

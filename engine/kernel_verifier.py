@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.engine.kernel_edits import edit, settled
+from baton.engine.kernel_edits import edit
 from baton.engine.verify import DraftLaw, DraftProbs, Verified, VerifyInputs
-from baton.kernels.choice import Law
+from baton.kernels.choice import Law, settled
 from baton.kernels.draft_rows import DraftRows
 from baton.kernels.implementation import Implementation
 from baton.kernels.verify import verify

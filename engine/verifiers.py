@@ -32,7 +32,8 @@ def make_kernel_verifier(
         ConfigInvalid: as `make_verifier`.
     """
     of_torch = make_verifier(config, num_draft_tokens)
-    law, forced_len, rates = Law.MATCH, 0, ()
+    law, forced_len = Law.MATCH, 0
+    rates: tuple[float, ...] = ()
     match of_torch:
         case RejectionVerifier(is_probabilistic=is_probabilistic, block=block):
             law = Law.BLOCK if is_probabilistic and block else Law.REJECT

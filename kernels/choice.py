@@ -16,6 +16,7 @@ FLOATS = (torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
 LOGITS = (torch.bfloat16, torch.float32)
 MIN_TEMPERATURE = 1e-30  # below it float32 would divide by zero; any temperature this small is greedy in effect
+_ALIGNED_BYTES = 16
 
 
 class Law(IntEnum):
@@ -106,6 +107,16 @@ class EditedRows:
         require(self.logits_EV.is_contiguous(), "logits_EV", "must be contiguous")
         require_tensor("place_R", self.place_R, (num_rows,), (torch.int32,), device)
         require(self.place_R.is_contiguous(), "place_R", "must be contiguous")
+
+
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers one after the other, from a multiple of 16 bytes on.
+
+    Kernels are specialized for tensors that begin there, and would be compiled anew for others.
+    """
+    if x.is_contiguous() and x.data_ptr() % _ALIGNED_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def require_logits(logits_BQV: torch.Tensor, argument: str = "logits_BQV") -> None:

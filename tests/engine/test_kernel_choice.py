@@ -11,13 +11,14 @@ from baton.core.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.grammar_masks import GrammarMasks
 from baton.engine.history import SampledSequence
-from baton.engine.kernel_choice import choice_rows, settled
+from baton.engine.kernel_choice import choice_rows
 from baton.engine.kernel_verifier import KernelVerifier
 from baton.engine.sampler import draw_noise, sampling_rows
 from baton.engine.sampling_table import SamplingTable, rows_of
 from baton.engine.verifiers import make_kernel_verifier, verifier_for
 from baton.engine.verify import CoupledVerifier, DraftIds, VerifyInputs
 from baton.kernels import bounds_triton, choose_triton, logit_edits_triton, logprobs_triton, sample, verify
+from baton.kernels.choice import settled
 from baton.kernels.implementation import Implementation
 from baton.tests.engine import host_guard, test_step_report
 from baton.tests.engine.test_host_reads import steps_guarded  # noqa: F401
