@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.core.logprobs import TokenLogprobs
+from baton.kernels.choice import settled
 from baton.kernels.implementation import Implementation
 from baton.kernels.logprobs import logprobs_reference, logprobs_topk, top_ids
 from baton.model.vocab import WHOLE, CutVocab, Vocab
@@ -48,7 +49,7 @@ def logprobs_of(
     With `kernels` these compute it (`Model.choosing`).
     """
     if kernels is not None:
-        return logprobs_topk(logits_NV, token_ids_N, num_top, implementation=kernels)
+        return logprobs_topk(logits_NV, settled(token_ids_N), num_top, implementation=kernels)
     if isinstance(vocab, CutVocab):
         return _logprobs_among_ranks(logits_NV, token_ids_N, num_top, vocab)
     return logprobs_reference(logits_NV, token_ids_N, min(num_top, logits_NV.shape[1]))

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
+from baton.core.numerics import Numerics
 from baton.core.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.grammar_masks import GrammarMasks
 from baton.engine.history import SampledSequence
 from baton.engine.kernel_choice import choice_rows
 from baton.engine.kernel_verifier import KernelVerifier
+from baton.engine.local import LocalEngine
 from baton.engine.sampler import draw_noise, sampling_rows
 from baton.engine.sampling_table import SamplingTable, rows_of
 from baton.engine.verifiers import make_kernel_verifier, verifier_for
@@ -20,6 +22,7 @@ from baton.engine.verify import CoupledVerifier, DraftIds, VerifyInputs
 from baton.kernels import bounds_triton, choose_triton, logit_edits_triton, logprobs_triton, sample, verify
 from baton.kernels.choice import settled
 from baton.kernels.implementation import Implementation
+from baton.model.loader import load_model
 from baton.tests.engine import host_guard, test_step_report
 from baton.tests.engine.test_host_reads import steps_guarded  # noqa: F401
 from baton.tests.engine.test_step_report import steps  # noqa: F401
@@ -157,6 +160,26 @@ def test_grammars_beside_other_sequences_and_their_edits(edits, num_words, imple
     found = verifier.verify(VerifyInputs(target_logits_BQV=logits_BQV, rows=rows, masks=masks, **given))
     assert found.token_ids_BQ.tolist() == wanted.token_ids_BQ.tolist()
     assert found.accepted_len_B.tolist() == wanted.accepted_len_B.tolist()
+
+
+def test_a_models_own_logits_are_read_as_they_come(tiny_directory, tiny_tokenizer):
+    model = load_model(
+        tiny_directory, dtype=torch.bfloat16, device=CPU, numerics=Numerics.DEFAULT, with_mtp=True
+    )  # fmt: skip
+    assert model.choosing is None
+    made = []
+    for choosing in (None, REFERENCE):
+        model.choosing = choosing
+        options = {"num_blocks": 40, "block_size": 16, "num_draft_tokens": 2, "chunk_len": 64}
+        engine = LocalEngine(model, tiny_tokenizer, max_num_sequences=4, **options)
+        kinds = [MIXED[0], MIXED[2], EDITED[1]]
+        requests = [
+            request_of([at + 5, 7], seed=at, max_tokens=6, ignore_eos=True, **kind) for at, kind in enumerate(kinds)
+        ]
+        made.append(engine.generate(requests))
+        dtype = model.logits(torch.zeros(1, model.config.hidden_size, dtype=torch.bfloat16)).dtype
+        assert dtype is (torch.bfloat16 if choosing else torch.float32)
+    assert_same(made[1], made[0])
 
 
 def test_a_batch_that_is_greedy_as_a_whole():

@@ -43,9 +43,8 @@ ASKED = [
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return write_shape(
-        "qwen3-0.6b", tmp_path_factory.mktemp("shape"), num_hidden_layers=2, vocab_size=VOCAB, eos_token_id=500
-    )
+    sizes = {"num_hidden_layers": 2, "vocab_size": VOCAB, "eos_token_id": 500, "max_position_embeddings": 512}
+    return write_shape("qwen3-0.6b", tmp_path_factory.mktemp("shape"), **sizes)
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def test_tokens_are_those_of_torch(mode, model):
     for choosing in (Implementation.TRITON, None):
         assert choosing is None or model.choosing is choosing
         model.choosing = choosing
-        for graphs in (None, CudaGraphConfig(sizes=(4, 8))):
+        for graphs in (None, CudaGraphConfig(sizes=(4, len(ASKED)))):
             results, verifier = generate(model, MODES[mode], graphs)
             assert isinstance(verifier, KernelVerifier) == (choosing is not None)
             made.append([(result.token_ids, result.counts) for result in results])
