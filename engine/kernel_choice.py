@@ -42,14 +42,15 @@ def choice_rows(sampling: SamplingRows | None, position_B: torch.Tensor) -> Choi
             return settled(number_S)
         return number_S.new_full((num_sequences,), of_greedy).index_copy_(0, index_S, number_S)
 
-    cuts, limits = sampling.truncated_U is not None, sampling.limits
+    has_cut, has_min_p = sampling.truncated_U is not None, sampling.min_p_S is not None
     return ChoiceRows(
         temperature_B=of_all(sampling.temperature_S, 0.0),
         seed_B=of_all(sampling.seed_S, 0),
         choice_B=of_all(sampling.choice_S, 0),
         position_B=position_B,
-        top_k_B=of_all(sampling.top_k_S, 0) if cuts and limits.has_top_k else None,
-        top_p_B=of_all(sampling.top_p_S, 1.0) if cuts and limits.has_top_p else None,
+        # Top-k, which costs nothing where it is 0, comes with every cut: so there are fewer kernels to compile.
+        top_k_B=of_all(sampling.top_k_S, 0) if has_cut or has_min_p else None,
+        top_p_B=of_all(sampling.top_p_S, 1.0) if has_cut and sampling.limits.has_top_p else None,
         min_p_B=None if sampling.min_p_S is None else of_all(sampling.min_p_S, 0.0),
     )
 

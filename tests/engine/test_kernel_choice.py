@@ -10,6 +10,7 @@ import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.numerics import Numerics
 from baton.core.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
+from baton.engine import kernel_choice, kernel_verifier, kernel_warm_up
 from baton.engine.grammar_masks import GrammarMasks
 from baton.engine.history import SampledSequence
 from baton.engine.kernel_choice import choice_rows
@@ -209,6 +210,29 @@ def test_what_was_drafted_accepted_and_emitted_is_conserved(scheduling, steps, m
     engine, streams = test_step_report.run_workload(3, 3, scheduling)
     assert engine._decode._model.choosing is REFERENCE
     assert test_step_report.check(engine, steps, streams, 3).kept.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("mode", VERIFICATIONS)
+@pytest.mark.parametrize("d2t", [None, PRUNED])
+def test_the_first_step_finds_its_kernels_compiled(mode, d2t, monkeypatch):
+    """What a run asks of verification has the kinds and sizes that were asked before it, but for the batch's."""
+    model, asked = NarrowToy(REFERENCE, d2t=d2t), set()
+    model.dtype = torch.bfloat16
+
+    def noted(function, logits, rows, *others, **options):
+        drafts = others[0] if others else None
+        kinds = [None] if drafts is None else [getattr(drafts, name) is None for name in drafts.__slots__]
+        cuts = [getattr(rows, name) is None for name in rows.__slots__]
+        asked.add((logits.shape[1:], drafts is not None and drafts.by_chance, *kinds, *cuts))
+        return function(logits, rows, *others, **options)
+
+    monkeypatch.setattr(kernel_verifier, "verify", functools.partial(noted, verify.verify))
+    monkeypatch.setattr(kernel_choice, "sample_by_kernels", functools.partial(noted, sample.sample))
+    kernel_warm_up.warm_up_steps(model, verifier_for(model, VERIFICATIONS[mode], 3), 3)
+    known = set(asked)
+    generate(REFERENCE, MIXED[:3], d2t=d2t, verification=VERIFICATIONS[mode], max_tokens=6)
+    generate(REFERENCE, [MIXED[0], {"temperature": 0.0}], d2t=d2t, verification=VERIFICATIONS[mode], max_tokens=6)
+    assert asked == known
 
 
 def interpreted(kinds, mode, **options):
