@@ -1,8 +1,8 @@
 """The kernels that choose tokens, compiled and loaded before the first step, so that no stream waits for it.
 
-Those that every deployment launches sooner or later: of greedy and sampled sequences, top-k and top-p, for each number of drafts
-and for the one token of a prompt. Rarer kinds (min-p, edits, log-probabilities) are compiled when they are first asked
-for, once for each machine.
+Those that every deployment launches sooner or later: of greedy and sampled sequences, top-k and top-p, for each number
+of drafts and for the one token of a prompt. Rarer ones (min-p, edits, log-probabilities) are compiled when they are
+first asked for, once for each machine.
 
 Legend: B sequences, K draft tokens, Q = K + 1 rows, V vocabulary, C columns of the draft head.
 """
