@@ -57,9 +57,8 @@ def _draft(model: Model) -> None:
     assert model.choosing is not None
     assert model.d2t_C is not None
     logits_BC = torch.zeros(1, len(model.d2t_C), dtype=model.dtype, device=model.device)
-    draw(
-        logits_BC, choice_rows(None, torch.zeros(1, dtype=torch.int64, device=model.device)), None, None, model.choosing
-    )
+    rows = choice_rows(None, torch.zeros(1, dtype=torch.int64, device=model.device))
+    draw(logits_BC, rows, None, None, model.choosing)
 
 
 def _step(model: Model, verifier: Verifier, sampling: SamplingRows | None, num_sequences: int, num_drafts: int) -> None:
