@@ -22,6 +22,7 @@ from baton.engine.grammar_rows import EmittedTokens, GrammarRows
 from baton.engine.graphed_step import GraphedStep
 from baton.engine.history import SampledSequence
 from baton.engine.host_future import ResultBuffers
+from baton.engine.kernel_warm_up import is_needed, warm_up_steps
 from baton.engine.kv_offload import KVOffload
 from baton.engine.lane import lane_for
 from baton.engine.length_bounds import LengthBounds
@@ -32,7 +33,7 @@ from baton.engine.slots import Growth, SlotTable
 from baton.engine.step_batch import StepBatch
 from baton.engine.step_meter import StepMeter
 from baton.engine.step_ticket import DecodeOutput, StepTicket
-from baton.engine.verifiers import make_verifier
+from baton.engine.verifiers import verifier_for
 from baton.engine.verify import DraftLaw
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
@@ -91,9 +92,11 @@ class DecodeRunner:
         self._states: dict[int, GrammarState] = {}  # of slots with a grammar; belongs to the lane
         self._emitted: EmittedTokens | None = None  # by the step before, where a grammar has not taken it yet
         self._decisions = Decisions(communicator or Alone(), pool.device)
-        self._verifier = make_verifier(verification or VerificationConfig(), num_draft_tokens)
+        self._verifier = verifier_for(model, verification or VerificationConfig(), num_draft_tokens)
         if self._verifier.draft_law is DraftLaw.SAMPLED:
             model.t2d()  # made before the first step, not in it
+        if is_needed(model):
+            warm_up_steps(model, self._verifier, num_draft_tokens)
         self._model = model
         self._pool = pool
         self._step = step or decode_step

@@ -27,6 +27,9 @@ from baton.engine.prepare import StepPreparer
 from baton.engine.sampler import SamplingRows, looks_ahead
 from baton.engine.slots import DecodeState
 from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, Verified, Verifier, VerifyInputs
+from baton.kernels.choice import settled
+from baton.kernels.implementation import Implementation
+from baton.kernels.verify import Verdict, post_verify
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
 
@@ -73,11 +76,11 @@ def step_through(
     passes: Passes, state: DecodeState, rows: DecodeRows, plan: DecodePlan, model: Model, verifier: Verifier
 ) -> tuple[DecodeState, Verified]:
     """`decode_step` by these passes. Of `model` only its heads are used here."""
-    num_drafts = plan.num_drafts
+    num_drafts, length_B = plan.num_drafts, settled(state.length_B)
     assert plan.keeps_mtp or num_drafts == 0
-    first_B = state.length_B - 1
+    first_B = length_B - 1
     source = DraftSource.of_step(
-        verifier.draft_law, plan.sampling, state.length_B, num_drafts, model, drafts_next=plan.keeps_mtp
+        verifier.draft_law, plan.sampling, length_B, num_drafts, model, drafts_next=plan.keeps_mtp
     )
     drafts, draft_probs = _draft(passes, state, plan, source, model)
     if plan.grammar is not None:
@@ -85,10 +88,11 @@ def step_through(
     token_ids_BQ = torch.cat([state.last_token_B[:, None], drafts.ids_BK], dim=1)
     trunk_TD = passes.verify(token_ids_BQ, first_B)
     raw_BQV = model.logits(trunk_TD).reshape(*token_ids_BQ.shape, -1)
-    logits_BQV, draft_cap_B = raw_BQV, rows.draft_cap_B
+    logits_BQV, draft_cap_B, masks = raw_BQV, rows.draft_cap_B, None
     if plan.grammar is not None:
         masks = plan.grammar.masks()
-        logits_BQV = masks.apply(raw_BQV, model.vocab)
+        if model.choosing is None:
+            logits_BQV = masks.apply(raw_BQV, model.vocab)
         if verifier.draft_law is not DraftLaw.SAMPLED:  # there a cap that depends on a draft would bias its law
             draft_cap_B = masks.cap(draft_cap_B)
     verified = verifier.verify(
@@ -98,29 +102,34 @@ def step_through(
             target_logits_BQV=logits_BQV,
             sampling=plan.sampling,
             noise_SQV=source.target_noise(num_drafts + 1),
-            position_B=state.length_B,
+            rows=source.rows,
+            masks=masks,
+            position_B=length_B,
             draft_cap_B=draft_cap_B,
             vocab=model.vocab,
         )
     )
     if plan.sampling is not None and plan.sampling.logprobs is not None:
-        logprobs_LQX = step_logprobs(raw_BQV, verified.token_ids_BQ, plan.sampling.logprobs, model.vocab)
+        logprobs_LQX = step_logprobs(
+            raw_BQV, verified.token_ids_BQ, plan.sampling.logprobs, model.vocab, model.choosing
+        )
         verified = replace(verified, logprobs_LQX=logprobs_LQX)
-    accepted_B1 = verified.accepted_len_B[:, None]
-    state = replace(
-        state,
-        last_token_B=verified.token_ids_BQ.gather(1, accepted_B1)[:, 0],
-        length_B=state.length_B + verified.accepted_len_B + 1,
+    after = post_verify(
+        Verdict(verified.token_ids_BQ, verified.accepted_len_B),
+        length_B,
+        implementation=model.choosing or Implementation.REFERENCE,
     )
+    state = replace(state, last_token_B=after.last_token_B, length_B=after.length_B)
     if not plan.keeps_mtp:
         return state, verified
     # Entries L-1 ... L-1+K again, now from the trunk's own hidden; the row of the last emitted token makes the draft.
     mtp_TD = passes.draft_prefill(verified.token_ids_BQ, trunk_TD, first_B)
-    sequence_B = torch.arange(token_ids_BQ.shape[0], device=mtp_TD.device)
-    hidden_BD = mtp_TD.reshape(*token_ids_BQ.shape, -1)[sequence_B, verified.accepted_len_B]
+    hidden_BD = mtp_TD[after.last_row_B]
     state = replace(state, hidden_BD=hidden_BD)
     if source.law is not DraftLaw.SAMPLED:
-        ahead = Lookahead(verified.token_ids_BQ, accepted_B1 + 1) if looks_ahead(plan.sampling) else None
+        ahead = None
+        if looks_ahead(plan.sampling):
+            ahead = Lookahead(verified.token_ids_BQ, verified.accepted_len_B[:, None] + 1)
         state = replace(state, draft_token_B=source.draft_next(model, hidden_BD, verified.accepted_len_B, ahead))
     return state, verified
 

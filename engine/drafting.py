@@ -1,5 +1,8 @@
 """How a step's drafts are chosen from the MTP head's logits, for each law that a mode of verification asks for.
 
+Kernels choose them where they choose the model's tokens (`engine.kernel_choice`); drafts that are drawn from a
+distribution which is kept are torch's everywhere.
+
 Columns of a pruned draft head become tokens here, before anything else sees them. Drafts of greedy sequences are the
 likeliest tokens under every law. The draws of DraftLaw.SAMPLED are keyed by the first position of the step and numbered
 by draft; `engine.rejection` says why.
@@ -13,10 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.history import Lookahead
-from baton.engine.philox import Purpose, uniform
-from baton.engine.rejection import pick, pick_among_ranks, probabilities
-from baton.engine.sampler import SamplingRows, choose, draw_noise, edit_logits, looks_ahead, process_logits
+from baton.engine.kernel_choice import choice_rows, draw, later, likeliest
+from baton.engine.rejection import pick_among_ranks, probabilities
+from baton.engine.sampler import SamplingRows, choose, draw_noise, edit_logits, looks_ahead, process_logits, wide
 from baton.engine.verify import DraftLaw, DraftProbs
+from baton.kernels.choice import ChoiceRows
+from baton.kernels.draft_chances import pick
+from baton.kernels.noise import Purpose, uniform
 from baton.model.draft_head import HeadIds
 from baton.model.model import Model
 from baton.model.vocab import CutVocab
@@ -38,19 +44,22 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSource:
-    """What chance there is in one step's drafts, drawn once for all of them.
+    """What chance there is in one step's drafts: drawn once for all of them, or where kernels will draw it.
 
     Attributes:
         law: how drafts are chosen.
         sampling: the sampled sequences; None if all are greedy.
-        noise_SPV: the target's noise for every position the step may choose a token for, with DraftLaw.COUPLED.
+        noise_SPV: the target's noise for every position the step may choose a token for, with DraftLaw.COUPLED, where
+            torch chooses.
         uniform_SK: one for each draft, with DraftLaw.SAMPLED.
+        rows: how each sequence draws its next token, where kernels choose.
     """
 
     law: DraftLaw
     sampling: SamplingRows | None
     noise_SPV: torch.Tensor | None = None
     uniform_SK: torch.Tensor | None = None
+    rows: ChoiceRows | None = None
 
     @classmethod
     def of_step(
@@ -73,12 +82,15 @@ class DraftSource:
             model: that drafts.
             drafts_next: the step also makes the first draft of the one after.
         """
+        rows = None if model.choosing is None else choice_rows(sampling, position_B)
         if sampling is None or sampling.num_sampled == 0 or law is DraftLaw.LIKELIEST:
-            return cls(law=law, sampling=sampling)
+            return cls(law=law, sampling=sampling, rows=rows)
         if law is DraftLaw.SAMPLED:
             position_S = position_B[sampling.index_S]
             uniform_SK = uniform(sampling.seed_S, sampling.choice_S, position_S, Purpose.DRAFT, num_drafts)
-            return cls(law=law, sampling=sampling, uniform_SK=uniform_SK)
+            return cls(law=law, sampling=sampling, uniform_SK=uniform_SK, rows=rows)
+        if rows is not None:
+            return cls(law=law, sampling=sampling, rows=rows)
         # One draw for every position this step may choose a token for: drafts, verification, the next draft share it.
         num_positions = num_drafts + 1 + drafts_next
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
@@ -95,8 +107,10 @@ class DraftSource:
 
         `ahead` are the tokens between those the sampling table has counted and this one, where `looks_ahead` says so.
         """
-        noise_S1V = None if self.noise_SPV is None else self.noise_SPV[:, place : place + 1]
         uniform_S = None if self.uniform_SK is None else self.uniform_SK[:, place]
+        if self.rows is not None and uniform_S is None:
+            return Drafted(self._draw(model, hidden_BD, place, ahead), None)
+        noise_S1V = None if self.noise_SPV is None else self.noise_SPV[:, place : place + 1]
         return self._choose(model, hidden_BD, noise_S1V, uniform_S, ahead)
 
     def draft_next(
@@ -104,11 +118,28 @@ class DraftSource:
     ) -> torch.Tensor:
         """The first draft of the step after, int64 [B]; never sampled, as only its own step could keep what from."""
         assert self.law is not DraftLaw.SAMPLED
+        if self.rows is not None:
+            return self._draw(model, hidden_BD, accepted_len_B + 1, ahead)
         noise_S1V = None
         if self.noise_SPV is not None and self.sampling is not None:
             place_S = accepted_len_B[self.sampling.index_S] + 1
             noise_S1V = self.noise_SPV[torch.arange(len(place_S), device=place_S.device), place_S][:, None]
         return self._choose(model, hidden_BD, noise_S1V, None, ahead).token_B
+
+    def _draw(
+        self, model: Model, hidden_BD: torch.Tensor, place: int | torch.Tensor, ahead: Lookahead | None
+    ) -> torch.Tensor:
+        """By kernels: the draft after so many others, or so many tokens, int64 [B]."""
+        assert self.rows is not None
+        assert model.choosing is not None
+        logits_BC, sampling = model.draft_logits(hidden_BD), self.sampling
+        is_greedy = sampling is None or sampling.num_sampled == 0
+        if not is_greedy and self.law is DraftLaw.COUPLED:
+            return draw(over_vocabulary(logits_BC, model), later(self.rows, place), sampling, ahead, model.choosing)
+        rows = self.rows if is_greedy else likeliest(self.rows)
+        if not looks_ahead(sampling):
+            return model.draft_to_target(HeadIds(draw(logits_BC, rows, None, None, model.choosing)))
+        return draw(over_vocabulary(logits_BC, model), rows, sampling, ahead, model.choosing)
 
     def _choose(
         self,
@@ -118,7 +149,7 @@ class DraftSource:
         uniform_S: torch.Tensor | None,
         ahead: Lookahead | None,
     ) -> Drafted:
-        logits_BC = model.draft_logits(hidden_BD)
+        logits_BC = wide(model.draft_logits(hidden_BD))
         sampling, vocab = self.sampling, model.vocab
         if noise_S1V is not None:
             logits_B1V = over_vocabulary(logits_BC, model)[:, None]

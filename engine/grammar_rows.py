@@ -1,4 +1,4 @@
-"""Grammars within one step: drafts to the host, bitmasks back, and the bitmask on the logits.
+"""Grammars within one step: drafts to the host, and bitmasks back.
 
 Only rows that have a grammar take part. `take` starts their drafts' copy as soon as these are made; `masks` waits for
 that copy alone, so on a GPU the host fills the masks while the trunk runs. A step's tokens are told to the states when
@@ -9,43 +9,14 @@ Legend: B sequences of the step, G of those with a grammar, K drafts, Q = K + 1 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from baton.engine.grammar import GrammarState
+from baton.engine.grammar_masks import GrammarMasks
 from baton.engine.verify import Verified
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
-from baton.model.vocab import WHOLE, Vocab
-
-WORD_BITS = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrammarMasks:
-    """What the grammars allow in one step.
-
-    Attributes:
-        index_G: int64, place of each sequence in the batch.
-        bitmask_GQW: int32, bit t % 32 of word t // 32 for token t.
-        num_valid_G: int64, drafts that the grammar allows; later rows of the bitmask allow everything.
-    """
-
-    index_G: torch.Tensor
-    bitmask_GQW: torch.Tensor
-    num_valid_G: torch.Tensor
-
-    def apply(self, logits_BQV: torch.Tensor, vocab: Vocab = WHOLE) -> torch.Tensor:
-        """The logits with what is forbidden at -inf; other sequences' rows are the same bits, the argument too."""
-        masked_GQV = apply_bitmask(logits_BQV[self.index_G], self.bitmask_GQW, vocab.first)
-        return logits_BQV.index_copy(0, self.index_G, masked_GQV)
-
-    def cap(self, draft_cap_B: torch.Tensor) -> torch.Tensor:
-        """The draft caps, lowered so that no draft that a grammar forbids can be accepted."""
-        capped_G = torch.minimum(draft_cap_B[self.index_G], self.num_valid_G)
-        return draft_cap_B.index_copy(0, self.index_G, capped_G)
 
 
 class GrammarRows:
@@ -129,21 +100,3 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._tensor
-
-
-def apply_bitmask(logits_RQV: torch.Tensor, bitmask_RQW: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Logits with every token whose bit is 0 at -inf; the reference of any kernel that does this.
-
-    Args:
-        logits_RQV: any float type; of the tokens from `first` on. What has no bit is no token, and is -inf already.
-        bitmask_RQW: int32, at least ceil(V / 32) words a row, lowest bit first.
-        first: id of the first column.
-    """
-    stop = first + logits_RQV.shape[-1]
-    words_RQX = bitmask_RQW[..., first // WORD_BITS : -(-stop // WORD_BITS)]
-    bit_32 = torch.arange(WORD_BITS, dtype=torch.int32, device=bitmask_RQW.device)
-    allowed_RQY = ((words_RQX[..., None] >> bit_32) & 1).flatten(-2)[..., first % WORD_BITS :]
-    allowed_RQV = allowed_RQY[..., : logits_RQV.shape[-1]]
-    if allowed_RQV.shape[-1] < logits_RQV.shape[-1]:
-        allowed_RQV = functional.pad(allowed_RQV, (0, logits_RQV.shape[-1] - allowed_RQV.shape[-1]))
-    return logits_RQV.masked_fill(allowed_RQV == 0, -torch.inf)

@@ -66,12 +66,15 @@ class LogitEdits:
 
     def apply(self, logits_BQV: torch.Tensor, ahead: Lookahead | None) -> torch.Tensor:
         """The batch's logits, edited in a copy."""
-        rows_RQV = logits_BQV[self.index_R]
+        return logits_BQV.index_copy(0, self.index_R, self.edited(logits_BQV[self.index_R], ahead))
+
+    def edited(self, rows_RQV: torch.Tensor, ahead: Lookahead | None) -> torch.Tensor:
+        """The logits of the sequences with any edit, edited; `ahead` is the batch's."""
         ahead_R = None if ahead is None else ahead.pick(self.index_R)
         for place_P, edit in self.parts:
             ahead_P = None if ahead_R is None else ahead_R.pick(place_P)
             rows_RQV = rows_RQV.index_copy(0, place_P, edit.apply(rows_RQV[place_P], ahead_P))
-        return logits_BQV.index_copy(0, self.index_R, rows_RQV)
+        return rows_RQV
 
 
 class LogitEditTables:

@@ -24,13 +24,15 @@ class Penalties:
 
     Attributes:
         values_P3: float64, repetition, presence and frequency penalty.
-        counts_PX: int32, how often each token was generated.
-        in_prompt_PX: bool.
+        counts_NX: int32, how often each token was generated, by slot.
+        in_prompt_NX: bool, by slot.
+        slots_P: int64, of these sequences.
     """
 
     values_P3: torch.Tensor
-    counts_PX: torch.Tensor
-    in_prompt_PX: torch.Tensor
+    counts_NX: torch.Tensor
+    in_prompt_NX: torch.Tensor
+    slots_P: torch.Tensor
     vocab: Vocab = WHOLE
 
     def apply(self, logits_PQV: torch.Tensor, ahead: Lookahead | None) -> torch.Tensor:
@@ -38,7 +40,8 @@ class Penalties:
         _, num_rows, vocab_size = logits_PQV.shape
         values_P3 = self.values_P3.to(logits_PQV.dtype)
         logits_PQX = self.vocab.add_spare(logits_PQV)
-        penalized_PQX = _penalized(logits_PQX, self.counts_PX[:, None], self.in_prompt_PX[:, None], values_P3)
+        counts_PX, in_prompt_PX = self.counts_NX[self.slots_P], self.in_prompt_NX[self.slots_P]
+        penalized_PQX = _penalized(logits_PQX, counts_PX[:, None], in_prompt_PX[:, None], values_P3)
         if ahead is None or ahead.token_ids_BE.shape[1] == 0:
             return penalized_PQX[..., :vocab_size]
         # Only the tokens ahead have other counts, so only their few logits are computed again.
@@ -49,8 +52,8 @@ class Penalties:
         is_before_PQE = place_E < ahead.len_BQ[..., None]
         is_same_PEE = tokens_PE[:, :, None] == tokens_PE[:, None]
         ahead_PQE = (is_same_PEE[:, None] & is_before_PQE[:, :, None]).sum(dim=-1)
-        counts_PQE = self.counts_PX.gather(1, columns_PE)[:, None] + ahead_PQE
-        in_prompt_PQE = self.in_prompt_PX.gather(1, columns_PE)[:, None].expand_as(counts_PQE)
+        counts_PQE = counts_PX.gather(1, columns_PE)[:, None] + ahead_PQE
+        in_prompt_PQE = in_prompt_PX.gather(1, columns_PE)[:, None].expand_as(counts_PQE)
         # A token that comes only after a row gets the value it has there already; one that is there twice, the same.
         again_PQE = _penalized(logits_PQX.gather(2, columns_PQE), counts_PQE, in_prompt_PQE, values_P3)
         return penalized_PQX.scatter(2, columns_PQE, again_PQE)[..., :vocab_size]
@@ -100,8 +103,9 @@ class PenaltyTable:
         """Those of some slots."""
         return Penalties(
             values_P3=self._values_N3[slots_P],
-            counts_PX=self._counts_NX[slots_P],
-            in_prompt_PX=self._in_prompt_NX[slots_P],
+            counts_NX=self._counts_NX,
+            in_prompt_NX=self._in_prompt_NX,
+            slots_P=slots_P,
             vocab=self._vocab,
         )
 

@@ -19,8 +19,10 @@ from baton.engine.drafting import over_vocabulary
 from baton.engine.grammar import GrammarCompiler, GrammarState
 from baton.engine.grammar_rows import GrammarRows
 from baton.engine.history import Lookahead, SampledSequence
+from baton.engine.kernel_choice import next_token
+from baton.engine.kernel_warm_up import is_needed, warm_up_prompts
 from baton.engine.logprobs import logprobs_of, step_logprobs, unpack, unpack_step
-from baton.engine.sampler import SamplingRows, looks_ahead, sample
+from baton.engine.sampler import SamplingRows, looks_ahead
 from baton.engine.sampling_table import rows_of
 from baton.kernels.copies import to_device
 from baton.kvcache.pool import KVPool
@@ -96,6 +98,8 @@ class PrefillRunner:
         self._model = model
         self._pool = pool
         self._has_mtp = pool.layout.num_layers > model.config.num_layers
+        if is_needed(model):
+            warm_up_prompts(model)
 
     @property
     def has_mtp(self) -> bool:
@@ -115,12 +119,13 @@ class PrefillRunner:
         logprobs: Iterator[tuple[TokenLogprobs, ...] | None] = iter([None] * len(finished))
         if any(chunk.next_token is None for chunk in finished):
             logits_FV = self._model.logits(hidden_TD[inputs.last_row_F])
-            first_token_F = sample(
-                self._masked(logits_FV, finished), sampling, self._last_position_F(inputs) + 1, None, vocab
-            )
+            position_F = self._last_position_F(inputs) + 1
+            first_token_F = next_token(self._model, self._masked(logits_FV, finished), sampling, position_F)
             first_token_F = self._decisions.agree(first_token_F, _upon(inputs))
             if sampling is not None and sampling.logprobs is not None:
-                packed_L1X = step_logprobs(logits_FV[:, None], first_token_F[:, None], sampling.logprobs, vocab)
+                packed_L1X = step_logprobs(
+                    logits_FV[:, None], first_token_F[:, None], sampling.logprobs, vocab, self._model.choosing
+                )
                 num_tops = [chunk.sampling.logprobs for chunk in finished]
                 logprobs = iter(unpack_step(packed_L1X, 1, num_tops, [1] * len(finished)))
         if any(chunk.next_token is not None for chunk in finished):
@@ -154,7 +159,9 @@ class PrefillRunner:
                 for first in range(row, end, LOGITS_ROWS):
                     rows = slice(first, min(first + LOGITS_ROWS, end))
                     logits_NV = self._model.logits(hidden_TD[rows])
-                    packed_NX = logprobs_of(logits_NV, inputs.next_token_ids_T[rows], num_top, self._model.vocab)
+                    packed_NX = logprobs_of(
+                        logits_NV, inputs.next_token_ids_T[rows], num_top, self._model.vocab, self._model.choosing
+                    )
                     report += [unpack(packed, num_top) for packed in packed_NX.tolist()]
                 reports.append(tuple(report))
             row += chunk.length
@@ -174,7 +181,7 @@ class PrefillRunner:
                 logits_FV = over_vocabulary(self._model.draft_logits(hidden_FD), self._model)
                 ahead = Lookahead.after(forward.first_token_F[:, None]) if looks_ahead(forward.sampling) else None
                 position_F = self._last_position_F(inputs) + 2
-                draft_F = sample(logits_FV, forward.sampling, position_F, ahead, self._model.vocab)
+                draft_F = next_token(self._model, logits_FV, forward.sampling, position_F, ahead)
                 drafts = self._decisions.check(self._decisions.agree(draft_F, _upon(inputs)).tolist())
         starts: list[SequenceStart | None] = []
         num_finished = 0

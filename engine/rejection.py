@@ -10,8 +10,7 @@ rule of the last row (the bonus token), of rows past a cap, and of a draft head 
 The numbers of a step are keyed by its *first* position and numbered by draft. Keyed by each draft's own position they
 would come again in the next step, after a block's verdict had already depended on them, and bias it.
 
-`accept_chances`, `block_chances`, `residual_weights` and `pick` are all that decides; the tests enumerate laws with
-them.
+The rules are those of `kernels.draft_chances`.
 
 Where ranks share a vocabulary, each has the probabilities of its own tokens, and what crosses are sums (of the softmax,
 of residual weights) and probabilities of drafts. Those sums are rounded otherwise than a whole row's, by some 1e-16 of
@@ -26,8 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.engine.philox import Purpose, uniform
-from baton.engine.sampler import SamplingRows, edit_logits, process_logits
+from baton.engine.sampler import SamplingRows, edit_logits, process_logits, wide
 from baton.engine.verify import (
     DraftIds,
     DraftLaw,
@@ -39,6 +37,15 @@ from baton.engine.verify import (
     emit,
     usable_drafts,
 )
+from baton.kernels.draft_chances import (
+    accept_chances,
+    block_chances,
+    block_reach,
+    longest_prefix,
+    pick,
+    residual_weights,
+)
+from baton.kernels.noise import Purpose, uniform
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 
@@ -97,9 +104,7 @@ def target_probs(
     logits_BQV: torch.Tensor, sampling: SamplingRows, best_BQ1: torch.Tensor, vocab: Vocab = WHOLE
 ) -> torch.Tensor:
     """The distributions the sampled sequences draw from, [S, Q, V], float64 or float32; of edited logits."""
-    logits_SQV, best_SQ1 = logits_BQV[sampling.index_S], best_BQ1[sampling.index_S]
-    if logits_SQV.dtype.itemsize < 4:
-        logits_SQV, best_SQ1 = logits_SQV.float(), best_SQ1.float()
+    logits_SQV, best_SQ1 = wide(logits_BQV[sampling.index_S]), wide(best_BQ1[sampling.index_S])
     return probabilities(process_logits(logits_SQV, sampling, best_SQ1, vocab), vocab)
 
 
@@ -203,25 +208,6 @@ def reject(
     return emit(proposals.drafts, accepted_len_S, last_S[:, None].expand(-1, num_drafts + 1))
 
 
-def accept_chances(p_SK: torch.Tensor, q_SK: torch.Tensor) -> torch.Tensor:
-    """The chance of each draft, if all before it stand: min(1, p / q); 0 where there was no draft (q = 0)."""
-    return torch.where(q_SK > 0, p_SK / q_SK, 0.0).clamp(max=1.0)
-
-
-def block_reach(p_SK: torch.Tensor, q_SK: torch.Tensor) -> torch.Tensor:
-    """How far the target covers each prefix, float64 [S, Q]: 1 for none, then min(the one before times p / q, 1).
-
-    Sun et al., algorithm 2 (there p_i).
-    """
-    reach_S = p_SK.new_ones(p_SK.shape[0])
-    reaches = [reach_S]
-    for place in range(p_SK.shape[1]):
-        p_S, q_S = p_SK[:, place], q_SK[:, place]
-        reach_S = torch.where(q_S > 0, reach_S * p_S / q_S, 0.0).clamp(max=1.0)
-        reaches.append(reach_S)
-    return torch.stack(reaches, dim=1)
-
-
 def block_leftovers(proposals: Proposals, target_SQV: torch.Tensor, reach_SQ: torch.Tensor) -> torch.Tensor:
     """Sums of the residual weights after 1 ... K drafts, float64 [S, K]; anything past the usable drafts."""
     num_drafts = target_SQV.shape[1] - 1
@@ -233,44 +219,10 @@ def block_leftovers(proposals: Proposals, target_SQV: torch.Tensor, reach_SQ: to
     return proposals.vocab.add(leftover_SK)
 
 
-def block_chances(reach_SQ: torch.Tensor, leftover_SK: torch.Tensor) -> torch.Tensor:
-    """The chance with which each prefix of 1 ... K drafts asks to stand; the longest that does is taken.
-
-    Sun et al., equation 4: leftover / (leftover + 1 - reach), where the leftover of prefix i is the sum of its residual
-    weights. The last prefix has no draft after it, so that its leftover is its reach, and the reach its chance.
-    """
-    reach_SK = reach_SQ[:, 1:]
-    total_SK = leftover_SK + (1.0 - reach_SK)
-    # 0 / 0: a prefix with nothing missing and nothing left over; some longer one always stands.
-    return torch.where(total_SK > 0, leftover_SK / total_SK, 1.0)
-
-
-def longest_prefix(stands_SK: torch.Tensor) -> torch.Tensor:
-    """Length of the longest prefix that stands, int64 [S]; 0 if none does."""
-    length_K = torch.arange(1, stands_SK.shape[1] + 1, device=stands_SK.device)
-    lengths_SK = torch.where(stands_SK, length_K, 0)
-    return torch.nn.functional.pad(lengths_SK, (1, 0)).amax(dim=1)
-
-
-def residual_weights(p_SV: torch.Tensor, q_SV: torch.Tensor, reach_S: torch.Tensor) -> torch.Tensor:
-    """What the drafts left over of the target: max(reach p - q, 0), not normalised."""
-    return (p_SV * reach_S[:, None].to(p_SV.dtype) - q_SV).clamp(min=0.0)
-
-
 def or_target(weights_SV: torch.Tensor, p_SV: torch.Tensor, vocab: Vocab = WHOLE) -> torch.Tensor:
     """The weights, or the target where nothing is left over (p = q but for rounding)."""
     is_empty_S1 = ~(vocab.add(weights_SV.sum(dim=-1, keepdim=True)) > 0)
     return torch.where(is_empty_S1, p_SV, weights_SV)
-
-
-def pick(weights_SV: torch.Tensor, uniform_S: torch.Tensor) -> torch.Tensor:
-    """Inverse of the distribution function, int64 [S]: the first id whose cumulative weight exceeds u times the sum.
-
-    An id of weight 0 is never picked, nor one past the last of positive weight, whatever rounding does.
-    """
-    cumulative_SV = weights_SV.cumsum(dim=-1, dtype=torch.float64)
-    threshold_S1 = uniform_S[:, None].double() * cumulative_SV[:, -1:]
-    return ((cumulative_SV > threshold_S1) & (weights_SV > 0)).to(torch.int8).argmax(dim=-1)
 
 
 def pick_among_ranks(weights_SV: torch.Tensor, uniform_S: torch.Tensor, vocab: CutVocab) -> torch.Tensor:

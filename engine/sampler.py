@@ -1,7 +1,7 @@
 """Logits to token ids: edits, temperature, min-p, top-k, top-p, and the Gumbel draw that makes a choice repeatable.
 
 A token is argmax(processed logits + noise), where the noise is a function of the request's seed and the token's
-position (engine.philox). Every operation is along one row, so a row's token never depends on its neighbours. Greedy
+position (kernels.noise). Every operation is along one row, so a row's token never depends on its neighbours. Greedy
 rows take the argmax of their edited logits; no noise is drawn for them. What edits are is engine.logit_edits' business.
 Values are trusted (core.sampling checks them).
 
@@ -22,12 +22,11 @@ from baton.core.sampling import SamplingParams
 from baton.engine.history import Lookahead
 from baton.engine.logit_edits import LogitEdits
 from baton.engine.logprobs import LogprobRows
-from baton.engine.philox import Purpose, gumbel
 from baton.engine.truncation import Limits, truncate, truncates
+from baton.kernels.choice import MIN_TEMPERATURE
 from baton.kernels.copies import to_device
+from baton.kernels.noise import Purpose, gumbel
 from baton.model.vocab import WHOLE, Vocab
-
-MIN_TEMPERATURE = 1e-30  # below it float32 would divide by zero; any temperature this small is greedy in effect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,8 @@ class SamplingRows:
     """What a batch asks beyond the likeliest token. What no sequence asks is None, and costs nothing.
 
     Attributes:
-        index_S: int64, place of each sampled sequence in the batch; greedy ones are absent, so no draw can touch them.
+        index_S: int64, place of each sampled sequence in the batch, in order; greedy ones are absent, so no draw can
+            touch them.
         temperature_S: float64, positive.
         top_k_S: int64, 0 keeps all.
         top_p_S: float64.
@@ -136,6 +136,11 @@ def draw_noise(
         vocab.first,
     )
     return noise_NV.view(-1, num_positions, vocab_size)
+
+
+def wide(logits: torch.Tensor) -> torch.Tensor:
+    """Logits of a dtype that one may compute with: narrow ones as float32, which holds them exactly."""
+    return logits.float() if logits.dtype.itemsize < 4 else logits
 
 
 def looks_ahead(sampling: SamplingRows | None) -> bool:

@@ -3,7 +3,8 @@
 The host says which sequences of a step sample, cut tails, edit logits or report log-probabilities, because it knows
 their parameters; counts and histories never visit it, so steps can be launched before earlier ones are read.
 
-Legend: N slots, B sequences of a step, S sampled ones, U of those with top-k or top-p, Q rows.
+Legend: N slots, B sequences of a step, S sampled ones, U of those with top-k or top-p, Q rows, E the next even number
+after S.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ from baton.core.sampling import SamplingParams
 from baton.engine.history import SampledSequence
 from baton.engine.logit_edits import LogitEditTables, edits_logits
 from baton.engine.logprobs import LogprobRows
-from baton.engine.sampler import MIN_TEMPERATURE, SamplingRows, sampling_rows
+from baton.engine.sampler import SamplingRows, sampling_rows
 from baton.engine.truncation import Limits, truncates
 from baton.engine.verify import Verified
+from baton.kernels.choice import MIN_TEMPERATURE
 from baton.kernels.copies import to_device
 from baton.model.vocab import WHOLE, Vocab
 
@@ -46,15 +48,15 @@ class SamplingTable:
             num_slots=num_slots, vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids, vocab=vocab
         )
         # temperature, top-p, min-p and top-k, seed, choice: one write and one gather for each kind of number
-        self._floats_N3 = torch.zeros(num_slots, 3, dtype=torch.float64, device=device)
-        self._ints_N3 = torch.zeros(num_slots, 3, dtype=torch.int64, device=device)
+        self._floats_3N = torch.zeros(3, num_slots, dtype=torch.float64, device=device)
+        self._ints_3N = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
 
     def place(self, slot: int, sequence: SampledSequence) -> None:
         """A sequence begins in a slot, which nobody uses."""
         params = sequence.params
         floats = (max(params.temperature, MIN_TEMPERATURE), params.top_p, params.min_p)
-        self._floats_N3[slot] = to_device(torch.tensor(floats, dtype=torch.float64), self._device)
-        self._ints_N3[slot] = to_device(torch.tensor((params.top_k, params.seed, sequence.choice)), self._device)
+        self._floats_3N[:, slot] = to_device(torch.tensor(floats, dtype=torch.float64), self._device)
+        self._ints_3N[:, slot] = to_device(torch.tensor((params.top_k, params.seed, sequence.choice)), self._device)
         self._edits.place(slot, sequence)
 
     def release(self, slot: int) -> None:
@@ -72,13 +74,13 @@ class SamplingTable:
         if not sampled and not reporting and edits is None:
             return None
         cut = [place for place, row in enumerate(sampled) if truncates(params[row])]
-        numbers = [*sampled, *(slots[row] for row in sampled), *cut, *reporting]
-        sizes = [len(sampled), len(sampled), len(cut), len(reporting)]
-        index_S, slots_S, cut_U, index_L = to_device(torch.tensor(numbers, dtype=torch.int64), self._device).split(
-            sizes
-        )
-        temperature_S, top_p_S, min_p_S = self._floats_N3[slots_S].unbind(1)
-        top_k_S, seed_S, choice_S = self._ints_N3[slots_S].unbind(1)
+        slots_E = [slots[row] for row in sampled]
+        slots_E += slots_E[: len(sampled) % 2]  # so that each line begins where kernels expect a tensor to begin
+        numbers = [*slots_E, *sampled, *cut, *reporting]
+        sizes = [len(slots_E), len(sampled), len(cut), len(reporting)]
+        slot_E, index_S, cut_U, index_L = to_device(torch.tensor(numbers, dtype=torch.int64), self._device).split(sizes)
+        temperature_S, top_p_S, min_p_S = self._floats_3N.index_select(1, slot_E)[:, : len(sampled)].unbind()
+        top_k_S, seed_S, choice_S = self._ints_3N.index_select(1, slot_E)[:, : len(sampled)].unbind()
         num_top = max((params[row].logprobs or 0 for row in reporting), default=0)
         return SamplingRows(
             index_S=index_S,

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.engine.philox import Purpose, uniform
 from baton.engine.sampler import choose
 from baton.engine.verify import DraftLaw, Verified, VerifyInputs, emit, usable_drafts
-
-_SEED = 0x5EED
+from baton.kernels.noise import SYNTHETIC_SEED, Purpose, uniform
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class SyntheticVerifier:
         num_sequences, num_drafts = inputs.drafts.ids_BK.shape
         assert num_drafts <= len(self.acceptance_rates)
         place_B = torch.arange(num_sequences, device=inputs.position_B.device)
-        seed_B = torch.full_like(place_B, _SEED)
+        seed_B = torch.full_like(place_B, SYNTHETIC_SEED)
         u_BK = uniform(seed_B, place_B, inputs.position_B, Purpose.SYNTHETIC, num_drafts)
         stands_BK = torch.ones_like(u_BK, dtype=torch.int64)
         for place, rate in enumerate(conditional_rates(self.acceptance_rates[:num_drafts])):

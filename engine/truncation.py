@@ -1,13 +1,4 @@
-"""Top-k and top-p: which tokens stay, decided exactly whether one process holds a row of logits or many share it.
-
-Tokens of a row are put in order, the likelier first and among equals the lower id. One stays while what lies before it
-falls short: fewer than k tokens, then less than p of the probability that top-k left over.
-
-Probabilities are counted in whole numbers: exp(logit - largest) in units of 2^-b, where b = 62 - ceil(log2 V), so that
-those of V tokens never overflow an int64. Sums of whole numbers do not depend on their order, so a row gives the same
-tokens however it is cut, sorted or scanned. Rounding moves a sum by at most V / 2 units, 2^-27 of the likeliest
-token's weight for V = 2^17, and typically by 2^-36; only tokens whose border lies that close to p can be told apart
-from those of real numbers.
+"""Top-k and top-p: the rule of `kernels.kept_tokens`, exactly, whether one process holds a row of logits or many.
 
 Where ranks share a row, each sorts its own columns. If all rows of a batch have a top-k, and none beyond
 `MAX_CANDIDATES`, each rank tells its so many likeliest, and all put them in order: one small all-gather. Else the token
@@ -27,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from baton.core.sampling import SamplingParams
+from baton.kernels.kept_tokens import kept, masses
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 MAX_CANDIDATES = 256
@@ -80,32 +72,13 @@ def truncate(
     """
     sorted_UQW, order_UQW = logits_UQW.sort(dim=-1, descending=True, stable=True)
     if not isinstance(vocab, CutVocab):
-        keep_UQW = _kept(sorted_UQW, top_k_U, top_p_U, logits_UQW.shape[-1])
+        keep_UQW = kept(sorted_UQW, top_k_U, top_p_U, logits_UQW.shape[-1])
     elif 0 < limits.top_k_bound <= MAX_CANDIDATES:
         keep_UQW = _kept_of_candidates(sorted_UQW, top_k_U, top_p_U, vocab, limits.top_k_bound)
     else:
         keep_UQW = _CutRows(sorted_UQW, top_k_U, top_p_U, vocab, limits).kept()
     drop_UQW = torch.zeros_like(keep_UQW).scatter(-1, order_UQW, ~keep_UQW)
     return logits_UQW.masked_fill(drop_UQW, -torch.inf)
-
-
-def masses(shifted: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exp of numbers that are at most 0, int64, such that `vocab_size` of them add up without overflow."""
-    num_bits = 62 - (vocab_size - 1).bit_length()
-    return (shifted.double().exp() * 2.0**num_bits).round().to(torch.int64)
-
-
-def _kept(sorted_UQV: torch.Tensor, top_k_U: torch.Tensor, top_p_U: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Which of a whole row's tokens, sorted, stay; or of its likeliest, if each row has a top-k that is not larger."""
-    rank_V = torch.arange(sorted_UQV.shape[-1], device=sorted_UQV.device)
-    limit_U = torch.where(top_k_U > 0, top_k_U, vocab_size)
-    keep_UQV = (rank_V < limit_U[:, None, None]).expand_as(sorted_UQV)
-    mass_UQV = masses(sorted_UQV - sorted_UQV[..., :1], vocab_size).masked_fill(~keep_UQV, 0)
-    reached_UQV = mass_UQV.cumsum(dim=-1)
-    top_p_U11 = top_p_U[:, None, None]
-    # A token stays while what lies before it falls short of p; before the first lies nothing.
-    is_short_UQV = (reached_UQV - mass_UQV).double() < top_p_U11 * reached_UQV[..., -1:].double()
-    return keep_UQV & (is_short_UQV | (top_p_U11 >= 1.0))
 
 
 def _kept_of_candidates(
@@ -117,7 +90,7 @@ def _kept_of_candidates(
     parts_RUQC = vocab.parts(sorted_UQW[..., :num_own].double())
     # Side by side in order of ranks, equals are in order of ids, and stay so.
     sorted_UQX, order_UQX = parts_RUQC.movedim(0, -2).flatten(-2).sort(dim=-1, descending=True, stable=True)
-    keep_UQX = _kept(sorted_UQX, top_k_U, top_p_U, vocab.vocab_size)
+    keep_UQX = kept(sorted_UQX, top_k_U, top_p_U, vocab.vocab_size)
     keep_UQX = torch.zeros_like(keep_UQX).scatter(-1, order_UQX, keep_UQX)
     first = vocab.rank * num_own
     return functional.pad(keep_UQX[..., first : first + num_own], (0, width - num_own))

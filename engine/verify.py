@@ -23,7 +23,9 @@ from typing import Protocol
 
 import torch
 
+from baton.engine.grammar_masks import GrammarMasks
 from baton.engine.sampler import SamplingRows, choose
+from baton.kernels.choice import ChoiceRows
 from baton.model.vocab import WHOLE, Vocab
 
 
@@ -79,7 +81,9 @@ class VerifyInputs:
         draft_probs: what they were drawn from, with DraftLaw.SAMPLED.
         target_logits_BQV: bfloat16, float32 or float64; row j follows the first j drafts.
         sampling: the sampled sequences; None if all are greedy.
-        noise_SQV: the target's noise, with DraftLaw.COUPLED.
+        noise_SQV: the target's noise, with DraftLaw.COUPLED, where torch chooses.
+        rows: how each sequence draws, where kernels choose.
+        masks: what grammars allow, where kernels choose; where torch does, the logits are masked.
         position_B: int64, where the first token of this step will stand.
         draft_cap_B: int64, drafts each sequence may accept.
         vocab: which tokens V are, of logits and noise.
@@ -90,6 +94,8 @@ class VerifyInputs:
     target_logits_BQV: torch.Tensor
     sampling: SamplingRows | None
     noise_SQV: torch.Tensor | None = None
+    rows: ChoiceRows | None = None
+    masks: GrammarMasks | None = None
     position_B: torch.Tensor
     draft_cap_B: torch.Tensor
     vocab: Vocab = WHOLE

@@ -15,7 +15,8 @@ from baton.kernels.arguments import require, require_rows, require_tensor
 FLOATS = (torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
 LOGITS = (torch.bfloat16, torch.float32)
-MIN_TEMPERATURE = 1e-30  # below it float32 would divide by zero
+MIN_TEMPERATURE = 1e-30  # below it float32 would divide by zero; any temperature this small is greedy in effect
+_ALIGNED_BYTES = 16
 
 
 class Law(IntEnum):
@@ -87,6 +88,15 @@ class EditedRows:
     logits_EV: torch.Tensor
     place_R: torch.Tensor
 
+    @classmethod
+    def of(cls, logits_PQV: torch.Tensor, sequence_P: torch.Tensor, num_sequences: int) -> "EditedRows":
+        """All rows of some sequences, at these places (int64) of a batch."""
+        num_edited, num_rows, _ = logits_PQV.shape
+        place_BQ = torch.full((num_sequences, num_rows), -1, dtype=torch.int32, device=sequence_P.device)
+        place_PQ = torch.arange(num_edited * num_rows, dtype=torch.int32, device=sequence_P.device)
+        place_BQ.index_copy_(0, sequence_P, place_PQ.view(num_edited, num_rows))
+        return cls(logits_EV=logits_PQV.float().flatten(0, 1).contiguous(), place_R=place_BQ.flatten())
+
     def require_fits(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         """Refuse tensors of another shape, dtype or device.
 
@@ -97,6 +107,16 @@ class EditedRows:
         require(self.logits_EV.is_contiguous(), "logits_EV", "must be contiguous")
         require_tensor("place_R", self.place_R, (num_rows,), (torch.int32,), device)
         require(self.place_R.is_contiguous(), "place_R", "must be contiguous")
+
+
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers one after the other, from a multiple of 16 bytes on.
+
+    Kernels are specialized for tensors that begin there, and would be compiled anew for others.
+    """
+    if x.is_contiguous() and x.data_ptr() % _ALIGNED_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def require_logits(logits_BQV: torch.Tensor, argument: str = "logits_BQV") -> None:

@@ -93,12 +93,10 @@ def edit_rows(
     num_sequences, num_rows, vocab_size = logits_BQV.shape
     device = logits_BQV.device
     edits.require_fits(num_sequences, num_rows, vocab_size, device)
+    if not uses_triton(device, implementation):
+        return EditedRows.of(_edited_reference(logits_BQV, edits), edits.sequence_P, num_sequences)
     num_edited = len(edits.sequence_P) * num_rows
     place_R = torch.full((num_sequences * num_rows,), -1, dtype=torch.int32, device=device)
-    if not uses_triton(device, implementation):
-        row_E = (edits.sequence_P[:, None] * num_rows + torch.arange(num_rows, device=device)).flatten()
-        place_R[row_E] = torch.arange(num_edited, dtype=torch.int32, device=device)
-        return EditedRows(logits_EV=_edited_reference(logits_BQV, edits), place_R=place_R)
     logits_EV = torch.empty(num_edited, vocab_size, dtype=torch.float32, device=device)
     if num_edited:
         from baton.kernels.logit_edits_triton import launch
@@ -118,7 +116,7 @@ def _edited_reference(logits_BQV: torch.Tensor, edits: Edits) -> torch.Tensor:
         values_PQW = edits.bias_values_PW.float()[:, None].expand(-1, num_rows, -1)
         x_PQV = x_PQV.scatter_add(2, edits.bias_ids_PW[:, None].expand(-1, num_rows, -1), values_PQW)
     if edits.penalties_P3 is None or edits.counts_NX is None or edits.in_prompt_NX is None:
-        return x_PQV.flatten(0, 1)
+        return x_PQV
     counts_PQV = edits.counts_NX[edits.slot_P, :vocab_size][:, None].expand(-1, num_rows, -1)
     drafts_PK = edits.drafts_BK[edits.sequence_P]
     is_draft_PKV = (drafts_PK[..., None] == token_V).to(torch.int32)
@@ -129,4 +127,4 @@ def _edited_reference(logits_BQV: torch.Tensor, edits: Edits) -> torch.Tensor:
     repetition, presence, frequency = (edits.penalties_P3.float()[:, kind, None, None] for kind in range(3))
     seen_PQV = (counts_PQV > 0) | edits.in_prompt_NX[edits.slot_P, :vocab_size][:, None]
     x_PQV = torch.where(seen_PQV, torch.where(x_PQV > 0, x_PQV / repetition, x_PQV * repetition), x_PQV)
-    return (x_PQV - frequency * counts_PQV - presence * (counts_PQV > 0)).flatten(0, 1)
+    return x_PQV - frequency * counts_PQV - presence * (counts_PQV > 0)

@@ -58,12 +58,36 @@ def logprobs_topk(
 
 
 def logprobs_reference(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_top: int) -> torch.Tensor:
-    """The same by a stable sort, in float32 and float64."""
-    logits_NV = logits_NV.float()
+    """The same by torch, of float64, too: there a chosen token's log-probability is at least float64's lowest."""
+    if logits_NV.dtype.itemsize < 4:
+        logits_NV = logits_NV.float()
+    lse_N1 = logits_NV.double().logsumexp(dim=1, keepdim=True)
     token_N1 = token_ids_N.long()[:, None]
-    rank_N1 = 1 + (logits_NV > logits_NV.gather(1, token_N1)).sum(dim=1, keepdim=True)
-    top_NK = logits_NV.sort(dim=1, descending=True, stable=True).indices[:, :num_top]
-    ids_NX = torch.cat([token_N1, top_NK], dim=1)
-    logprobs_NX = logits_NV.gather(1, ids_NX).double() - logits_NV.double().logsumexp(dim=1, keepdim=True)
-    lowest = torch.finfo(torch.float32).min
-    return torch.cat([logprobs_NX.clamp(min=lowest), ids_NX.double(), rank_N1.double()], dim=1)
+    value_N1 = logits_NV.gather(1, token_N1)
+    rank_N1 = 1 + (logits_NV > value_N1).sum(dim=1, keepdim=True)
+    ids_NX = torch.cat([token_N1, top_ids(logits_NV, num_top)], dim=1)
+    lowest = torch.finfo(logits_NV.dtype).min
+    logprobs_NX = (logits_NV.gather(1, ids_NX).double() - lse_N1).clamp(min=lowest)
+    return torch.cat([logprobs_NX, ids_NX.double(), rank_N1.double()], dim=1)
+
+
+def top_ids(logits_NV: torch.Tensor, num_top: int) -> torch.Tensor:
+    """The likeliest K ids, int64 [N, K], by logit and then by id, the lower first.
+
+    Without sorting V numbers: torch.topk leaves open which of equal numbers it takes, so those at the border are looked
+    for by id.
+    """
+    if num_top == 0:
+        return torch.zeros(len(logits_NV), 0, dtype=torch.int64, device=logits_NV.device)
+    values_NK, ids_NK = logits_NV.topk(num_top, dim=-1)
+    border_N1 = values_NK[:, -1:]
+    vocab_size = logits_NV.shape[1]
+    token_V = torch.arange(vocab_size, device=logits_NV.device)
+    at_border_NV = torch.where(logits_NV == border_N1, vocab_size - token_V, 0)
+    border_ids_NK = vocab_size - at_border_NV.topk(num_top, dim=-1).values  # V where there are not so many
+    # Those above the border, which topk found for certain, and after them those at it; then the first K in order.
+    ids_N2K = torch.cat([ids_NK.masked_fill(values_NK <= border_N1, vocab_size), border_ids_NK], dim=1).sort().values
+    known_N2K = logits_NV.gather(1, ids_N2K.clamp(max=vocab_size - 1)).masked_fill(ids_N2K == vocab_size, -torch.inf)
+    # A token of logit -inf at the border ties with the places that hold none; those have higher ids.
+    order_N2K = known_N2K.sort(dim=-1, descending=True, stable=True).indices
+    return ids_N2K.gather(1, order_N2K)[:, :num_top]

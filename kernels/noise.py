@@ -1,58 +1,100 @@
-"""Counter-based numbers in torch: what the kernels of `noise_triton` must draw.
+"""Counter-based random numbers: a draw is a pure function of (seed, choice, position, purpose, number).
 
-A draw is a function of (seed, choice, position, purpose, number) and of nothing else. Philox4x32-10 of Salmon, Moraes,
-Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): counter (number // 4, position, choice,
-purpose), key the seed's halves; a block has four words. It refuses to know what a draw is for, beyond these names.
+Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): counter
+(number // 4, position, choice, purpose), key the seed's halves; a block has four words. There is no state to advance,
+so a draw cannot depend on the batch, on earlier steps or on speculation. The kernels of `noise_triton` draw the same
+numbers. This module refuses to know what they are for, beyond the names of purposes.
 
-Shapes: X any, broadcast.
+Legend: N rows, V vocabulary, W = ceil(V / 4) Philox blocks of a row.
 """
 
+from enum import IntEnum
 from typing import Final
 
 import torch
 
-SAMPLE: Final = 0  # the noise of a token's choice, by the token's position
-ACCEPT: Final = 1  # whether drafts stand; this and what follows by the first position of a step
-RESIDUAL: Final = 2  # the token after the drafts that stand
-SYNTHETIC: Final = 4  # acceptance made up for a benchmark
 SYNTHETIC_SEED: Final = 0x5EED
 
-_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
-_INCREMENTS: Final = (0x9E3779B9, 0xBB67AE85)
-_MASK: Final = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+_NUM_ROUNDS = 10
+_MASK = 0xFFFFFFFF
+_MAX_ELEMENTS = 1 << 22  # of a temporary; a wide vocabulary is drawn some rows at a time
+
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def words(
-    number_X: torch.Tensor, seed_X: torch.Tensor, choice_X: torch.Tensor, position_X: torch.Tensor, purpose: int
+class Purpose(IntEnum):
+    """What a draw is used for; two purposes never share a number."""
+
+    SAMPLE = 0  # the noise of a token's choice, by the token's position
+    ACCEPT = 1  # whether drafts stand; this and what follows is keyed by the first position of a step
+    RESIDUAL = 2  # the token after the drafts that stand
+    DRAFT = 3  # the drafts
+    SYNTHETIC = 4  # acceptance made up for a benchmark, by place in the batch instead of a seed
+
+
+def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
+    """Four 32-bit words for each counter; all tensors are int64 that hold unsigned 32-bit values, and broadcast."""
+    word0, word1, word2, word3 = counter
+    key0, key1 = key
+    for round_index in range(_NUM_ROUNDS):
+        if round_index:
+            key0 = (key0 + _KEY_INCREMENTS[0]) & _MASK
+            key1 = (key1 + _KEY_INCREMENTS[1]) & _MASK
+        # int64 products wrap, which leaves all 64 bits right; the mask undoes the sign that the shift drags in.
+        product0 = word0 * _MULTIPLIERS[0]
+        product1 = word2 * _MULTIPLIERS[1]
+        word0, word2 = ((product1 >> 32) & _MASK) ^ word1 ^ key0, ((product0 >> 32) & _MASK) ^ word3 ^ key1
+        word1, word3 = product1 & _MASK, product0 & _MASK
+    return word0, word1, word2, word3
+
+
+def uniform(
+    seed_N: torch.Tensor,
+    choice_N: torch.Tensor,
+    position_N: torch.Tensor,
+    purpose: Purpose,
+    num_draws: int,
+    first: int = 0,
 ) -> torch.Tensor:
-    """The 32-bit word of each number, int64."""
-    counter = [number_X // 4, position_X, choice_X, torch.full_like(number_X, purpose)]
-    keys = [seed_X & _MASK, seed_X >> 32]
-    for _ in range(10):
-        # int64 products wrap, which leaves all 64 bits right.
-        first, second = counter[0] * _MULTIPLIERS[0], counter[2] * _MULTIPLIERS[1]
-        counter = [
-            (second >> 32 & _MASK) ^ counter[1] ^ keys[0],
-            second & _MASK,
-            (first >> 32 & _MASK) ^ counter[3] ^ keys[1],
-            first & _MASK,
-        ]
-        keys = [(key + more) & _MASK for key, more in zip(keys, _INCREMENTS, strict=True)]
-    place_X = number_X % 4
-    low_X = torch.where(place_X == 0, counter[0], counter[1])
-    high_X = torch.where(place_X == 2, counter[2], counter[3])
-    return torch.where(place_X < 2, low_X, high_X)
+    """Uniforms in (0, 1), float64 [N, num_draws]: never 0 and never 1, so that both logarithms below are finite.
+
+    They are those from number `first` on of as many as one likes.
+    """
+    block_W = torch.arange(first // 4, -(-(first + num_draws) // 4), dtype=torch.int64, device=seed_N.device)
+    purpose_W = torch.full_like(block_W, int(purpose))
+    key = (seed_N[:, None] & _MASK, seed_N[:, None] >> 32)
+    counter = (block_W[None], position_N[:, None], choice_N[:, None], purpose_W[None])
+    words_NW4 = torch.stack(philox4x32(counter, key), dim=-1)
+    return words_NW4.flatten(1)[:, first % 4 :][:, :num_draws].double().add_(0.5).mul_(2.0**-32)
 
 
-def uniforms(
-    number_X: torch.Tensor, seed_X: torch.Tensor, choice_X: torch.Tensor, position_X: torch.Tensor, purpose: int
+def gumbel(
+    seed_N: torch.Tensor,
+    choice_N: torch.Tensor,
+    position_N: torch.Tensor,
+    purpose: Purpose,
+    vocab_size: int,
+    dtype: torch.dtype,
+    first: int = 0,
 ) -> torch.Tensor:
-    """The draws, float64 in (0, 1)."""
-    return (words(number_X, seed_X, choice_X, position_X, purpose).double() + 0.5) * 2.0**-32
+    """Standard Gumbel noise [N, V]: argmax(logits + noise) is one draw from softmax(logits).
 
-
-def gumbels(
-    number_X: torch.Tensor, seed_X: torch.Tensor, choice_X: torch.Tensor, position_X: torch.Tensor, purpose: int
-) -> torch.Tensor:
-    """Standard Gumbel noise, float32, of float64 arithmetic: argmax(logits + noise) is a draw from their softmax."""
-    return (-(-uniforms(number_X, seed_X, choice_X, position_X, purpose).log()).log()).float()
+    Args:
+        seed_N: int64 in [0, 2^63), the request's seed.
+        choice_N: int64, which of a request's parallel answers.
+        position_N: int64, index in the sequence of the token being chosen.
+        purpose: keeps draws for different uses apart.
+        vocab_size: V, or as many tokens from `first` on.
+        dtype: of the result; the arithmetic is float64 whatever it is.
+        first: id of the first token.
+    """
+    num_rows = seed_N.shape[0]
+    noise_NV = torch.empty(num_rows, vocab_size, dtype=dtype, device=seed_N.device)
+    step = max(1, _MAX_ELEMENTS // vocab_size)
+    for row in range(0, num_rows, step):
+        rows = slice(row, row + step)
+        draws = uniform(seed_N[rows], choice_N[rows], position_N[rows], purpose, vocab_size, first)
+        noise_NV[rows] = draws.log_().neg_().log_().neg_().to(dtype)
+    return noise_NV

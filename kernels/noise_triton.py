@@ -35,7 +35,7 @@ def _product(left, right: tl.constexpr, QUICK: tl.constexpr):
 
 @triton.jit
 def philox(block_N, position, choice, purpose, seed, QUICK: tl.constexpr = False):
-    """Four uint32 words of each block (`kernels.noise.words`)."""
+    """Four uint32 words of each block (`kernels.noise.philox4x32`)."""
     word_0 = block_N.to(tl.uint32)
     word_1 = position.to(tl.uint32)
     word_2 = choice.to(tl.uint32)

@@ -1,16 +1,25 @@
 """Verification in torch, one sequence after the other, as plainly as it can be said: what the kernels must give.
 
-The arithmetic is the engine's: float32 logits counted from the row's largest, noise of float64 rounded to float32,
-masses of top-p as whole numbers, chances in float64.
+Chances, cuts and draws are those of `draft_chances`, `kept_tokens` and `noise`, by which the engine's verifiers judge
+whole batches in torch; float32 logits are counted from the row's largest.
 
 Legend: B sequences, K drafts, Q = K + 1 rows, V vocabulary.
 """
 
 import torch
 
-from baton.kernels import noise
 from baton.kernels.choice import MIN_TEMPERATURE, ChoiceRows, EditedRows, Law
+from baton.kernels.draft_chances import (
+    accept_chances,
+    block_chances,
+    block_reach,
+    longest_prefix,
+    pick,
+    residual_weights,
+)
 from baton.kernels.draft_rows import DraftRows
+from baton.kernels.kept_tokens import kept
+from baton.kernels.noise import SYNTHETIC_SEED, Purpose, gumbel, uniform
 
 
 def verify_reference(
@@ -94,20 +103,18 @@ class _Sequence:
         if self._temperature <= 0:
             return int(self._logits(place).argmax())
         scaled_V = self._processed(place)
-        number_V = torch.arange(len(scaled_V), device=scaled_V.device)
-        seed, choice, position = self._key(place)
-        return int((scaled_V + noise.gumbels(number_V, seed, choice, position, noise.SAMPLE)).argmax())
+        noise_1V = gumbel(*self._key(place), Purpose.SAMPLE, len(scaled_V), scaled_V.dtype)
+        return int((scaled_V + noise_1V[0]).argmax())
 
     def _key(self, place: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, at = self._rows, self._sequence
-        return rows.seed_B[at], rows.choice_B[at], rows.position_B[at] + place
+        rows, only = self._rows, slice(self._sequence, self._sequence + 1)
+        return rows.seed_B[only], rows.choice_B[only], rows.position_B[only] + place
 
-    def _uniforms(self, count: int, purpose: int) -> list[float]:
-        number_K = torch.arange(count, device=self._rows.seed_B.device)
-        seed, choice, position = self._key(0)
-        if purpose == noise.SYNTHETIC:
-            seed, choice = torch.full_like(seed, noise.SYNTHETIC_SEED), torch.full_like(seed, self._sequence)
-        draws: list[float] = noise.uniforms(number_K, seed, choice, position, purpose).tolist()
+    def _uniforms(self, count: int, purpose: Purpose) -> list[float]:
+        seed_1, choice_1, position_1 = self._key(0)
+        if purpose is Purpose.SYNTHETIC:
+            seed_1, choice_1 = torch.full_like(seed_1, SYNTHETIC_SEED), torch.full_like(seed_1, self._sequence)
+        draws: list[float] = uniform(seed_1, choice_1, position_1, purpose, count)[0].tolist()
         return draws
 
     def _made_up(self) -> int:
@@ -116,7 +123,7 @@ class _Sequence:
             return min(self._all.forced_len, self._usable)
         assert self._all.rates_K is not None
         rates = self._all.rates_K.tolist()
-        draws = self._uniforms(len(self.drafts), noise.SYNTHETIC)
+        draws = self._uniforms(len(self.drafts), Purpose.SYNTHETIC)
         return _prefix([draws[place] < rates[place] for place in range(self._usable)])
 
     def _proposal(self, place: int) -> torch.Tensor:
@@ -135,27 +142,31 @@ class _Sequence:
         return q_C if t2d_V is None else q_C[t2d_V.long().clamp(min=0)].masked_fill(t2d_V < 0, 0.0)
 
     def _by_chance(self) -> tuple[int, int]:
-        p_QV = [self._processed(place).softmax(dim=-1) for place in range(self._usable + 1)]
-        q_QV = [self._proposal(place) for place in range(self._usable + 1)]
-        draws = self._uniforms(len(self.drafts), noise.ACCEPT)
-        has_probs = self._all is not None and self._all.probs_row_B is not None
-        is_block = self.law is Law.BLOCK and has_probs and int(self._all.probs_row_B[self._sequence]) >= 0  # type: ignore[union-attr,index]
-        accepted, reach, reached = 0, 1.0, 1.0
-        for place in range(self._usable):
-            p, q = float(p_QV[place][self.drafts[place]]), float(q_QV[place][self.drafts[place]])
-            if not is_block:
-                if accepted == place and draws[place] < (min(p / q, 1.0) if q > 0 else 0.0):
-                    accepted = place + 1
-                continue
-            reach = min(reach * p / q, 1.0) if q > 0 else 0.0
-            rest = float((p_QV[place + 1] * reach - q_QV[place + 1]).clamp(min=0).sum(dtype=torch.float64))
-            total = rest + (1.0 - reach)
-            if draws[place] < (rest / total if total > 0 else 1.0):
-                accepted, reached = place + 1, reach
-        weight_V = (p_QV[accepted] * reached - q_QV[accepted]).clamp(min=0)
-        if not weight_V.sum() > 0:
-            weight_V = p_QV[accepted]
-        return accepted, _drawn(weight_V, self._uniforms(1, noise.RESIDUAL)[0])
+        usable = self._usable
+        p_1QV = torch.stack([self._processed(place).softmax(dim=-1) for place in range(usable + 1)])[None]
+        q_1QV = torch.stack([self._proposal(place) for place in range(usable + 1)])[None]
+        at_1K1 = torch.tensor(self.drafts[:usable], dtype=torch.int64, device=p_1QV.device)[None, :, None]
+        p_1K, q_1K = (x_1QV[:, :usable].gather(2, at_1K1)[..., 0].double() for x_1QV in (p_1QV, q_1QV))
+        draws = self._uniforms(len(self.drafts), Purpose.ACCEPT)[:usable]
+        draw_1K = torch.tensor([draws], dtype=torch.float64, device=p_1K.device)
+        reach_1Q = torch.ones_like(p_1QV[..., 0], dtype=torch.float64)
+        if self.law is Law.BLOCK and self._has_probs():
+            reach_1Q = block_reach(p_1K, q_1K)
+            left_1QV = residual_weights(p_1QV[0], q_1QV[0], reach_1Q[0])[None]
+            chances_1K = block_chances(reach_1Q, left_1QV[:, 1:].sum(dim=-1, dtype=torch.float64))
+            accepted = int(longest_prefix(draw_1K < chances_1K))
+        else:
+            accepted = _prefix((draw_1K < accept_chances(p_1K, q_1K))[0].tolist())
+        p_1V, q_1V, reach_1 = (x[:, accepted] for x in (p_1QV, q_1QV, reach_1Q))
+        weights_1V = residual_weights(p_1V, q_1V, reach_1)
+        if not weights_1V.sum() > 0:
+            weights_1V = p_1V
+        last_draw = self._uniforms(1, Purpose.RESIDUAL)[0]
+        return accepted, int(pick(weights_1V, torch.tensor([last_draw], dtype=torch.float64, device=p_1V.device)))
+
+    def _has_probs(self) -> bool:
+        assert self._all is not None
+        return self._all.probs_row_B is not None and int(self._all.probs_row_B[self._sequence]) >= 0
 
 
 def truncated(scaled_V: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
@@ -163,20 +174,10 @@ def truncated(scaled_V: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     if top_k <= 0 and top_p >= 1.0:
         return scaled_V
     sorted_V, order_V = scaled_V.sort(descending=True, stable=True)
-    num_kept = len(scaled_V) if top_k <= 0 else min(top_k, len(scaled_V))
-    if top_p < 1.0:
-        num_bits = 62 - (len(scaled_V) - 1).bit_length()
-        mass_K = (sorted_V[:num_kept].double().exp() * 2.0**num_bits).round().to(torch.int64)
-        reached_K = mass_K.cumsum(dim=0)
-        num_kept = int(((reached_K - mass_K).double() < top_p * reached_K[-1].double()).sum())
-    return torch.full_like(scaled_V, -torch.inf).index_copy(0, order_V[:num_kept], sorted_V[:num_kept])
+    top_k_1, top_p_1 = scaled_V.new_tensor([top_k]).long(), scaled_V.new_tensor([top_p], dtype=torch.float64)
+    keep_V = kept(sorted_V[None, None], top_k_1, top_p_1, len(scaled_V))[0, 0]
+    return torch.full_like(scaled_V, -torch.inf).scatter(0, order_V, sorted_V.masked_fill(~keep_V, -torch.inf))
 
 
 def _prefix(stands: list[bool]) -> int:
     return stands.index(False) if False in stands else len(stands)
-
-
-def _drawn(weight_V: torch.Tensor, draw: float) -> int:
-    """The first token whose cumulative weight exceeds its part of the sum."""
-    reached_V = weight_V.double().cumsum(dim=0)
-    return int(((reached_V > draw * reached_V[-1]) & (weight_V > 0)).to(torch.int8).argmax())

@@ -34,6 +34,7 @@ class Model:
 
     Attributes:
         implementation: what computes it: Triton kernels or the torch reference.
+        choosing: which form of the kernels may choose tokens from its logits, as they come; None: torch chooses.
         vocab: the tokens of this rank.
         d2t_C: the tokens of a pruned draft head, ascending; None if it has all.
         draft_columns_C: where the logits of `draft_logits` stand among this rank's W; None likewise.
@@ -61,6 +62,8 @@ class Model:
         self._decoder = Decoder(source, config, self._ops)
         self._mtp = MTPHead(source, config, self._ops) if with_mtp else None
         self.vocab = vocab
+        has_kernels = implementation is Implementation.TRITON and not vocab.is_cut  # they read whole rows
+        self.choosing: Implementation | None = implementation if has_kernels else None
         self._lm_head_WD = self._take_lm_head(source)
         self.d2t_C: torch.Tensor | None = None
         self.draft_columns_C: torch.Tensor | None = None
@@ -88,7 +91,7 @@ class Model:
         return self._mtp(embedded_TD, hidden_TD, self._inputs(batch, pool, on_layer))
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, W], computed in the model's dtype; returned as float32 where that is narrower."""
+        """[N, W], computed in the model's dtype; where torch chooses, returned as float32 if that is narrower."""
         logits_NW = self._head(hidden_ND, self._lm_head_WD)
         return self.vocab.close_padding(logits_NW) if isinstance(self.vocab, CutVocab) else logits_NW
 
@@ -155,7 +158,7 @@ class Model:
 
     def _head(self, hidden_ND: torch.Tensor, head_XD: torch.Tensor) -> torch.Tensor:
         logits_NX = self._ops.linear(hidden_ND, head_XD)
-        return logits_NX if logits_NX.dtype.itemsize >= 4 else logits_NX.float()
+        return logits_NX.float() if logits_NX.dtype.itemsize < 4 and self.choosing is None else logits_NX
 
     def _inputs(self, batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]) -> AttentionInputs:
         positions = batch.positions_BQ.flatten() if isinstance(batch, DecodeBatch) else batch.positions_T

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from baton.core.sampling import SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
-from baton.engine.grammar_rows import apply_bitmask
+from baton.engine.grammar_masks import apply_bitmask
 from baton.engine.history import SampledSequence
 from baton.engine.logprobs import logprobs_of
-from baton.engine.philox import Purpose, gumbel
 from baton.engine.sampler import choose, draw_noise, process_logits
 from baton.engine.sampling_table import SamplingTable, rows_of
 from baton.engine.truncation import Limits, order_keys, truncate
 from baton.engine.verifiers import make_verifier
 from baton.engine.verify import DraftProbs, Verified
+from baton.kernels.noise import Purpose, gumbel
 from baton.model.vocab import WHOLE
 from baton.tests.engine import reference_sampler as reference
 from baton.tests.engine.test_sampling_parameters import EOS_IDS, VOCAB, any_params, random_logits, sequences

@@ -11,9 +11,9 @@ import torch
 
 from baton.engine import drafting, rejection
 from baton.engine.drafting import DraftSource
-from baton.engine.philox import Purpose, uniform
 from baton.engine.sampler import SamplingRows
 from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, VerifyInputs
+from baton.kernels.noise import Purpose, uniform
 from baton.model.vocab import WHOLE
 from baton.tests.engine import rejection_reference as reference
 
@@ -121,6 +121,7 @@ class _Model:
 
     d2t_C = draft_columns_C = None
     vocab = WHOLE
+    choosing = None
     dtype = torch.float64
 
     def draft_logits(self, hidden):

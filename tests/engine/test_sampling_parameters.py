@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from baton.core.sampling import SamplingParams
 from baton.engine.history import SampledSequence
-from baton.engine.logprobs import logprobs_of, top_ids, unpack
+from baton.engine.logprobs import logprobs_of, unpack
 from baton.engine.sampler import choose, draw_noise, edit_logits, process_logits
 from baton.engine.sampling_table import SamplingTable, rows_of
 from baton.engine.verify import Verified
+from baton.kernels.logprobs import top_ids
 from baton.tests.engine import reference_sampler as reference
 from baton.tests.engine.toy import ToyModel
 from baton.tests.engine.toy_engine import EOS, request_of, toy_engine

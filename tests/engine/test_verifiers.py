@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from baton.core.errors import ConfigInvalid
 from baton.core.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine.philox import Purpose
 from baton.engine.sampler import draw_noise, sampling_rows
 from baton.engine.synthetic import conditional_rates
 from baton.engine.verifiers import make_verifier
 from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, VerifyInputs
+from baton.kernels.noise import Purpose
 from baton.tests.engine import reference
 from baton.tests.engine import rejection_reference as rejection
 

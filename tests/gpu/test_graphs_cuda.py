@@ -9,6 +9,7 @@ import torch
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
+from baton.core.verification import VerificationConfig
 from baton.engine.batch import DecodeRows
 from baton.engine.decode_step import DecodePlan
 from baton.engine.graph_backend import CallBackend, CudaBackend
@@ -17,7 +18,7 @@ from baton.engine.graphed_step import GraphedStep
 from baton.engine.local import LocalEngine
 from baton.engine.sampler import sampling_rows
 from baton.engine.slots import DecodeState
-from baton.engine.verify import CoupledVerifier
+from baton.engine.verifiers import verifier_for
 from baton.model.loader import load_model
 from baton.model.parallel import Alone
 from baton.tests.e2e.conftest import TINY
@@ -141,11 +142,12 @@ def test_a_replayed_step_never_waits(sampled, k):
     params = [request.sampling for request in requests_for([(1, 2)] * 3, sampled=True, num_drafts=k, max_tokens=9)]
     sampling = sampling_rows(params, DEVICE) if sampled else None
     plan = DecodePlan(num_drafts=k, max_context_len=40, sampling=sampling, keeps_mtp=k > 0)
+    verifier = verifier_for(model, VerificationConfig(), k)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            state, verified = step(state, rows, plan, model, side.pool, CoupledVerifier())
+            state, verified = step(state, rows, plan, model, side.pool, verifier)
             state = DecodeState(
                 last_token_B=state.last_token_B,
                 draft_token_B=state.draft_token_B,

@@ -16,9 +16,9 @@ from baton.engine.decode import DecodeRunner
 from baton.engine.grammar import Lookahead
 from baton.engine.grammar_rows import GrammarRows, HostCopy
 from baton.engine.local import LocalEngine
-from baton.engine.logprobs import top_ids
 from baton.engine.prefill import SequenceStart
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
+from baton.kernels.logprobs import top_ids
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model

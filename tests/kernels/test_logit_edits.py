@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.engine.grammar_rows import apply_bitmask
+from baton.engine.grammar_masks import apply_bitmask
 from baton.engine.history import Lookahead
 from baton.engine.logit_bias import LogitBias
 from baton.engine.penalties import Penalties
@@ -47,8 +47,12 @@ def test_edited_rows_are_the_engines(num_drafts, vocab_size):
     x_PQV = apply_bitmask(logits_BQV[edits.sequence_P].float(), edits.bitmask_PQW)
     ahead = Lookahead.of_drafts(edits.drafts_BK).pick(edits.sequence_P)
     x_PQV = LogitBias(ids_PW=edits.bias_ids_PW, values_PW=edits.bias_values_PW).apply(x_PQV, ahead)
-    counts_PX, in_prompt_PX = edits.counts_NX[edits.slot_P], edits.in_prompt_NX[edits.slot_P]
-    penalties = Penalties(values_P3=edits.penalties_P3, counts_PX=counts_PX, in_prompt_PX=in_prompt_PX)
+    penalties = Penalties(
+        values_P3=edits.penalties_P3,
+        counts_NX=edits.counts_NX,
+        in_prompt_NX=edits.in_prompt_NX,
+        slots_P=edits.slot_P,
+    )
     wanted_EV = penalties.apply(x_PQV, ahead).flatten(0, 1)
     num_rows = num_drafts + 1
     wanted_R = torch.full((4, num_rows), -1)

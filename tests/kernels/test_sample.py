@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.engine import philox
 from baton.engine.sampler import sample as engine_sample
-from baton.kernels import bounds_triton, noise
+from baton.kernels import bounds_triton
 from baton.kernels.choice import ChoiceRows, EditedRows
 from baton.kernels.implementation import Implementation
 from baton.kernels.sample import sample
@@ -25,16 +24,6 @@ def check(logits_BV, rows, both=True):
     assert sample(logits_BV, rows, implementation=REFERENCE).tolist() == wanted_B.tolist()
     if both:
         assert sample(logits_BV, rows, implementation=TRITON).tolist() == wanted_B.tolist()
-
-
-@pytest.mark.fast
-def test_words_and_noise_are_the_engines():
-    seed, choice, position = torch.tensor([5, (1 << 62) + 9]), torch.tensor([0, 3]), torch.tensor([7, 1 << 31])
-    number_V = torch.arange(41)
-    for purpose in (philox.Purpose.SAMPLE, philox.Purpose.ACCEPT, philox.Purpose.RESIDUAL):
-        wanted_NV = philox.gumbel(seed, choice, position, purpose, 41, torch.float32)
-        found_NV = noise.gumbels(number_V, seed[:, None], choice[:, None], position[:, None], int(purpose))
-        assert torch.equal(found_NV, wanted_NV)
 
 
 @pytest.mark.fast
