@@ -5,6 +5,7 @@ import torch
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.errors import ModelUnsupported
+from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.kernels.implementation import Implementation
@@ -66,6 +67,13 @@ def test_kernels_give_the_references_logits(shape, quantization):
     assert found.isfinite().all()
     # Both round to bfloat16 after each operation, and add in other orders; float8 rounds some numbers to a neighbour.
     assert relative_error(found, wanted) < (0.03 if quantization is Quantization.NONE else 0.06)
+
+
+def test_kernels_write_and_read_float8_kv_as_the_reference(shape):
+    wanted = logits_of(load(shape, Implementation.REFERENCE, kv_dtype=KVDtype.FP8))
+    found = logits_of(load(shape, Implementation.TRITON, kv_dtype=KVDtype.FP8))
+    assert found.isfinite().all()
+    assert relative_error(found, wanted) < 0.06  # what is next to a border of float8 may round to either side
 
 
 def test_float8_is_near_the_weights_it_was_made_of(shape):
