@@ -14,7 +14,6 @@ from baton.tests.e2e.test_same_tokens import PAIRWISE, SAMPLED, TOPOLOGIES, cell
 from baton.tests.e2e.topology import Topology
 
 FP8 = KVDtype.FP8
-FEW = 10
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +48,25 @@ def check(load_tiny, tokenizer, prompts, cell, dtype, numerics, *, max_tokens=16
         return deployment.inventories()
 
 
-def test_invariant_tokens_are_identical_with_prefixes_used_again(load_tiny, tokenizer, prompts):
-    cell = ("coupled", 2, 48, "1P2D")
-    prefill, *_ = check(
-        load_tiny, tokenizer, prompts[:FEW], cell, torch.float32, Numerics.INVARIANT, max_tokens=8, rounds=2
-    )
+@pytest.fixture(scope="module")
+def few(tokenizer):
+    return token_prompts(tokenizer, 8, max_len=60)[4:]
+
+
+def test_invariant_tokens_are_identical_with_prefixes_used_again(load_tiny, tokenizer, few):
+    cell = ("coupled", 1, 48, "1P1D")
+    prefill, _ = check(load_tiny, tokenizer, few, cell, torch.float32, Numerics.INVARIANT, max_tokens=6, rounds=2)
     assert prefill.num_prefix_hit_tokens > 0
 
 
-def test_float64_tokens_are_identical_when_sequences_give_way(load_tiny, tokenizer, prompts):
+def test_float64_tokens_are_identical_when_sequences_give_way(load_tiny, tokenizer, few):
     cell, way = ("greedy", 1, 64, "1P1D"), {"preempt_at": (3,), "host_kv_bytes": 1 << 24}
-    *_, decode = check(load_tiny, tokenizer, prompts[:FEW], cell, torch.float64, Numerics.DEFAULT, max_tokens=8, **way)
+    _, decode = check(load_tiny, tokenizer, few, cell, torch.float64, Numerics.DEFAULT, max_tokens=6, **way)
     assert decode.num_preemptions > 0
     assert decode.num_restored_blocks == decode.num_offloaded_blocks > 0
 
 
+@pytest.mark.slow
 def test_kv_in_float8_is_not_landed_in_a_pool_that_holds_more(load_tiny, tokenizer, prompts):
     (request,) = requests_for(prompts[8:9], sampled=False, num_drafts=0)
     with (
