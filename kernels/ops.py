@@ -172,7 +172,7 @@ class Ops:
             return float8_kv.attend_prefill(
                 self._attention_prefill, query_TAD, kv_NHSD, scales, block_tables_BM, query_lens, context_lens
             )
-        fused: dict[str, Any] = {"implementation": self.implementation, **_named(scales)}
+        fused = {"implementation": self.implementation, **_named(scales)}
         if on_device is None:
             return attention_prefill_lens(*arguments, query_lens, context_lens, **fused)
         return attention_prefill(*arguments, *on_device, max_query_len=max(query_lens, default=0), **fused)
@@ -234,6 +234,6 @@ class Ops:
         return linear_fp8(x_TK, weight, invariant=self._is_invariant, implementation=self.implementation)
 
 
-def _named(scales: float8_kv.Scales | None) -> dict[str, torch.Tensor]:
+def _named(scales: float8_kv.Scales | None) -> dict[str, Any]:
     """Scales as the kernels' arguments."""
     return {} if scales is None else {"key_scale": scales[0], "value_scale": scales[1]}
