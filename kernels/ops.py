@@ -157,6 +157,7 @@ class Ops:
         query_lens: Sequence[int],
         context_lens: Sequence[int],
         on_device: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
         scales: float8_kv.Scales | None = None,
     ) -> torch.Tensor:
         """Attention of chunks laid one after the other -> [T, A, D]; `scales` are those of float8 KV.
@@ -185,6 +186,7 @@ class Ops:
         block_tables_BM: torch.Tensor,
         positions_BQ: torch.Tensor,
         max_context_len: int,
+        *,
         scales: float8_kv.Scales | None = None,
     ) -> torch.Tensor:
         """Attention of Q rows of each of B sequences -> [B, Q, A, D]; `scales` are those of float8 KV."""

@@ -82,7 +82,7 @@ class Attention:
                 batch.block_tables_BM,
                 batch.positions_BQ,
                 batch.max_context_len,
-                self._scales,
+                scales=self._scales,
             )
             return mixed_BQAE.flatten(0, 1)
         return self._ops.attention_prefill(
@@ -93,7 +93,7 @@ class Attention:
             batch.query_lens,
             batch.context_lens,
             batch.lens_on_device,
-            self._scales,
+            scales=self._scales,
         )
 
 
