@@ -39,6 +39,7 @@ from baton.model.tensor_spec import tensor_spec
 
 _TURN_KEYS = tuple(field.name for field in dataclasses.fields(Turn) if field.name != "context_len")
 _MEMORY_SHARE = 0.9  # of what is free
+_FILLED_TOGETHER = 256  # blocks
 _NUM_NAMED_KERNELS = 12
 _MAX_NAME_LEN = 80
 
@@ -143,6 +144,7 @@ def load_shape(
             with_mtp=max(options.drafts) > 0,
             random_seed=options.seed,
             quantization=options.quantization,
+            kv_dtype=options.kv_dtype,
             implementation=options.implementation,
             communicator=communicator,
         )
@@ -184,8 +186,17 @@ def make_pool(options: DecodeOptions, model: Model, *, rank: int = 0, size: int 
         raise ConfigInvalid(message, keys=["batch", "prompt-len"])
     pool = KVPool(layout, num_blocks, model.device, rank=rank, size=size)
     for layer in range(layout.num_layers):
-        pool.blocks(layer).normal_()
+        _fill(pool.blocks(layer))
     return pool
+
+
+def _fill(blocks_NHPSD: torch.Tensor) -> None:
+    """With normal numbers; torch draws none in float8, so there they are drawn apart, some blocks at a time."""
+    if blocks_NHPSD.dtype.itemsize > 1:
+        blocks_NHPSD.normal_()
+        return
+    for part in blocks_NHPSD.split(_FILLED_TOGETHER):
+        part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device))
 
 
 def make_runner(
@@ -249,6 +260,7 @@ def identity(options: DecodeOptions, cell: Cell) -> dict[str, Any]:
         "device": options.device.type,
         "numerics": options.numerics.value,
         "quantization": options.quantization.value,
+        "kv_dtype": options.kv_dtype.value,
         "kernels": options.implementation.value,
         "verification": options.verification,
         "rate": options.rate,
@@ -284,6 +296,7 @@ def floors(
             context_len=turn.context_len,
             num_ranks=num_ranks,
             quantization=options.quantization,
+            kv_item_bytes=model.kv_layout(BLOCK_SIZE).item_bytes,
         )
         found.append((num_bytes / gbps / 1e6, turn.tokens_per_step))
     a_token = spread("floor_ms", [step_ms / num_tokens for step_ms, num_tokens in found])

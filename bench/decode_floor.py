@@ -50,17 +50,19 @@ def step_bytes(
     context_len: float,
     num_ranks: int = 1,
     quantization: Quantization = Quantization.NONE,
+    kv_item_bytes: int | None = None,
 ) -> float:
     """Bytes that one step must read, at each rank of a group.
 
     Args:
         config: of the model.
-        dtype: of weights and KV.
+        dtype: of weights and KV, unless the next two say otherwise.
         num_drafts: K; the MTP head runs K - 1 times to draft and once over what was accepted.
         batch: sequences.
         context_len: positions of each, on average.
         num_ranks: that share it all, but for rows of the embedding, which count for nothing.
         quantization: of the weights of products.
+        kv_item_bytes: of an element of KV; None: as the dtype's.
     """
     trunk = mtp = head = 0.0
     for name, shape in tensor_spec(config, with_mtp=num_drafts > 0).required.items():
@@ -81,7 +83,7 @@ def step_bytes(
     num_head_passes = 1 + (num_drafts if config.draft_vocab_size is None else 0)
     weights = (trunk + num_drafts * mtp + num_head_passes * head) / num_ranks
     kv = (config.num_layers + num_drafts) * layer_kv / num_ranks
-    return weights + kv * dtype.itemsize
+    return weights + kv * (kv_item_bytes or dtype.itemsize)
 
 
 def _share_of_experts(config: ModelConfig, num_rows: int) -> float:

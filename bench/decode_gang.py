@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--mtp", default="0,1")
     parser.add_argument("--batch", default="1,16,64")
     parser.add_argument("--cuda-graphs", choices=("auto", "on", "off"), default="auto")

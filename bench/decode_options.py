@@ -8,6 +8,7 @@ import torch
 from baton.bench.model_shapes import full_name
 from baton.core.config import SchedulingName
 from baton.core.errors import ConfigInvalid
+from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.core.sampling import MAX_TEMPERATURE
@@ -32,10 +33,11 @@ class DecodeOptions:
     Attributes:
         shape: name of a model's shape (`bench.model_shapes`).
         layers: fewer than the shape has; None for all.
-        dtype: of weights and KV.
+        dtype: of weights, and of KV unless `kv_dtype` says otherwise.
         device: where steps run.
         numerics: of the model.
         quantization: of its weights.
+        kv_dtype: of its KV.
         implementation: what computes it.
         schedulings: a subset of SCHEDULINGS.
         drafts: numbers of drafts a step makes.
@@ -57,6 +59,7 @@ class DecodeOptions:
     device: torch.device
     numerics: Numerics = Numerics.DEFAULT
     quantization: Quantization = Quantization.NONE
+    kv_dtype: KVDtype = KVDtype.AUTO
     implementation: Implementation = Implementation.AUTO
     schedulings: tuple[SchedulingName, ...] = SCHEDULINGS
     drafts: tuple[int, ...] = (0, 1)
@@ -92,6 +95,7 @@ def read_options(
     layers: int | None = None,
     numerics: str = "default",
     quantization: str = "none",
+    kv_dtype: str = "auto",
     kernels: str = "auto",
     scheduling: str = "sync,async",
     mtp: str = "0,1",
@@ -112,7 +116,8 @@ def read_options(
         ConfigInvalid: a name or a value that does not exist.
     """
     names = {"dtype": dtype, "numerics": numerics, "quantization": quantization, "kernels": kernels}
-    _require_known({**names, "verification": verification, "cuda-graphs": cuda_graphs}, scheduling.split(","), device)
+    names |= {"kv-dtype": kv_dtype, "verification": verification, "cuda-graphs": cuda_graphs}
+    _require_known(names, scheduling.split(","), device)
     counts = {
         "layers": layers,
         "prompt-len": prompt_len,
@@ -134,6 +139,7 @@ def read_options(
         device=torch.device(device),
         numerics=Numerics(numerics),
         quantization=Quantization(quantization),
+        kv_dtype=KVDtype(kv_dtype),
         implementation=Implementation(kernels),
         schedulings=tuple(name for name in SCHEDULINGS if name in scheduling.split(",")),
         drafts=_numbers("mtp", mtp, 0, MAX_DRAFTS),
@@ -155,6 +161,7 @@ def _require_known(names: Mapping[str, str], schedulings: Sequence[str], device:
         "dtype": _DTYPES,
         "numerics": [mode.value for mode in Numerics],
         "quantization": [kind.value for kind in Quantization],
+        "kv-dtype": [kind.value for kind in KVDtype],
         "kernels": [kind.value for kind in Implementation],
         "verification": VERIFICATIONS,
         "cuda-graphs": tuple(_GRAPHS),

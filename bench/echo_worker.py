@@ -93,6 +93,7 @@ def _state(
             block_size=BLOCK_SIZE,
             numerics="default",
             dtype="float32",
+            kv_dtype="float32",
             max_num_seqs=options.max_num_seqs,
             inventory=served.inventory(options.num_blocks),
             clock_id=clock_id(),

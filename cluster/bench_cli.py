@@ -55,6 +55,7 @@ def bench_decode(
     numerics: Annotated[str, typer.Option(help="default|invariant")] = "default",
     dtype: Annotated[str, typer.Option(help="auto|float64|float32|bfloat16")] = "auto",
     quantization: Annotated[str, typer.Option(help="none|fp8: of the weights")] = "none",
+    kv_dtype: Annotated[str, typer.Option(help="auto|fp8: of the KV pool")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto|triton|reference: what computes the model")] = "auto",
     device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
     steps: Annotated[int, typer.Option(help="measured in each round")] = 22,

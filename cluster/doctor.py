@@ -72,7 +72,13 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     findings += (
         []
         if status is None
-        else [*check_ranks(status), *check_graphs(status), *check_prefill(status), *check_fitness(status)]
+        else [
+            *check_ranks(status),
+            *check_graphs(status),
+            *check_kv_dtype(status),
+            *check_prefill(status),
+            *check_fitness(status),
+        ]
     )
     findings += [check_path(path) for path in found]
     seen = [] if status is None or address is None else list(wires(address, status, current_access().tls.ca_file))
@@ -248,6 +254,19 @@ def check_graphs(status: admin_pb2.StatusReply) -> list[Finding]:
         else:
             findings.append(Finding(name, "ok", detail))
     return findings
+
+
+def check_kv_dtype(status: admin_pb2.StatusReply) -> Iterator[Finding]:
+    """What live workers' KV pools hold; those that hold different things are not paired."""
+    found: dict[str, list[str]] = {}
+    for worker in status.workers:
+        if worker.alive and worker.state.kv_dtype:
+            found.setdefault(worker.state.kv_dtype, []).append(worker.state.worker_id)
+    if len(found) == 1:
+        yield Finding("KV dtype", "ok", f"{next(iter(found))} at every worker")
+    elif found:
+        detail = "; ".join(f"{dtype} at {', '.join(workers)}" for dtype, workers in sorted(found.items()))
+        yield Finding("KV dtype", "warn", detail, "start all workers with one --kv-dtype")
 
 
 def check_path(path: KvPath) -> Finding:

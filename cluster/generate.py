@@ -16,6 +16,7 @@ LOCAL_OPTIONS = (
     "numerics",
     "dtype",
     "quantization",
+    "kv_dtype",
     "kernels",
     "device",
     "weights",
@@ -63,7 +64,7 @@ def check_place(local: bool, address: str | None, local_options: dict[str, Any])
         raise ConflictingOptions("--local runs in this process and --address asks a deployment; give one of them")
     given = sorted(name for name, value in local_options.items() if value is not None)
     if given and not local:
-        names = ", ".join(f"--{name}" for name in given)
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConflictingOptions(f"{names}: a deployment has chosen these when it started; they go with --local")
 
 

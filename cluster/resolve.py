@@ -216,6 +216,7 @@ def resolve_worker(
         host_kv_bytes=int(config.host_kv_gib * (1 << 30)) // tp_size,
         weights=config.weights,
         quantization=config.quantization,
+        kv_dtype=config.kv_dtype,
         kernels=config.kernels,
         tp_size=tp_size,
         scheduling=config.scheduling,

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from baton.core.clock import MAX_TIMEOUT_S
 from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
 from baton.core.errors import ConfigInvalid
+from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.core.telemetry import LogFormat, TelemetryConfig
@@ -86,6 +87,9 @@ class ServeConfig(BaseModel):
     dtype: DTypeName = Field("auto", description="auto: bfloat16 on a GPU, float32 on a CPU")
     quantization: Quantization = Field(
         Quantization.NONE, strict=False, description="none, or fp8: products by e4m3 weights, made at load"
+    )
+    kv_dtype: KVDtype = Field(
+        KVDtype.AUTO, strict=False, description="auto: KV in the dtype; fp8: in e4m3, half of bfloat16's memory"
     )
     kernels: KernelsName = Field("auto", description="auto: Triton's on a GPU in bfloat16, torch's elsewhere")
     weights: Literal["checkpoint", "random"] = Field("checkpoint", description="random: shapes only, for speed tests")
@@ -300,6 +304,7 @@ class WorkerConfig:
     host_kv_bytes: int = 0  # of one rank
     weights: str = "checkpoint"
     quantization: Quantization = Quantization.NONE
+    kv_dtype: KVDtype = KVDtype.AUTO
     kernels: KernelsName = "auto"
     tp_size: int = 1
     scheduling: SchedulingName = "async"

@@ -169,6 +169,7 @@ class DecodeNode:
             block_size=self.config.block_size,
             numerics=self.config.numerics.value,
             dtype=self.config.dtype,
+            kv_dtype=self._layout.dtype,
             inventory=self.worker.inventory(),
             rank_pids=self.rank_pids(),
             build=self._build,

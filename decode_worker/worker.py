@@ -270,7 +270,7 @@ class DecodeWorker:
             sequence.request,
             vocab_size=self._limits.vocab_size,
             hidden_size=self._runner.hidden_size,
-            dtype=self._pool.dtype,
+            dtype=self._runner.hidden_dtype,
         )
         _, reason = sequence.checker.accept([start.first_token])
         if reason is not None:

@@ -86,6 +86,7 @@ class DecodeRunner:
         assert num_draft_tokens == 0 or pool.layout.num_layers > model.config.num_layers, "drafts need an MTP layer"
         self.max_num_sequences = max_num_sequences
         self.hidden_size = model.config.hidden_size
+        self.hidden_dtype = model.dtype
         self.num_draft_tokens = num_draft_tokens
         self._num_drafts = num_draft_tokens
         self.grammars = grammars

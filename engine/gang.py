@@ -132,6 +132,7 @@ class LeadDecode:
         self._limit = StepLimit()
         self.max_num_sequences = runner.max_num_sequences
         self.hidden_size = runner.hidden_size
+        self.hidden_dtype = runner.hidden_dtype
         self.num_draft_tokens = runner.num_draft_tokens
         self.grammars = runner.grammars
         self.kv_offload = LeadOffload(runner.kv_offload, channel)

@@ -54,7 +54,7 @@ class StaticPass:
         """About what the pass holds at its peak, beside its buffers: K and V of all tables, and copies of them."""
         layout = self._pool.layout
         positions = self.key.num_sequences * self.key.width * layout.block_size
-        return 4 * 2 * positions * self._pool.num_kv_heads * layout.head_dim * self._pool.dtype.itemsize
+        return 4 * 2 * positions * self._pool.num_kv_heads * layout.head_dim * self._model.dtype.itemsize
 
     @torch.inference_mode()
     def warm_up(self, backend: GraphBackend) -> None:

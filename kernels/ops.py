@@ -7,11 +7,12 @@ side by side in a layer. Two operations sum over a dimension that a group of ran
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from baton.core.numerics import Numerics
-from baton.kernels import attention, attention_invariant, linear, moe, rms_norm, silu_mul
+from baton.kernels import attention, attention_invariant, float8_kv, linear, moe, rms_norm, silu_mul
 from baton.kernels.attention_decode import attention_decode
 from baton.kernels.attention_prefill import HEAD_DIMS, attention_prefill, attention_prefill_lens
 from baton.kernels.fp8_weight import Fp8Weight
@@ -76,11 +77,9 @@ class Ops:
         self._attention_prefill = (
             attention_invariant.attention_prefill_invariant if invariant else attention.attention_prefill
         )
-        self.attention_decode: AttentionDecode = (
+        self._attention_decode: AttentionDecode = (
             attention_invariant.attention_decode_invariant if invariant else attention.attention_decode
         )
-        if self._is_fused:
-            self.attention_decode = partial(attention_decode, implementation=implementation)
 
     def linear(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
         """The product x W^T, [T, N]."""
@@ -146,7 +145,7 @@ class Ops:
         heads_TXD = qkv_TX.unflatten(1, (-1, head_dim))
         query_TQD, key_THD, value_THD = heads_TXD.split([num_query, num_kv, num_kv], dim=1)
         key_THD = rope(self.rms_norm(key_THD, norms.key_D, norms.eps), *angles)
-        kv_write(key_THD, value_THD, slots_T, pool.key_NHSD, pool.value_NHSD)
+        self._write(key_THD, value_THD, slots_T, pool)
         return rope(self.rms_norm(query_TQD, norms.query_D, norms.eps), *angles)
 
     def attention_prefill(
@@ -158,19 +157,48 @@ class Ops:
         query_lens: Sequence[int],
         context_lens: Sequence[int],
         on_device: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        scales: float8_kv.Scales | None = None,
     ) -> torch.Tensor:
-        """Attention of chunks laid one after the other -> [T, A, D].
+        """Attention of chunks laid one after the other -> [T, A, D]; `scales` are those of float8 KV.
 
         Lengths are on the host; where they are on the device already, as chunks' starts [B + 1] and context lengths
         [B], they need not cross once more for each layer.
         """
         arguments = (query_TAD, key_NHSD, value_NHSD, block_tables_BM)
         if not self._is_fused:
-            return self._attention_prefill(*arguments, query_lens, context_lens)
+            if scales is None:
+                return self._attention_prefill(*arguments, query_lens, context_lens)
+            kv_NHSD = (key_NHSD, value_NHSD)
+            return float8_kv.attend_prefill(
+                self._attention_prefill, query_TAD, kv_NHSD, scales, block_tables_BM, query_lens, context_lens
+            )
+        fused = {"implementation": self.implementation, **_named(scales)}
         if on_device is None:
-            return attention_prefill_lens(*arguments, query_lens, context_lens, implementation=self.implementation)
-        longest = max(query_lens, default=0)
-        return attention_prefill(*arguments, *on_device, max_query_len=longest, implementation=self.implementation)
+            return attention_prefill_lens(*arguments, query_lens, context_lens, **fused)
+        return attention_prefill(*arguments, *on_device, max_query_len=max(query_lens, default=0), **fused)
+
+    def attention_decode(
+        self,
+        query_BQAD: torch.Tensor,
+        key_NHSD: torch.Tensor,
+        value_NHSD: torch.Tensor,
+        block_tables_BM: torch.Tensor,
+        positions_BQ: torch.Tensor,
+        max_context_len: int,
+        *,
+        scales: float8_kv.Scales | None = None,
+    ) -> torch.Tensor:
+        """Attention of Q rows of each of B sequences -> [B, Q, A, D]; `scales` are those of float8 KV."""
+        arguments = (query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, max_context_len)
+        if self._is_fused:
+            return attention_decode(*arguments, implementation=self.implementation, **_named(scales))
+        if scales is None:
+            return self._attention_decode(*arguments)
+        kv_NHSD = (key_NHSD, value_NHSD)
+        return float8_kv.attend_decode(
+            self._attention_decode, query_BQAD, kv_NHSD, scales, block_tables_BM, positions_BQ, max_context_len
+        )
 
     def route(self, logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T, K] in the wide dtype, and experts [T, K], most probable first."""
@@ -195,5 +223,19 @@ class Ops:
         )
         return self._inner.add_ranks(mixed_TD).to(x_TD.dtype)
 
+    @staticmethod
+    def _write(key_THD: torch.Tensor, value_THD: torch.Tensor, slots_T: torch.Tensor, pool: LayerPool) -> None:
+        """By torch; in float8 if the pool has scales."""
+        keys, values = pool.key_NHSD, pool.value_NHSD
+        if pool.scales is not None:
+            rows = [float8_kv.in_float8(x_THD, s) for x_THD, s in zip((key_THD, value_THD), pool.scales, strict=True)]
+            key_THD, value_THD, keys, values = map(float8_kv.as_bytes, (*rows, keys, values))
+        kv_write(key_THD, value_THD, slots_T, keys, values)
+
     def _linear_fp8(self, x_TK: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         return linear_fp8(x_TK, weight, invariant=self._is_invariant, implementation=self.implementation)
+
+
+def _named(scales: float8_kv.Scales | None) -> dict[str, Any]:
+    """Scales as the kernels' arguments."""
+    return {} if scales is None else {"key_scale": scales[0], "value_scale": scales[1]}

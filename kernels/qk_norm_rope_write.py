@@ -18,6 +18,7 @@ import torch
 
 from baton.kernels import qk_norm_rope_write_triton as in_triton
 from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.float8_kv import as_bytes, in_float8
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.kv_write import kv_write
 from baton.kernels.rms_norm import rms_norm
@@ -25,7 +26,6 @@ from baton.kernels.rms_norm import rms_norm
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64)
 _FLOAT8 = torch.float8_e4m3fn
-_LARGEST = 448.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,11 @@ class LayerPool:
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
 
+    @property
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of keys and values, of a pool of float8."""
+        return None if self.key_scale is None or self.value_scale is None else (self.key_scale, self.value_scale)
+
 
 def qk_norm_rope_write(
     qkv_TX: torch.Tensor,
@@ -107,9 +112,6 @@ def qk_norm_rope_write(
     else:
         assert rotation.tables is not None
         angles = (in_triton.BY_TOKEN if positions is None else in_triton.BY_POSITION, *rotation.tables)
-    scales = None
-    if pool.key_scale is not None and pool.value_scale is not None:
-        scales = (pool.key_scale, pool.value_scale)
     return in_triton.launch(
         qkv_TX,
         (norms.query_D, norms.key_D, norms.eps),
@@ -117,7 +119,7 @@ def qk_norm_rope_write(
         positions,
         slots_T,
         (pool.key_NHSD, pool.value_NHSD),
-        scales,
+        pool.scales,
         num_query=num_query,
         rotary_dim=rotation.dim,
         sections=rotation.sections,
@@ -212,15 +214,15 @@ def _reference(
     query_THD = _turned(_normed(query_THD, norms.query_D, norms), rotation, cos_TF, sin_TF)
     key_THD = _turned(_normed(key_THD, norms.key_D, norms), rotation, cos_TF, sin_TF)
     if pool.key_scale is not None and pool.value_scale is not None:
-        key_THD, value_THD = _in_float8(key_THD, pool.key_scale), _in_float8(value_THD, pool.value_scale)
+        key_THD, value_THD = in_float8(key_THD, pool.key_scale), in_float8(value_THD, pool.value_scale)
     is_real_T = slots_T >= 0
     slots_R = slots_T[is_real_T].long()
     kv_write(
-        _storable(key_THD[is_real_T]),
-        _storable(value_THD[is_real_T]),
+        as_bytes(key_THD[is_real_T]),
+        as_bytes(value_THD[is_real_T]),
         slots_R,
-        _storable(pool.key_NHSD),
-        _storable(pool.value_NHSD),
+        as_bytes(pool.key_NHSD),
+        as_bytes(pool.value_NHSD),
     )
     return query_THD.contiguous()
 
@@ -268,12 +270,3 @@ def _turned(x_THD: torch.Tensor, rotation: Rotation, cos_TF: torch.Tensor, sin_T
     pairs = [left_THF * cos_T1F - right_THF * sin_T1F, right_THF * cos_T1F + left_THF * sin_T1F]
     turned_THR = torch.stack(pairs, dim=-1).flatten(-2) if rotation.interleaved else torch.cat(pairs, dim=-1)
     return torch.cat([turned_THR.to(x_THD.dtype), rest_THD], dim=-1)
-
-
-def _in_float8(x_THD: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return (x_THD.float() * (1 / scale)[:, None]).clamp(-_LARGEST, _LARGEST).to(_FLOAT8)
-
-
-def _storable(x: torch.Tensor) -> torch.Tensor:
-    """As bytes: torch has no indexed store of float8."""
-    return x.view(torch.uint8) if x.dtype == _FLOAT8 else x

@@ -51,18 +51,20 @@ class Attention:
             key_D=source.take(f"{prefix}.k_norm.weight"),
             eps=config.rms_norm_eps,
         )
+        self._scales = source.take_kv_scales(prefix)
         self._layer = layer
         self._ops = ops
 
     def __call__(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """Write the tokens' K and V, then attend -> [T, D]."""
         key_NHSE, value_NHSE = inputs.pool.layer(self._layer)
+        key_scale, value_scale = (None, None) if self._scales is None else self._scales
         query_TAE = self._ops.qk_norm_rope_write(
             self._ops.linear(x_TD, self.qkv_QD),
             self.norms,
             (inputs.cos_TF, inputs.sin_TF),
             _slots(inputs.batch),
-            LayerPool(key_NHSD=key_NHSE, value_NHSD=value_NHSE),
+            LayerPool(key_NHSD=key_NHSE, value_NHSD=value_NHSE, key_scale=key_scale, value_scale=value_scale),
         )
         inputs.on_layer(self._layer)
         mixed_TQ = self._attend(query_TAE, key_NHSE, value_NHSE, inputs.batch).flatten(1)
@@ -74,7 +76,13 @@ class Attention:
         if isinstance(batch, DecodeBatch):
             query_BQAE = query_TAE.unflatten(0, batch.positions_BQ.shape)
             mixed_BQAE = self._ops.attention_decode(
-                query_BQAE, key_NHSE, value_NHSE, batch.block_tables_BM, batch.positions_BQ, batch.max_context_len
+                query_BQAE,
+                key_NHSE,
+                value_NHSE,
+                batch.block_tables_BM,
+                batch.positions_BQ,
+                batch.max_context_len,
+                scales=self._scales,
             )
             return mixed_BQAE.flatten(0, 1)
         return self._ops.attention_prefill(
@@ -85,6 +93,7 @@ class Attention:
             batch.query_lens,
             batch.context_lens,
             batch.lens_on_device,
+            scales=self._scales,
         )
 
 

@@ -3,12 +3,14 @@
 Legend: T tokens, D hidden size, I intermediate size.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from baton.core.errors import ModelUnsupported
+from baton.core.kv_dtype import KVDtype
 from baton.core.quantization import Quantization
 from baton.kernels.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.moe import ExpertWeights
@@ -16,6 +18,7 @@ from baton.kernels.moe_gemm import Fp8ExpertWeights
 from baton.kernels.ops import Experts, Ops, Weight
 from baton.kernels.quantize_fp8 import GROUP_LEN
 from baton.model.random_weights import RandomTensor
+from baton.model.tensor_spec import KV_SCALES
 from baton.model.weights import Cut, StoredTensor
 
 
@@ -36,6 +39,7 @@ class WeightSource:
     on_progress: Callable[[int, int], None] | None = None
     cut: Callable[[str], Cut | None] = whole
     quantization: Quantization = Quantization.NONE
+    kv_dtype: KVDtype = KVDtype.AUTO
     num_done: int = field(default=0, init=False)
 
     def take(self, *names: str) -> torch.Tensor:
@@ -74,6 +78,25 @@ class WeightSource:
         gate_up_EJD, gate_up_scale = self._take_quantized(gate_up)
         down_EDI, down_scale = self._take_quantized(down)
         return Fp8ExpertWeights(gate_up_EJD, gate_up_scale, down_EDI, down_scale)
+
+    def take_kv_scales(self, prefix: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Scales of an attention layer's keys and values, float32 [1] each, if its KV is float8; 1 if none is stored.
+
+        Raises:
+            ModelUnsupported: one is not above 0.
+        """
+        if self.kv_dtype is not KVDtype.FP8:
+            return None
+        key_scale, value_scale = (self._scale(f"{prefix}.{name}") for name in KV_SCALES)
+        return key_scale, value_scale
+
+    def _scale(self, name: str) -> torch.Tensor:
+        if name not in self.stored:
+            return torch.ones(1, device=self.device)
+        scale = self.stored[name].read(None).to(torch.float32).reshape(1)
+        if not 0 < float(scale) < math.inf:
+            raise ModelUnsupported(f"{name} = {float(scale):g} is no scale", option=name, value=float(scale))
+        return scale.to(self.device)
 
     def _take_quantized(self, groups: Sequence[Sequence[str]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Values [len(groups), ...] and scales of stacked weights."""

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 
 from baton.core.errors import ModelTensorMissing, ModelUnsupported
+from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.kernels.implementation import Implementation
 from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_sizes
+from baton.kvcache.layout import WORD_BYTES
 from baton.model.config import ModelConfig
 from baton.model.draft_head import D2T, normalise_d2t, spaced_d2t
 from baton.model.layers import WeightSource
@@ -38,6 +40,7 @@ def load_model(
     communicator: Communicator | None = None,
     cut_vocab: bool = True,
     quantization: Quantization = Quantization.NONE,
+    kv_dtype: KVDtype = KVDtype.AUTO,
     implementation: Implementation = Implementation.AUTO,
 ) -> Model:
     """Load config and weights, converted to `dtype`; `on_progress(done, total)` counts tensors.
@@ -46,7 +49,8 @@ def load_model(
     too if it is asked for, whether or not the model was published with one. With a `communicator`, only its rank's part
     of the weights is read, and the model computes with the other ranks'; its logits are then those of the rank's tokens
     alone, unless `cut_vocab` is False. With a `quantization`, weights of products are quantized as they are read; the
-    KV is another model's then. `implementation` says what computes; left open, device, dtype and numerics do.
+    KV is another model's then, and so it is with another `kv_dtype`. `implementation` says what computes; left open,
+    device, dtype and numerics do.
 
     Raises:
         ModelMissing: the directory, or a file it must hold, is not there.
@@ -62,6 +66,7 @@ def load_model(
     if with_mtp and not (is_random and config.num_mtp_layers == 0):
         _require_mtp(config, path)
     config = _quantized(config, quantization, dtype, numerics)
+    config = _with_kv(config, kv_dtype, dtype)
     implementation = _form(implementation, config, device, dtype, numerics)
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
@@ -76,7 +81,7 @@ def load_model(
         if D2T in spec.tables:
             d2t_C = normalise_d2t(headers[D2T].read_index(), config.vocab_size, config.d2t_form)
     plan = ShardPlan(config, communicator or Alone(), numerics, cut_vocab=cut_vocab)
-    source = WeightSource(stored, dtype, device, len(spec.required), on_progress, plan.cut, quantization)
+    source = WeightSource(stored, dtype, device, len(spec.required), on_progress, plan.cut, quantization, kv_dtype)
     model = Model(
         source,
         config,
@@ -103,7 +108,26 @@ def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dty
         if value is not wanted:
             message = f"--quantization {quantization.value} goes with {option} {_named(wanted)}, not {_named(value)}"
             raise ModelUnsupported(message, option="quantization", value=quantization.value)
-    identity = f"{config.model_hash} {quantization.value}"
+    return _renamed(config, quantization.value)
+
+
+def _with_kv(config: ModelConfig, kv_dtype: KVDtype, dtype: torch.dtype) -> ModelConfig:
+    """The same with another identity if KV is narrower than `dtype`, which the pool's own dtype does not tell then.
+
+    Raises:
+        ModelUnsupported: heads are not made of whole words of such KV.
+    """
+    if kv_dtype is KVDtype.AUTO:
+        return config
+    if config.head_dim % WORD_BYTES:
+        message = f"--kv-dtype {kv_dtype.value} moves {WORD_BYTES} elements together; heads have {config.head_dim}"
+        raise ModelUnsupported(message, option="kv_dtype", value=kv_dtype.value)
+    return _renamed(config, f"KV {kv_dtype.value} of {_named(dtype)}")
+
+
+def _renamed(config: ModelConfig, how: str) -> ModelConfig:
+    """The model computed in another way: none of its KV is the other's."""
+    identity = f"{config.model_hash} {how}"
     return replace(config, model_hash=hashlib.sha256(identity.encode()).hexdigest()[: len(config.model_hash)])
 
 

@@ -35,6 +35,7 @@ class Model:
     Attributes:
         implementation: what computes it: Triton kernels or the torch reference.
         choosing: which form of the kernels may choose tokens from its logits, as they come; None: torch chooses.
+        kv_dtype: how a pool for it keeps K and V.
         vocab: the tokens of this rank.
         d2t_C: the tokens of a pruned draft head, ascending; None if it has all.
         draft_columns_C: where the logits of `draft_logits` stand among this rank's W; None likewise.
@@ -54,6 +55,7 @@ class Model:
     ) -> None:
         self.config = config
         self.dtype = source.dtype
+        self.kv_dtype = source.kv_dtype
         self.device = source.device
         self.numerics = numerics
         self.with_mtp = with_mtp
@@ -117,7 +119,7 @@ class Model:
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             block_size=block_size,
-            dtype=DTYPE_NAMES[self.dtype],
+            dtype=self.kv_dtype.of(DTYPE_NAMES[self.dtype]),
         )
 
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:

@@ -9,6 +9,7 @@ from baton.model.draft_head import D2T, DRAFT_HEAD, T2D
 from baton.model.weights import StoredTensor
 
 Shape = tuple[int, ...]
+KV_SCALES = ("k_scale", "v_scale")  # of an attention layer; read for KV in float8 alone
 _NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
 
 
@@ -29,11 +30,13 @@ def tensor_spec(config: ModelConfig, *, with_mtp: bool) -> TensorSpec:
     (optional if config.tie_word_embeddings else required)["lm_head.weight"] = vocab
     for layer in range(config.num_layers):
         required |= _layer_spec(config, f"model.layers.{layer}", layer)
+        optional |= _scale_spec(f"model.layers.{layer}")
     if with_mtp:
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             required[f"mtp.{name}.weight"] = (config.hidden_size,)
         required["mtp.fc.weight"] = (config.hidden_size, 2 * config.hidden_size)
         required |= _layer_spec(config, "mtp.layers.0", config.num_layers)
+        optional |= _scale_spec("mtp.layers.0")
     tables: dict[str, Shape] = {}
     if with_mtp and config.draft_vocab_size is not None:
         required[DRAFT_HEAD] = (config.draft_vocab_size, config.hidden_size)
@@ -60,6 +63,11 @@ def _layer_spec(config: ModelConfig, prefix: str, layer: int) -> dict[str, Shape
     for expert in range(config.num_experts):
         spec |= _mlp_spec(f"{prefix}.mlp.experts.{expert}", hidden, config.moe_intermediate_size)
     return spec
+
+
+def _scale_spec(prefix: str) -> dict[str, Shape]:
+    """One number each, stored as a scalar or as a list of one."""
+    return {f"{prefix}.self_attn.{name}": () for name in KV_SCALES}
 
 
 def _mlp_spec(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
@@ -91,7 +99,7 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
         raise ModelTensorUnexpected(message, tensors=unexpected)
     for name, shape in known.items():
         tensor = stored.get(name)
-        if tensor is not None and tensor.shape != shape:
+        if tensor is not None and tensor.shape != shape and (shape or tensor.shape != (1,)):
             message = f"{name} has shape {list(tensor.shape)} where config.json implies {list(shape)}"
             raise ModelTensorMisshapen(message, tensor=name, shape=list(tensor.shape), wanted_shape=list(shape))
         if tensor is not None and name in spec.tables:

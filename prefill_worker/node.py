@@ -111,6 +111,7 @@ class PrefillNode:
             block_size=self.config.block_size,
             numerics=self.config.numerics.value,
             dtype=self.config.dtype,
+            kv_dtype=self._layout.dtype,
             inventory=self.worker.inventory(),
             rank_pids=self.rank_pids(),
             prefix_naming=self.worker.names.naming,

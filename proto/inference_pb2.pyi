@@ -240,17 +240,19 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "max_model_len", "vocab_size", "num_draft_tokens", "numerics", "dtype")
+    __slots__ = ("name", "max_model_len", "vocab_size", "num_draft_tokens", "numerics", "dtype", "kv_dtype")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_model_len: int
     vocab_size: int
     num_draft_tokens: int
     numerics: str
     dtype: str
-    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
+    kv_dtype: str
+    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ...) -> None: ...

@@ -300,7 +300,7 @@ class DecodeStats(_message.Message):
     def __init__(self, num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., kv_bytes_landed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., handoff_ms: _Optional[float] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "bundles", "clock_id", "wishes_version", "wishes", "wishes_life", "can_prefill")
+    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "bundles", "kv_dtype", "clock_id", "wishes_version", "wishes", "wishes_life", "can_prefill")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +322,7 @@ class WorkerState(_message.Message):
     KV_BYTES_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
     BUNDLES_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_ID_FIELD_NUMBER: _ClassVar[int]
     WISHES_VERSION_FIELD_NUMBER: _ClassVar[int]
     WISHES_FIELD_NUMBER: _ClassVar[int]
@@ -348,12 +349,13 @@ class WorkerState(_message.Message):
     kv_bytes_per_position: float
     build: str
     bundles: bool
+    kv_dtype: str
     clock_id: str
     wishes_version: int
     wishes: Wishes
     wishes_life: int
     can_prefill: bool
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., bundles: bool = ..., clock_id: _Optional[str] = ..., wishes_version: _Optional[int] = ..., wishes: _Optional[_Union[Wishes, _Mapping]] = ..., wishes_life: _Optional[int] = ..., can_prefill: bool = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., bundles: bool = ..., kv_dtype: _Optional[str] = ..., clock_id: _Optional[str] = ..., wishes_version: _Optional[int] = ..., wishes: _Optional[_Union[Wishes, _Mapping]] = ..., wishes_life: _Optional[int] = ..., can_prefill: bool = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("known", "speculation", "wishes", "wants_wishes")

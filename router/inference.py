@@ -170,6 +170,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             num_draft_tokens=limits.num_draft_tokens,
             numerics=state.numerics,
             dtype=state.dtype,
+            kv_dtype=state.kv_dtype,
         )
 
     async def _admit(

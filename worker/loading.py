@@ -70,6 +70,7 @@ def load_worker(
         random_seed=RANDOM_SEED if is_random else None,
         communicator=group,
         quantization=config.quantization,
+        kv_dtype=config.kv_dtype,
         implementation=Implementation(config.kernels),
     )
     if is_random and not (path / "tokenizer.json").exists():

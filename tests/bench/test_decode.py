@@ -134,6 +134,20 @@ def test_the_floor_counts_what_a_step_reads(tmp_path):
     assert drafting == 2 * (2 * layer + 4096 + 3 * head + 2 * mtp + 3 * 100 * 4 * kv)
     halved = decode_floor.step_bytes(config, torch.bfloat16, num_drafts=0, batch=3, context_len=100, num_ranks=2)
     assert halved == plain / 2
+    narrow = decode_floor.step_bytes(config, torch.bfloat16, num_drafts=0, batch=3, context_len=100, kv_item_bytes=1)
+    assert plain - narrow == 3 * 100 * 2 * kv
+
+
+@pytest.mark.fast
+def test_a_pool_of_float8_is_filled_with_numbers_that_are_read():
+    options = read_options(**QUICK | {"steps": 1}, batch="2", mtp="1", kv_dtype="fp8")
+    pool = decode.make_pool(options, decode.load_shape(options))
+    values = pool.blocks(1).float()
+    assert pool.dtype == torch.float8_e4m3fn
+    assert values.isfinite().all()
+    assert 0.9 < values.std() < 1.1
+    with pytest.raises(ConfigInvalid, match="--kv-dtype fp4"):
+        read_options(**QUICK, kv_dtype="fp4")
 
 
 @pytest.mark.fast

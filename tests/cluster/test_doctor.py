@@ -69,6 +69,19 @@ def test_graphs_that_could_not_be_captured_are_told():
     assert doctor.check_graphs(status) == []
 
 
+def test_what_kv_pools_hold_is_told():
+    def states(*kinds):
+        workers = [worker_pb2.WorkerState(worker_id=f"w{at}", kv_dtype=kind) for at, kind in enumerate(kinds)]
+        return admin_pb2.StatusReply(workers=[admin_pb2.WorkerStatus(alive=True, state=state) for state in workers])
+
+    assert list(doctor.check_kv_dtype(states(""))) == []
+    [fine] = doctor.check_kv_dtype(states("float8_e4m3fn", "float8_e4m3fn", ""))
+    assert (fine.level, fine.detail) == ("ok", "float8_e4m3fn at every worker")
+    [mixed] = doctor.check_kv_dtype(states("float8_e4m3fn", "bfloat16"))
+    assert (mixed.level, mixed.detail) == ("warn", "bfloat16 at w1; float8_e4m3fn at w0")
+    assert "--kv-dtype" in mixed.next
+
+
 def test_a_worker_that_answers_nothing_is_told():
     state = worker_pb2.WorkerState(worker_id="d0")
     status = admin_pb2.StatusReply(workers=[admin_pb2.WorkerStatus(alive=True, state=state)])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.model.loader import load_model
@@ -30,7 +31,8 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def load_tiny():
     @cache
-    def load(dtype=torch.float64, numerics=Numerics.DEFAULT, with_mtp=True, device="cpu"):
-        return load_model(TINY, dtype=dtype, device=torch.device(device), numerics=numerics, with_mtp=with_mtp)
+    def load(dtype=torch.float64, numerics=Numerics.DEFAULT, with_mtp=True, device="cpu", kv_dtype=KVDtype.AUTO):
+        place = torch.device(device)
+        return load_model(TINY, dtype=dtype, device=place, numerics=numerics, with_mtp=with_mtp, kv_dtype=kv_dtype)
 
     return load

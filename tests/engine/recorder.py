@@ -8,7 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-GARBAGE = {torch.bool: True, torch.int64: -(1 << 40), torch.int32: -(1 << 20)}
+GARBAGE = {
+    torch.bool: True,
+    torch.int64: -(1 << 40),
+    torch.int32: -(1 << 20),
+    torch.uint8: 0x7F,
+}  # of float8, no number
 
 
 def tensors_of(values):

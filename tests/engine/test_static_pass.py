@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.engine.graph_backend import CallBackend
 from baton.engine.graph_key import GraphKind
@@ -27,9 +28,9 @@ def one_thread():
 
 @pytest.fixture
 def model_of(tiny_checkpoint):
-    def load(shape="dense", dtype=torch.float32, numerics=Numerics.INVARIANT):
-        path = tiny_checkpoint(**SHAPES[shape])
-        return load_model(path, dtype=dtype, device=torch.device("cpu"), numerics=numerics, with_mtp=True)
+    def load(shape="dense", dtype=torch.float32, numerics=Numerics.INVARIANT, kv_dtype=KVDtype.AUTO):
+        path, cpu = tiny_checkpoint(**SHAPES[shape]), torch.device("cpu")
+        return load_model(path, dtype=dtype, device=cpu, numerics=numerics, with_mtp=True, kv_dtype=kv_dtype)
 
     return load
 
@@ -38,6 +39,12 @@ def model_of(tiny_checkpoint):
 @pytest.mark.parametrize(("kind", "num_rows"), KINDS)
 def test_replayed_bits_are_those_launched(kind, num_rows, model_of):
     check_kind(model_of(), RecorderBackend(), kind, num_rows, num_sequences=(1, 3, 4), prefixes=(0, 15, LARGE))
+
+
+@pytest.mark.parametrize(("kind", "num_rows"), [(GraphKind.VERIFY, 3), (GraphKind.DRAFT, 1)])
+def test_replayed_bits_of_float8_kv_are_those_launched(kind, num_rows, model_of):
+    model = model_of(dtype=torch.bfloat16, kv_dtype=KVDtype.FP8)
+    check_kind(model, RecorderBackend(), kind, num_rows, num_sequences=(1, 4), prefixes=(0, 15))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.kernels.implementation import Implementation
@@ -18,7 +19,7 @@ KINDS = {"8b": ("qwen3-8b", SIZES), "30b-a3b": ("qwen3-30b-a3b", SIZES), "0.6b":
 LENGTHS = (700, 1, 333)
 
 
-def load(path, implementation, quantization=Quantization.NONE, dtype=torch.bfloat16):
+def load(path, implementation, quantization=Quantization.NONE, dtype=torch.bfloat16, kv_dtype=KVDtype.AUTO):
     return load_model(
         path,
         dtype=dtype,
@@ -28,6 +29,7 @@ def load(path, implementation, quantization=Quantization.NONE, dtype=torch.bfloa
         random_seed=3,
         implementation=implementation,
         quantization=quantization,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -70,3 +72,17 @@ def test_hidden_states_are_as_near_as_the_references(kind, quantization, tmp_pat
     # another expert where two are near each other, which moves such a token far.
     assert error < 1.05 * usual + 0.002
     assert between < (0.2 if kind == "30b-a3b" else usual)
+
+
+def test_float8_kv_is_as_near_as_the_references(tmp_path):
+    shape, sizes = KINDS["8b"]
+    path, kv = write_shape(shape, tmp_path, **sizes), {"kv_dtype": KVDtype.FP8}
+    exact = run(load(path, Implementation.REFERENCE, dtype=torch.float32, **kv), is_checked=False)
+    found = run(load(path, Implementation.TRITON, **kv), is_checked=True)
+    wanted = run(load(path, Implementation.REFERENCE, **kv), is_checked=False)
+    assert found.isfinite().all()
+    error, usual, between = (relative_error(*pair) for pair in ((found, exact), (wanted, exact), (found, wanted)))
+    print(f"{error:.4f} from float32, the reference {usual:.4f}; {between:.4f} between them")
+    # What lies next to a border of float8 goes to either side, in the reference as in the kernels.
+    assert error < 1.05 * usual + 0.004
+    assert between < usual + 0.004

@@ -14,38 +14,33 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton.kernels.kv_scatter import Tuning, _move_kernel, tile_of
+from baton.kernels.kv_scatter import Tuning
+from baton.kernels.kv_scatter_fp8_triton import convert_kernel, tile_for
+from baton.kernels.kv_scatter_triton import ALIGNED, TYPES, move_kernel, tile_of
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 
-POINTERS = {"from_blocks": "*i32", "to_blocks": "*i32", "weights": "*i64", "sums": "*i64"}
-INTEGERS = {
-    **dict.fromkeys(("from_address", "from_offset", "from_layer_words"), "i64"),
-    **dict.fromkeys(("to_address", "to_offset", "to_layer_words", "completion", "sequence"), "i64"),
-    **dict.fromkeys(
-        ("from_head", "to_head", "layer", "num_layers", "first", "count", "head_first", "num_heads"), "i32"
-    ),
-}
-ALIGNED = {*POINTERS, "from_address", "from_offset", "from_layer_words", "to_address", "to_offset", "to_layer_words"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def facts(*, from_size: int, to_size: int, copy: bool, digest: bool, row_len: int = 128) -> dict[str, object]:
+def facts(
+    *, from_size: int, to_size: int, copy: bool, digest: bool, fp8: bool, row_len: int = 128
+) -> dict[str, object]:
     """Of one specialization."""
     shapes = []
-    for size in (from_size, to_size):
-        layout = KVLayout(
-            model_hash="m", num_layers=2, num_kv_heads=8, head_dim=row_len, block_size=size, dtype="bfloat16"
-        )
+    for size, dtype in ((from_size, "bfloat16"), (to_size, "float8_e4m3fn" if fp8 else "bfloat16")):
+        layout = KVLayout(model_hash="m", num_layers=2, num_kv_heads=8, head_dim=row_len, block_size=size, dtype=dtype)
         shapes.append(PoolGeometry(layout, 8).layer(0))
-    tile = tile_of(shapes[0], shapes[1], 16, Tuning(16))
-    num_warps = tile.pop("num_warps")
-    constants = {**tile, "COPY": copy, "DIGEST": digest}
-    names = _move_kernel.arg_names
-    signature = {name: {**POINTERS, **INTEGERS}.get(name, "constexpr") for name in names}
+    kernel, tile_by = (convert_kernel, tile_for) if fp8 else (move_kernel, tile_of)
+    constants = tile_by(shapes[0], shapes[1], 16, Tuning(16))
+    num_warps = constants.pop("num_warps")
+    constants |= {"DIGEST": digest} if fp8 else {"COPY": copy, "DIGEST": digest}
+    names = kernel.arg_names
+    types = {**TYPES, "scales": "*fp32", **dict.fromkeys(("layer_stride", "part_stride", "head_stride"), "i32")}
+    signature = {name: types.get(name, "constexpr") for name in names}
     attributes = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name in ALIGNED}
     compiled = triton.compile(
-        ASTSource(_move_kernel, signature, constants, attributes),
+        ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": num_warps},
     )
@@ -70,12 +65,15 @@ def facts(*, from_size: int, to_size: int, copy: bool, digest: bool, row_len: in
 def main() -> None:
     """Print the facts of the specializations that matter."""
     found = {
-        f"{name} {from_size} {to_size}": facts(from_size=from_size, to_size=to_size, copy=copy, digest=digest)
-        for name, copy, digest, from_size, to_size in (
-            ("scatter", True, True, 16, 16),
-            ("scatter", True, True, 16, 64),
-            ("plain", True, False, 64, 64),
-            ("digest", False, True, 16, 16),
+        f"{name} {from_size} {to_size}": facts(
+            from_size=from_size, to_size=to_size, copy=name != "digest", digest=name != "plain", fp8=name == "fp8"
+        )
+        for name, from_size, to_size in (
+            ("scatter", 16, 16),
+            ("scatter", 16, 64),
+            ("plain", 64, 64),
+            ("digest", 16, 16),
+            ("fp8", 16, 16),
         )
     }
     json.dump({"triton": triton.__version__, "kernels": found}, sys.stdout)

@@ -194,6 +194,7 @@ def test_for_hopper_it_compiles_to_wide_accesses_without_spills():
         assert facts["spills"] == 0, name
         assert facts["registers"] <= 128, name  # 16 warps on one multiprocessor
         assert facts["wide_loads"] >= 4, name
-        assert facts["wide_stores"] == (0 if name.startswith("digest") else facts["wide_loads"]), name
+        share = {"digest": 0.0, "fp8": 0.5}.get(name.split()[0], 1.0)
+        assert facts["wide_stores"] == share * facts["wide_loads"], name
         assert facts["release"] == ["atom.global.sys.acq_rel.add.u64"], name
         assert facts["fence"] and facts["flag"], name

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import ModelUnsupported, WorkerLost
+from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.engine.drafting import over_vocabulary
 from baton.engine.tp_group import GlooGroup, open_store
@@ -47,10 +48,9 @@ class Rank:
     all_gather = all_sum
 
 
-def load(path, communicator=None, *, dtype=torch.float64, numerics=Numerics.DEFAULT):
-    return load_model(
-        path, dtype=dtype, device=torch.device("cpu"), numerics=numerics, with_mtp=True, communicator=communicator
-    )
+def load(path, communicator=None, *, dtype=torch.float64, numerics=Numerics.DEFAULT, **options):
+    options = {"numerics": numerics, "with_mtp": True, "communicator": communicator, **options}
+    return load_model(path, dtype=dtype, device=torch.device("cpu"), **options)
 
 
 def run(model, group=None):
@@ -88,6 +88,21 @@ def test_invariant_numerics_give_the_same_bits(kind, size, dtype, tiny_checkpoin
     wanted, _ = run(load(path, **options))
     for logits, _ in on_ranks(size, lambda group: run(load(path, group, **options), group)):
         assert torch.equal(logits, wanted)
+
+
+def test_invariant_numerics_give_the_same_bits_with_float8_kv(tmp_path, tiny_checkpoint):
+    path = shutil.copytree(tiny_checkpoint(**SPARSE), tmp_path / "scaled")
+    file = path / "model.safetensors"
+    scale = {"model.layers.0.self_attn.v_scale": torch.tensor([0.37])}
+    save_file({**load_file(file), **scale}, file, metadata={"format": "pt"})
+    options = {"dtype": torch.float32, "numerics": Numerics.INVARIANT, "kv_dtype": KVDtype.FP8}
+    wanted, whole = run(load(path, **options))
+    for rank, (logits, pool) in enumerate(on_ranks(2, lambda group: run(load(path, group, **options), group))):
+        assert torch.equal(logits, wanted)
+        for layer in range(whole.layout.num_layers):
+            heads = whole.layout.heads_of(layer, rank, 2)
+            ours = whole.blocks(layer)[:, heads.first : heads.stop]
+            assert torch.equal(pool.blocks(layer).view(torch.uint8), ours.view(torch.uint8))
 
 
 def test_default_numerics_do_move_with_the_number_of_ranks(tiny_checkpoint):

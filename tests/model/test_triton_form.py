@@ -5,6 +5,7 @@ import torch
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.errors import ModelUnsupported
+from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.kernels.implementation import Implementation
@@ -66,6 +67,30 @@ def test_kernels_give_the_references_logits(shape, quantization):
     assert found.isfinite().all()
     # Both round to bfloat16 after each operation, and add in other orders; float8 rounds some numbers to a neighbour.
     assert relative_error(found, wanted) < (0.03 if quantization is Quantization.NONE else 0.06)
+
+
+def few_logits_of(model):
+    """Of a short prompt and of a decode step."""
+    tokens, paged = torch.arange(1, 19), Paged(model, capacity_len=32)
+    found = [paged.trunk(tokens[:17], paged.prefill_batch([(0, 0, 17)]))]
+    found.append(paged.trunk(tokens[17:], paged.decode_batch([0], [17], 1, bound=32)))
+    return paged.logits(torch.cat(found))
+
+
+def check_float8_kv(path, made):
+    wanted = made(load(path, Implementation.REFERENCE, kv_dtype=KVDtype.FP8))
+    found = made(load(path, Implementation.TRITON, kv_dtype=KVDtype.FP8))
+    assert found.isfinite().all()
+    assert relative_error(found, wanted) < 0.06  # what is next to a border of float8 may round to either side
+
+
+def test_kernels_write_and_read_float8_kv_as_the_reference(tmp_path):
+    check_float8_kv(write_shape("qwen3-8b", tmp_path, **SIZES), few_logits_of)
+
+
+@pytest.mark.slow
+def test_kernels_write_and_read_float8_kv_in_chunks_and_beside_each_other(shape):
+    check_float8_kv(shape, logits_of)
 
 
 def test_float8_is_near_the_weights_it_was_made_of(shape):

@@ -1,0 +1,144 @@
+"""The kernel of `kv_scatter` that makes float8 of bfloat16 on the way; the digest is of what it writes.
+
+A tile has the rows and words of `kv_scatter_triton`, words of the target that is, each made of eight elements. A thread
+has whole words, so they are put together from bytes in its registers. Rounding is the hardware's: to even, saturating,
+infinities too; what is no number becomes the one that float8 has.
+
+Shapes: R rows of a tile, C words of each in the target, X = 8 C elements.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from baton.kernels.digest import PERIOD
+from baton.kernels.kv_scatter_triton import (
+    ALIGNED,
+    PLAIN,
+    TYPES,
+    complete,
+    mix,
+    offsets,
+    shape_of,
+    tile_of,
+    word_weights,
+)
+from baton.kernels.variant import Variant
+
+_PERIOD = tl.constexpr(PERIOD)
+_SALT_LAYER = tl.constexpr(1 << 60)
+_STRIDES = ["layer_stride", "part_stride", "head_stride"]
+
+
+def tile_for(here: Any, there: Any, num_pairs: int, tuning: Any) -> dict[str, Any]:
+    """The compile-time arguments: as many bytes of the source in a step as where nothing is converted."""
+    half = SimpleNamespace(tile_words=tuning.tile_words // 2, num_warps=tuning.num_warps)
+    return tile_of(here, there, num_pairs, half)
+
+
+@triton.jit(do_not_specialize=[*PLAIN, *_STRIDES])
+def convert_kernel(
+    from_address: tl.int64,
+    from_blocks,
+    from_offset: tl.int64,
+    from_layer_words: tl.int64,
+    from_head: tl.int32,
+    to_address: tl.int64,
+    to_blocks,
+    to_offset: tl.int64,
+    to_layer_words: tl.int64,
+    to_head: tl.int32,
+    scales,
+    layer_stride: tl.int32,
+    part_stride: tl.int32,
+    head_stride: tl.int32,
+    layer: tl.int32,
+    num_layers: tl.int32,
+    first: tl.int32,
+    count: tl.int32,
+    head_first: tl.int32,
+    num_heads: tl.int32,
+    weights,
+    sums,
+    completion: tl.int64,
+    sequence: tl.int64,
+    W: tl.constexpr,
+    P: tl.constexpr,
+    FROM_H: tl.constexpr,
+    FROM_S: tl.constexpr,
+    TO_H: tl.constexpr,
+    TO_S: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIGEST: tl.constexpr,
+) -> None:
+    """Tiles as in `move_kernel`; offsets and steps between layers are in words of 8 bytes of either pool."""
+    num_programs = tl.num_programs(0)
+    num_units = (first + count + UNIT - 1) // UNIT - first // UNIT
+    num_groups = (num_heads * P + PAIRS - 1) // PAIRS * ((W + COLUMNS - 1) // COLUMNS)
+    from_base = tl.multiple_of(from_address.to(tl.pointer_type(tl.bfloat16)), 16) + 4 * from_offset
+    to_base = tl.multiple_of(to_address.to(tl.pointer_type(tl.float8e4nv)), 16) + 8 * to_offset
+    pair_R = tl.arange(0, PAIRS * UNIT) // UNIT
+    step_R = tl.arange(0, PAIRS * UNIT) % UNIT
+    shift_8 = 8 * tl.arange(0, 8).to(tl.int64)
+    start = tl.program_id(0)
+    for index in range(num_layers):
+        total_RC = tl.zeros([PAIRS * UNIT, COLUMNS], dtype=tl.int64)
+        for group in range(num_groups):
+            its_R = group // ((W + COLUMNS - 1) // COLUMNS) * PAIRS + pair_R
+            column = group % ((W + COLUMNS - 1) // COLUMNS) * COLUMNS
+            column_X = 8 * column + tl.arange(0, 8 * COLUMNS)
+            is_real_R = its_R < num_heads * P
+            scale_at_R = (layer + index) * layer_stride + its_R % P * part_stride + (to_head + its_R // P) * head_stride
+            scale_R = tl.load(scales + scale_at_R, mask=is_real_R, other=1.0)
+            inverse_R = tl.div_rn(tl.full(scale_R.shape, 1.0, tl.float32), scale_R)
+            sum_RC = tl.zeros([PAIRS * UNIT, COLUMNS], dtype=tl.int64)
+            for unit in range(start, num_units, num_programs):
+                position = (first // UNIT + unit) * UNIT
+                mask_R = (position + step_R >= first) & (position + step_R < first + count) & is_real_R
+                mask_RX = mask_R[:, None] & (column_X < 8 * W)[None, :] if W % COLUMNS else mask_R[:, None]
+                at_RX = offsets(from_blocks, position, from_head, its_R, step_R, column_X, FROM_H, FROM_S, P, 8 * W)
+                wide_RX = tl.load(from_base + at_RX, mask=mask_RX, other=0.0).to(tl.float32)
+                value_RX = (wide_RX * inverse_R[:, None]).to(tl.float8e4nv)
+                at_RX = offsets(to_blocks, position, to_head, its_R, step_R, column_X, TO_H, TO_S, P, 8 * W)
+                tl.store(to_base + at_RX, value_RX, mask=mask_RX)
+                if DIGEST:
+                    byte_RC8 = value_RX.to(tl.uint8, bitcast=True).reshape(PAIRS * UNIT, COLUMNS, 8).to(tl.int64)
+                    words_RC = tl.sum(byte_RC8 << shift_8[None, None, :], axis=2)
+                    low_R = tl.load(weights + (position % _PERIOD + step_R), mask=mask_R, other=0)
+                    sum_RC += (words_RC + 1) * (low_R * tl.load(weights + (_PERIOD + position // _PERIOD)))[:, None]
+            if DIGEST:
+                total_RC += sum_RC * word_weights(head_first, its_R, column + tl.arange(0, COLUMNS), P, W, COLUMNS)
+            start = ((start - num_units) % num_programs + num_programs) % num_programs
+        if DIGEST:
+            layer_weight = mix((layer + index).to(tl.uint64) + _SALT_LAYER)
+            tl.atomic_add(sums + 1 + index, tl.sum(total_RC) * layer_weight, sem="relaxed")
+        from_base += 4 * from_layer_words
+        to_base += 8 * to_layer_words
+    complete(sums, completion, sequence, num_layers)
+
+
+def variants() -> list[Variant]:
+    """Heads of 128, with and without digests, and to larger blocks."""
+    found = []
+    for sizes, digest in (((16, 16), True), ((16, 64), True), ((16, 16), False)):
+        constants = tile_for(
+            shape_of(sizes[0], 256), shape_of(sizes[1], 128), 16, SimpleNamespace(tile_words=4096, num_warps=16)
+        )
+        found.append(
+            Variant(
+                name=f"kv_scatter fp8{'' if digest else ' no digest'} S={sizes[0]} to {sizes[1]}",
+                kernel=convert_kernel,
+                types=TYPES | {"scales": "*fp32"} | dict.fromkeys(_STRIDES, "i32"),
+                num_warps=constants.pop("num_warps"),
+                constants=constants | {"DIGEST": digest},
+                aligned=(*ALIGNED, "scales"),
+                contains=("ATOMG",),
+                max_registers=128,
+                on_amd=False,  # gfx942 has another float8
+            )
+        )
+    return found
