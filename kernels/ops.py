@@ -1,8 +1,9 @@
 """The operations whose form depends on numerics, device and quantization, chosen once when a model is built.
 
 A form is the torch reference, the invariant reference (`kernels.tiles`), or the Triton kernels, which fuse what stands
-side by side in a layer. Two operations sum over a dimension that a group of ranks may share: `linear_inner` and
-`experts`; a model built on the operations of a group is that group's part of it, and says nothing about it.
+side by side in a layer, in either numerics; both invariant forms keep one promise, each with bits of its own. Two
+operations sum over a dimension that a group of ranks may share: `linear_inner` and `experts`; a model built on the
+operations of a group is that group's part of it, and says nothing about it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +14,18 @@ import torch
 from baton.core.numerics import Numerics
 from baton.kernels import attention, attention_invariant, linear, moe, rms_norm, silu_mul
 from baton.kernels.attention_decode import attention_decode
+from baton.kernels.attention_ordered import (
+    attention_ordered_decode,
+    attention_ordered_prefill,
+    attention_ordered_prefill_lens,
+)
 from baton.kernels.attention_prefill import HEAD_DIMS, attention_prefill, attention_prefill_lens
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8 import linear_fp8
 from baton.kernels.implementation import Implementation
 from baton.kernels.inner_sum import ALONE, InnerSum
 from baton.kernels.kv_write import kv_write
+from baton.kernels.linear_ordered import linear_ordered
 from baton.kernels.moe_gemm import Fp8ExpertWeights, experts_grouped
 from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.rope import rope
@@ -34,8 +41,7 @@ TRITON_DTYPES = (torch.bfloat16,)
 def has_triton_form(device: torch.device, dtype: torch.dtype, numerics: Numerics) -> bool:
     """Whether a model is computed by Triton kernels if nobody says otherwise.
 
-    In invariant numerics it is not: there, chunks of prompts and decode steps must round alike, and the kernels'
-    invariant forms hold for each kernel alone.
+    In invariant numerics it is not, until their promise was measured on a GPU: leave out the last condition then.
     """
     return device.type == "cuda" and dtype in TRITON_DTYPES and numerics is Numerics.DEFAULT
 
@@ -68,7 +74,6 @@ class Ops:
         self._inner = inner
         self._is_invariant = invariant = numerics is Numerics.INVARIANT
         self._is_fused = implementation is Implementation.TRITON
-        assert not (invariant and self._is_fused)
         self._linear = linear.linear_invariant if invariant else linear.linear
         self._linear_inner = inner.linear_invariant if invariant else inner.linear
         self._route = moe.route_invariant if invariant else moe.route
@@ -80,7 +85,11 @@ class Ops:
             attention_invariant.attention_decode_invariant if invariant else attention.attention_decode
         )
         if self._is_fused:
-            self.attention_decode = partial(attention_decode, implementation=implementation)
+            decode = attention_ordered_decode if invariant else attention_decode
+            self.attention_decode = partial(decode, implementation=implementation)
+        if self._is_fused and invariant:
+            self._linear = partial(linear_ordered, implementation=implementation)
+            self._linear_inner = self._linear_inner_ordered
 
     def linear(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
         """The product x W^T, [T, N]."""
@@ -167,6 +176,12 @@ class Ops:
         arguments = (query_TAD, key_NHSD, value_NHSD, block_tables_BM)
         if not self._is_fused:
             return self._attention_prefill(*arguments, query_lens, context_lens)
+        if self._is_invariant:
+            if on_device is None:
+                return attention_ordered_prefill_lens(
+                    *arguments, query_lens, context_lens, implementation=self.implementation
+                )
+            return attention_ordered_prefill(*arguments, *on_device, implementation=self.implementation)
         if on_device is None:
             return attention_prefill_lens(*arguments, query_lens, context_lens, implementation=self.implementation)
         longest = max(query_lens, default=0)
@@ -191,9 +206,19 @@ class Ops:
             return self._experts(x_TD, weight_TK, expert_TK, weights, may_wait)
         out_dtype = x_TD.dtype if self._inner.num_ranks == 1 else torch.float32
         mixed_TD = experts_grouped(
-            x_TD, weight_TK, expert_TK, weights, out_dtype=out_dtype, implementation=self.implementation
-        )
+            x_TD, weight_TK, expert_TK, weights,
+            out_dtype=out_dtype, invariant=self._is_invariant, implementation=self.implementation,
+        )  # fmt: skip
         return self._inner.add_ranks(mixed_TD).to(x_TD.dtype)
+
+    def _linear_inner_ordered(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        """In the order of `InnerSum.linear_invariant`, whatever the number of ranks."""
+        count = self._inner.num_slices(x_TK.shape[1])
+        dtype = x_TK.dtype if self._inner.num_ranks == 1 else torch.float32
+        part_TN = linear_ordered(
+            x_TK, weight_NK, num_slices=count, out_dtype=dtype, implementation=self.implementation
+        )
+        return self._inner.add_ranks(part_TN).to(x_TK.dtype)
 
     def _linear_fp8(self, x_TK: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         return linear_fp8(x_TK, weight, invariant=self._is_invariant, implementation=self.implementation)

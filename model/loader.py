@@ -62,7 +62,7 @@ def load_model(
     if with_mtp and not (is_random and config.num_mtp_layers == 0):
         _require_mtp(config, path)
     config = _quantized(config, quantization, dtype, numerics)
-    implementation = _form(implementation, config, device, dtype, numerics)
+    implementation = _form(implementation, config, device, dtype, numerics, communicator or Alone())
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
     d2t_C: torch.Tensor | None = None
@@ -112,7 +112,12 @@ def _named(value: torch.dtype | Numerics) -> str:
 
 
 def _form(
-    asked: Implementation, config: ModelConfig, device: torch.device, dtype: torch.dtype, numerics: Numerics
+    asked: Implementation,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    numerics: Numerics,
+    communicator: Communicator,
 ) -> Implementation:
     """What computes the model: as asked, or as device, dtype, numerics and sizes allow.
 
@@ -122,11 +127,13 @@ def _form(
     if asked is Implementation.REFERENCE:
         return asked
     unfit = unfit_sizes(config.head_dim, config.hidden_size)
+    if numerics is Numerics.INVARIANT and config.num_experts and communicator.size > 1:
+        unfit = f"experts over {communicator.size} ranks in invariant numerics"  # a rank does not sum them by slices
     if asked is Implementation.TRITON:
-        if numerics is Numerics.INVARIANT or dtype not in TRITON_DTYPES:
-            unfit = f"{_named(dtype)} in {numerics.value} numerics"
+        if dtype not in TRITON_DTYPES:
+            unfit = _named(dtype)
         if unfit:
-            message = f"--kernels triton computes bfloat16 in default numerics, of sizes it knows, not {unfit}"
+            message = f"--kernels triton computes bfloat16, of sizes it knows, not {unfit}"
             raise ModelUnsupported(message, option="kernels", value=asked.value)
         return asked
     if not has_triton_form(device, dtype, numerics):
