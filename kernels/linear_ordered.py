@@ -64,9 +64,7 @@ def linear_ordered(
     out_TN = torch.empty(len(x_TK), len(weight_NK), dtype=dtype, device=x_TK.device)
     if out_TN.numel():
         if options is None:
-            options = linear_ordered_triton.options_of(
-                len(x_TK), len(weight_NK), num_inputs, num_slices, x_TK.device
-            )
+            options = linear_ordered_triton.options_of(len(x_TK), len(weight_NK), num_inputs, num_slices, x_TK.device)
         fits = num_slices % options["slices"] == 0 and options["outputs"] >= _WARP_OUTPUTS * options["warps"]
         require(fits, "options", f"are not for {num_slices} slices, or leave warps without rows of the weight")
         linear_ordered_triton.launch(x_TK, weight_NK, out_TN, num_slices, options)

@@ -215,9 +215,7 @@ class Ops:
         """In the order of `InnerSum.linear_invariant`, whatever the number of ranks."""
         count = self._inner.num_slices(x_TK.shape[1])
         dtype = x_TK.dtype if self._inner.num_ranks == 1 else torch.float32
-        part_TN = linear_ordered(
-            x_TK, weight_NK, num_slices=count, out_dtype=dtype, implementation=self.implementation
-        )
+        part_TN = linear_ordered(x_TK, weight_NK, num_slices=count, out_dtype=dtype, implementation=self.implementation)
         return self._inner.add_ranks(part_TN).to(x_TK.dtype)
 
     def _linear_fp8(self, x_TK: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:

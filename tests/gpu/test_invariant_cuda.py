@@ -12,8 +12,8 @@ import torch
 
 from baton.core.numerics import Numerics
 from baton.kernels.attention_ordered import attention_ordered_decode, attention_ordered_prefill_lens
-from baton.kernels.gemm_fp8 import linear_fp8
 from baton.kernels.fp8_weight import quantize_weight
+from baton.kernels.gemm_fp8 import linear_fp8
 from baton.kernels.implementation import Implementation
 from baton.kernels.inner_sum import InnerSum, tree_sum
 from baton.kernels.linear_ordered import linear_ordered
@@ -194,7 +194,7 @@ class Context:
 
 @pytest.mark.parametrize(("heads", "block_size"), [*((heads, 16) for heads in HEADS), (HEADS[0], 64)], ids=str)
 def test_attention(heads, block_size):
-    """Chunks, neighbours, decode of one row and of several, alone and in batches, split and not, near and far bounds."""
+    """Chunks and neighbours; steps of one row and several, alone and in batches, split or not, near and far bounds."""
     length = 1700
     context = Context(heads, length, block_size)
     whole = context.prefill(0, length)

@@ -4,6 +4,8 @@ What the interpreter can prove is which keys a row sees, in which tiles and part
 part: its sums within a tile are numpy's. That instructions keep the promise is for `tests/gpu/test_invariant_cuda.py`.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -84,7 +86,7 @@ def test_a_row_has_one_value_whatever_computes_it():
         return wanted[start - 480 : end - 480]
 
     for cuts in ((480, 481, 512, 513, length), (490, 575, 576, length)):
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in itertools.pairwise(cuts):
             assert same_bits(context.prefill(start, end), rows(start, end)), (start, end)
     for is_split in (False, True):
         for bound in (length, 2000):
