@@ -62,7 +62,7 @@ def _quotient(mixed_RD, total_R):
 @triton.jit
 def _attend_part(
     query_RD, position_R, keys, values, table, block_stride, part, last, factor,
-    S: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Maxima, sums of weights and sums of values of one part of the positions up to `last`."""
     kind = query_RD.dtype
@@ -74,7 +74,7 @@ def _attend_part(
     for tile in tl.range(part * (_PART_LEN // _TILE), end):
         seen_T = tile * _TILE + index_T
         read_T = tl.minimum(seen_T, last)
-        at_T = tl.load(table + read_T // S).to(tl.int64) * block_stride + (read_T % S) * ROW
+        at_T = tl.load(table + read_T // S * WORDS).to(tl.int64) * block_stride + (read_T % S) * D
         at_TD = at_T[:, None] + tl.arange(0, D)[None, :]
         score_RT = tl.dot(query_RD, tl.load(keys + at_TD).T) * factor
         score_RT = tl.where(seen_T[None, :] <= position_R[:, None], score_RT, _NOTHING)
@@ -107,10 +107,10 @@ def _attend_kernel(
     query_stride_b, query_stride_q, query_stride_a, block_stride, head_stride,
     table_stride: tl.int32, position_stride_b: tl.int32, position_stride_q: tl.int32, number: tl.int32,
     max_len: tl.int32, scale: tl.float32,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, ROW: tl.constexpr, DECODE: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WORDS: tl.constexpr, DECODE: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of rows of one KV head, and one part of its positions or all.
+    """A tile of rows of one KV head, and one part of its positions or all. Of an entry of `tables` the low word is read.
 
     In a decode step `places` are positions [B, Q] and `number` is Q; the grid is (heads x tiles of rows, parts, B).
     Else they are the chunks' starts, `contexts` their contexts' lengths and `number` is B; the grid is a bound that the
@@ -152,25 +152,34 @@ def _attend_kernel(
     values += head.to(tl.int64) * head_stride
     table = tables + sequence.to(tl.int64) * table_stride
     factor = scale * _LOG2_E
-    row_R = (sequence * query_len if DECODE else start) * (H * G) + row_R // G * (H * G) + head_R
     if SPLIT:
         most_R, total_R, mixed_RD = _attend_part(
-            query_RD, position_R, keys, values, table, block_stride, part, last, factor, S, ROW, D
+            query_RD, position_R, keys, values, table, block_stride, part, last, factor, S, D, WORDS
         )
-        most_parts = (max_len + _PART_LEN - 1) // _PART_LEN
-        part_R = row_R.to(tl.int64) * most_parts + part
-        tl.store(parts + part_R[:, None] * D + tl.arange(0, D)[None, :], mixed_RD, mask=is_row_R[:, None])
-        tl.store(sums + part_R * 2, most_R, mask=is_row_R)
-        tl.store(sums + part_R * 2 + 1, total_R, mask=is_row_R)
     else:
         most_R = tl.full([_ROWS], _NOTHING, tl.float32)
         total_R = tl.zeros([_ROWS], tl.float32)
         mixed_RD = tl.zeros([_ROWS, D], tl.float32)
         for each in tl.range(0, num_parts):
             part_most_R, part_total_R, part_RD = _attend_part(
-                query_RD, position_R, keys, values, table, block_stride, each, last, factor, S, ROW, D
+                query_RD, position_R, keys, values, table, block_stride, each, last, factor, S, D, WORDS
             )
             most_R, total_R, mixed_RD = _add_part(most_R, total_R, mixed_RD, part_most_R, part_total_R, part_RD)
+    # Places again, for registers are short: what they follow from need not be kept while tiles are read. The compiler
+    # does not know that there are never fewer parts than none.
+    row_R = first_row + tl.arange(0, _ROWS) + tl.minimum(num_parts, 0)
+    if not DECODE:
+        start = tl.load(places + sequence).to(tl.int32)
+        query_len = tl.load(places + sequence + 1).to(tl.int32) - start
+    is_row_R = row_R < query_len * G
+    first_token = sequence * query_len if DECODE else start
+    row_R = (first_token + row_R // G) * (H * G) + head * G + row_R % G
+    if SPLIT:
+        part_R = row_R.to(tl.int64) * tl.cdiv(max_len, _PART_LEN) + part
+        tl.store(parts + part_R[:, None] * D + tl.arange(0, D)[None, :], mixed_RD, mask=is_row_R[:, None])
+        tl.store(sums + part_R * 2, most_R, mask=is_row_R)
+        tl.store(sums + part_R * 2 + 1, total_R, mask=is_row_R)
+    else:
         at_RD = row_R.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(output + at_RD, _quotient(mixed_RD, total_R).to(output.dtype.element_ty), mask=is_row_R[:, None])
 
@@ -186,7 +195,7 @@ def _add_kernel(
     at = token // num_queries * position_stride_b + token % num_queries * position_stride_q
     position = tl.minimum(tl.load(positions + at).to(tl.int32), max_len - 1)
     num_parts = (position + _PART_LEN) // _PART_LEN
-    first_part = row * ((max_len + _PART_LEN - 1) // _PART_LEN)
+    first_part = row * tl.cdiv(max_len, _PART_LEN)
     parts += first_part * D
     sums += first_part * 2
     column_1D = tl.arange(0, D)[None, :]
@@ -220,13 +229,14 @@ def launch_prefill(
     num_kv_heads = key_NHSD.shape[1]
     num_sequences = block_tables_BM.shape[0]
     num_tiles = num_tokens * (num_heads // num_kv_heads) // ROWS + num_sequences
+    tables = block_tables_BM.view(torch.int32)
     with torch.cuda.device_of(query_TAD):
         _attend_kernel[(num_tiles * num_kv_heads,)](
-            query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD,
+            query_TAD, key_NHSD, value_NHSD, tables, query_starts_E, context_lens_B, output_TAD,
             output_TAD, output_TAD,  # no parts
             0, query_TAD.stride(0), query_TAD.stride(1), *key_NHSD.stride()[:2],
-            block_tables_BM.stride(0), 0, 0, num_sequences, 0, scale,
-            **_constants(num_heads, num_kv_heads, head_dim, key_NHSD.shape[2]), DECODE=False, SPLIT=False,
+            tables.stride(0), 0, 0, num_sequences, 0, scale,
+            **_constants(num_heads, key_NHSD, block_tables_BM), DECODE=False, SPLIT=False,
             **options_of(head_dim), **FIXED,
         )  # fmt: skip
 
@@ -249,6 +259,7 @@ def launch_decode(
     num_parts = triton.cdiv(max_context_len, PART_LEN)
     if is_split is None:
         is_split = num_parts > 1 and num_tiles * num_kv_heads * num_sequences < _MANY_PROGRAMS
+    tables = block_tables_BM.view(torch.int32)
     parts = sums = output_BQAD
     if is_split:
         num_rows = num_sequences * num_queries * num_heads * num_parts
@@ -256,10 +267,10 @@ def launch_decode(
         sums = torch.empty(num_rows, 2, dtype=torch.float32, device=query_BQAD.device)
     with torch.cuda.device_of(query_BQAD):
         _attend_kernel[(num_tiles * num_kv_heads, num_parts if is_split else 1, num_sequences)](
-            query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, positions_BQ, output_BQAD, parts, sums,
+            query_BQAD, key_NHSD, value_NHSD, tables, positions_BQ, positions_BQ, output_BQAD, parts, sums,
             *query_BQAD.stride()[:3], *key_NHSD.stride()[:2],
-            block_tables_BM.stride(0), *positions_BQ.stride(), num_queries, max_context_len, scale,
-            **_constants(num_heads, num_kv_heads, head_dim, key_NHSD.shape[2]), DECODE=True, SPLIT=is_split,
+            tables.stride(0), *positions_BQ.stride(), num_queries, max_context_len, scale,
+            **_constants(num_heads, key_NHSD, block_tables_BM), DECODE=True, SPLIT=is_split,
             **options_of(head_dim), **FIXED,
         )  # fmt: skip
         if is_split:
@@ -275,9 +286,10 @@ def options_of(head_dim: int) -> dict[str, int]:
     return {"num_warps": 8, "num_stages": 2} if head_dim > 128 else {"num_warps": 4, "num_stages": 3}
 
 
-def _constants(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
-    group = num_heads // num_kv_heads
-    return {"H": num_kv_heads, "G": group, "D": head_dim, "S": block_size, "ROW": head_dim}
+def _constants(num_heads: int, key_NHSD: torch.Tensor, block_tables_BM: torch.Tensor) -> dict[str, int]:
+    _, num_kv_heads, block_size, head_dim = key_NHSD.shape
+    words = block_tables_BM.element_size() // 4
+    return {"H": num_kv_heads, "G": num_heads // num_kv_heads, "D": head_dim, "S": block_size, "WORDS": words}
 
 
 def _add_warps(head_dim: int) -> int:
@@ -293,16 +305,17 @@ def _variant(num_heads: int, num_kv_heads: int, head_dim: int, *, decode: bool, 
     types = {
         **dict.fromkeys(("query", "keys", "values", "output"), "*bf16"),
         **dict.fromkeys(("tables", "places", "contexts"), "*i64" if decode else "*i32"),
-        **{"tables": "*i64", "parts": sums, "sums": sums, "scale": "fp32"},
+        **{"tables": "*i32", "parts": sums, "sums": sums, "scale": "fp32"},
     }
     strides = ("query_stride_b", "query_stride_q", "query_stride_a", "block_stride", "head_stride")
     integers = (*strides, "table_stride", "position_stride_b", "position_stride_q", "number", "max_len")
     options = options_of(head_dim)
+    constants = {"H": num_kv_heads, "G": num_heads // num_kv_heads, "D": head_dim, "S": 16, "WORDS": 2}
     return Variant(
         name=f"attention_ordered {num_heads}/{num_kv_heads}/{head_dim} {kind}",
         kernel=_attend_kernel,
         types=types | dict.fromkeys(integers, "i32"),
-        constants={**_constants(num_heads, num_kv_heads, head_dim, 16), "DECODE": decode, "SPLIT": split},
+        constants={**constants, "DECODE": decode, "SPLIT": split},
         aligned=("query", "keys", "values", "output", "tables", "parts", "sums", *strides),
         num_warps=options["num_warps"],
         num_stages=options["num_stages"],
