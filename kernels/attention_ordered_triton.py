@@ -101,7 +101,12 @@ def _find_tile(starts, num_sequences, tile, G: tl.constexpr):
     return sequence, start, (tile - (start * G // _ROWS + sequence)) * _ROWS
 
 
-@triton.jit(do_not_specialize=["table_stride", "position_stride_b", "position_stride_q", "number", "max_len", "scale"])
+@triton.jit(
+    do_not_specialize=[
+        "tables", "places", "contexts", "table_stride", "position_stride_b", "position_stride_q", "number", "max_len",
+        "scale",
+    ]
+)  # fmt: skip
 def _attend_kernel(
     query, keys, values, tables, places, contexts, output, parts, sums,
     query_stride_b, query_stride_q, query_stride_a, block_stride, head_stride,
@@ -110,7 +115,7 @@ def _attend_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WORDS: tl.constexpr, DECODE: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of rows of one KV head, and one part of its positions or all. Of an entry of `tables` the low word is read.
+    """A tile of rows of one KV head, and one part of its positions or all; of an entry of `tables` the low word counts.
 
     In a decode step `places` are positions [B, Q] and `number` is Q; the grid is (heads x tiles of rows, parts, B).
     Else they are the chunks' starts, `contexts` their contexts' lengths and `number` is B; the grid is a bound that the
@@ -184,7 +189,7 @@ def _attend_kernel(
         tl.store(output + at_RD, _quotient(mixed_RD, total_R).to(output.dtype.element_ty), mask=is_row_R[:, None])
 
 
-@triton.jit(do_not_specialize=["position_stride_b", "position_stride_q", "num_queries", "max_len"])
+@triton.jit(do_not_specialize=["positions", "position_stride_b", "position_stride_q", "num_queries", "max_len"])
 def _add_kernel(
     parts, sums, positions, output, position_stride_b: tl.int32, position_stride_q: tl.int32, num_queries: tl.int32,
     max_len: tl.int32, A: tl.constexpr, D: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -316,7 +321,7 @@ def _variant(num_heads: int, num_kv_heads: int, head_dim: int, *, decode: bool, 
         kernel=_attend_kernel,
         types=types | dict.fromkeys(integers, "i32"),
         constants={**constants, "DECODE": decode, "SPLIT": split},
-        aligned=("query", "keys", "values", "output", "tables", "parts", "sums", *strides),
+        aligned=("query", "keys", "values", "output", "parts", "sums", *strides),
         num_warps=options["num_warps"],
         num_stages=options["num_stages"],
         contains=("HGMMA", "LDGSTS"),

@@ -105,8 +105,12 @@ def _linear_kernel(
 
 
 @triton.jit(do_not_specialize=["num_values"])
-def _sum_kernel(parts, out, num_values: tl.int64, PARTS: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _sum_kernel(
+    parts, out, num_values: tl.int64, PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
+) -> None:
     """The parts of each value, two, four or eight, as the same tree."""
+    if ALIGNED:
+        num_values = tl.multiple_of(num_values, 16)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_value = at < num_values
     total = tl.load(parts + at, mask=is_value, other=0.0)
@@ -179,8 +183,8 @@ def launch(
         if num_parts > 1:
             num_values = num_tokens * num_outputs
             _sum_kernel[(triton.cdiv(num_values, _SUM_LEN),)](
-                target, out_TN, num_values, PARTS=num_parts, BLOCK=_SUM_LEN, num_warps=4
-            )
+                target, out_TN, num_values, PARTS=num_parts, BLOCK=_SUM_LEN, ALIGNED=num_outputs % 16 == 0, num_warps=4
+            )  # fmt: skip
 
 
 def _variant(options: Mapping[str, Any], num_slices: int) -> Variant:
@@ -220,7 +224,7 @@ def variants() -> list[Variant]:
             name=f"linear_ordered sum of {parts}",
             kernel=_sum_kernel,
             types={"parts": "*fp32", "out": "*bf16", "num_values": "i64"},
-            constants={"PARTS": parts, "BLOCK": _SUM_LEN},
+            constants={"PARTS": parts, "BLOCK": _SUM_LEN, "ALIGNED": True},
             aligned=("parts", "out"),
             max_registers=128,
         )
