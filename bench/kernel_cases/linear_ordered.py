@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from baton.bench.kept_result import kept
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.linear_ordered import linear_ordered
 from baton.kernels.linear_ordered_triton import NAME
@@ -38,8 +37,8 @@ def _sets(device: torch.device, num_sets: int, M: int, N: int, K: int) -> list[t
 def _prepare(M: int, N: int, K: int, slices: int, device: torch.device, num_sets: int) -> Systems:
     sets = _sets(device, num_sets, M, N, K)
     return {
-        "ours": [kept(partial(linear_ordered, *one, num_slices=slices)) for one in sets],
-        "torch": [kept(partial(functional.linear, *one)) for one in sets],
+        "ours": [partial(linear_ordered, *one, num_slices=slices) for one in sets],
+        "torch": [partial(functional.linear, *one) for one in sets],
     }
 
 
@@ -80,7 +79,7 @@ def _prepare_candidate(
     M: int, N: int, K: int, slices: int, device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
     sets = _sets(device, num_sets, M, N, K)
-    return [kept(partial(linear_ordered, *one, num_slices=slices, options=options)) for one in sets]
+    return [partial(linear_ordered, *one, num_slices=slices, options=options) for one in sets]
 
 
 def tuning() -> list[TuningPoint]:
