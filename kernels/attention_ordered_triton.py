@@ -338,7 +338,6 @@ def variants() -> list[Variant]:
         _variant(*heads, decode=decode, split=split)
         for heads in _SERVED
         for decode, split in ((False, False), (True, False), (True, True))
-        if heads[2] == 128 or not (decode and not split)
     ]
     added: dict[str, Any] = {
         "types": {

@@ -16,9 +16,12 @@ import torch
 
 from baton.core.errors import NumericsUnsupported
 from baton.core.numerics import Numerics
+from baton.core.quantization import Quantization
+from baton.kernels.fp8_weight import quantize_weight
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv_write import kv_write
 from baton.kernels.ops import Ops
+from baton.kernels.quantize_fp8 import GROUP_LEN
 from baton.kernels.tiles import OUTPUT_TILE
 
 _NUM_ROWS = 512
@@ -36,11 +39,12 @@ def check_invariance(
     *,
     num_ranks: int = 1,
     implementation: Implementation = Implementation.REFERENCE,
+    quantization: Quantization = Quantization.NONE,
 ) -> None:
     """Compare rows across batch shapes, positions and threads for products of these (outputs, inputs).
 
     With several ranks, which share the outputs of most products, every rank's outputs are compared with those of all.
-    `implementation` is what computes the model, Triton or the reference.
+    `implementation` is what computes the model, Triton or the reference, and `quantization` its weights'.
 
     Raises:
         NumericsUnsupported: rows differ, or TF32 is switched on; the operation and shape are named.
@@ -56,6 +60,9 @@ def check_invariance(
             _check_rows("linear", shape, partial(ops.linear, weight=weight_NK), shape[1], dtype, device)
             if num_ranks > 1:
                 _check_outputs(ops, weight_NK, num_ranks)
+            if quantization is Quantization.FP8 and num_inputs % GROUP_LEN == 0:
+                weight = quantize_weight(weight_NK)
+                _check_rows("linear_fp8", shape, partial(ops.linear, weight=weight), shape[1], dtype, device)
             inner = partial(ops.linear_inner, weight=weight_NK)
             _check_rows("linear_inner", shape, inner, shape[1], dtype, device)
         for size in sorted({num_inputs for _, num_inputs in linear_shapes}):

@@ -61,8 +61,10 @@ def load_model(
     config = ModelConfig.from_directory(path, made_weights=made_weights)
     if with_mtp and not (is_random and config.num_mtp_layers == 0):
         _require_mtp(config, path)
-    config = _quantized(config, quantization, dtype, numerics)
-    implementation = _form(implementation, config, device, dtype, numerics, communicator or Alone())
+    group = communicator or Alone()
+    implementation = _form(implementation, config, device, dtype, numerics, group)
+    is_ordered = numerics is Numerics.DEFAULT or (implementation is Implementation.TRITON and group.size == 1)
+    config = _quantized(config, quantization, dtype, is_ordered=is_ordered)
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
     d2t_C: torch.Tensor | None = None
@@ -75,7 +77,7 @@ def load_model(
         check_tensors(spec, headers)
         if D2T in spec.tables:
             d2t_C = normalise_d2t(headers[D2T].read_index(), config.vocab_size, config.d2t_form)
-    plan = ShardPlan(config, communicator or Alone(), numerics, cut_vocab=cut_vocab)
+    plan = ShardPlan(config, group, numerics, cut_vocab=cut_vocab)
     source = WeightSource(stored, dtype, device, len(spec.required), on_progress, plan.cut, quantization)
     model = Model(
         source,
@@ -91,24 +93,24 @@ def load_model(
     return model
 
 
-def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dtype, numerics: Numerics) -> ModelConfig:
-    """The same with another identity: what KV it makes differs from the unquantized model's."""
+def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dtype, *, is_ordered: bool) -> ModelConfig:
+    """The same with another identity: what KV it makes differs from the unquantized model's.
+
+    Its products must be `is_ordered`: as the numerics want them, which ranks that share them are not in invariant ones.
+    """
     if quantization is Quantization.NONE:
         return config
-    refused: dict[str, tuple[torch.dtype | Numerics, torch.dtype | Numerics]] = {
-        "--dtype": (dtype, torch.bfloat16),
-        "--numerics": (numerics, Numerics.DEFAULT),
-    }
-    for option, (value, wanted) in refused.items():
-        if value is not wanted:
-            message = f"--quantization {quantization.value} goes with {option} {_named(wanted)}, not {_named(value)}"
-            raise ModelUnsupported(message, option="quantization", value=quantization.value)
+    problem = "" if is_ordered else "--numerics default, or with --kernels triton on one rank"
+    problem = problem if dtype is torch.bfloat16 else f"--dtype bfloat16, not {_named(dtype)}"
+    if problem:
+        message = f"--quantization {quantization.value} goes with {problem}"
+        raise ModelUnsupported(message, option="quantization", value=quantization.value)
     identity = f"{config.model_hash} {quantization.value}"
     return replace(config, model_hash=hashlib.sha256(identity.encode()).hexdigest()[: len(config.model_hash)])
 
 
-def _named(value: torch.dtype | Numerics) -> str:
-    return value.value if isinstance(value, Numerics) else str(value).removeprefix("torch.")
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _form(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.core.quantization import Quantization
 from baton.kernels.attention_ordered import attention_ordered_decode, attention_ordered_prefill_lens
 from baton.kernels.fp8_weight import quantize_weight
 from baton.kernels.gemm_fp8 import linear_fp8
@@ -240,14 +241,16 @@ def test_attention_does_not_wait_and_is_captured():
 
 
 def test_the_self_test_holds():
-    check_invariance([(4096, 4096), (24_576, 4096)], torch.bfloat16, CUDA, num_ranks=4, implementation=TRITON)
+    options = {"num_ranks": 4, "implementation": TRITON, "quantization": Quantization.FP8}
+    check_invariance([(4096, 4096), (24_576, 4096)], torch.bfloat16, CUDA, **options)
 
 
 SIZES = {"num_hidden_layers": 2, "vocab_size": 4096, "eos_token_id": 500}
 
 
+@pytest.mark.parametrize("quantization", Quantization)
 @pytest.mark.parametrize("kind", ["qwen3-8b", "qwen3-30b-a3b", "qwen3-0.6b"])
-def test_logits_do_not_know_how_a_prompt_came(kind, tmp_path):
+def test_logits_do_not_know_how_a_prompt_came(kind, quantization, tmp_path):
     """One chunk, several, token by token, drafts' rows, and with neighbours; heads of 128."""
     model = load_model(
         write_shape(kind, tmp_path, **SIZES),
@@ -257,6 +260,7 @@ def test_logits_do_not_know_how_a_prompt_came(kind, tmp_path):
         with_mtp=False,
         random_seed=3,
         implementation=TRITON,
+        quantization=quantization,
     )
     assert model.implementation is TRITON
     length, start = 700, 640

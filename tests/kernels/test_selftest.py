@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from baton.core.errors import NumericsUnsupported
+from baton.core.quantization import Quantization
 from baton.kernels import linear, selftest
 from baton.kernels.implementation import Implementation
 from baton.kernels.selftest import check_invariance
@@ -67,7 +68,8 @@ def test_it_checks_the_kernels_where_they_compute(monkeypatch):
     import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
     from baton.kernels import attention_ordered_triton
 
-    check = partial(check_invariance, [(48, 64)], torch.bfloat16, CPU, implementation=Implementation.TRITON)
+    options = {"implementation": Implementation.TRITON, "quantization": Quantization.FP8}
+    check = partial(check_invariance, [(48, 128)], torch.bfloat16, CPU, **options)
     monkeypatch.setattr(selftest, "_NUM_ROWS", 70)
     monkeypatch.setattr(selftest, "_BATCHES", ((0, 1), (3, 17), (0, 70)))
     check(num_ranks=2)
