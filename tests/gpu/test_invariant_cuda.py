@@ -248,21 +248,26 @@ def test_the_self_test_holds():
 SIZES = {"num_hidden_layers": 2, "vocab_size": 4096, "eos_token_id": 500}
 
 
-@pytest.mark.parametrize("quantization", Quantization)
-@pytest.mark.parametrize("kind", ["qwen3-8b", "qwen3-30b-a3b", "qwen3-0.6b"])
-def test_logits_do_not_know_how_a_prompt_came(kind, quantization, tmp_path):
-    """One chunk, several, token by token, drafts' rows, and with neighbours; heads of 128."""
+def load(path, quantization=Quantization.NONE, with_mtp=False):
     model = load_model(
-        write_shape(kind, tmp_path, **SIZES),
+        path,
         dtype=torch.bfloat16,
         device=CUDA,
         numerics=Numerics.INVARIANT,
-        with_mtp=False,
+        with_mtp=with_mtp,
         random_seed=3,
         implementation=TRITON,
         quantization=quantization,
     )
     assert model.implementation is TRITON
+    return model
+
+
+@pytest.mark.parametrize("quantization", Quantization)
+@pytest.mark.parametrize("kind", ["qwen3-8b", "qwen3-30b-a3b", "qwen3-0.6b"])
+def test_logits_do_not_know_how_a_prompt_came(kind, quantization, tmp_path):
+    """One chunk, several, token by token, drafts' rows, and with neighbours; heads of 128."""
+    model = load(write_shape(kind, tmp_path, **SIZES), quantization)
     length, start = 700, 640
     ids = torch.randint(0, 4096, (length,), generator=torch.Generator().manual_seed(5)).to(CUDA)
 
@@ -290,3 +295,21 @@ def test_logits_do_not_know_how_a_prompt_came(kind, quantization, tmp_path):
     other = ids.flip(0)[:300]
     hidden = mixed.trunk(torch.cat([other, ids[start:]]), mixed.prefill_batch([(1, 0, 300), (0, start, length)]))
     assert same_bits(mixed.logits(hidden)[300:], wanted[start:])
+
+
+def test_drafts_do_not_know_how_a_prompt_came(tmp_path):
+    """Entries of the MTP head in one piece, in several, and row by row as steps make them."""
+    model = load(write_shape("qwen3-8b", tmp_path, **SIZES), with_mtp=True)
+    length = 150
+    ids = torch.randint(0, 4096, (length,), generator=torch.Generator().manual_seed(6)).to(CUDA)
+    paged = Paged(model, capacity_len=192)
+    hidden = paged.prefill(ids)
+    wanted = paged.logits(paged.mtp(ids[1:], hidden[:-1], paged.prefill_batch([(0, 0, length - 1)])))
+    assert wanted.isfinite().all()
+    paged, found = Paged(model, capacity_len=192), []
+    for start, end in ((0, 1), (1, 66), (66, 140)):
+        found.append(paged.mtp(ids[start + 1 : end + 1], hidden[start:end], paged.prefill_batch([(0, start, end)])))
+    for start in range(140, length - 1):
+        batch = paged.decode_batch([0], [start], 1, bound=192)
+        found.append(paged.mtp(ids[start + 1 : start + 2], hidden[start : start + 1], batch))
+    assert same_bits(paged.logits(torch.cat(found)), wanted)
