@@ -91,7 +91,9 @@ class ServeConfig(BaseModel):
     kv_dtype: KVDtype = Field(
         KVDtype.AUTO, strict=False, description="auto: KV in the dtype; fp8: in e4m3, half of bfloat16's memory"
     )
-    kernels: KernelsName = Field("auto", description="auto: Triton's on a GPU in bfloat16, torch's elsewhere")
+    kernels: KernelsName = Field(
+        "auto", description="auto: Triton's on a GPU in bfloat16 and default numerics, else torch's"
+    )
     weights: Literal["checkpoint", "random"] = Field("checkpoint", description="random: shapes only, for speed tests")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where workers compute")
     host: str = Field("127.0.0.1", min_length=1, description="address that gRPC and HTTP bind to")

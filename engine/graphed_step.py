@@ -33,6 +33,7 @@ from baton.engine.prepare import StepPreparer
 from baton.engine.slots import DecodeState
 from baton.engine.static_pass import StaticPass
 from baton.engine.verify import Verified, Verifier
+from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
@@ -216,7 +217,7 @@ def graph_sizes(
     layout, config = pool.layout, model.config
     max_context_len = min(config.max_model_len, max_model_len + num_draft_tokens)
     max_entries = _ENTRIES_PER_BLOCK * pool.num_blocks
-    if model.numerics is Numerics.INVARIANT:
+    if model.numerics is Numerics.INVARIANT and model.implementation is Implementation.REFERENCE:
         max_entries = min(max_entries, max_invariant_entries(layout.num_layers, layout.block_size))
     return GraphSizes(
         sizes=tuple(sizes) or default_sizes(max_num_sequences),

@@ -13,6 +13,7 @@ float32 registers. Activations come quantized, or in bfloat16 and are quantized 
 Shapes: M tokens, N rows of the weight, K columns of both, I and J rows and columns of a tile.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -357,7 +358,7 @@ def variants() -> list[Variant]:
     plain = plan_of("gemm_fp8", 4096, 4096, 4096, SwapAB.OFF, can_swap=True, device_index=None)
     for variant in (
         _variant(plain),
-        _variant(invariant_plan(4096, 4096)),
+        replace(_variant(invariant_plan(4096, 4096)), shapes=("64x64x32",)),
         _variant(Plan(stages=6), is_capped=True),
         _variant(Plan(BN=32, groups=2, stages=6, copied=True)),
         _variant(Plan(groups=2, stages=4, splits=2, tma=True), waits=True),

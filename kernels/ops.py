@@ -1,8 +1,9 @@
 """The operations whose form depends on numerics, device and quantization, chosen once when a model is built.
 
 A form is the torch reference, the invariant reference (`kernels.tiles`), or the Triton kernels, which fuse what stands
-side by side in a layer. Two operations sum over a dimension that a group of ranks may share: `linear_inner` and
-`experts`; a model built on the operations of a group is that group's part of it, and says nothing about it.
+side by side in a layer, in either numerics; both invariant forms keep one promise, each with bits of its own. Two
+operations sum over a dimension that a group of ranks may share: `linear_inner` and `experts`; a model built on the
+operations of a group is that group's part of it, and says nothing about it.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +15,18 @@ import torch
 from baton.core.numerics import Numerics
 from baton.kernels import attention, attention_invariant, float8_kv, linear, moe, rms_norm, silu_mul
 from baton.kernels.attention_decode import attention_decode
+from baton.kernels.attention_ordered import (
+    attention_ordered_decode,
+    attention_ordered_prefill,
+    attention_ordered_prefill_lens,
+)
 from baton.kernels.attention_prefill import HEAD_DIMS, attention_prefill, attention_prefill_lens
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8 import linear_fp8
 from baton.kernels.implementation import Implementation
 from baton.kernels.inner_sum import ALONE, InnerSum
 from baton.kernels.kv_write import kv_write
+from baton.kernels.linear_ordered import linear_ordered
 from baton.kernels.moe_gemm import Fp8ExpertWeights, experts_grouped
 from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.rope import rope
@@ -35,8 +42,7 @@ TRITON_DTYPES = (torch.bfloat16,)
 def has_triton_form(device: torch.device, dtype: torch.dtype, numerics: Numerics) -> bool:
     """Whether a model is computed by Triton kernels if nobody says otherwise.
 
-    In invariant numerics it is not: there, chunks of prompts and decode steps must round alike, and the kernels'
-    invariant forms hold for each kernel alone.
+    In invariant numerics it is not, until their promise was measured on a GPU: leave out the last condition then.
     """
     return device.type == "cuda" and dtype in TRITON_DTYPES and numerics is Numerics.DEFAULT
 
@@ -69,7 +75,6 @@ class Ops:
         self._inner = inner
         self._is_invariant = invariant = numerics is Numerics.INVARIANT
         self._is_fused = implementation is Implementation.TRITON
-        assert not (invariant and self._is_fused)
         self._linear = linear.linear_invariant if invariant else linear.linear
         self._linear_inner = inner.linear_invariant if invariant else inner.linear
         self._route = moe.route_invariant if invariant else moe.route
@@ -80,6 +85,9 @@ class Ops:
         self._attention_decode: AttentionDecode = (
             attention_invariant.attention_decode_invariant if invariant else attention.attention_decode
         )
+        if self._is_fused and invariant:
+            self._linear = partial(linear_ordered, implementation=implementation)
+            self._linear_inner = self._linear_inner_ordered
 
     def linear(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
         """The product x W^T, [T, N]."""
@@ -173,6 +181,13 @@ class Ops:
             return float8_kv.attend_prefill(
                 self._attention_prefill, query_TAD, kv_NHSD, scales, block_tables_BM, query_lens, context_lens
             )
+        if self._is_invariant:
+            assert scales is None, "the loader refuses float8 KV here"
+            if on_device is None:
+                return attention_ordered_prefill_lens(
+                    *arguments, query_lens, context_lens, implementation=self.implementation
+                )
+            return attention_ordered_prefill(*arguments, *on_device, implementation=self.implementation)
         fused = {"implementation": self.implementation, **_named(scales)}
         if on_device is None:
             return attention_prefill_lens(*arguments, query_lens, context_lens, **fused)
@@ -191,6 +206,9 @@ class Ops:
     ) -> torch.Tensor:
         """Attention of Q rows of each of B sequences -> [B, Q, A, D]; `scales` are those of float8 KV."""
         arguments = (query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, max_context_len)
+        if self._is_fused and self._is_invariant:
+            assert scales is None, "the loader refuses float8 KV here"
+            return attention_ordered_decode(*arguments, implementation=self.implementation)
         if self._is_fused:
             return attention_decode(*arguments, implementation=self.implementation, **_named(scales))
         if scales is None:
@@ -219,8 +237,9 @@ class Ops:
             return self._experts(x_TD, weight_TK, expert_TK, weights, may_wait)
         out_dtype = x_TD.dtype if self._inner.num_ranks == 1 else torch.float32
         mixed_TD = experts_grouped(
-            x_TD, weight_TK, expert_TK, weights, out_dtype=out_dtype, implementation=self.implementation
-        )
+            x_TD, weight_TK, expert_TK, weights,
+            out_dtype=out_dtype, invariant=self._is_invariant, implementation=self.implementation,
+        )  # fmt: skip
         return self._inner.add_ranks(mixed_TD).to(x_TD.dtype)
 
     @staticmethod
@@ -231,6 +250,13 @@ class Ops:
             rows = [float8_kv.in_float8(x_THD, s) for x_THD, s in zip((key_THD, value_THD), pool.scales, strict=True)]
             key_THD, value_THD, keys, values = map(float8_kv.as_bytes, (*rows, keys, values))
         kv_write(key_THD, value_THD, slots_T, keys, values)
+
+    def _linear_inner_ordered(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        """In the order of `InnerSum.linear_invariant`, whatever the number of ranks."""
+        count = self._inner.num_slices(x_TK.shape[1])
+        dtype = x_TK.dtype if self._inner.num_ranks == 1 else torch.float32
+        part_TN = linear_ordered(x_TK, weight_NK, num_slices=count, out_dtype=dtype, implementation=self.implementation)
+        return self._inner.add_ranks(part_TN).to(x_TK.dtype)
 
     def _linear_fp8(self, x_TK: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         return linear_fp8(x_TK, weight, invariant=self._is_invariant, implementation=self.implementation)

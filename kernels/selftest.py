@@ -16,8 +16,12 @@ import torch
 
 from baton.core.errors import NumericsUnsupported
 from baton.core.numerics import Numerics
+from baton.core.quantization import Quantization
+from baton.kernels.fp8_weight import quantize_weight
+from baton.kernels.implementation import Implementation
 from baton.kernels.kv_write import kv_write
 from baton.kernels.ops import Ops
+from baton.kernels.quantize_fp8 import GROUP_LEN
 from baton.kernels.tiles import OUTPUT_TILE
 
 _NUM_ROWS = 512
@@ -25,14 +29,22 @@ _BATCHES = ((0, 1), (3, 17), (0, 48), (7, 135), (60, 300), (0, _NUM_ROWS))  # fi
 _MAX_ROWS_OF_OUTPUTS = 48
 _MAX_OUTPUTS = 4096  # wider weights are checked on this many outputs; every row of them is computed alike
 _ATTENTION = (8, 4, 32)  # A, H, D
+_LENGTHS = {Implementation.REFERENCE: 144, Implementation.TRITON: 720}  # of a sequence; kernels cut at 512 positions
 
 
 def check_invariance(
-    linear_shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, *, num_ranks: int = 1
+    linear_shapes: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    num_ranks: int = 1,
+    implementation: Implementation = Implementation.REFERENCE,
+    quantization: Quantization = Quantization.NONE,
 ) -> None:
     """Compare rows across batch shapes, positions and threads for products of these (outputs, inputs).
 
     With several ranks, which share the outputs of most products, every rank's outputs are compared with those of all.
+    `implementation` is what computes the model, Triton or the reference, and `quantization` its weights'.
 
     Raises:
         NumericsUnsupported: rows differ, or TF32 is switched on; the operation and shape are named.
@@ -40,7 +52,7 @@ def check_invariance(
     if device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         message = "invariant numerics need TF32 switched off (torch.backends.cuda.matmul.allow_tf32)"
         raise NumericsUnsupported(message, operation="linear", shape=[])
-    ops = Ops(Numerics.INVARIANT)
+    ops = Ops(Numerics.INVARIANT, implementation=implementation)
     with torch.inference_mode():
         for num_outputs, num_inputs in linear_shapes:
             shape = (min(num_outputs, _MAX_OUTPUTS), num_inputs)
@@ -48,6 +60,9 @@ def check_invariance(
             _check_rows("linear", shape, partial(ops.linear, weight=weight_NK), shape[1], dtype, device)
             if num_ranks > 1:
                 _check_outputs(ops, weight_NK, num_ranks)
+            if quantization is Quantization.FP8 and num_inputs % GROUP_LEN == 0:
+                weight = quantize_weight(weight_NK)
+                _check_rows("linear_fp8", shape, partial(ops.linear, weight=weight), shape[1], dtype, device)
             inner = partial(ops.linear_inner, weight=weight_NK)
             _check_rows("linear_inner", shape, inner, shape[1], dtype, device)
         for size in sorted({num_inputs for _, num_inputs in linear_shapes}):
@@ -101,12 +116,13 @@ def _check_outputs(ops: Ops, weight_NK: torch.Tensor, num_ranks: int) -> None:
 
 
 def _check_attention(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
-    """One sequence of 144 positions: whole, in two chunks, and its last rows as decode beside another sequence."""
+    """One sequence: whole, in two chunks, and its last rows as decode beside another sequence."""
     num_heads, num_kv_heads, head_dim = _ATTENTION
-    length, block_size, split = 144, 16, 101
-    pool = torch.zeros(2, 21, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+    length, block_size, split = _LENGTHS[ops.implementation], 16, 101
+    num_blocks = length // block_size
+    pool = torch.zeros(2, 2 * num_blocks + 3, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
     key_NHSD, value_NHSD = pool
-    table_BM = torch.arange(18, device=device).view(9, 2).flip(0).T.contiguous()
+    table_BM = torch.arange(2 * num_blocks, device=device).view(num_blocks, 2).flip(0).T.contiguous()
     position_T = torch.arange(length, device=device)
     key_2THD = _values((2, 2 * length, num_kv_heads, head_dim), dtype, device)
     for sequence in range(2):
@@ -128,7 +144,7 @@ def _check_attention(ops: Ops, dtype: torch.dtype, device: torch.device) -> None
             if not torch.equal(chunked_TAD, wanted_TAD):
                 raise _refusal("attention_prefill", shape, dtype, device, f"chunks of {split} and {length - split}")
             decoded_2QAD = ops.attention_decode(
-                query_2QAD, key_NHSD, value_NHSD, table_BM, positions_2Q, 9 * block_size
+                query_2QAD, key_NHSD, value_NHSD, table_BM, positions_2Q, num_blocks * block_size
             )
             if not torch.equal(decoded_2QAD[0], wanted_TAD[-3:]):
                 raise _refusal("attention_decode", shape, dtype, device, "3 rows of 2 sequences")

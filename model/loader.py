@@ -65,9 +65,12 @@ def load_model(
     config = ModelConfig.from_directory(path, made_weights=made_weights)
     if with_mtp and not (is_random and config.num_mtp_layers == 0):
         _require_mtp(config, path)
-    config = _quantized(config, quantization, dtype, numerics)
+    group = communicator or Alone()
+    unfit = _unfit(config, numerics, group, kv_dtype)
+    implementation = _form(implementation, unfit, device, dtype, numerics)
+    is_ordered = numerics is Numerics.DEFAULT or (implementation is Implementation.TRITON and group.size == 1)
+    config = _quantized(config, quantization, dtype, is_ordered=is_ordered)
     config = _with_kv(config, kv_dtype, dtype)
-    implementation = _form(implementation, config, device, dtype, numerics)
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
     d2t_C: torch.Tensor | None = None
@@ -80,7 +83,7 @@ def load_model(
         check_tensors(spec, headers)
         if D2T in spec.tables:
             d2t_C = normalise_d2t(headers[D2T].read_index(), config.vocab_size, config.d2t_form)
-    plan = ShardPlan(config, communicator or Alone(), numerics, cut_vocab=cut_vocab)
+    plan = ShardPlan(config, group, numerics, cut_vocab=cut_vocab)
     source = WeightSource(stored, dtype, device, len(spec.required), on_progress, plan.cut, quantization, kv_dtype)
     model = Model(
         source,
@@ -96,18 +99,18 @@ def load_model(
     return model
 
 
-def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dtype, numerics: Numerics) -> ModelConfig:
-    """The same with another identity: what KV it makes differs from the unquantized model's."""
+def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dtype, *, is_ordered: bool) -> ModelConfig:
+    """The same with another identity: what KV it makes differs from the unquantized model's.
+
+    Its products must be `is_ordered`: as the numerics want them, which ranks that share them are not in invariant ones.
+    """
     if quantization is Quantization.NONE:
         return config
-    refused: dict[str, tuple[torch.dtype | Numerics, torch.dtype | Numerics]] = {
-        "--dtype": (dtype, torch.bfloat16),
-        "--numerics": (numerics, Numerics.DEFAULT),
-    }
-    for option, (value, wanted) in refused.items():
-        if value is not wanted:
-            message = f"--quantization {quantization.value} goes with {option} {_named(wanted)}, not {_named(value)}"
-            raise ModelUnsupported(message, option="quantization", value=quantization.value)
+    problem = "" if is_ordered else "--numerics default, or with --kernels triton on one rank"
+    problem = problem if dtype is torch.bfloat16 else f"--dtype bfloat16, not {_named(dtype)}"
+    if problem:
+        message = f"--quantization {quantization.value} goes with {problem}"
+        raise ModelUnsupported(message, option="quantization", value=quantization.value)
     return _renamed(config, quantization.value)
 
 
@@ -131,12 +134,21 @@ def _renamed(config: ModelConfig, how: str) -> ModelConfig:
     return replace(config, model_hash=hashlib.sha256(identity.encode()).hexdigest()[: len(config.model_hash)])
 
 
-def _named(value: torch.dtype | Numerics) -> str:
-    return value.value if isinstance(value, Numerics) else str(value).removeprefix("torch.")
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _unfit(config: ModelConfig, numerics: Numerics, communicator: Communicator, kv_dtype: KVDtype) -> str:
+    """What the Triton kernels are not made for, in words; "" if they are."""
+    if numerics is Numerics.INVARIANT and config.num_experts and communicator.size > 1:
+        return f"experts over {communicator.size} ranks in invariant numerics"  # a rank does not sum them by slices
+    if numerics is Numerics.INVARIANT and kv_dtype is not KVDtype.AUTO:
+        return f"{kv_dtype.value} KV in invariant numerics"
+    return unfit_sizes(config.head_dim, config.hidden_size)
 
 
 def _form(
-    asked: Implementation, config: ModelConfig, device: torch.device, dtype: torch.dtype, numerics: Numerics
+    asked: Implementation, unfit: str, device: torch.device, dtype: torch.dtype, numerics: Numerics
 ) -> Implementation:
     """What computes the model: as asked, or as device, dtype, numerics and sizes allow.
 
@@ -145,12 +157,11 @@ def _form(
     """
     if asked is Implementation.REFERENCE:
         return asked
-    unfit = unfit_sizes(config.head_dim, config.hidden_size)
     if asked is Implementation.TRITON:
-        if numerics is Numerics.INVARIANT or dtype not in TRITON_DTYPES:
-            unfit = f"{_named(dtype)} in {numerics.value} numerics"
+        if dtype not in TRITON_DTYPES:
+            unfit = _named(dtype)
         if unfit:
-            message = f"--kernels triton computes bfloat16 in default numerics, of sizes it knows, not {unfit}"
+            message = f"--kernels triton computes bfloat16, of sizes it knows, not {unfit}"
             raise ModelUnsupported(message, option="kernels", value=asked.value)
         return asked
     if not has_triton_form(device, dtype, numerics):

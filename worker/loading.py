@@ -78,7 +78,14 @@ def load_worker(
     else:
         tokenizer = Tokenizer.from_directory(path)
     if config.numerics is Numerics.INVARIANT:
-        check_invariance(model.linear_shapes(), model.dtype, device, num_ranks=group.size)
+        check_invariance(
+            model.linear_shapes(),
+            model.dtype,
+            device,
+            num_ranks=group.size,
+            implementation=model.implementation,
+            quantization=config.quantization,
+        )
     layout = model.kv_layout(config.block_size)
     num_blocks = _num_blocks(config, layout, device, group)
     if num_blocks < 1:

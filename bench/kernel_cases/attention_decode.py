@@ -13,6 +13,7 @@ from baton.bench.kernel_baselines_attention import PagedAttention, fa3, vllm_att
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import attention
 from baton.kernels.attention_decode import attention_decode
+from baton.kernels.attention_ordered import attention_ordered_decode
 from baton.kernels.attention_plan import Options, rows_of_program, table_shape
 
 BLOCK_SIZE = 16
@@ -93,6 +94,12 @@ class Buffers:
             value_scale=self.scales.get("value_scale"), invariant=invariant, options=options,
         )  # fmt: skip
 
+    def run_ordered(self) -> torch.Tensor:
+        """Ours in numerics `invariant`, where prompts have the same bits."""
+        return attention_ordered_decode(
+            self.query_BQAD, self.key_NHSD, self.value_NHSD, self.block_tables_BM, self.positions_BQ, self.context_len
+        )
+
     def run_library(self) -> torch.Tensor:
         """Gathered, masked, and torch's attention."""
         return attention.attention_decode(
@@ -144,6 +151,8 @@ def _prepare(shape: Shape, device: torch.device, num_sets: int) -> Systems:
         "ours": [buffers.run for buffers in sets],
         "invariant": [partial(buffers.run, invariant=True) for buffers in sets],
     }
+    if not shape.is_float8:
+        systems["ordered"] = [buffers.run_ordered for buffers in sets]
     if not shape.is_float8 and shape.kv_bytes <= _TORCH_MAX_BYTES:
         systems["torch"] = [buffers.run_library for buffers in sets]
     others = [buffers.for_others() for buffers in sets] if device.type == "cuda" else []

@@ -13,6 +13,7 @@ import torch
 from baton.bench.kernel_baselines_attention import PagedAttention, fa3, vllm_attention
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import attention, attention_prefill_hopper_triton
+from baton.kernels.attention_ordered import attention_ordered_prefill
 from baton.kernels.attention_prefill import NAME, attention_prefill, shape_of
 
 _BLOCK_SIZE = 16
@@ -98,6 +99,11 @@ class Batch:
             options=options,
         )
 
+    def ordered(self) -> Call:
+        """Ours in numerics `invariant`, where decode steps have the same bits."""
+        places = (self.query_TAD, self.key_NHSD, self.value_NHSD, self.tables_BM, self.starts_E, self.contexts_B)
+        return partial(attention_ordered_prefill, *places)
+
     def torch(self) -> Call:
         """The same by the library."""
         lens = (self.query_lens, self.context_lens)
@@ -148,6 +154,7 @@ def _prepare(work: Work, device: torch.device, num_sets: int) -> Systems:
         "invariant": [batch.ours(invariant=True) for batch in batches],
     }
     if work.kv_dtype != _FP8:
+        systems["ordered"] = [batch.ordered() for batch in batches]
         systems["torch"] = [batch.torch() for batch in batches]
     others = [batch.for_others() for batch in batches] if device.type == "cuda" else []
     return systems | fa3(others) | vllm_attention(others)

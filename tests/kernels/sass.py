@@ -71,8 +71,11 @@ def facts(variant):
         text = subprocess.run(command, capture_output=True, text=True, check=True)
     sass = text.stdout + text.stderr
     found = {name: len(re.findall(rf"\b{name}\b", sass)) for name in COUNTED}
+    # Only where they are promised: which there are is a matter of tiles, and for most kernels nobody's concern.
+    shapes = sorted(set(re.findall(r"\b[HQ]GMMA\.(\d+x\d+x\d+)", sass))) if variant.shapes else []
     return {
         **{name: count for name, count in found.items() if count},
+        **({"shapes": shapes} if shapes else {}),
         "registers": int(re.findall(r"REG:(\d+)", sass)[0]),
         "shared_bytes": compiled.metadata.shared,
     }
@@ -83,6 +86,8 @@ def broken_promises(variant, found):
     spills = () if variant.may_spill else ("LDL", "STL")
     broken = [f"has no {name}" for name in variant.contains if not found.get(name)]
     broken += [f"has {found[name]} {name}" for name in (*spills, *variant.lacks) if found.get(name)]
+    if variant.shapes and found.get("shapes") != sorted(variant.shapes):
+        broken.append(f"multiplies by {found.get('shapes')}, not by {sorted(variant.shapes)}")
     if found["registers"] > variant.max_registers:
         broken.append(f"takes {found['registers']} registers of {variant.max_registers}")
     if found["shared_bytes"] > variant.max_shared_bytes:

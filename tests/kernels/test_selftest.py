@@ -1,12 +1,15 @@
 """The start-up self-test passes where invariance holds, and names what breaks it where it does not."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
 
 from baton.core.errors import NumericsUnsupported
+from baton.core.quantization import Quantization
 from baton.kernels import linear, selftest
+from baton.kernels.implementation import Implementation
 from baton.kernels.selftest import check_invariance
 
 CPU = torch.device("cpu")
@@ -58,6 +61,26 @@ def test_attention_that_depends_on_its_chunk_is_named(monkeypatch):
     monkeypatch.setattr(attention_invariant, "attention_decode_invariant", attention.attention_decode)
     with pytest.raises(NumericsUnsupported, match="attention_decode"):
         check_invariance([(16, 16)], torch.float32, CPU)
+
+
+@pytest.mark.slow
+def test_it_checks_the_kernels_where_they_compute(monkeypatch):
+    import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
+    from baton.kernels import attention_ordered_triton
+
+    options = {"implementation": Implementation.TRITON, "quantization": Quantization.FP8}
+    check = partial(check_invariance, [(48, 128)], torch.bfloat16, CPU, **options)
+    monkeypatch.setattr(selftest, "_NUM_ROWS", 70)
+    monkeypatch.setattr(selftest, "_BATCHES", ((0, 1), (3, 17), (0, 70)))
+    check(num_ranks=2)
+    right = attention_ordered_triton.launch_decode
+
+    def careless(query_BQAD, *others):
+        right(query_BQAD * 1.01, *others)
+
+    monkeypatch.setattr(attention_ordered_triton, "launch_decode", careless)
+    with pytest.raises(NumericsUnsupported, match="attention_decode"):
+        check()
 
 
 @pytest.mark.fast

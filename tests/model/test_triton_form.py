@@ -1,4 +1,8 @@
-"""A model computed by Triton kernels, in the interpreter, beside the same by its torch reference; in float8, too."""
+"""A model computed by Triton kernels, in the interpreter, beside the same by its torch reference; in float8, too.
+
+In invariant numerics its rows must not know how they came; what the interpreter can show of that is which values take
+part and in which order tiles are added, not how instructions round (`tests/gpu/test_invariant_cuda.py`).
+"""
 
 import pytest
 import torch
@@ -11,8 +15,9 @@ from baton.core.quantization import Quantization
 from baton.kernels.implementation import Implementation
 from baton.model import loader
 from baton.model.loader import load_model
+from baton.model.parallel import Alone
 from baton.scripts.model_shape import write_shape
-from baton.tests.kernels.harness import relative_error
+from baton.tests.kernels.harness import relative_error, same_bits
 from baton.tests.model.harness import Paged
 
 CPU = torch.device("cpu")
@@ -93,6 +98,27 @@ def test_kernels_write_and_read_float8_kv_in_chunks_and_beside_each_other(shape)
     check_float8_kv(shape, logits_of)
 
 
+@pytest.mark.parametrize("quantization", [Quantization.NONE, pytest.param(Quantization.FP8, marks=pytest.mark.slow)])
+def test_invariant_logits_are_near_the_references_and_do_not_know_how_they_came(shape, quantization):
+    options = {"numerics": Numerics.INVARIANT, "with_mtp": False}
+    model = load(shape, Implementation.TRITON, quantization, **options)
+    assert model.implementation is Implementation.TRITON
+    ids = torch.randint(0, 512, (21,), generator=torch.Generator().manual_seed(1))
+    paged = Paged(model, capacity_len=64)
+    whole = paged.logits(paged.prefill(ids))
+    reference = load(shape, Implementation.REFERENCE, quantization, with_mtp=False)
+    paged = Paged(reference, capacity_len=64)
+    most = 0.03 if quantization is Quantization.NONE else 0.06
+    assert relative_error(whole, paged.logits(paged.prefill(ids))) < most
+    paged = Paged(model, num_sequences=2, capacity_len=64)
+    hidden = [paged.trunk(ids[:9], paged.prefill_batch([(0, 0, 9)]))]
+    parts = [(1, 0, 6), (0, 9, 18)]  # beside another prompt
+    hidden.append(paged.trunk(torch.cat([ids[3:9], ids[9:18]]), paged.prefill_batch(parts))[6:])
+    batch = paged.decode_batch([None, 0], [0, 18], 3, bound=64)
+    hidden.append(paged.trunk(torch.cat([ids[:3], ids[18:]]), batch)[3:])
+    assert same_bits(paged.logits(torch.cat(hidden)), whole)
+
+
 def test_float8_is_near_the_weights_it_was_made_of(shape):
     wanted = logits_of(load(shape, Implementation.REFERENCE, dtype=torch.float32))
     plain = relative_error(logits_of(load(shape, Implementation.REFERENCE)), wanted)
@@ -119,7 +145,7 @@ def test_kv_of_quantized_weights_is_another_models(shape):
     [
         {"quantization": Quantization.FP8, "dtype": torch.float32},
         {"quantization": Quantization.FP8, "numerics": Numerics.INVARIANT},
-        {"implementation": Implementation.TRITON, "numerics": Numerics.INVARIANT},
+        {"implementation": Implementation.TRITON, "numerics": Numerics.INVARIANT, "dtype": torch.float32},
         {"implementation": Implementation.TRITON, "dtype": torch.float64},
     ],
 )
@@ -127,6 +153,26 @@ def test_what_does_not_go_together_is_refused_by_name(shape, options):
     with pytest.raises(ModelUnsupported) as refused:
         load(shape, **{"implementation": Implementation.AUTO, **options})
     assert refused.value.fields["option"] in ("quantization", "kernels")
+
+
+class TwoRanks(Alone):
+    size = 2
+
+
+@pytest.mark.fast
+def test_experts_over_ranks_are_not_summed_by_slices_and_refused(shape, monkeypatch):
+    """Dense models are: their inner products keep the promise for any number of ranks."""
+    options = {"numerics": Numerics.INVARIANT, "communicator": TwoRanks(), "with_mtp": False}
+    with pytest.raises(ModelUnsupported, match="on one rank"):
+        load(shape, Implementation.REFERENCE, Quantization.FP8, **options)
+    if load(shape, Implementation.REFERENCE, **options).config.num_experts:
+        with pytest.raises(ModelUnsupported, match="experts over 2 ranks") as refused:
+            load(shape, Implementation.TRITON, **options)
+        assert refused.value.fields["option"] == "kernels"
+        monkeypatch.setattr(loader, "has_triton_form", lambda *where: True)
+        assert load(shape, Implementation.AUTO, **options).implementation is Implementation.REFERENCE
+    else:
+        assert load(shape, Implementation.TRITON, **options).implementation is Implementation.TRITON
 
 
 @pytest.mark.fast
