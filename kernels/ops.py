@@ -14,6 +14,7 @@ from baton.core.numerics import Numerics
 from baton.kernels import attention, attention_invariant, linear, moe, rms_norm, silu_mul
 from baton.kernels.attention_decode import attention_decode
 from baton.kernels.attention_prefill import HEAD_DIMS, attention_prefill, attention_prefill_lens
+from baton.kernels.attention_shares import SharePlans
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8 import linear_fp8
 from baton.kernels.implementation import Implementation
@@ -76,11 +77,9 @@ class Ops:
         self._attention_prefill = (
             attention_invariant.attention_prefill_invariant if invariant else attention.attention_prefill
         )
-        self.attention_decode: AttentionDecode = (
+        self._attention_decode: AttentionDecode = (
             attention_invariant.attention_decode_invariant if invariant else attention.attention_decode
         )
-        if self._is_fused:
-            self.attention_decode = partial(attention_decode, implementation=implementation)
 
     def linear(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
         """The product x W^T, [T, N]."""
@@ -158,11 +157,12 @@ class Ops:
         query_lens: Sequence[int],
         context_lens: Sequence[int],
         on_device: tuple[torch.Tensor, torch.Tensor] | None = None,
+        plans: SharePlans | None = None,
     ) -> torch.Tensor:
         """Attention of chunks laid one after the other -> [T, A, D].
 
         Lengths are on the host; where they are on the device already, as chunks' starts [B + 1] and context lengths
-        [B], they need not cross once more for each layer.
+        [B], they need not cross once more for each layer. `plans` are of the pass, for all its layers.
         """
         arguments = (query_TAD, key_NHSD, value_NHSD, block_tables_BM)
         if not self._is_fused:
@@ -170,7 +170,25 @@ class Ops:
         if on_device is None:
             return attention_prefill_lens(*arguments, query_lens, context_lens, implementation=self.implementation)
         longest = max(query_lens, default=0)
-        return attention_prefill(*arguments, *on_device, max_query_len=longest, implementation=self.implementation)
+        return attention_prefill(
+            *arguments, *on_device, max_query_len=longest, plans=plans, implementation=self.implementation
+        )
+
+    def attention_decode(
+        self,
+        query_BQAD: torch.Tensor,
+        key_NHSD: torch.Tensor,
+        value_NHSD: torch.Tensor,
+        block_tables_BM: torch.Tensor,
+        positions_BQ: torch.Tensor,
+        max_context_len: int,
+        plans: SharePlans | None = None,
+    ) -> torch.Tensor:
+        """Attention of Q rows of each of B sequences -> [B, Q, A, D]; `plans` are of the pass, for all its layers."""
+        arguments = (query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, max_context_len)
+        if not self._is_fused:
+            return self._attention_decode(*arguments)
+        return attention_decode(*arguments, plans=plans, implementation=self.implementation)
 
     def route(self, logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T, K] in the wide dtype, and experts [T, K], most probable first."""
