@@ -96,31 +96,10 @@ def attention_prefill(
         if scale is not None:  # theirs is D ** -0.5
             query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
         return _reference(query_TAD, key_NHSD, value_NHSD, block_tables_BM, lens, contexts, invariant)
-    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
-    if not query_TAD.numel() or not block_tables_BM.shape[0] or not max_query_len:
-        return output_TAD
     softmax_scale = float(query_TAD.shape[2] ** -0.5 if scale is None else scale)
     places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B
-    if _is_short(*places[:4], max_query_len, key_scale, invariant, options):
-        return attention_short_chunks.attend(
-            *places, max_query_len=max_query_len, scale=softmax_scale, key_scale=key_scale, value_scale=value_scale,
-            plans=plans or SharePlans(), options=options,
-        )  # fmt: skip
-    if options is None and not invariant and _widens(query_TAD, key_NHSD, block_tables_BM, max_query_len):
-        wide = kv_widen.widen_kv(*places[1:], key_scale, value_scale, query_TAD.dtype)
-        places = query_TAD, *wide, query_starts_E, context_lens_B
-        key_scale = value_scale = None
-    # One configuration for all sizes if a row may not depend on how long its chunk is.
-    size = _ANY_LEN if invariant else max_query_len
-    options = options or _find_options(*places[:3], size)
-    if attention_prefill_hopper_triton.is_ours(options):
-        require(key_scale is None, "key_scale", "is not for the form that the options are of")
-        attention_prefill_hopper_triton.launch(*places, output_TAD, scale=softmax_scale, options=options)
-    else:
-        attention_prefill_triton.launch(
-            *places, output_TAD, scale=softmax_scale, key_scale=key_scale, value_scale=value_scale, options=options
-        )
-    return output_TAD
+    scales = key_scale, value_scale
+    return _by_triton(places, max_query_len, softmax_scale, scales, invariant, plans or SharePlans(), options)
 
 
 def attention_prefill_lens(
@@ -156,6 +135,42 @@ def attention_prefill_lens(
         max_query_len=max(query_lens, default=0), key_scale=key_scale, value_scale=value_scale,
         invariant=invariant, options=options, implementation=implementation,
     )  # fmt: skip
+
+
+def _by_triton(
+    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    max_query_len: int,
+    scale: float,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    invariant: bool,
+    plans: SharePlans,
+    options: Mapping[str, Any] | None,
+) -> torch.Tensor:
+    """By the kernels that are best for these, of queries, K, V, tables, starts and lengths."""
+    query_TAD, key_NHSD, _, block_tables_BM, query_starts_E, context_lens_B = places
+    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    if not query_TAD.numel() or not block_tables_BM.shape[0] or not max_query_len:
+        return output_TAD
+    if _is_short(*places[:4], max_query_len, scales[0], invariant, options):
+        return attention_short_chunks.attend(
+            *places, max_query_len=max_query_len, scale=scale, key_scale=scales[0], value_scale=scales[1],
+            plans=plans, options=options,
+        )  # fmt: skip
+    if options is None and not invariant and _widens(query_TAD, key_NHSD, block_tables_BM, max_query_len):
+        wide = kv_widen.widen_kv(*places[1:], *scales, query_TAD.dtype)
+        places = query_TAD, *wide, query_starts_E, context_lens_B
+        scales = None, None
+    # One configuration for all sizes if a row may not depend on how long its chunk is.
+    size = _ANY_LEN if invariant else max_query_len
+    options = options or _find_options(*places[:3], size)
+    if attention_prefill_hopper_triton.is_ours(options):
+        require(scales[0] is None, "key_scale", "is not for the form that the options are of")
+        attention_prefill_hopper_triton.launch(*places, output_TAD, scale=scale, options=options)
+    else:
+        attention_prefill_triton.launch(
+            *places, output_TAD, scale=scale, key_scale=scales[0], value_scale=scales[1], options=options
+        )
+    return output_TAD
 
 
 def _is_short(

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import attention_prefill, attention_shares, attention_short_chunks, kv_widen
+from baton.kernels import (
+    attention_prefill,
+    attention_share_plan_triton,
+    attention_shares,
+    attention_short_chunks,
+    kv_widen,
+)
 from baton.kernels.attention_plan import rows_of_program
 from baton.kernels.attention_share_plan_triton import ENTRY_LEN, num_entries
 from baton.kernels.attention_shares import SharePlans
@@ -62,10 +68,10 @@ def check_division(lens, found, tile, num_shares):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_plans_of_drawn_lengths(seed):
     draw = random.Random(seed)
-    lens = [draw.choice((0, 1, 5, 64, 65, 700, 20_000)) for _ in range(draw.randint(1, 12))]
+    lens = [draw.choice((0, 1, 5, 64, 65, 700, 20_000)) for _ in range(draw.randint(1, 7))]
     num_queries, tile, num_shares = draw.randint(1, 4), draw.choice((16, 64)), draw.choice((1, 3, 33, 300))
     ends = torch.tensor(lens, dtype=draw.choice((torch.int32, torch.int64)))
     positions = ends[:, None] - num_queries + torch.arange(num_queries, dtype=ends.dtype)
@@ -77,10 +83,12 @@ def test_plans_of_drawn_lengths(seed):
     check_division(lens, shares_of(spoiled, starts, tile=tile, num_shares=num_shares), tile, num_shares)
 
 
-def test_a_plan_of_more_sequences_than_are_looked_at_together_and_more_shares_than_are_written_together():
-    lens = [5, 40_000] + [17 * (index % 7) for index in range(260)]
+def test_a_plan_of_more_sequences_and_shares_than_are_looked_at_and_written_together(monkeypatch):
+    monkeypatch.setattr(attention_share_plan_triton, "_SEARCHED", 4)
+    monkeypatch.setattr(attention_share_plan_triton, "_WRITTEN", 8)
+    lens = [5, 4000, *(17 * (index % 7) for index in range(9))]
     positions = torch.tensor(lens)[:, None] - 1
-    check_division(lens, shares_of(positions, None, tile=16, num_shares=150), 16, 150)
+    check_division(lens, shares_of(positions, None, tile=16, num_shares=50), 16, 50)
 
 
 @pytest.mark.fast
@@ -90,11 +98,10 @@ def test_a_plan_keeps_to_the_bound_and_to_sequences_there_are():
     check_division([100, 0, 4], found, 16, 4)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("options", [SHARES, SWAPPED_SHARES], ids=["plain", "swapped"])
-@pytest.mark.parametrize("num_queries", [1, 4])
+@pytest.mark.parametrize("num_queries", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_rows_of_ragged_sequences(num_queries, options):
-    problem = Problem((300, 4, 64, 65), num_queries)
+    problem = Problem((150, 4, 64), num_queries)
     problem.check(problem.run(options))
 
 
@@ -102,12 +109,12 @@ def drawn(seed):
     """A batch of lengths that differ much, and a form of the launch."""
     draw = random.Random(seed)
     num_queries = draw.choice([1, 1, 2, 4, 8])
-    count = draw.choice([1, 2, 5, 9])
-    lengths = tuple(max(num_queries, draw.choice((1, 9, 16, 33, 64, 150, 400))) for _ in range(count))
+    count = draw.choice([1, 2, 4])
+    lengths = tuple(max(num_queries, draw.choice((1, 9, 16, 33, 64, 150))) for _ in range(count))
     kv_dtype = draw.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32, FLOAT8])
     num_kv_heads = draw.choice([1, 2])
     problem = Problem(
-        lengths, num_queries, num_kv_heads * draw.choice([1, 4, 7]), num_kv_heads, draw.choice([16, 32, 64]),
+        lengths, num_queries, num_kv_heads * draw.choice([1, 2, 3]), num_kv_heads, draw.choice([16, 32, 64]),
         draw.choice([16, 32]), torch.bfloat16 if kv_dtype == FLOAT8 else kv_dtype, kv_dtype, seed,
         draw.choice([torch.int32, torch.int64]), draw.random() < 0.5,
     )  # fmt: skip
@@ -121,32 +128,38 @@ def drawn(seed):
     return problem, options
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_drawn_ragged_batches(seed):
     problem, options = drawn(seed)
     problem.check(problem.run(options))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 300))
+@pytest.mark.parametrize("seed", range(100, 250))
 def test_many_drawn_ragged_batches(seed):
     problem, options = drawn(seed)
     problem.check(problem.run(options))
 
 
-@pytest.mark.parametrize("options", [SHARES, DIRECT | SHARES, MOVED_APART | {"slots": 12, "shares": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        SHARES,
+        pytest.param(DIRECT | SHARES, marks=pytest.mark.slow),
+        pytest.param(MOVED_APART | {"slots": 12, "shares": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_one_huge_and_many_tiny(options):
-    is_float8 = "direct" in options
-    problem = Problem((1, 2, 500, *(1 + index % 5 for index in range(9))), kv_dtype=FLOAT8 if is_float8 else None)
+    kv_dtype = FLOAT8 if "direct" in options else None
+    problem = Problem((1, 2, 150, 1, 4), num_heads=2, num_kv_heads=1, kv_dtype=kv_dtype)
     out = assert_deterministic(
         lambda: problem.run(options), problem.query, problem.key, problem.value, problem.tables, problem.positions
     )
     problem.check(out)
 
 
-@pytest.mark.fast
 def test_sequences_that_see_nothing_are_zero_and_nobodys_business():
-    problem = Problem((50, 20, 33, 20), 3)
+    problem = Problem((50, 20, 33, 20), 3, 2, 1)
     problem.positions[1] = -1
     problem.positions[2, 0] = -1
     problem.positions[3] = -(2**40)
@@ -160,31 +173,28 @@ def test_sequences_that_see_nothing_are_zero_and_nobodys_business():
     assert not problem.run(SHARES).any()
 
 
-@pytest.mark.fast
 def test_sequences_of_one_share_have_the_bits_of_one_part():
-    problem = Problem((100, 90, 97), 2)
+    problem = Problem((100, 90), 2, 2, 1)
     for options in (PLAIN, SWAPPED):
-        divided = problem.run(options | {"slots": 4, "shares": True})
+        divided = problem.run(options | {"slots": 2, "shares": True})
         assert same_bits(divided, problem.run(options))
 
 
-@pytest.mark.fast
 def test_a_bound_beyond_the_table_changes_no_bit():
-    problem = Problem((150, 20), 2)
+    problem = Problem((50, 20), 1, 2, 1)
     problem.check(problem.run(SHARES, bound=10_000))
     assert same_bits(problem.run(SHARES, bound=10_000), problem.run(SHARES))
 
 
-@pytest.mark.fast
 def test_layers_of_a_pass_share_a_plan(monkeypatch):
     made = []
     make = attention_shares.make_plan
     monkeypatch.setattr(attention_shares, "make_plan", lambda *arguments: made.append(arguments) or make(*arguments))
-    problem, plans = Problem((150, 20)), SharePlans()
+    problem, plans = Problem((40,), 1, 1, 1), SharePlans()
     first = problem.run(SHARES, plans=plans)
     assert same_bits(problem.run(SHARES, plans=plans), first)
     assert len(made) == 1
-    problem.run(SHARES | {"slots": 6}, plans=plans)  # divided in another way
+    problem.run(SHARES | {"slots": 2}, plans=plans)  # divided in another way
     assert len(made) == 2
     problem.positions = problem.positions.clone()  # of other sequences, perhaps
     assert same_bits(problem.run(SHARES, plans=plans), first)
@@ -214,17 +224,18 @@ def attend(sequences, guards=None, num_tokens=None, index_dtype=torch.int32, pla
     )  # fmt: skip
 
 
-@pytest.mark.fast
 def test_short_chunks_of_a_padded_batch():
-    sequences, guards = Sequences(MIXED), Guards()
-    found = attend(sequences, guards, 160, torch.int64)
+    sequences, guards = Sequences([(1, 40), (0, 0), (2, 0), (5, 60), (0, 30)], heads=(2, 1)), Guards()
+    found = attend(sequences, guards, 12, torch.int64)
     assert relative_error(found[: sum(sequences.lens)], sequences.wanted()) < 4e-3
     guards.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "head_dim", "chunks"),
     [
+        ((4, 2), 16, MIXED),
         ((2, 1), 32, [(16, 300), (3, 2), (9, 100)]),
         ((7, 1), 16, [(20, 130), (0, 9), (1, 0)]),
         ((4, 4), 64, [(5, 200)]),
@@ -236,10 +247,8 @@ def test_short_chunks_of_other_shapes(heads, head_dim, chunks):
     found = attend(sequences)
     assert relative_error(found, sequences.wanted()) < 4e-3
     assert same_bits(attend(sequences), found)
-    assert same_bits(sequences.run(options=short(sequences) | {"slots": 20}), sequences.run(options=short(sequences)))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8], ids=str)
 def test_the_public_function_divides_short_chunks(always_short, monkeypatch, dtype):
     asked = []
@@ -247,7 +256,7 @@ def test_the_public_function_divides_short_chunks(always_short, monkeypatch, dty
     monkeypatch.setattr(
         attention_short_chunks, "attend", lambda *places, **others: asked.append(others) or compute(*places, **others)
     )
-    sequences = Sequences([(5, 90), (2, 30)], kv_dtype=dtype)
+    sequences = Sequences([(3, 40), (2, 30)], heads=(2, 2), kv_dtype=dtype)
     scales = {}
     if dtype == FLOAT8:
         scales = {"key_scale": torch.tensor([0.5, 1.5]), "value_scale": torch.tensor([2.0, 0.25])}
@@ -256,7 +265,9 @@ def test_the_public_function_divides_short_chunks(always_short, monkeypatch, dty
     wanted = sequences.wanted(*(scale[:, None] for scale in scales.values()))
     assert relative_error(found, wanted) < 4e-3
     sequences.run(**scales, invariant=True)  # a row would depend on the batch
-    sequences.run(**scales, options={"BM": 64, "BN": 64, "OVERLAP": False, "AHEAD": False, "num_warps": 4})
+    sequences.run(
+        **scales, options={"BM": 64, "BN": 64, "OVERLAP": False, "AHEAD": False, "num_warps": 4, "num_stages": 2}
+    )
     if dtype == FLOAT8:
         sequences.run()  # without scales
         with pytest.raises(KernelArgumentInvalid, match="options"):
@@ -313,7 +324,6 @@ def test_kv_is_widened_in_blocks_of_its_own(num_scales):
                 assert torch.equal(found, (kv[index].float() * scale).bfloat16())
 
 
-@pytest.mark.fast
 def test_long_chunks_over_float8_are_computed_from_widened_kv(monkeypatch):
     monkeypatch.setattr(kv_widen, "MIN_QUERY_LEN", 1)
     monkeypatch.setattr(attention_prefill.attention_prefill_hopper_triton, "fits_size", lambda *_: True)
