@@ -1,8 +1,8 @@
 """KV of a batch that lies in float8, widened to the queries' dtype in blocks of its own: for attention of long chunks.
 
-Chunks of many rows read K and V once for each tile of rows, and widening a tile takes as long as its products. Widened
-once, it is read at the speed of 16-bit KV; a pass over memory is little beside that. It refuses what would take more
-memory than `MAX_BYTES`: there the attention kernel widens as it reads.
+Chunks of many rows read K and V once for each tile of rows, and widening a tile costs a good part of what its products
+do. Widened once, it is read at the speed of 16-bit KV, by the form that is fastest there; a pass over memory is little
+beside that. It refuses what would take more memory than `MAX_BYTES`: there the attention kernel widens as it reads.
 
 Legend: as in `attention_prefill`.
 """
@@ -12,7 +12,7 @@ import torch
 from baton.kernels import kv_widen_triton
 
 MAX_BYTES = 1 << 29  # of what is made for one layer
-MIN_QUERY_LEN = 65  # the longest chunk's rows from which on it pays
+MIN_QUERY_LEN = 256  # the longest chunk's rows from which on it pays
 
 
 def num_bytes(block_tables_BM: torch.Tensor, key_NHSD: torch.Tensor, dtype: torch.dtype) -> int:
