@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from baton.kernels import attention_plan, attention_shares, attention_shares_triton, tuning
+from baton.kernels.attention_decode_triton import STRIDE_UNIT
 from baton.kernels.attention_plan import Options
 from baton.kernels.attention_shares import SharePlans
 
@@ -45,7 +46,7 @@ def fits(
     query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, key_scale: torch.Tensor | None
 ) -> bool:
     """Whether the kernel can take these: rows of 16 bytes, and float8 with scales alone."""
-    unit = attention_shares_triton.STRIDE_UNIT
+    unit = STRIDE_UNIT
     aligned = all(
         tensor.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in tensor.stride()[:-1])
         for tensor in (query_TAD, key_NHSD, value_NHSD)
