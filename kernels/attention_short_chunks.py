@@ -24,7 +24,8 @@ _TILE_ROWS = 128  # of the forms that do not divide positions
 _MAX_PROGRAMS = 96  # of those, up to which most multiprocessors stand idle or wait for memory that others could ask for
 _MAX_WIDE_PROGRAMS = 33  # the same for chunks of several tiles of ours, whose products are not as fast as theirs
 _OUR_ROWS = 64
-_MIN_CONTEXT_LEN = 1024  # bound from which on the division's launches pay
+_MIN_CONTEXT_LEN = 1024  # bound from which on the division's launches, and what is written between them, pay
+_MIN_WIDE_CONTEXT_LEN = 4096  # the same for chunks of several tiles, which write more
 
 
 def is_ours(options: Mapping[str, Any]) -> bool:
@@ -38,8 +39,9 @@ def is_better(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, num_sequences: in
     num_kv_heads = key_NHSD.shape[1]
     group = num_heads // num_kv_heads
     num_tiles = min(num_tokens * group // _TILE_ROWS + num_sequences, num_sequences * -(-longest * group // _TILE_ROWS))
-    most = _MAX_PROGRAMS if longest * group <= _OUR_ROWS else _MAX_WIDE_PROGRAMS
-    return bound >= _MIN_CONTEXT_LEN and num_tiles * num_kv_heads <= most
+    is_wide = longest * group > _OUR_ROWS
+    least, most = (_MIN_WIDE_CONTEXT_LEN, _MAX_WIDE_PROGRAMS) if is_wide else (_MIN_CONTEXT_LEN, _MAX_PROGRAMS)
+    return bound >= least and num_tiles * num_kv_heads <= most
 
 
 def fits(

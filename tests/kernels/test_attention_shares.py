@@ -284,6 +284,7 @@ def test_the_public_function_divides_short_chunks(always_short, monkeypatch, dty
         (True, [1], 4096, (32, 8, 128)),
         (True, [128], 32768, (32, 8, 128)),
         (False, [16] * 8, 512, (32, 8, 128)),  # nothing to divide
+        (False, [128], 2048, (32, 8, 128)),
         (False, [16] * 32, 8208, (32, 8, 128)),  # enough tiles
         (False, [512], 32768, (32, 8, 128)),
         (False, [2048, 1], 32768, (32, 8, 128)),
