@@ -188,7 +188,8 @@ def _shapes() -> list[Shape]:
     found += [Shape(*heads, *size, q, True) for heads in _HEADS for size in ((1, 1024), (64, 8192)) for q in (1, 4)]
     found += [Shape(*heads, 64, 8192, q, is_spread=True) for heads in _HEADS for q in (1, 4)]
     found += [Shape(*heads, 64, 4096, 8) for heads in _HEADS[1:]]
-    found += [Shape(28, 4, 128, 64, 4096, 1), Shape(32, 8, 128, 64, 8192, 1, is_ragged=True)]
+    found += [Shape(*heads, 64, 8192, q, is_ragged=True) for heads in _HEADS for q in (1, 4)]
+    found.append(Shape(28, 4, 128, 64, 4096, 1))
     return found
 
 

@@ -186,6 +186,12 @@ def test_a_bound_beyond_the_table_changes_no_bit():
     assert same_bits(problem.run(SHARES, bound=10_000), problem.run(SHARES))
 
 
+def test_invariant_numerics_are_never_divided_by_work(monkeypatch):
+    monkeypatch.setattr(attention_shares, "make_plan", None)
+    problem = Problem((40, 20), 1, 1, 1)
+    assert same_bits(problem.run(SHARES, invariant=True), problem.run(invariant=True))
+
+
 def test_layers_of_a_pass_share_a_plan(monkeypatch):
     made = []
     make = attention_shares.make_plan

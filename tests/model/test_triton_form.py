@@ -1,5 +1,7 @@
 """A model computed by Triton kernels, in the interpreter, beside the same by its torch reference; in float8, too."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.errors import ModelUnsupported
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
+from baton.kernels import attention_decode, attention_shares, attention_short_chunks
+from baton.kernels.attention_plan import Options
 from baton.kernels.implementation import Implementation
 from baton.model import loader
 from baton.model.loader import load_model
@@ -66,6 +70,25 @@ def test_kernels_give_the_references_logits(shape, quantization):
     assert found.isfinite().all()
     # Both round to bfloat16 after each operation, and add in other orders; float8 rounds some numbers to a neighbour.
     assert relative_error(found, wanted) < (0.03 if quantization is Quantization.NONE else 0.06)
+
+
+def test_layers_of_a_pass_divide_attention_once(tmp_path, monkeypatch):
+    path = write_shape("qwen3-8b", tmp_path, **(SIZES | {"num_hidden_layers": 2, "vocab_size": 128, "eos_token_id": 9}))
+    made = []
+    make = attention_shares.make_plan
+    monkeypatch.setattr(attention_shares, "make_plan", lambda *arguments: made.append(arguments) or make(*arguments))
+    shares = Options(tile=16, rows=16, swap=False, stages=2, warps=4, slots=8, shares=True)
+    monkeypatch.setattr(attention_decode, "_options", lambda *arguments: shares)
+    monkeypatch.setattr(attention_short_chunks, "_MIN_CONTEXT_LEN", 1)
+    tokens, found = torch.arange(24), []
+    on_device = torch.tensor([0, 20, 24]), torch.tensor([20, 4])
+    for implementation in (Implementation.REFERENCE, Implementation.TRITON):
+        paged = Paged(load(path, implementation, with_mtp=False), num_sequences=2, capacity_len=32)
+        chunks = replace(paged.prefill_batch([(0, 0, 20), (1, 0, 4)]), lens_on_device=on_device)
+        prompts = paged.trunk(tokens, chunks)
+        found.append(torch.cat([prompts, paged.trunk(tokens[:2], paged.decode_batch([0, 1], [20, 4], 1, bound=32))]))
+    assert len(made) == 2  # a pass over chunks and a decode step, of two layers each
+    assert relative_error(found[1], found[0]) < 0.03
 
 
 def test_float8_is_near_the_weights_it_was_made_of(shape):
