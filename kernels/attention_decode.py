@@ -14,9 +14,18 @@ from typing import Any
 
 import torch
 
-from baton.kernels import attention, attention_decode_triton, attention_invariant, attention_plan, tuning
+from baton.kernels import (
+    attention,
+    attention_decode_triton,
+    attention_invariant,
+    attention_plan,
+    attention_shares,
+    attention_shares_triton,
+    tuning,
+)
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.attention_plan import Launch, Options
+from baton.kernels.attention_shares import SharePlans
 from baton.kernels.implementation import Implementation, uses_triton
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -40,6 +49,7 @@ def attention_decode(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     invariant: bool = False,
+    plans: SharePlans | None = None,
     options: Mapping[str, Any] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
@@ -59,6 +69,8 @@ def attention_decode(
         key_scale: float32 [1] or [H], positive, what float8 keys are multiplied with; of no other dtype's.
         value_scale: the same for values; as many as of keys.
         invariant: a row's result depends on that row alone, whatever batch, number of rows and bound.
+        plans: of the pass that this layer is of, whose layers share `positions_BQ`; None if there is but this one. What
+            is divided by work needs a plan, which the first layer makes.
         options: of the launch, as in the committed table; for tuning.
         implementation: which form computes.
 
@@ -79,6 +91,9 @@ def attention_decode(
     if query_BQAD.numel() == 0:
         return torch.empty_like(query_BQAD, memory_format=torch.contiguous_format)
     chosen = _options(query_BQAD, key_NHSD, bound, invariant, options)
+    if chosen.shares:
+        places = query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, key_scale, value_scale
+        return _by_shares(*places, bound, scale, chosen, plans or SharePlans())
     how = _launch(query_BQAD, key_NHSD, bound, scale, chosen, invariant)
     return attention_decode_triton.launch(
         query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, key_scale, value_scale, how
@@ -181,9 +196,10 @@ def _options(
     if invariant:
         return attention_plan.invariant_options(num_rows, head_dim, key_NHSD.element_size())
     if given is None:
-        shape = attention_plan.table_shape(num_rows, head_dim, _DTYPE_NAMES[key_NHSD.dtype])
         size = num_sequences * num_kv_heads * bound
-        given = tuning.find("attention_decode", shape, size, query_BQAD.device.index)
+        for known_queries in (num_queries, None):
+            shape = attention_plan.table_shape(num_rows, head_dim, _DTYPE_NAMES[key_NHSD.dtype], known_queries)
+            given = given or tuning.find("attention_decode", shape, size, query_BQAD.device.index)
     if given is None:
         return attention_plan.default_options(num_rows, head_dim, key_NHSD.element_size())
     chosen = attention_plan.options_of_row(given)
@@ -224,3 +240,29 @@ def _launch(
         apart=chosen.apart,
         registers=chosen.registers,
     )
+
+
+def _by_shares(
+    query_BQAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+    bound: int,
+    scale: float,
+    chosen: Options,
+    plans: SharePlans,
+) -> torch.Tensor:
+    num_queries, num_heads = query_BQAD.shape[1:3]
+    num_kv_heads = key_NHSD.shape[1]
+    num_programs = num_kv_heads * -(-num_queries * num_heads // num_kv_heads // chosen.rows)
+    wanted = attention_shares.division(
+        slots=chosen.slots, num_programs=num_programs, tile=chosen.tile, max_context_len=bound
+    )
+    return attention_shares_triton.launch(
+        query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, None, key_scale, value_scale,
+        plans.find(positions_BQ, None, wanted),
+        num_queries=num_queries, scale=scale, num_shares=wanted.num_shares, how=chosen,
+    )  # fmt: skip

@@ -104,7 +104,7 @@ def _store(out, parts, part_logs, out_R, is_row_R, num_parts, part, mixed_RD, lo
 
 
 @triton.jit
-def _attend(
+def attend_tiles(
     query_RD, position_R, key, value, tables, first, end, last, stride_n, score_scale,
     D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     SWAP: tl.constexpr, VIA_SHARED: tl.constexpr, STAGES: tl.constexpr,
@@ -216,7 +216,7 @@ def attend_kernel(
         if SCALED:
             query_RD = query_RD.to(tl.float16)
         stride_n = key_stride_n.to(tl.int64) * _UNIT
-        most_R, total_R, mixed_RD = _attend(
+        most_R, total_R, mixed_RD = attend_tiles(
             query_RD, position_R, key, value, tables, first, end, last, stride_n, score_scale,
             D, BLOCK, JOINED, TILE, ROWS, SWAP, VIA_SHARED, STAGES,
         )  # fmt: skip

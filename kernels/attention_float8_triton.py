@@ -77,7 +77,7 @@ def attend_together(
     D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     MOVE: tl.constexpr, ASSEMBLY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`_attend` of float8 that is widened in the registers of the products; everything by pairs of columns."""
+    """`attend_tiles` of float8 that is widened in the registers of the products; everything by pairs of columns."""
     SPREAD: tl.constexpr = ROWS < 64
     C: tl.constexpr = D // 2
     most_R = tl.full([ROWS], float("-inf"), tl.float32)
@@ -133,7 +133,7 @@ def attend_apart(
     D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     WARPS: tl.constexpr, MOVE: tl.constexpr, ASSEMBLY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`_attend_direct` with sums of its own for each warp, which has its share of every tile's keys."""
+    """`attend_together` with sums of its own for each warp, which has its share of every tile's keys."""
     C: tl.constexpr = D // 2
     K: tl.constexpr = TILE // WARPS
     most_WR = tl.full([WARPS, ROWS], float("-inf"), tl.float32)

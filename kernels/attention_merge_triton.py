@@ -12,6 +12,31 @@ import triton.language as tl
 from baton.kernels.variant import Variant
 
 
+@triton.jit
+def add_parts(parts, part_logs, num_parts, stride, D: tl.constexpr, PARTS: tl.constexpr):
+    """The parts of a row, `stride` rows apart, by the logarithms of their weights: [D]; PARTS at a time, in order."""
+    column_D = tl.arange(0, D)
+    part_C = tl.arange(0, PARTS)
+    most = float("-inf")
+    total = 0.0
+    mixed_D = tl.zeros([D], tl.float32)
+    for first in range(0, num_parts, PARTS):
+        is_part_C = first + part_C < num_parts
+        at_C = (first + part_C) * stride
+        log_C = tl.load(part_logs + at_C, mask=is_part_C, other=float("-inf"))
+        part_CD = tl.load(parts + at_C[:, None] * D + column_D[None, :], mask=is_part_C[:, None], other=0.0)
+        new = tl.maximum(most, tl.max(log_C))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        weight_C = tl.exp2(log_C - base)
+        fade = tl.exp2(most - base)
+        # Nobody wrote parts of weight 0.
+        share_CD = tl.where(weight_C[:, None] > 0, weight_C[:, None] * part_CD, 0.0)
+        mixed_D = mixed_D * fade + tl.sum(share_CD, axis=0)
+        total = total * fade + tl.sum(weight_C)
+        most = new
+    return mixed_D / tl.where(total > 0, total, 1.0)
+
+
 @triton.jit(do_not_specialize=["num_parts"])
 def merge_kernel(
     parts,
@@ -30,27 +55,8 @@ def merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    column_D = tl.arange(0, D)
-    part_C = tl.arange(0, PARTS)
-    parts += row * num_parts * D
-    part_logs += row * num_parts
-    most = float("-inf")
-    total = 0.0
-    mixed_D = tl.zeros([D], tl.float32)
-    for first in range(0, num_parts, PARTS):
-        is_part_C = first + part_C < num_parts
-        log_C = tl.load(part_logs + first + part_C, mask=is_part_C, other=float("-inf"))
-        part_CD = tl.load(parts + (first + part_C)[:, None] * D + column_D[None, :], mask=is_part_C[:, None], other=0.0)
-        new = tl.maximum(most, tl.max(log_C))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        weight_C = tl.exp2(log_C - base)
-        fade = tl.exp2(most - base)
-        # Nobody wrote parts of weight 0.
-        share_CD = tl.where(weight_C[:, None] > 0, weight_C[:, None] * part_CD, 0.0)
-        mixed_D = mixed_D * fade + tl.sum(share_CD, axis=0)
-        total = total * fade + tl.sum(weight_C)
-        most = new
-    tl.store(out + row * D + column_D, mixed_D / tl.where(total > 0, total, 1.0))
+    mixed_D = add_parts(parts + row * num_parts * D, part_logs + row * num_parts, num_parts, 1, D, PARTS)
+    tl.store(out + row * D + tl.arange(0, D), mixed_D)
 
 
 def merge_parts(
@@ -67,7 +73,7 @@ def merge_parts(
         pdl: the launch before lets this one start early.
     """
     head_dim = out.shape[-1]
-    step = 8 if num_parts <= 8 and not fixed_len else 32
+    step, num_warps = merge_shape(num_parts, head_dim, fixed_len=fixed_len)
     options = {"launch_pdl": True} if pdl else {}
     merge_kernel[(out.numel() // head_dim,)](
         parts,
@@ -77,9 +83,15 @@ def merge_parts(
         D=head_dim,
         PARTS=step,
         PDL=pdl,
-        num_warps=_num_warps(step, head_dim),
+        num_warps=num_warps,
         **options,
     )
+
+
+def merge_shape(num_parts: int, head_dim: int, *, fixed_len: bool) -> tuple[int, int]:
+    """Parts of a step, and warps."""
+    step = 8 if num_parts <= 8 and not fixed_len else 32
+    return step, _num_warps(step, head_dim)
 
 
 def _num_warps(step: int, head_dim: int) -> int:

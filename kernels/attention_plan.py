@@ -38,6 +38,8 @@ class Options:
             through shared memory.
         apart: each warp has its own sums over its share of a tile's keys; with `direct` alone.
         registers: of a thread, at most; 0: as the compiler likes.
+        shares: divided by work (`attention_shares`), `slots` being how many programs are wanted; else each sequence
+            into the same number of parts.
     """
 
     tile: int
@@ -51,6 +53,7 @@ class Options:
     direct: int = 0
     apart: bool = False
     registers: int = 0
+    shares: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +142,15 @@ def options_of_row(row: Mapping[str, Any]) -> Options:
     return Options(**row)
 
 
-def table_shape(num_rows: int, head_dim: int, kv_dtype_name: str) -> str:
-    """What the committed table calls a shape."""
-    return f"rows={rows_of_program(num_rows)} D={head_dim} {kv_dtype_name}"
+def table_shape(num_rows: int, head_dim: int, kv_dtype_name: str, num_queries: int | None = None) -> str:
+    """What the committed table calls a shape: one number of queries, or any that has as many rows."""
+    shape = f"rows={rows_of_program(num_rows)} D={head_dim} {kv_dtype_name}"
+    return shape if num_queries is None else f"{shape} q={num_queries}"
 
 
 def read_table_shape(shape: str) -> tuple[int, int, str]:
     """Rows, D and the dtype's name of `table_shape`."""
-    rows, head_dim, kind = shape.split()
+    rows, head_dim, kind = shape.split()[:3]
     return int(rows.removeprefix("rows=")), int(head_dim.removeprefix("D=")), kind
 
 

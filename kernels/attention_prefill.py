@@ -3,8 +3,9 @@
 Row i of a sequence's chunk stands at position context_len - query_len + i and sees the keys from position 0 to its own,
 all of them already in the blocks. Slots past a sequence's last position may hold anything, NaN included. On GPUs one
 Triton kernel (`kernels.attention_prefill_triton`, or on Hopper `kernels.attention_prefill_hopper_triton` where that was
-found faster), elsewhere the torch reference, which is `kernels.attention` and `kernels.attention_invariant`. It refuses
-to write KV, and to wait for the device.
+found faster), for few short chunks over long prefixes those of `kernels.attention_short_chunks`, elsewhere the torch
+reference, which is `kernels.attention` and `kernels.attention_invariant`. Long chunks over float8 have their KV widened
+first where that pays (`kernels.kv_widen`). It refuses to write KV, and to wait for the device.
 
 Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3: products and softmax overlapped); blocks: Kwon
 et al. 2023. Legend: T tokens, B sequences, E = B + 1, A query heads, H KV heads, G = A / H, D head size, N blocks,
@@ -18,9 +19,17 @@ from typing import Any
 
 import torch
 
-from baton.kernels import attention, attention_prefill_hopper_triton, attention_prefill_triton, tuning
+from baton.kernels import (
+    attention,
+    attention_prefill_hopper_triton,
+    attention_prefill_triton,
+    attention_short_chunks,
+    kv_widen,
+    tuning,
+)
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.attention_invariant import attention_prefill_invariant
+from baton.kernels.attention_shares import SharePlans
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation, uses_triton
 
@@ -47,6 +56,7 @@ def attention_prefill(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     invariant: bool = False,
+    plans: SharePlans | None = None,
     options: Mapping[str, Any] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
@@ -66,6 +76,8 @@ def attention_prefill(
         key_scale: float32 [1] or [H], what stored keys are to be multiplied by; 1 if None.
         value_scale: the same for V; both or neither.
         invariant: a row's result depends on that row and its KV alone, bit for bit, whatever the chunks and the batch.
+        plans: of the pass that this layer is of, whose layers share the starts and lengths; None if there is but this
+            one.
         options: a row as in the tuned table, in place of what that or the kernel's rule says; for the tuner and tests.
         implementation: which form computes.
 
@@ -84,21 +96,10 @@ def attention_prefill(
         if scale is not None:  # theirs is D ** -0.5
             query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
         return _reference(query_TAD, key_NHSD, value_NHSD, block_tables_BM, lens, contexts, invariant)
-    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
-    if query_TAD.numel() and block_tables_BM.shape[0]:
-        # One configuration for all sizes if a row may not depend on how long its chunk is.
-        size = _ANY_LEN if invariant else max_query_len
-        options = options or _find_options(query_TAD, key_NHSD, value_NHSD, size)
-        softmax_scale = float(query_TAD.shape[2] ** -0.5 if scale is None else scale)
-        places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD
-        if attention_prefill_hopper_triton.is_ours(options):
-            require(key_scale is None, "key_scale", "is not for the form that the options are of")
-            attention_prefill_hopper_triton.launch(*places, scale=softmax_scale, options=options)
-        else:
-            attention_prefill_triton.launch(
-                *places, scale=softmax_scale, key_scale=key_scale, value_scale=value_scale, options=options
-            )
-    return output_TAD
+    softmax_scale = float(query_TAD.shape[2] ** -0.5 if scale is None else scale)
+    places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B
+    scales = key_scale, value_scale
+    return _by_triton(places, max_query_len, softmax_scale, scales, invariant, plans or SharePlans(), options)
 
 
 def attention_prefill_lens(
@@ -134,6 +135,76 @@ def attention_prefill_lens(
         max_query_len=max(query_lens, default=0), key_scale=key_scale, value_scale=value_scale,
         invariant=invariant, options=options, implementation=implementation,
     )  # fmt: skip
+
+
+def _by_triton(
+    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    max_query_len: int,
+    scale: float,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    invariant: bool,
+    plans: SharePlans,
+    options: Mapping[str, Any] | None,
+) -> torch.Tensor:
+    """By the kernels that are best for these, of queries, K, V, tables, starts and lengths."""
+    query_TAD, key_NHSD, _, block_tables_BM, query_starts_E, context_lens_B = places
+    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    if not query_TAD.numel() or not block_tables_BM.shape[0] or not max_query_len:
+        return output_TAD
+    if _is_short(*places[:4], max_query_len, scales[0], invariant, options):
+        return attention_short_chunks.attend(
+            *places, max_query_len=max_query_len, scale=scale, key_scale=scales[0], value_scale=scales[1],
+            plans=plans, options=options,
+        )  # fmt: skip
+    if options is None and not invariant and _widens(query_TAD, key_NHSD, block_tables_BM, max_query_len):
+        wide = kv_widen.widen_kv(*places[1:], *scales, query_TAD.dtype)
+        places = query_TAD, *wide, query_starts_E, context_lens_B
+        scales = None, None
+    # One configuration for all sizes if a row may not depend on how long its chunk is.
+    size = _ANY_LEN if invariant else max_query_len
+    options = options or _find_options(*places[:3], size)
+    if attention_prefill_hopper_triton.is_ours(options):
+        require(scales[0] is None, "key_scale", "is not for the form that the options are of")
+        attention_prefill_hopper_triton.launch(*places, output_TAD, scale=scale, options=options)
+    else:
+        attention_prefill_triton.launch(
+            *places, output_TAD, scale=scale, key_scale=scales[0], value_scale=scales[1], options=options
+        )
+    return output_TAD
+
+
+def _is_short(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    max_query_len: int,
+    key_scale: torch.Tensor | None,
+    invariant: bool,
+    options: Mapping[str, Any] | None,
+) -> bool:
+    """Whether positions are divided as well as rows: as the options say, or where that is better."""
+    if invariant or (options is not None and not attention_short_chunks.is_ours(options)):
+        return False
+    can = attention_short_chunks.fits(query_TAD, key_NHSD, value_NHSD, key_scale)
+    if options is not None:
+        require(can, "options", "divide positions, for which this KV or its strides do not fit")
+        return True
+    num_sequences, num_columns = block_tables_BM.shape
+    bound = num_columns * key_NHSD.shape[2]
+    return can and attention_short_chunks.is_better(query_TAD, key_NHSD, num_sequences, bound, max_query_len)
+
+
+def _widens(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, block_tables_BM: torch.Tensor, max_query_len: int) -> bool:
+    """Whether float8 is widened before: where the form for Hopper can have what comes of it."""
+    head_dim, block_size = query_TAD.shape[2], key_NHSD.shape[2]
+    return (
+        key_NHSD.dtype == _FP8
+        and max_query_len >= kv_widen.MIN_QUERY_LEN
+        and key_NHSD.stride()[2:] == (head_dim, 1)
+        and attention_prefill_hopper_triton.fits_size(query_TAD.device.index, head_dim, block_size)
+        and kv_widen.num_bytes(block_tables_BM, key_NHSD, query_TAD.dtype) <= kv_widen.MAX_BYTES
+    )
 
 
 def _find_options(

@@ -49,15 +49,18 @@ def is_ours(options: Mapping[str, Any]) -> bool:
     return "TURNS" in options
 
 
+def fits_size(device_index: int | None, head_dim: int, block_size: int) -> bool:
+    """Whether this form is for that GPU, and for heads and blocks of that size."""
+    return _multiprocessors(device_index) > 0 and head_dim in HEAD_DIMS and block_size in BLOCK_SIZES
+
+
 def fits(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor) -> bool:
     """Whether this form can do it: on Hopper, compiled, and KV that TMA can take as rows of one size."""
     num_blocks, _, block_size, head_dim = key_NHSD.shape
     block_stride, head_stride, row_stride, _ = key_NHSD.stride()
     return (
-        _multiprocessors(query_TAD.device.index) > 0
+        fits_size(query_TAD.device.index, head_dim, block_size)
         and key_NHSD.dtype == query_TAD.dtype
-        and head_dim in HEAD_DIMS
-        and block_size in BLOCK_SIZES
         and row_stride >= head_dim
         and row_stride % 8 == 0
         and block_stride % row_stride == head_stride % row_stride == 0

@@ -7,6 +7,8 @@ not see changes nothing of it, bit for bit, so a row's result depends neither on
 
 Positions past the last row's are read at that row's place instead: nothing beyond is touched, and no load is masked.
 
+Float8 is widened to float16, which holds every value of it, and so are the queries.
+
 Two forms. The plain one multiplies, weighs, multiplies. The overlapped one issues the scores of the next tile before it
 weighs those of this one, so that tensor cores and exponentials work at the same time; what it takes for the compiler to
 leave them asynchronous is said where it is done.
@@ -190,6 +192,9 @@ def _prefill_kernel(
     first_position = tl.load(contexts + sequence) - query_len
     at_RD, is_row_R1 = _places(start, query_len, first_row, head, query_stride, query_head_stride, G, D, BM)
     query_RD = tl.load(query + at_RD, mask=is_row_R1, other=0.0)
+    if keys.dtype.element_ty == tl.float8e4nv:
+        # float8 becomes float16 by one instruction for two, bfloat16 by three more that are as slow as exponentials.
+        query_RD = query_RD.to(tl.float16)
     table = tables + sequence.to(tl.int64) * table_stride
     keys += head * head_stride
     values += head * head_stride

@@ -21,6 +21,7 @@ from baton.kernels.attention_ordered import (
     attention_ordered_prefill_lens,
 )
 from baton.kernels.attention_prefill import HEAD_DIMS, attention_prefill, attention_prefill_lens
+from baton.kernels.attention_shares import SharePlans
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8 import linear_fp8
 from baton.kernels.implementation import Implementation
@@ -166,12 +167,13 @@ class Ops:
         context_lens: Sequence[int],
         on_device: tuple[torch.Tensor, torch.Tensor] | None = None,
         *,
+        plans: SharePlans | None = None,
         scales: float8_kv.Scales | None = None,
     ) -> torch.Tensor:
         """Attention of chunks laid one after the other -> [T, A, D]; `scales` are those of float8 KV.
 
         Lengths are on the host; where they are on the device already, as chunks' starts [B + 1] and context lengths
-        [B], they need not cross once more for each layer.
+        [B], they need not cross once more for each layer. `plans` are of the pass, for all its layers.
         """
         arguments = (query_TAD, key_NHSD, value_NHSD, block_tables_BM)
         if not self._is_fused:
@@ -191,7 +193,8 @@ class Ops:
         fused = {"implementation": self.implementation, **_named(scales)}
         if on_device is None:
             return attention_prefill_lens(*arguments, query_lens, context_lens, **fused)
-        return attention_prefill(*arguments, *on_device, max_query_len=max(query_lens, default=0), **fused)
+        longest = max(query_lens, default=0)
+        return attention_prefill(*arguments, *on_device, max_query_len=longest, plans=plans, **fused)
 
     def attention_decode(
         self,
@@ -202,15 +205,19 @@ class Ops:
         positions_BQ: torch.Tensor,
         max_context_len: int,
         *,
+        plans: SharePlans | None = None,
         scales: float8_kv.Scales | None = None,
     ) -> torch.Tensor:
-        """Attention of Q rows of each of B sequences -> [B, Q, A, D]; `scales` are those of float8 KV."""
+        """Attention of Q rows of each of B sequences -> [B, Q, A, D]; `scales` are those of float8 KV.
+
+        `plans` are of the pass, for all its layers.
+        """
         arguments = (query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, max_context_len)
         if self._is_fused and self._is_invariant:
             assert scales is None, "the loader refuses float8 KV here"
             return attention_ordered_decode(*arguments, implementation=self.implementation)
         if self._is_fused:
-            return attention_decode(*arguments, implementation=self.implementation, **_named(scales))
+            return attention_decode(*arguments, plans=plans, implementation=self.implementation, **_named(scales))
         if scales is None:
             return self._attention_decode(*arguments)
         kv_NHSD = (key_NHSD, value_NHSD)

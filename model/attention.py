@@ -4,10 +4,11 @@ Legend: T tokens, D hidden size, A query heads, H KV heads, E head size (head_di
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from baton.kernels.attention_shares import SharePlans
 from baton.kernels.ops import Ops
 from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool
 from baton.kvcache.pool import KVPool
@@ -26,6 +27,7 @@ class AttentionInputs:
         cos_TF: cosines of the rotary angles.
         sin_TF: their sines.
         on_layer: called with a pool layer right after its K and V were written.
+        plans: how attention is divided, made by the first layer that needs it.
     """
 
     batch: AttentionBatch
@@ -33,6 +35,7 @@ class AttentionInputs:
     cos_TF: torch.Tensor
     sin_TF: torch.Tensor
     on_layer: Callable[[int], None]
+    plans: SharePlans = field(default_factory=SharePlans)
 
     @property
     def may_wait(self) -> bool:
@@ -67,12 +70,13 @@ class Attention:
             LayerPool(key_NHSD=key_NHSE, value_NHSD=value_NHSE, key_scale=key_scale, value_scale=value_scale),
         )
         inputs.on_layer(self._layer)
-        mixed_TQ = self._attend(query_TAE, key_NHSE, value_NHSE, inputs.batch).flatten(1)
+        mixed_TQ = self._attend(query_TAE, key_NHSE, value_NHSE, inputs).flatten(1)
         return self._ops.linear_inner(mixed_TQ, self.out_DQ)
 
     def _attend(
-        self, query_TAE: torch.Tensor, key_NHSE: torch.Tensor, value_NHSE: torch.Tensor, batch: AttentionBatch
+        self, query_TAE: torch.Tensor, key_NHSE: torch.Tensor, value_NHSE: torch.Tensor, inputs: AttentionInputs
     ) -> torch.Tensor:
+        batch = inputs.batch
         if isinstance(batch, DecodeBatch):
             query_BQAE = query_TAE.unflatten(0, batch.positions_BQ.shape)
             mixed_BQAE = self._ops.attention_decode(
@@ -82,6 +86,7 @@ class Attention:
                 batch.block_tables_BM,
                 batch.positions_BQ,
                 batch.max_context_len,
+                plans=inputs.plans,
                 scales=self._scales,
             )
             return mixed_BQAE.flatten(0, 1)
@@ -93,6 +98,7 @@ class Attention:
             batch.query_lens,
             batch.context_lens,
             batch.lens_on_device,
+            plans=inputs.plans,
             scales=self._scales,
         )
 

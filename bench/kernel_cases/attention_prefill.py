@@ -1,6 +1,7 @@
 """Rows of `baton bench kernels` for `attention_prefill`, and the candidates of its tuned table.
 
-"torch" gathers the blocks and calls `scaled_dot_product_attention`, sequence by sequence.
+"torch" gathers the blocks and calls `scaled_dot_product_attention`, sequence by sequence. Of chunks that are divided by
+work, "undivided" is the form that only divides rows; of float8 KV, "unwidened" the form that widens as it reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,9 @@ import torch
 
 from baton.bench.kernel_baselines_attention import PagedAttention, fa3, vllm_attention
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels import attention, attention_prefill_hopper_triton
+from baton.kernels import attention, attention_prefill_hopper_triton, attention_prefill_triton, attention_short_chunks
 from baton.kernels.attention_ordered import attention_ordered_prefill
+from baton.kernels.attention_plan import Options, rows_of_program
 from baton.kernels.attention_prefill import NAME, attention_prefill, shape_of
 
 _BLOCK_SIZE = 16
@@ -126,7 +128,11 @@ class Batch:
 
 _MIXED = ((2048, 0), (1, 3000), (1024, 4096), (300, 8192), (16, 16384), (777, 1234), (128, 12000), (2048, 6000))
 _LARGE = 8192, 2048, 512
+_MAX_SHORT_LEN = 128
 _CHUNKS = {8192: ((8192, 0),), 2048: ((2048, 6144),), 512: ((512, 32256),), 16: ((16, 8192),) * 8}
+_ONE_ROW = ((1, 8192),)
+_HEADS = ((32, 8, 128), (32, 4, 128), (16, 2, 256))
+_SHORT = (((16, 8192),) * 8, ((16, 8192),), ((64, 32704),), ((128, 32640),), ((1, 2000), (16, 30000), (9, 500)))
 
 
 def _label(chunks: tuple[tuple[int, int], ...]) -> str:
@@ -137,14 +143,22 @@ def _label(chunks: tuple[tuple[int, int], ...]) -> str:
 def works() -> list[Work]:
     """The models' shapes, each with long chunks and a mixed batch; one tiny one for CPUs comes last."""
     found = []
-    for heads in ((32, 8, 128), (32, 4, 128), (16, 2, 256)):
+    for heads in _HEADS:
         for chunks in _CHUNKS.values():
             found.append(Work(_label(chunks), chunks, *heads))
         found.append(Work("mixed 8", _MIXED, *heads))
     found.append(Work("1 x 2048 over 30720", ((2048, 30720),)))
-    found += [Work(_label(_CHUNKS[rows]), _CHUNKS[rows], kv_dtype=_FP8) for rows in _LARGE]
+    found += [Work(_label(_CHUNKS[rows]), _CHUNKS[rows], kv_dtype=_FP8) for rows in (*_LARGE, 16)]
+    found.append(Work("mixed 8", _MIXED, kv_dtype=_FP8))
+    found += [Work(_label(chunks), chunks) for chunks in _SHORT[1:4]] + [Work("mixed 3", _SHORT[4])]
     found.append(Work("tiny", ((20, 0), (3, 40)), 4, 2, 32, torch.float32, torch.float32))
     return found
+
+
+def _undivided(work: Work) -> Mapping[str, object]:
+    """Options of the form that is always there."""
+    rows = max(rows for rows, _ in work.chunks) * work.num_heads // work.num_kv_heads
+    return attention_prefill_triton.rule(rows, work.head_dim, work.kv_dtype.itemsize)
 
 
 def _prepare(work: Work, device: torch.device, num_sets: int) -> Systems:
@@ -153,6 +167,10 @@ def _prepare(work: Work, device: torch.device, num_sets: int) -> Systems:
         "ours": [batch.ours() for batch in batches],
         "invariant": [batch.ours(invariant=True) for batch in batches],
     }
+    if max(batches[0].query_lens) <= _MAX_SHORT_LEN:
+        systems["undivided"] = [batch.ours(options=_undivided(work)) for batch in batches]
+    elif work.kv_dtype == _FP8:
+        systems["unwidened"] = [batch.ours(options=_undivided(work)) for batch in batches]
     if work.kv_dtype != _FP8:
         systems["ordered"] = [batch.ordered() for batch in batches]
         systems["torch"] = [batch.torch() for batch in batches]
@@ -250,9 +268,57 @@ _TRADES = {
 }
 
 
+# Of chunks that are divided by work, by head size above 128 or not: tile, rows (0: as many as there are, padded),
+# K and V on the left, stages, warps, and programs of a multiprocessor that are wanted.
+_SHARES: Mapping[bool, Sequence[tuple[int, int, bool, int, int, int]]] = {
+    False: (
+        (64, 0, False, 3, 4, 1), (64, 0, False, 3, 4, 2), (64, 0, False, 3, 4, 4), (64, 0, False, 2, 4, 3),
+        (128, 0, False, 2, 4, 1), (128, 0, False, 3, 8, 1), (32, 0, False, 4, 4, 3), (64, 32, True, 3, 4, 2),
+        (64, 0, True, 3, 4, 2), (64, 32, False, 3, 4, 2), (64, 32, False, 3, 4, 4),
+    ),
+    True: (
+        (64, 0, False, 2, 8, 1), (64, 0, False, 2, 8, 2), (32, 0, False, 3, 8, 1), (32, 0, False, 3, 8, 2),
+        (64, 32, False, 3, 8, 1), (32, 32, False, 3, 4, 2), (64, 32, True, 3, 8, 1),
+    ),
+}  # fmt: skip
+
+
+def _short_points() -> list[TuningPoint]:
+    """Few short chunks over long prefixes."""
+    works = [Work(_label(chunks), chunks, *heads) for heads in _HEADS for chunks in (_SHORT[0], _SHORT[3])]
+    works += [Work(_label(_SHORT[0]), _SHORT[0], *_HEADS[0], _FP8), Work(_label(_ONE_ROW), _ONE_ROW)]
+    points = []
+    for work in works:
+        longest = max(rows for rows, _ in work.chunks)
+        num_rows = longest * work.num_heads // work.num_kv_heads
+        candidates = [
+            {
+                "tile": tile, "rows": own_rows or rows_of_program(num_rows), "swap": swap, "stages": stages,
+                "warps": warps, "slots": 132 * each, "shares": True, "pdl": pdl,
+            }
+            for tile, own_rows, swap, stages, warps, each in _SHARES[work.head_dim > 128]
+            for pdl in (False, True)
+        ]  # fmt: skip
+        points.append(
+            TuningPoint(
+                kernel=attention_short_chunks.NAME,
+                shape=attention_short_chunks.shape_of(
+                    longest, work.num_heads // work.num_kv_heads, work.head_dim, work.kv_dtype
+                ),
+                size=longest,
+                candidates=candidates,
+                set_bytes=work.num_bytes,
+                prepare=partial(_prepare_candidate, work),
+            )
+        )
+    return points
+
+
 def _prepare_candidate(
     work: Work, device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
+    if attention_short_chunks.is_ours(options):
+        Options(**options)  # type: ignore[arg-type]  # a row that is none fails here
     return [Batch(work, device).ours(options=options) for _ in range(num_sets)]
 
 
@@ -265,7 +331,7 @@ def tuning() -> list[TuningPoint]:
         for num_heads, num_kv_heads, head_dim, kv_dtype in models
         for chunks in _CHUNKS.values()
     ]
-    return [
+    return _short_points() + [
         TuningPoint(
             kernel=NAME,
             shape=shape_of(work.num_heads // work.num_kv_heads, work.head_dim, work.kv_dtype.itemsize),

@@ -4,6 +4,8 @@ In invariant numerics its rows must not know how they came; what the interpreter
 part and in which order tiles are added, not how instructions round (`tests/gpu/test_invariant_cuda.py`).
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from baton.core.errors import ModelUnsupported
 from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
+from baton.kernels import attention_decode, attention_shares, attention_short_chunks
+from baton.kernels.attention_plan import Options
 from baton.kernels.implementation import Implementation
 from baton.model import loader
 from baton.model.loader import load_model
@@ -117,6 +121,25 @@ def test_invariant_logits_are_near_the_references_and_do_not_know_how_they_came(
     batch = paged.decode_batch([None, 0], [0, 18], 3, bound=64)
     hidden.append(paged.trunk(torch.cat([ids[:3], ids[18:]]), batch)[3:])
     assert same_bits(paged.logits(torch.cat(hidden)), whole)
+
+
+def test_layers_of_a_pass_divide_attention_once(tmp_path, monkeypatch):
+    path = write_shape("qwen3-8b", tmp_path, **(SIZES | {"num_hidden_layers": 2, "vocab_size": 128, "eos_token_id": 9}))
+    made = []
+    make = attention_shares.make_plan
+    monkeypatch.setattr(attention_shares, "make_plan", lambda *arguments: made.append(arguments) or make(*arguments))
+    shares = Options(tile=16, rows=16, swap=False, stages=2, warps=4, slots=8, shares=True)
+    monkeypatch.setattr(attention_decode, "_options", lambda *arguments: shares)
+    monkeypatch.setattr(attention_short_chunks, "_MIN_CONTEXT_LEN", 1)
+    tokens, found = torch.arange(24), []
+    on_device = torch.tensor([0, 20, 24]), torch.tensor([20, 4])
+    for implementation in (Implementation.REFERENCE, Implementation.TRITON):
+        paged = Paged(load(path, implementation, with_mtp=False), num_sequences=2, capacity_len=32)
+        chunks = replace(paged.prefill_batch([(0, 0, 20), (1, 0, 4)]), lens_on_device=on_device)
+        prompts = paged.trunk(tokens, chunks)
+        found.append(torch.cat([prompts, paged.trunk(tokens[:2], paged.decode_batch([0, 1], [20, 4], 1, bound=32))]))
+    assert len(made) == 2  # a pass over chunks and a decode step, of two layers each
+    assert relative_error(found[1], found[0]) < 0.03
 
 
 def test_float8_is_near_the_weights_it_was_made_of(shape):

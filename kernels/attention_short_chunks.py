@@ -1,0 +1,108 @@
+"""Short chunks of prompts over long prefixes: `attention_prefill` where tiles of rows are too few to fill a GPU.
+
+A chunk of 16 rows over 8,192 positions is one tile of rows for each KV head, and one program would walk over all
+positions. Here the positions are divided, too (`attention_shares`), at the price of two more small launches. It refuses
+to divide where a row's result must not depend on the batch: shares follow from the lengths of all sequences.
+
+Legend: as in `attention_prefill`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from baton.kernels import attention_plan, attention_shares, attention_shares_triton, tuning
+from baton.kernels.attention_decode_triton import STRIDE_UNIT
+from baton.kernels.attention_plan import Options
+from baton.kernels.attention_shares import SharePlans
+
+NAME = "attention_prefill_shares"  # in the tuned table
+_FP8 = torch.float8_e4m3fn
+_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", _FP8: "fp8"}
+_TILE_ROWS = 128  # of the forms that do not divide positions
+_MAX_PROGRAMS = 96  # of those, up to which most multiprocessors stand idle or wait for memory that others could ask for
+_MAX_WIDE_PROGRAMS = 33  # the same for chunks of several tiles of ours, whose products are not as fast as theirs
+_OUR_ROWS = 64
+_MIN_CONTEXT_LEN = 1024  # bound from which on the division's launches, and what is written between them, pay
+_MIN_WIDE_CONTEXT_LEN = 4096  # the same for chunks of several tiles, which write more
+
+
+def is_ours(options: Mapping[str, Any]) -> bool:
+    """Whether a row of the tuned table is for this form."""
+    return "slots" in options
+
+
+def is_better(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, num_sequences: int, bound: int, longest: int) -> bool:
+    """Whether undivided programs would be few, by what the host knows: sequences, positions and rows of one."""
+    num_tokens, num_heads, _ = query_TAD.shape
+    num_kv_heads = key_NHSD.shape[1]
+    group = num_heads // num_kv_heads
+    num_tiles = min(num_tokens * group // _TILE_ROWS + num_sequences, num_sequences * -(-longest * group // _TILE_ROWS))
+    is_wide = longest * group > _OUR_ROWS
+    least, most = (_MIN_WIDE_CONTEXT_LEN, _MAX_WIDE_PROGRAMS) if is_wide else (_MIN_CONTEXT_LEN, _MAX_PROGRAMS)
+    return bound >= least and num_tiles * num_kv_heads <= most
+
+
+def fits(
+    query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, key_scale: torch.Tensor | None
+) -> bool:
+    """Whether the kernel can take these: rows of 16 bytes, and float8 with scales alone."""
+    unit = STRIDE_UNIT
+    aligned = all(
+        tensor.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in tensor.stride()[:-1])
+        for tensor in (query_TAD, key_NHSD, value_NHSD)
+    )
+    is_dense = key_NHSD.stride()[2:] == (query_TAD.shape[2], 1)
+    is_scaled = (key_NHSD.dtype == _FP8) == (key_scale is not None)
+    return aligned and is_dense and is_scaled and key_NHSD.stride(0) < 1 << 32
+
+
+def attend(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_starts_E: torch.Tensor,
+    context_lens_B: torch.Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+    plans: SharePlans,
+    options: Mapping[str, Any] | None = None,
+) -> torch.Tensor:
+    """`attention_prefill` of what fits; all arguments were checked."""
+    num_heads, head_dim = query_TAD.shape[1:]
+    num_kv_heads, block_size = key_NHSD.shape[1:3]
+    group = num_heads // num_kv_heads
+    num_rows = max_query_len * group
+    how = _options(max_query_len, group, head_dim, key_NHSD, options)
+    wanted = attention_shares.division(
+        slots=how.slots,
+        num_programs=num_kv_heads * -(-num_rows // how.rows),
+        tile=how.tile,
+        max_context_len=block_tables_BM.shape[1] * block_size,
+    )
+    return attention_shares_triton.launch(
+        query_TAD, key_NHSD, value_NHSD, block_tables_BM, None, query_starts_E, key_scale, value_scale,
+        plans.find(context_lens_B, query_starts_E, wanted),
+        num_queries=max_query_len, scale=scale, num_shares=wanted.num_shares, how=how,
+    )  # fmt: skip
+
+
+def shape_of(max_query_len: int, group: int, head_dim: int, kv_dtype: torch.dtype) -> str:
+    """The name of a shape in the tuned table."""
+    return f"{attention_plan.table_shape(max_query_len * group, head_dim, _KINDS[kv_dtype])} G={group}"
+
+
+def _options(
+    max_query_len: int, group: int, head_dim: int, key_NHSD: torch.Tensor, given: Mapping[str, Any] | None
+) -> Options:
+    if given is None:
+        shape = shape_of(max_query_len, group, head_dim, key_NHSD.dtype)
+        given = tuning.find(NAME, shape, max_query_len, key_NHSD.device.index)
+    if given is not None:
+        return attention_plan.options_of_row(given)
+    return attention_plan.default_options(max_query_len * group, head_dim, key_NHSD.element_size())
