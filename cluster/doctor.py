@@ -21,6 +21,7 @@ import baton
 from baton.cluster.access import current_access
 from baton.cluster.admin import fetch_status
 from baton.cluster.decode_report import decode_data, format_decode
+from baton.cluster.doctor_compute import compute_data, compute_problems, format_compute
 from baton.cluster.doctor_paths import Path as KvPath
 from baton.cluster.doctor_paths import format_paths, paths, paths_data
 from baton.cluster.doctor_wires import Wire, is_loopback, wires
@@ -72,7 +73,13 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     findings += (
         []
         if status is None
-        else [*check_ranks(status), *check_graphs(status), *check_prefill(status), *check_fitness(status)]
+        else [
+            *check_ranks(status),
+            *check_graphs(status),
+            *check_compute(status),
+            *check_prefill(status),
+            *check_fitness(status),
+        ]
     )
     findings += [check_path(path) for path in found]
     seen = [] if status is None or address is None else list(wires(address, status, current_access().tls.ca_file))
@@ -90,7 +97,9 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
         data["paths"] = paths_data(found)
         data["wires"] = [asdict(wire) for wire in seen]
         data["decode"] = decode_data(status)
-        text += "\n\n" + format_paths(found) + "\n\n" + format_decode(data["decode"])
+        data["compute"] = compute_data(status)
+        tables = format_paths(found), format_compute(data["compute"]), format_decode(data["decode"])
+        text += "".join(f"\n\n{table}" for table in tables)
     output.emit(data, text)
     return code
 
@@ -248,6 +257,11 @@ def check_graphs(status: admin_pb2.StatusReply) -> list[Finding]:
         else:
             findings.append(Finding(name, "ok", detail))
     return findings
+
+
+def check_compute(status: admin_pb2.StatusReply) -> list[Finding]:
+    """Live workers whose device could compute faster than it does."""
+    return [Finding(name, "warn", detail, step) for name, detail, step in compute_problems(status)]
 
 
 def check_path(path: KvPath) -> Finding:

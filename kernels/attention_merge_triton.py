@@ -5,10 +5,13 @@ It refuses to know how the parts were made: a part is a row of values and the lo
 Shapes: D head size, C parts of a step of the sum.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 
@@ -68,18 +71,17 @@ def merge_parts(
     """
     head_dim = out.shape[-1]
     step = 8 if num_parts <= 8 and not fixed_len else 32
+    arguments = (parts, part_logs, out, num_parts)
+    _launch_merge((out.numel() // head_dim,), arguments, _constants(step, head_dim, pdl))
+
+
+@functools.cache
+def _constants(step: int, head_dim: int, pdl: bool) -> Constants:
     options = {"launch_pdl": True} if pdl else {}
-    merge_kernel[(out.numel() // head_dim,)](
-        parts,
-        part_logs,
-        out,
-        num_parts,
-        D=head_dim,
-        PARTS=step,
-        PDL=pdl,
-        num_warps=_num_warps(step, head_dim),
-        **options,
-    )
+    return Constants({"D": head_dim, "PARTS": step, "PDL": pdl, "num_warps": _num_warps(step, head_dim), **options})
+
+
+_launch_merge = Launcher(merge_kernel)
 
 
 def _num_warps(step: int, head_dim: int) -> int:

@@ -13,6 +13,7 @@ S positions per block, M entries of a block table.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.attention_invariant import attention_prefill_invariant
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, signature
 
 NAME = "attention_prefill"
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -72,11 +74,23 @@ def attention_prefill(
     Raises:
         KernelArgumentInvalid: an argument does not fit; nothing was launched.
     """
-    with_triton = uses_triton(query_TAD.device, implementation)
-    _check(query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, with_triton)
-    _check_scales(key_NHSD, scale, key_scale, value_scale)
-    require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
-    if not with_triton:
+    key = (
+        signature(query_TAD), signature(key_NHSD), signature(value_NHSD), signature(block_tables_BM),
+        signature(query_starts_E), signature(context_lens_B), signature(key_scale), signature(value_scale),
+        max_query_len, scale, invariant, implementation,
+    )  # fmt: skip
+    how = _FORMS.find(key)
+    if how is None:
+        with_triton = uses_triton(query_TAD.device, implementation)
+        _check(query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, with_triton)
+        _check_scales(key_NHSD, scale, key_scale, value_scale)
+        require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
+        # One configuration for all sizes if a row may not depend on how long its chunk is.
+        size = _ANY_LEN if invariant else max_query_len
+        is_launched = with_triton and query_TAD.numel() > 0 and block_tables_BM.shape[0] > 0
+        found = _find_options(query_TAD, key_NHSD, value_NHSD, size) if is_launched else None
+        how = _FORMS.keep(key, _Form(with_triton, found))
+    if not how.with_triton:
         key_NHSD = _widened(key_NHSD, key_scale, query_TAD.dtype)
         value_NHSD = _widened(value_NHSD, value_scale, query_TAD.dtype)
         starts, contexts = query_starts_E.tolist(), context_lens_B.tolist()
@@ -85,10 +99,8 @@ def attention_prefill(
             query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
         return _reference(query_TAD, key_NHSD, value_NHSD, block_tables_BM, lens, contexts, invariant)
     output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
-    if query_TAD.numel() and block_tables_BM.shape[0]:
-        # One configuration for all sizes if a row may not depend on how long its chunk is.
-        size = _ANY_LEN if invariant else max_query_len
-        options = options or _find_options(query_TAD, key_NHSD, value_NHSD, size)
+    if how.options is not None:
+        options = options or how.options
         softmax_scale = float(query_TAD.shape[2] ** -0.5 if scale is None else scale)
         places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD
         if attention_prefill_hopper_triton.is_ours(options):
@@ -99,6 +111,17 @@ def attention_prefill(
                 *places, scale=softmax_scale, key_scale=key_scale, value_scale=value_scale, options=options
             )
     return output_TAD
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a call that was checked is computed; there are no options where nothing is."""
+
+    with_triton: bool
+    options: Mapping[str, Any] | None
+
+
+_FORMS: Memo[_Form] = Memo()
 
 
 def attention_prefill_lens(

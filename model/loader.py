@@ -62,7 +62,7 @@ def load_model(
     if with_mtp and not (is_random and config.num_mtp_layers == 0):
         _require_mtp(config, path)
     config = _quantized(config, quantization, dtype, numerics)
-    implementation = _form(implementation, config, device, dtype, numerics)
+    implementation, why_no_triton = _form(implementation, config, device, dtype, numerics)
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
     d2t_C: torch.Tensor | None = None
@@ -86,6 +86,7 @@ def load_model(
         d2t_C=None if d2t_C is None else d2t_C.to(device),
         vocab=plan.vocab,
         implementation=implementation,
+        why_no_triton=why_no_triton,
     )
     assert source.num_done == len(spec.required)
     return model
@@ -113,14 +114,14 @@ def _named(value: torch.dtype | Numerics) -> str:
 
 def _form(
     asked: Implementation, config: ModelConfig, device: torch.device, dtype: torch.dtype, numerics: Numerics
-) -> Implementation:
-    """What computes the model: as asked, or as device, dtype, numerics and sizes allow.
+) -> tuple[Implementation, str]:
+    """What computes the model: as asked, or as device, dtype, numerics and sizes allow; and why it is not Triton.
 
     Raises:
         ModelUnsupported: Triton was asked for, and is not made for the model or how it is to be computed.
     """
     if asked is Implementation.REFERENCE:
-        return asked
+        return asked, "asked for by --kernels"
     unfit = unfit_sizes(config.head_dim, config.hidden_size)
     if asked is Implementation.TRITON:
         if numerics is Numerics.INVARIANT or dtype not in TRITON_DTYPES:
@@ -128,13 +129,18 @@ def _form(
         if unfit:
             message = f"--kernels triton computes bfloat16 in default numerics, of sizes it knows, not {unfit}"
             raise ModelUnsupported(message, option="kernels", value=asked.value)
-        return asked
+        return asked, ""
     if not has_triton_form(device, dtype, numerics):
-        return Implementation.REFERENCE
+        whys = [
+            (numerics is Numerics.INVARIANT, f"{numerics.value} numerics"),
+            (device.type != "cuda", f"device {device.type}"),
+            (dtype not in TRITON_DTYPES, f"dtype {_named(dtype)}"),
+        ]
+        return Implementation.REFERENCE, ", ".join(why for holds, why in whys if holds)
     if unfit:
         log.warning("no Triton kernel is made for %s: the model is computed by torch, which is slow", unfit)
-        return Implementation.REFERENCE
-    return Implementation.TRITON
+        return Implementation.REFERENCE, f"no kernel is made for {unfit}"
+    return Implementation.TRITON, ""
 
 
 def _require_mtp(config: ModelConfig, path: Path) -> None:
