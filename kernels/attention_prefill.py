@@ -81,36 +81,43 @@ def attention_prefill(
     )  # fmt: skip
     how = _FORMS.find(key)
     if how is None:
-        with_triton = uses_triton(query_TAD.device, implementation)
-        _check(query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, with_triton)
+        uses = uses_triton(query_TAD.device, implementation)
+        _check(query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, uses)
         _check_scales(key_NHSD, scale, key_scale, value_scale)
         require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
-        # One configuration for all sizes if a row may not depend on how long its chunk is.
-        size = _ANY_LEN if invariant else max_query_len
-        is_launched = with_triton and query_TAD.numel() > 0 and block_tables_BM.shape[0] > 0
-        found = _find_options(query_TAD, key_NHSD, value_NHSD, size) if is_launched else None
-        how = _FORMS.keep(key, _Form(with_triton, found))
+        found = None
+        if uses and query_TAD.numel() > 0 and block_tables_BM.shape[0] > 0:
+            # One configuration for all sizes if a row may not depend on how long its chunk is.
+            found = _find_options(query_TAD, key_NHSD, value_NHSD, _ANY_LEN if invariant else max_query_len)
+        how = _FORMS.keep(key, _Form(uses, found))
     if not how.with_triton:
-        key_NHSD = _widened(key_NHSD, key_scale, query_TAD.dtype)
-        value_NHSD = _widened(value_NHSD, value_scale, query_TAD.dtype)
-        starts, contexts = query_starts_E.tolist(), context_lens_B.tolist()
-        lens = [end - start for start, end in pairwise(starts)]
+        lens = [end - start for start, end in pairwise(query_starts_E.tolist())]
         if scale is not None:  # theirs is D ** -0.5
             query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
-        return _reference(query_TAD, key_NHSD, value_NHSD, block_tables_BM, lens, contexts, invariant)
+        kv = _widened(key_NHSD, key_scale, query_TAD.dtype), _widened(value_NHSD, value_scale, query_TAD.dtype)
+        return _reference(query_TAD, *kv, block_tables_BM, lens, context_lens_B.tolist(), invariant)
     output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
     if how.options is not None:
-        options = options or how.options
         softmax_scale = float(query_TAD.shape[2] ** -0.5 if scale is None else scale)
         places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD
-        if attention_prefill_hopper_triton.is_ours(options):
-            require(key_scale is None, "key_scale", "is not for the form that the options are of")
-            attention_prefill_hopper_triton.launch(*places, scale=softmax_scale, options=options)
-        else:
-            attention_prefill_triton.launch(
-                *places, scale=softmax_scale, key_scale=key_scale, value_scale=value_scale, options=options
-            )
+        _launch(places, softmax_scale, key_scale, value_scale, options or how.options)
     return output_TAD
+
+
+def _launch(
+    places: tuple[torch.Tensor, ...],
+    scale: float,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+    options: Mapping[str, Any],
+) -> None:
+    if attention_prefill_hopper_triton.is_ours(options):
+        require(key_scale is None, "key_scale", "is not for the form that the options are of")
+        attention_prefill_hopper_triton.launch(*places, scale=scale, options=options)
+    else:
+        attention_prefill_triton.launch(
+            *places, scale=scale, key_scale=key_scale, value_scale=value_scale, options=options
+        )
 
 
 @dataclass(frozen=True, slots=True)

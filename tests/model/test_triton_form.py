@@ -9,6 +9,7 @@ from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.kernels.implementation import Implementation
 from baton.model import loader
+from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
 from baton.tests.kernels.harness import relative_error
@@ -117,5 +118,32 @@ def test_heads_that_no_kernel_is_made_for_are_refused_or_computed_by_torch(tmp_p
     with pytest.raises(ModelUnsupported, match="heads of 48"):
         load(path, Implementation.TRITON)
     monkeypatch.setattr(loader, "has_triton_form", lambda *where: True)
-    assert load(path, Implementation.AUTO).implementation is Implementation.REFERENCE
+    model = load(path, Implementation.AUTO)
+    assert model.implementation is Implementation.REFERENCE
+    assert model.why_no_triton == "no kernel is made for heads of 48"
     assert "heads of 48" in caplog.text
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("asked", "device", "dtype", "numerics", "why"),
+    [
+        (Implementation.REFERENCE, "cuda", torch.bfloat16, Numerics.DEFAULT, "asked for by --kernels"),
+        (Implementation.AUTO, "cpu", torch.bfloat16, Numerics.DEFAULT, "device cpu"),
+        (Implementation.AUTO, "cuda", torch.float32, Numerics.DEFAULT, "dtype float32"),
+        (Implementation.AUTO, "cuda", torch.bfloat16, Numerics.INVARIANT, "invariant numerics"),
+        (
+            Implementation.AUTO,
+            "cpu",
+            torch.float64,
+            Numerics.INVARIANT,
+            "invariant numerics, device cpu, dtype float64",
+        ),
+        (Implementation.AUTO, "cuda", torch.bfloat16, Numerics.DEFAULT, ""),
+        (Implementation.TRITON, "cpu", torch.bfloat16, Numerics.DEFAULT, ""),
+    ],
+)
+def test_a_model_says_why_no_kernels_compute_it(tmp_path, asked, device, dtype, numerics, why):
+    config = ModelConfig.from_directory(write_shape("qwen3-8b", tmp_path, **SIZES), made_weights="none")
+    found = loader._form(asked, config, torch.device(device), dtype, numerics)
+    assert found == (Implementation.REFERENCE if why else Implementation.TRITON, why)
