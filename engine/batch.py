@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from baton.core.sampling import SamplingParams
+from baton.kernels.row_places import row_places
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.model.inputs import DecodeBatch, PrefillBatch
@@ -141,16 +142,17 @@ def decode_batch(
     Rows past a sequence's room (drafts beyond its last possible token) write to the scratch slot and sit at its last
     position; what they compute is never emitted.
     """
-    block_size = pool.layout.block_size
-    offsets = torch.arange(num_rows, device=first_position_B.device)
-    wanted_BQ = first_position_B[:, None] + offsets
-    last_B1 = rows.limit_B[:, None] - 1
-    positions_BQ = torch.minimum(wanted_BQ, last_B1)
-    blocks_BQ = rows.block_tables_BM.gather(1, positions_BQ // block_size)
-    slots_BQ = blocks_BQ * block_size + positions_BQ % block_size
+    positions_BQ, slots_BQ = row_places(
+        first_position_B,
+        num_rows,
+        rows.limit_B,
+        rows.block_tables_BM,
+        block_size=pool.layout.block_size,
+        scratch_slot=pool.scratch_slot,
+    )
     return DecodeBatch(
         positions_BQ=positions_BQ,
-        slots_BQ=slots_BQ.masked_fill(wanted_BQ > last_B1, pool.scratch_slot),
+        slots_BQ=slots_BQ,
         block_tables_BM=rows.block_tables_BM,
         max_context_len=max_context_len,
     )
