@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from baton.core.sampling import SamplingParams
+from baton.kernels.copies import to_device
 from baton.kernels.row_places import row_places
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
@@ -117,7 +118,7 @@ def prefill_inputs(chunks: Sequence[PrefillChunk], pool: KVPool) -> PrefillInput
     query_lens, context_lens = [chunk.length for chunk in chunks], [chunk.end for chunk in chunks]
     lens = np.asarray([0, *accumulate(query_lens), *context_lens], dtype=np.int64)
     packed = np.concatenate([ids_4T.ravel(), tables_BM.ravel(), lens, np.asarray(last_rows, dtype=np.int64)])
-    on_device = torch.from_numpy(packed).to(pool.device)
+    on_device = to_device(torch.from_numpy(packed), pool.device)
     tables_end = ids_4T.size + tables_BM.size
     lens_end = tables_end + len(lens)
     token_ids_T, next_token_ids_T, positions_T, slots_T = on_device[: ids_4T.size].view(4, num_tokens).unbind()
