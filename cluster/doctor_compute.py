@@ -59,7 +59,7 @@ def compute_problems(reply: admin_pb2.StatusReply) -> Iterator[tuple[str, str, s
     for worker, compute in _live(reply):
         name = f"kernels of {worker.state.worker_id}"
         if compute.form == "reference" and compute.device != "cpu" and worker.state.numerics == "default":
-            yield name, f"torch computes, not Triton's kernels: {compute.why}", "docs/operations.md, *Kernels*"
+            yield name, f"torch computes, not Triton's kernels: {compute.why}", "docs/operations.md, *What computes*"
         if compute.num_library_refused:
             detail = f"the library refused {compute.num_library_refused} float8 products, {_named(compute)}"
             yield name, detail, "its log says why; torch for CUDA 12.9 or later has them"

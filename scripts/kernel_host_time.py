@@ -68,9 +68,13 @@ def _stub_library() -> None:
     def product(a: torch.Tensor, b: torch.Tensor, *scales: Any, output_dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(len(a), b.shape[1], dtype=output_dtype)
 
-    scaled_mm.functional.scaled_mm = product
-    scaled_mm._has_blockwise = lambda device: True
-    gemm_fp8.rule = lambda *sizes, swap: None  # on a CPU it would stand in for the library
+    stubs: list[tuple[Any, str, Any]] = [
+        (torch.nn.functional, "scaled_mm", product),
+        (scaled_mm, "_has_blockwise", lambda device: True),
+        (gemm_fp8, "rule", lambda *sizes, swap: None),  # on a CPU it would stand in for the library
+    ]
+    for module, name, stub in stubs:
+        setattr(module, name, stub)
 
 
 def calls(device: torch.device) -> Iterator[tuple[str, str, Call]]:
