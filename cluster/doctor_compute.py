@@ -51,7 +51,7 @@ def format_compute(workers: Sequence[dict[str, Any]]) -> str:
         )
         for worker in workers
     ]
-    return format_table(header, rows)
+    return format_table(header, [tuple(map(str, row)) for row in rows])
 
 
 def compute_problems(reply: admin_pb2.StatusReply) -> Iterator[tuple[str, str, str]]:

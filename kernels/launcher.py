@@ -82,10 +82,11 @@ class Launcher:
         """
         key = self._key(arguments, constants)
         form = None if key is None else self._forms.get(key)
-        if form is not None:
+        if key is not None and form is not None:
             compiled, values = form
             x, y, z = (*grid, 1, 1)[:3]
-            stream = driver.active.get_current_stream(key[0])
+            gpu: Any = driver.active
+            stream = gpu.get_current_stream(key[0])
             if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # of profilers
                 compiled[(x, y, z)](*arguments, *values, stream=stream)
                 return
@@ -99,7 +100,9 @@ class Launcher:
                 self._forms.clear()
             self._forms[key] = compiled, tuple(by_name[name] for name in self._constants)
 
-    def _key(self, arguments: Sequence[Any], constants: Constants | Mapping[str, Any]) -> Any:
+    def _key(
+        self, arguments: Sequence[Any], constants: Constants | Mapping[str, Any]
+    ) -> tuple[int, *tuple[Any, ...]] | None:
         """What Triton would choose by; None if that is more than is known here."""
         if not self._is_fast or self.kernel.pre_run_hooks:
             return None
@@ -124,7 +127,8 @@ class Launcher:
             seen.append(arguments[place] >> 31)
         exact = layout.exact(arguments)
         chosen = constants if isinstance(constants, Constants) else tuple(constants.items())
-        return driver.active.get_current_device(), kinds, aligned, tuple(seen), exact, chosen
+        gpu: Any = driver.active
+        return gpu.get_current_device(), kinds, aligned, tuple(seen), exact, chosen
 
     def _layout_of(self, kinds: tuple[type, ...]) -> _Layout | None:
         """None: there is an argument that only Triton knows."""

@@ -58,8 +58,9 @@ def stub_launches() -> None:
         self.device_caches[device][0][key] = kernel
         return kernel
 
-    driver.set_active(_StubDriver())
-    JITFunction._do_compile = compile_nothing
+    stub: Any = _StubDriver()
+    driver.set_active(stub)
+    setattr(JITFunction, "_do_compile", compile_nothing)  # noqa: B010  (of another type, as is meant)
 
 
 def _stub_library() -> None:
@@ -260,7 +261,7 @@ def compare(against: str | None, num_rounds: int, num_calls: int) -> list[dict[s
 
 def main() -> None:
     """Print the rows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--against", metavar="FOLDER", help="PYTHONPATH of another tree, to compare with")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="processes of each tree")
     parser.add_argument("--calls", type=int, default=NUM_CALLS, help="calls that one figure is the mean of")
