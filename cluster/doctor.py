@@ -21,6 +21,7 @@ import baton
 from baton.cluster.access import current_access
 from baton.cluster.admin import fetch_status
 from baton.cluster.decode_report import decode_data, format_decode
+from baton.cluster.doctor_compute import compute_data, compute_problems, format_compute
 from baton.cluster.doctor_paths import Path as KvPath
 from baton.cluster.doctor_paths import format_paths, paths, paths_data
 from baton.cluster.doctor_wires import Wire, is_loopback, wires
@@ -76,6 +77,7 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
             *check_ranks(status),
             *check_graphs(status),
             *check_kv_dtype(status),
+            *check_compute(status),
             *check_prefill(status),
             *check_fitness(status),
         ]
@@ -96,7 +98,9 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
         data["paths"] = paths_data(found)
         data["wires"] = [asdict(wire) for wire in seen]
         data["decode"] = decode_data(status)
-        text += "\n\n" + format_paths(found) + "\n\n" + format_decode(data["decode"])
+        data["compute"] = compute_data(status)
+        tables = format_paths(found), format_compute(data["compute"]), format_decode(data["decode"])
+        text += "".join(f"\n\n{table}" for table in tables)
     output.emit(data, text)
     return code
 
@@ -267,6 +271,11 @@ def check_kv_dtype(status: admin_pb2.StatusReply) -> Iterator[Finding]:
     elif found:
         detail = "; ".join(f"{dtype} at {', '.join(workers)}" for dtype, workers in sorted(found.items()))
         yield Finding("KV dtype", "warn", detail, "start all workers with one --kv-dtype")
+
+
+def check_compute(status: admin_pb2.StatusReply) -> list[Finding]:
+    """Live workers whose device could compute faster than it does."""
+    return [Finding(name, "warn", detail, step) for name, detail, step in compute_problems(status)]
 
 
 def check_path(path: KvPath) -> Finding:

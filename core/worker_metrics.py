@@ -30,6 +30,7 @@ class WorkerTotals:
         steps: of a decode worker.
         giving_way: of a decode worker, what preemption has cost, by the names of metrics.
         graphs: of a decode worker with CUDA graphs.
+        compute: how its model is computed; None of a worker that does not say.
     """
 
     worker: str
@@ -40,6 +41,7 @@ class WorkerTotals:
     steps: StepReport | None
     giving_way: Mapping[str, int] | None = None
     graphs: "GraphTotals | None" = None
+    compute: "ComputeTotals | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,23 @@ class GraphTotals:
     num_captured: int
     num_failed: int
     num_steps: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeTotals:
+    """How one life of a worker computes.
+
+    Attributes:
+        form: "triton", "reference" or "invariant".
+        quantization: of its weights, "none" or "fp8".
+        num_library_refused: float8 products that the library did not take.
+        num_untuned: kernels' shapes that are in no tuned table.
+    """
+
+    form: str
+    quantization: str
+    num_library_refused: int
+    num_untuned: int
 
 
 GIVING_WAY: Final = {
@@ -113,6 +132,7 @@ class WorkerCollector(Collector):
                     counter.add_metric((item.worker,), item.giving_way[name])
             yield counter
         yield from _graphs(found)
+        yield from _compute(found)
         for name, text, of in _COUNTERS:
             counter = CounterMetricFamily(f"baton_{name}", text, labels=("worker",))
             for worker, report in steps.items():
@@ -161,6 +181,26 @@ def _graphs(found: Iterable[WorkerTotals]) -> Iterator[Metric]:
             for how, num in item.graphs.num_steps.items():
                 ways.add_metric((item.worker, how), num)
     yield from (graphs, ways)
+
+
+def _compute(found: Iterable[WorkerTotals]) -> Iterator[Metric]:
+    labels = ("worker", "role")
+    form = GaugeMetricFamily(
+        "baton_kernel_form", "1: what computes a worker's model, and how", labels=(*labels, "form", "quantization")
+    )
+    refused = CounterMetricFamily(
+        "baton_kernel_library_refused", "Float8 products that a slower kernel had to compute", labels=labels
+    )
+    untuned = GaugeMetricFamily(
+        "baton_kernel_untuned_shapes", "Shapes of kernels that are in no tuned table", labels=labels
+    )
+    for item in found:
+        if item.compute is not None:
+            its = item.worker, item.role
+            form.add_metric((*its, item.compute.form, item.compute.quantization), 1)
+            refused.add_metric(its, item.compute.num_library_refused)
+            untuned.add_metric(its, item.compute.num_untuned)
+    yield from (form, refused, untuned)
 
 
 def _fates(name: str, text: str, steps: Mapping[str, StepReport], of: Callable[[RowCounts], int]) -> Metric:

@@ -32,6 +32,7 @@ from baton.kvtransfer.lanes import NIXL, NVLINK, SHM
 from baton.kvtransfer.shared_region import SharedRegion
 from baton.kvtransfer.transports import bind_address, control_channel
 from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.worker.compute_form import compute_report
 from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
 from baton.worker.host import WorkerHost
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
@@ -70,6 +71,7 @@ class DecodeNode:
         config, clock, channel = self.config, MonotonicClock(), self._channel
         loaded, self._landing = self._load()
         self._layout = loaded.layout
+        self._model = loaded.model
         runner, prefill = _runners(config, loaded, channel)
         self._lead = None if channel is None else LeadDecode(runner, channel)
         about = {"worker_id": config.worker_id, "epoch": f"{self.epoch:016x}"}
@@ -155,6 +157,8 @@ class DecodeNode:
 
     def state(self) -> worker_pb2.WorkerState:
         """What a heartbeat says."""
+        inventory = self.worker.inventory()
+        inventory.compute.CopyFrom(compute_report(self._model, self.config.quantization))
         return worker_pb2.WorkerState(
             worker_id=self.config.worker_id,
             role="decode",
@@ -170,7 +174,7 @@ class DecodeNode:
             numerics=self.config.numerics.value,
             dtype=self.config.dtype,
             kv_dtype=self._layout.dtype,
-            inventory=self.worker.inventory(),
+            inventory=inventory,
             rank_pids=self.rank_pids(),
             build=self._build,
             clock_id=clock_id(),

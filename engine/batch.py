@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from baton.core.sampling import SamplingParams
+from baton.kernels.copies import to_device
+from baton.kernels.row_places import row_places
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.model.inputs import DecodeBatch, PrefillBatch
@@ -116,7 +118,7 @@ def prefill_inputs(chunks: Sequence[PrefillChunk], pool: KVPool) -> PrefillInput
     query_lens, context_lens = [chunk.length for chunk in chunks], [chunk.end for chunk in chunks]
     lens = np.asarray([0, *accumulate(query_lens), *context_lens], dtype=np.int64)
     packed = np.concatenate([ids_4T.ravel(), tables_BM.ravel(), lens, np.asarray(last_rows, dtype=np.int64)])
-    on_device = torch.from_numpy(packed).to(pool.device)
+    on_device = to_device(torch.from_numpy(packed), pool.device)
     tables_end = ids_4T.size + tables_BM.size
     lens_end = tables_end + len(lens)
     token_ids_T, next_token_ids_T, positions_T, slots_T = on_device[: ids_4T.size].view(4, num_tokens).unbind()
@@ -141,16 +143,17 @@ def decode_batch(
     Rows past a sequence's room (drafts beyond its last possible token) write to the scratch slot and sit at its last
     position; what they compute is never emitted.
     """
-    block_size = pool.layout.block_size
-    offsets = torch.arange(num_rows, device=first_position_B.device)
-    wanted_BQ = first_position_B[:, None] + offsets
-    last_B1 = rows.limit_B[:, None] - 1
-    positions_BQ = torch.minimum(wanted_BQ, last_B1)
-    blocks_BQ = rows.block_tables_BM.gather(1, positions_BQ // block_size)
-    slots_BQ = blocks_BQ * block_size + positions_BQ % block_size
+    positions_BQ, slots_BQ = row_places(
+        first_position_B,
+        num_rows,
+        rows.limit_B,
+        rows.block_tables_BM,
+        block_size=pool.layout.block_size,
+        scratch_slot=pool.scratch_slot,
+    )
     return DecodeBatch(
         positions_BQ=positions_BQ,
-        slots_BQ=slots_BQ.masked_fill(wanted_BQ > last_B1, pool.scratch_slot),
+        slots_BQ=slots_BQ,
         block_tables_BM=rows.block_tables_BM,
         max_context_len=max_context_len,
     )

@@ -29,7 +29,7 @@ from baton.engine.length_bounds import LengthBounds
 from baton.engine.logprobs import num_packed
 from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
-from baton.engine.slots import Growth, SlotTable
+from baton.engine.slots import Growth, Room, SlotTable
 from baton.engine.step_batch import StepBatch
 from baton.engine.step_meter import StepMeter
 from baton.engine.step_ticket import DecodeOutput, StepTicket
@@ -163,7 +163,8 @@ class DecodeRunner:
         assert prompt_len < limit
         draft_cap = min(draft_cap, self.num_draft_tokens)
         assert draft_cap == 0 or start.draft_token is not None
-        slots, scratch_block = self._table, self._pool.num_blocks
+        slots = self._table
+        room = Room(table=table, limit=limit, scratch_block=self._pool.num_blocks, draft_cap=draft_cap)
         num_prompt = len(prompt_token_ids) - output_len
         sequence = SampledSequence(
             params=sampling,
@@ -184,8 +185,8 @@ class DecodeRunner:
                 draft_token=start.draft_token or 0,
                 hidden_D=start.hidden_D,
                 length=prompt_len + 1,
+                room=room,
             )
-            slots.configure(slot, table=table, limit=limit, scratch_block=scratch_block, draft_cap=draft_cap)
             slots.sampling.place(slot, sequence)
             if grammar is not None:
                 self._states[slot] = grammar

@@ -6,6 +6,7 @@ must know (lengths, parameters) it keeps itself. Slots are handed out by the cal
 Legend: N slots, B sequences of a step, D hidden size, M entries of the widest block table, C numbers of a slot.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,9 +14,13 @@ import torch
 
 from baton.engine.batch import DecodeRows
 from baton.engine.sampling_table import SamplingTable
-from baton.kernels.copies import to_device
+from baton.kernels.copies import host_buffer, to_device
+from baton.kernels.fused_copy import RunningCopies, fused_copy
 from baton.kvcache.allocator import BlockTable
 from baton.model.vocab import WHOLE, Vocab
+
+_MAX_RUNNING = 64  # launches whose sources are held; the next one waits for the first
+_COPY_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +55,23 @@ class Growth:
     blocks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What stays the same while a sequence runs, but for `SlotTable.grow`.
+
+    Attributes:
+        table: its blocks.
+        limit: positions that it has room for.
+        scratch_block: what unused entries of its table are.
+        draft_cap: drafts that it may accept.
+    """
+
+    table: BlockTable
+    limit: int
+    scratch_block: int
+    draft_cap: int
+
+
 class SlotTable:
     """The tensors of every slot; `sampling` owns those that choose tokens."""
 
@@ -72,33 +94,58 @@ class SlotTable:
         # One tensor, so that a step reads it with one operation and writes it with one. What moves comes first.
         self._numbers_NC = torch.zeros(num_slots, 5, dtype=torch.int64, device=device)
         self._moving_N3 = self._numbers_NC[:, :3]
+        self._running: deque[RunningCopies] = deque()
         columns_CN = self._numbers_NC.unbind(dim=1)
         self._last_token_N, self._draft_token_N, self._length_N, self._limit_N, self._draft_cap_N = columns_CN
         self._hidden_ND = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
         self._tables_NM = torch.zeros(num_slots, max_blocks, dtype=torch.int64, device=device)
 
     def place(
-        self, slot: int, *, last_token: int, draft_token: int, hidden_D: torch.Tensor | None, length: int
+        self,
+        slot: int,
+        *,
+        last_token: int,
+        draft_token: int,
+        hidden_D: torch.Tensor | None,
+        length: int,
+        room: Room | None = None,
     ) -> None:
-        """Set what steps change."""
-        self._last_token_N[slot] = last_token
-        self._draft_token_N[slot] = draft_token
-        self._length_N[slot] = length
-        if hidden_D is None:
-            self._hidden_ND[slot] = 0
-        else:
-            if hidden_D.device.type == "cpu":
-                hidden_D = to_device(hidden_D, self._device)
-            self._hidden_ND[slot] = hidden_D.to(self._hidden_ND)
+        """Set what steps change and, with `room`, what stays the same while the sequence runs: one launch on a GPU.
 
-    def configure(self, slot: int, *, table: BlockTable, limit: int, scratch_block: int, draft_cap: int) -> None:
-        """Set what stays the same while the sequence runs."""
-        max_blocks = self._tables_NM.shape[1]
-        blocks = table.blocks[:max_blocks]
-        padding = [scratch_block] * (max_blocks - len(blocks))
-        self._tables_NM[slot] = to_device(torch.tensor([*blocks, *padding]), self._device)
-        self._limit_N[slot] = limit
-        self._draft_cap_N[slot] = draft_cap
+        What the host knows lies in one pinned buffer, which the launch reads.
+        """
+        numbers = [last_token, draft_token, length]
+        blocks: list[int] = []
+        if room is not None:
+            width = self._tables_NM.shape[1]
+            blocks = [*room.table.blocks[:width]]
+            blocks += [room.scratch_block] * (width - len(blocks))
+            numbers += [room.limit, room.draft_cap]
+        hidden_row_D = self._hidden_ND[slot]
+        ints = torch.tensor(numbers + blocks, dtype=torch.int64)
+        packed = host_buffer(8 * len(ints) + hidden_row_D.nbytes, torch.uint8, self._device)
+        packed_ints = packed[: 8 * len(ints)].view(torch.int64)
+        packed_ints.copy_(ints)
+        pairs = [(self._numbers_NC[slot, : len(numbers)], packed_ints[: len(numbers)])]
+        if blocks:
+            pairs.append((self._tables_NM[slot], packed_ints[len(numbers) :]))
+        if hidden_D is None or hidden_D.device.type == "cpu":
+            source_D = packed[8 * len(ints) :].view(hidden_row_D.dtype)
+            source_D.copy_(source_D.new_zeros(()) if hidden_D is None else hidden_D)
+        else:
+            source_D = hidden_D.to(self._hidden_ND).contiguous()
+        pairs.append((hidden_row_D, source_D))
+        self._copy(pairs)
+
+    def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """In one launch; what it reads is held until the device is done with it."""
+        while self._running and self._running[0].is_done:
+            self._running.popleft()
+        if len(self._running) >= _MAX_RUNNING:
+            self._running.popleft().wait(_COPY_LIMIT_S)
+        running = fused_copy(pairs, self._device)
+        if not running.is_done:
+            self._running.append(running)
 
     def grow(self, growths: Sequence[Growth], limits: Sequence[int]) -> None:
         """Add to block tables, and raise the room of their sequences; what lies beyond the widest table is left out."""

@@ -1,8 +1,9 @@
 """One pass of a decode step over fixed buffers: what a graph is captured of, and how it is replayed.
 
 The buffers are the graph's own, and what a replay reads is copied into them on the device. Rows that pad a batch are
-written anew by every replay (a row that an earlier, larger batch left would write into blocks that are somebody else's
-by now): they stand at position 0 of a sequence with room for one token, whose table is nothing but the scratch block.
+written anew wherever the replay before had a sequence (a row that an earlier, larger batch left would write into blocks
+that are somebody else's by now), and nobody else writes them: they stand at position 0 of a sequence with room for one
+token, whose table is nothing but the scratch block.
 What they compute is cut off here and is seen by nobody. Sequences and the width of tables are padded apart from each
 other; padding is told by the number of sequences, which the host knows.
 
@@ -48,6 +49,7 @@ class StaticPass:
             self._hidden_TD = torch.zeros(shape, dtype=model.dtype, device=pool.device)
         self._output_TD = torch.zeros(shape, dtype=model.dtype, device=pool.device)
         self._replay: Replay | None = None
+        self._num_written = 0  # rows that a replay has put sequences into, and none has padded since
 
     @property
     def num_bytes(self) -> int:
@@ -88,9 +90,11 @@ class StaticPass:
         parts = [first_B[:, None], rows.limit_B[:, None], token_ids_BQ, rows.block_tables_BM]
         if num_blocks < key.width:
             parts.append(self._padding_BC[:num_sequences, self._tables + num_blocks :])
+        num_before, self._num_written = self._num_written, max(self._num_written, num_sequences)
         torch.cat(parts, dim=1, out=self._numbers_BC[:num_sequences])
-        if num_sequences < key.num_sequences:
-            self._numbers_BC[num_sequences:].copy_(self._padding_BC[num_sequences:])
+        if num_sequences < num_before:
+            self._numbers_BC[num_sequences:num_before].copy_(self._padding_BC[num_sequences:num_before])
+            self._num_written = num_sequences
         if self._hidden_TD is not None:
             assert hidden_TD is not None
             self._hidden_TD[:num_tokens].copy_(hidden_TD)

@@ -1,4 +1,7 @@
-"""What public functions of this room say of arguments that do not fit: before anything is allocated or launched."""
+"""What public functions of this room say of arguments that do not fit: before anything is allocated or launched.
+
+Messages are made for arguments that do not fit alone: a step checks some hundred tensors that do.
+"""
 
 from collections.abc import Sequence
 
@@ -29,14 +32,19 @@ def require_tensor(
     Raises:
         KernelArgumentInvalid: it is one; the message names the argument, what it is and what it must be.
     """
-    fits = tensor.dim() == len(shape) and all(
-        wanted is None or length == wanted for length, wanted in zip(tensor.shape, shape, strict=False)
-    )
-    wanted = ["any" if length is None else length for length in shape]
-    require(fits, argument, f"has shape {list(tensor.shape)}, not {wanted}")
-    names = " or ".join(str(dtype) for dtype in dtypes)
-    require(tensor.dtype in dtypes, argument, f"is {tensor.dtype}, not {names}")
-    require(device is None or tensor.device == device, argument, f"is on {tensor.device}, not {device}")
+    lengths = tensor.shape
+    fits = len(lengths) == len(shape)
+    if fits:
+        for length, wanted in zip(lengths, shape, strict=True):
+            if wanted is not None and length != wanted:
+                fits = False
+    if not fits:
+        lengths_wanted = ["any" if length is None else length for length in shape]
+        require(False, argument, f"has shape {list(lengths)}, not {lengths_wanted}")
+    if tensor.dtype not in dtypes:
+        require(False, argument, f"is {tensor.dtype}, not {' or '.join(str(dtype) for dtype in dtypes)}")
+    if device is not None and tensor.device != device:
+        require(False, argument, f"is on {tensor.device}, not {device}")
 
 
 def require_rows(argument: str, tensor: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ of a block table, W blocks a context needs.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.attention_plan import Launch, Options
 from baton.kernels.attention_shares import SharePlans
 from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, signature
 
 _FLOAT8 = torch.float8_e4m3fn
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -77,27 +79,81 @@ def attention_decode(
     Raises:
         KernelArgumentInvalid: an argument is of another kind; the message names it.
     """
-    _check(query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, max_context_len)
-    _check_scales(key_NHSD, key_scale, value_scale)
+    key = (
+        signature(query_BQAD), signature(key_NHSD), signature(value_NHSD), signature(block_tables_BM),
+        signature(positions_BQ), signature(key_scale), signature(value_scale), max_context_len, softmax_scale,
+        invariant, None if options is None else tuple(options.items()), implementation,
+    )  # fmt: skip
+    how = _FORMS.find(key)
+    if how is None:
+        _check(query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, max_context_len)
+        _check_scales(key_NHSD, key_scale, value_scale)
+        how = _FORMS.keep(
+            key,
+            _form(
+                query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, max_context_len, softmax_scale,
+                invariant, options, implementation,
+            ),
+        )  # fmt: skip
+    if isinstance(how, _Reference):
+        return attention_decode_reference(
+            query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, how.max_context_len, how.scale,
+            key_scale, value_scale, invariant,
+        )  # fmt: skip
+    if query_BQAD.numel() == 0:
+        return torch.empty_like(query_BQAD, memory_format=torch.contiguous_format)
+    places = query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, key_scale, value_scale
+    if isinstance(how, _Shared):
+        return _by_shares(*places, how.max_context_len, how.scale, how.options, plans or SharePlans())
+    return attention_decode_triton.launch(*places, how)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """A call that torch computes."""
+
+    max_context_len: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A call that is divided by work."""
+
+    max_context_len: int
+    scale: float
+    options: Options
+
+
+_FORMS: Memo[_Reference | _Shared | Launch] = Memo()  # how calls that were checked are computed
+
+
+def _form(
+    query_BQAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    max_context_len: int,
+    softmax_scale: float | None,
+    invariant: bool,
+    options: Mapping[str, Any] | None,
+    implementation: Implementation,
+) -> _Reference | _Shared | Launch:
+    """How it is computed; the rest of the checks."""
     scale = query_BQAD.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     require(scale > 0, "softmax_scale", f"is {scale}, not positive")
     bound = min(max_context_len, block_tables_BM.shape[1] * key_NHSD.shape[2])
     if not uses_triton(query_BQAD.device, implementation):
-        return attention_decode_reference(
-            query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, bound, scale, key_scale, value_scale,
-            invariant,
-        )  # fmt: skip
+        return _Reference(bound, scale)
     _check_triton(query_BQAD, key_NHSD, value_NHSD, positions_BQ)
     if query_BQAD.numel() == 0:
-        return torch.empty_like(query_BQAD, memory_format=torch.contiguous_format)
-    chosen = _options(query_BQAD, key_NHSD, bound, invariant, options)
+        chosen = attention_plan.default_options(1, query_BQAD.shape[3], key_NHSD.element_size())
+    else:
+        chosen = _options(query_BQAD, key_NHSD, bound, invariant, options)
     if chosen.shares:
-        places = query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, key_scale, value_scale
-        return _by_shares(*places, bound, scale, chosen, plans or SharePlans())
-    how = _launch(query_BQAD, key_NHSD, bound, scale, chosen, invariant)
-    return attention_decode_triton.launch(
-        query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, key_scale, value_scale, how
-    )
+        return _Shared(bound, scale, chosen)
+    return _launch(query_BQAD, key_NHSD, bound, scale, chosen, invariant)
 
 
 def attention_decode_reference(

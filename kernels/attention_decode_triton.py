@@ -15,6 +15,8 @@ Slots past a sequence's last position may hold NaN: their scores are replaced, a
 Shapes: T keys of a tile, R rows (padded), D head size.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,7 @@ from baton.kernels.attention_float8_triton import BITS_SCALE, attend_apart, atte
 from baton.kernels.attention_merge_triton import merge_parts
 from baton.kernels.attention_plan import Launch
 from baton.kernels.attention_softmax_triton import softmax_step
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 MAX_QUERIES = 32  # of a sequence
@@ -258,25 +261,49 @@ def launch(
         part_logs = torch.empty(num_rows, dtype=torch.float32, device=device)
     part_bytes = block_size * head_dim * key_NHSD.element_size()
     joined = value_NHSD.data_ptr() == key_NHSD.data_ptr() + part_bytes
-    on_nvidia = torch.version.hip is None
-    pdl = how.pdl and query_BQAD.is_cuda and on_nvidia
-    limit = {"maxnreg": how.registers} if how.registers and query_BQAD.is_cuda and on_nvidia else {}
+    constants = _constants(head_dim, block_size, joined, scaled, query_BQAD.is_cuda, how)
+    query_strides, key_strides = query_BQAD.stride(), key_NHSD.stride()
+    arguments = (
+        query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, *scales, out_BQAD, parts, part_logs,
+        how.scale, block_tables_BM.stride(0), *positions_BQ.stride(),
+        query_strides[0] // STRIDE_UNIT, query_strides[1] // STRIDE_UNIT, query_strides[2] // STRIDE_UNIT,
+        key_strides[0] // STRIDE_UNIT, key_strides[1] // STRIDE_UNIT,
+        1 if key_scale is not None and key_scale.numel() > 1 else 0,
+        num_queries, group, how.num_parts, how.part_len // how.tile, how.max_context_len,
+    )  # fmt: skip
+    grid = (num_kv_heads * -(-num_queries * group // how.rows), how.num_parts, num_sequences)
     with torch.cuda.device_of(query_BQAD):
-        attend_kernel[(num_kv_heads * triton.cdiv(num_queries * group, how.rows), how.num_parts, num_sequences)](
-            query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, *scales, out_BQAD, parts, part_logs,
-            how.scale, block_tables_BM.stride(0), positions_BQ.stride(0), positions_BQ.stride(1),
-            *(stride // STRIDE_UNIT for stride in query_BQAD.stride()[:3]),
-            *(stride // STRIDE_UNIT for stride in key_NHSD.stride()[:2]),
-            1 if key_scale is not None and key_scale.numel() > 1 else 0,
-            num_queries, group, how.num_parts, how.part_len // how.tile, how.max_context_len,
-            D=head_dim, BLOCK=block_size, JOINED=joined, TILE=how.tile, ROWS=how.rows, SWAP=how.swap, SCALED=scaled,
-            DIRECT=how.direct if scaled else 0, APART=how.warps if how.apart else 0,
-            VIA_SHARED=scaled and on_nvidia, PDL=pdl, STAGES=how.stages,
-            num_warps=how.warps, num_stages=how.stages, **limit,
-        )  # fmt: skip
+        _launch_attend(grid, arguments, constants)
         if how.num_parts > 1:
+            pdl = bool(constants.by_name["PDL"])
             merge_parts(parts, part_logs, out_BQAD, how.num_parts, fixed_len=how.part_len > 0, pdl=pdl)
     return out_BQAD
+
+
+_launch_attend = Launcher(attend_kernel)
+
+
+def _constants(head_dim: int, block_size: int, joined: bool, scaled: bool, on_cuda: bool, how: Launch) -> Constants:
+    return _constants_of(
+        head_dim, block_size, joined, scaled, on_cuda, how.tile, how.rows, how.swap, how.stages, how.warps, how.pdl,
+        how.direct, how.apart, how.registers,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _constants_of(
+    head_dim: int, block_size: int, joined: bool, scaled: bool, on_cuda: bool, tile: int, rows: int, swap: bool,
+    stages: int, warps: int, pdl: bool, direct: int, apart: bool, registers: int,
+) -> Constants:  # fmt: skip
+    """Of what changes from step to step, the number of parts and the bound, nothing is a constant."""
+    on_nvidia = torch.version.hip is None
+    limit = {"maxnreg": registers} if registers and on_cuda and on_nvidia else {}
+    return Constants({
+        "D": head_dim, "BLOCK": block_size, "JOINED": joined, "TILE": tile, "ROWS": rows, "SWAP": swap,
+        "SCALED": scaled, "DIRECT": direct if scaled else 0, "APART": warps if apart else 0,
+        "VIA_SHARED": scaled and on_nvidia, "PDL": pdl and on_cuda and on_nvidia, "STAGES": stages,
+        "num_warps": warps, "num_stages": stages, **limit,
+    })  # fmt: skip
 
 
 _INTEGERS = (

@@ -5,10 +5,13 @@ It refuses to know how the parts were made: a part is a row of values and the lo
 Shapes: D head size, C parts of a step of the sum.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 
@@ -74,18 +77,17 @@ def merge_parts(
     """
     head_dim = out.shape[-1]
     step, num_warps = merge_shape(num_parts, head_dim, fixed_len=fixed_len)
+    arguments = (parts, part_logs, out, num_parts)
+    _launch_merge((out.numel() // head_dim,), arguments, _constants(step, head_dim, num_warps, pdl))
+
+
+@functools.cache
+def _constants(step: int, head_dim: int, num_warps: int, pdl: bool) -> Constants:
     options = {"launch_pdl": True} if pdl else {}
-    merge_kernel[(out.numel() // head_dim,)](
-        parts,
-        part_logs,
-        out,
-        num_parts,
-        D=head_dim,
-        PARTS=step,
-        PDL=pdl,
-        num_warps=num_warps,
-        **options,
-    )
+    return Constants({"D": head_dim, "PARTS": step, "PDL": pdl, "num_warps": num_warps, **options})
+
+
+_launch_merge = Launcher(merge_kernel)
 
 
 def merge_shape(num_parts: int, head_dim: int, *, fixed_len: bool) -> tuple[int, int]:

@@ -14,6 +14,7 @@ S positions per block, M entries of a block table.
 
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -32,6 +33,7 @@ from baton.kernels.attention_invariant import attention_prefill_invariant
 from baton.kernels.attention_shares import SharePlans
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, signature
 
 NAME = "attention_prefill"
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -84,22 +86,48 @@ def attention_prefill(
     Raises:
         KernelArgumentInvalid: an argument does not fit; nothing was launched.
     """
-    with_triton = uses_triton(query_TAD.device, implementation)
-    _check(query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, with_triton)
-    _check_scales(key_NHSD, scale, key_scale, value_scale)
-    require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
-    if not with_triton:
-        key_NHSD = _widened(key_NHSD, key_scale, query_TAD.dtype)
-        value_NHSD = _widened(value_NHSD, value_scale, query_TAD.dtype)
-        starts, contexts = query_starts_E.tolist(), context_lens_B.tolist()
-        lens = [end - start for start, end in pairwise(starts)]
-        if scale is not None:  # theirs is D ** -0.5
-            query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
-        return _reference(query_TAD, key_NHSD, value_NHSD, block_tables_BM, lens, contexts, invariant)
-    softmax_scale = float(query_TAD.shape[2] ** -0.5 if scale is None else scale)
+    key = (
+        signature(query_TAD), signature(key_NHSD), signature(value_NHSD), signature(block_tables_BM),
+        signature(query_starts_E), signature(context_lens_B), signature(key_scale), signature(value_scale),
+        max_query_len, scale, invariant, None if options is None else tuple(options.items()), implementation,
+    )  # fmt: skip
     places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B
     scales = key_scale, value_scale
-    return _by_triton(places, max_query_len, softmax_scale, scales, invariant, plans or SharePlans(), options)
+    how = _FORMS.find(key)
+    if how is None:
+        uses = uses_triton(query_TAD.device, implementation)
+        _check(*places, uses)
+        _check_scales(key_NHSD, scale, *scales)
+        require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
+        how = _FORMS.keep(key, _form(places, max_query_len, key_scale, invariant, options) if uses else _Form.TORCH)
+    if how is _Form.TORCH:
+        lens = [end - start for start, end in pairwise(query_starts_E.tolist())]
+        if scale is not None:  # theirs is D ** -0.5
+            query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
+        kv = _widened(key_NHSD, key_scale, query_TAD.dtype), _widened(value_NHSD, value_scale, query_TAD.dtype)
+        return _reference(query_TAD, *kv, block_tables_BM, lens, context_lens_B.tolist(), invariant)
+    if how is _Form.NOTHING:
+        return torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    softmax_scale = float(query_TAD.shape[2] ** -0.5 if scale is None else scale)
+    if how is _Form.SHORT:
+        return attention_short_chunks.attend(
+            *places, max_query_len=max_query_len, scale=softmax_scale, key_scale=key_scale, value_scale=value_scale,
+            plans=plans or SharePlans(), options=options,
+        )  # fmt: skip
+    return _by_triton(places, how, max_query_len, softmax_scale, scales, invariant, options)
+
+
+class _Form(Enum):
+    """How a call that was checked is computed."""
+
+    TORCH = auto()
+    NOTHING = auto()  # there are no rows
+    SHORT = auto()  # positions are divided as well as rows
+    WIDENED = auto()  # float8 is widened before
+    AS_IT_IS = auto()
+
+
+_FORMS: Memo[_Form] = Memo()
 
 
 def attention_prefill_lens(
@@ -137,32 +165,40 @@ def attention_prefill_lens(
     )  # fmt: skip
 
 
+_Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _form(
+    places: _Places, max_query_len: int, key_scale: torch.Tensor | None, invariant: bool,
+    options: Mapping[str, Any] | None,
+) -> _Form:  # fmt: skip
+    """By which kernels, of queries, K, V, tables, starts and lengths."""
+    query_TAD, block_tables_BM = places[0], places[3]
+    if not query_TAD.numel() or not block_tables_BM.shape[0] or not max_query_len:
+        return _Form.NOTHING
+    if _is_short(*places[:4], max_query_len, key_scale, invariant, options):
+        return _Form.SHORT
+    may_widen = options is None and not invariant
+    return _Form.WIDENED if may_widen and _widens(*places[:2], block_tables_BM, max_query_len) else _Form.AS_IT_IS
+
+
 def _by_triton(
-    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    places: _Places,
+    how: _Form,
     max_query_len: int,
     scale: float,
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     invariant: bool,
-    plans: SharePlans,
     options: Mapping[str, Any] | None,
 ) -> torch.Tensor:
-    """By the kernels that are best for these, of queries, K, V, tables, starts and lengths."""
-    query_TAD, key_NHSD, _, block_tables_BM, query_starts_E, context_lens_B = places
+    """By the kernels that walk over all positions."""
+    query_TAD = places[0]
     output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
-    if not query_TAD.numel() or not block_tables_BM.shape[0] or not max_query_len:
-        return output_TAD
-    if _is_short(*places[:4], max_query_len, scales[0], invariant, options):
-        return attention_short_chunks.attend(
-            *places, max_query_len=max_query_len, scale=scale, key_scale=scales[0], value_scale=scales[1],
-            plans=plans, options=options,
-        )  # fmt: skip
-    if options is None and not invariant and _widens(query_TAD, key_NHSD, block_tables_BM, max_query_len):
-        wide = kv_widen.widen_kv(*places[1:], *scales, query_TAD.dtype)
-        places = query_TAD, *wide, query_starts_E, context_lens_B
+    if how is _Form.WIDENED:
+        places = query_TAD, *kv_widen.widen_kv(*places[1:], *scales, query_TAD.dtype), *places[4:]
         scales = None, None
     # One configuration for all sizes if a row may not depend on how long its chunk is.
-    size = _ANY_LEN if invariant else max_query_len
-    options = options or _find_options(*places[:3], size)
+    options = options or _find_options(*places[:3], _ANY_LEN if invariant else max_query_len)
     if attention_prefill_hopper_triton.is_ours(options):
         require(scales[0] is None, "key_scale", "is not for the form that the options are of")
         attention_prefill_hopper_triton.launch(*places, output_TAD, scale=scale, options=options)

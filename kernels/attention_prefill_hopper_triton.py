@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels import tuning
 from baton.kernels.attention_prefill_trades_triton import prefill_kernel
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 ROWS = 64  # of a warpgroup
@@ -69,13 +70,15 @@ def fits(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tens
     )
 
 
+_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
+
+
 def _describe(kv_NHSD: torch.Tensor) -> TensorDescriptor:
     """K or V as the rows that lie between its first number and its last."""
     num_blocks, num_heads, block_size, head_dim = kv_NHSD.shape
     block_stride, head_stride, row_stride, _ = kv_NHSD.stride()
     num_rows = ((num_blocks - 1) * block_stride + (num_heads - 1) * head_stride) // row_stride + block_size
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor(kv_NHSD, [num_rows, head_dim], [row_stride, 1], [block_size, 64], layout)
+    return TensorDescriptor(kv_NHSD, [num_rows, head_dim], [row_stride, 1], [block_size, 64], _LAYOUT)
 
 
 def launch(
@@ -100,36 +103,42 @@ def launch(
     total = num_tiles * num_kv_heads
     constants = dict(options)
     num_programs = min(total, _multiprocessors(query_TAD.device.index)) if constants.pop("PERSISTENT") else total
+    arguments = (
+        query_TAD,
+        _describe(key_NHSD),
+        _describe(value_NHSD),
+        value_NHSD,
+        output_TAD,
+        tables,
+        query_starts_E,
+        context_lens_B,
+        query_TAD.stride(0),
+        query_TAD.stride(1),
+        output_TAD.stride(0),
+        output_TAD.stride(1),
+        block_stride // row_stride,
+        head_stride // row_stride,
+        num_tiles,
+        -(-total // num_programs),
+        tables.stride(0),
+        num_sequences,
+        scale,
+    )
+    shape = num_kv_heads, group, head_dim, block_size, row_stride, block_tables_BM.element_size() // 4
     with torch.cuda.device_of(query_TAD):
-        prefill_kernel[(num_programs,)](
-            query_TAD,
-            _describe(key_NHSD),
-            _describe(value_NHSD),
-            value_NHSD,
-            output_TAD,
-            tables,
-            query_starts_E,
-            context_lens_B,
-            query_TAD.stride(0),
-            query_TAD.stride(1),
-            output_TAD.stride(0),
-            output_TAD.stride(1),
-            block_stride // row_stride,
-            head_stride // row_stride,
-            num_tiles,
-            -(-total // num_programs),
-            tables.stride(0),
-            num_sequences,
-            scale,
-            H=num_kv_heads,
-            G=group,
-            D=head_dim,
-            S=block_size,
-            ROW=row_stride,
-            WORDS=block_tables_BM.element_size() // 4,
-            num_warps=4,
-            **constants,
-        )
+        _launch_prefill((num_programs,), arguments, _constants(*shape, *constants.items()))
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(
+    num_kv_heads: int, group: int, head_dim: int, block_size: int, row_stride: int, words: int,
+    *options: tuple[str, Any],
+) -> Constants:  # fmt: skip
+    shape = {"H": num_kv_heads, "G": group, "D": head_dim, "S": block_size, "ROW": row_stride, "WORDS": words}
+    return Constants(shape | {"num_warps": 4, **dict(options)})
+
+
+_launch_prefill = Launcher(prefill_kernel)
 
 
 # What is compiled ahead of time: query heads, KV heads, head size, positions of a block, of a tile, tiles under way.

@@ -21,6 +21,7 @@ Shapes: R rows of a tile (BM), N positions of a tile (BN), D head size, B sequen
 
 # mypy: ignore-errors
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels import tuning
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 SEARCHED = 256  # sequences that are looked at together
@@ -272,37 +274,43 @@ def launch(
     tables = block_tables_BM.view(torch.int32)
     block_stride, head_stride, row_stride, _ = key_NHSD.stride()
     num_tiles = num_tokens * group // options["BM"] + num_sequences
+    arguments = (
+        query_TAD,
+        key_NHSD,
+        value_NHSD,
+        key_scale if with_scales else context_lens_B,  # not read
+        value_scale if with_scales else context_lens_B,
+        output_TAD,
+        tables,
+        query_starts_E,
+        context_lens_B,
+        query_TAD.stride(0),
+        query_TAD.stride(1),
+        output_TAD.stride(0),
+        output_TAD.stride(1),
+        block_stride,
+        head_stride,
+        tables.stride(0),
+        num_sequences,
+        scale,
+        int(with_scales and key_scale.shape[0] > 1),
+    )
+    shape = num_kv_heads, group, head_dim, block_size, row_stride, block_tables_BM.element_size() // 4, with_scales
+    constants = _constants(*shape, *options.items())
     with torch.cuda.device_of(query_TAD):
-        _prefill_kernel[(num_tiles * num_kv_heads,)](
-            query_TAD,
-            key_NHSD,
-            value_NHSD,
-            key_scale if with_scales else context_lens_B,  # not read
-            value_scale if with_scales else context_lens_B,
-            output_TAD,
-            tables,
-            query_starts_E,
-            context_lens_B,
-            query_TAD.stride(0),
-            query_TAD.stride(1),
-            output_TAD.stride(0),
-            output_TAD.stride(1),
-            block_stride,
-            head_stride,
-            tables.stride(0),
-            num_sequences,
-            scale,
-            int(with_scales and key_scale.shape[0] > 1),
-            H=num_kv_heads,
-            G=group,
-            D=head_dim,
-            S=block_size,
-            ROW=row_stride,
-            WORDS=block_tables_BM.element_size() // 4,
-            SCALES=with_scales,
-            SEARCHED=SEARCHED,
-            **options,
-        )
+        _launch_prefill((num_tiles * num_kv_heads,), arguments, constants)
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(
+    num_kv_heads: int, group: int, head_dim: int, block_size: int, row_stride: int, words: int, with_scales: bool,
+    *options: tuple[str, Any],
+) -> Constants:  # fmt: skip
+    shape = {"H": num_kv_heads, "G": group, "D": head_dim, "S": block_size, "ROW": row_stride}
+    return Constants(shape | {"WORDS": words, "SCALES": with_scales, "SEARCHED": SEARCHED, **dict(options)})
+
+
+_launch_prefill = Launcher(_prefill_kernel)
 
 
 # What serving launches: query heads, KV heads, head size, bytes of a stored value, positions of a block.

@@ -5,7 +5,8 @@ is quantized already (`Fp8Weight.of`). Scales are stored with rows padded to a m
 Legend: N rows (outputs), K columns (inputs), B blocks of rows, G of columns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -24,10 +25,12 @@ class Fp8Weight:
     Attributes:
         values_NK: float8, contiguous.
         scales_BG: float32 [ceil(N / 128), K / 128], a view of rows whose length is a multiple of four.
+        prepared: what products made of it once, views and descriptors, by their own names.
     """
 
     values_NK: torch.Tensor
     scales_BG: torch.Tensor
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
     def of(values_NK: torch.Tensor, scales_BG: torch.Tensor) -> "Fp8Weight":

@@ -4,11 +4,14 @@ Where source and target lie alike within 16 bytes, all but the edges moves in ve
 4; else byte by byte. Edges of up to 15 bytes are the first program's. W: words of a step.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 _STEP_WORDS = 1024  # of 8 bytes: 4 vectors for each thread
@@ -21,9 +24,12 @@ def launch(table_N3: torch.Tensor, max_bytes: int, early: bool = True) -> None:
     num_copies = len(table_N3)
     wanted = triton.cdiv(max_bytes, 8 * _STEP_WORDS)
     num_programs = max(min(wanted, _MAX_PROGRAMS // num_copies), 1)
-    _copy_kernel[(num_copies, num_programs)](
-        table_N3, W=_STEP_WORDS, num_warps=_NUM_WARPS, **dependent_launch(table_N3.device, early)
-    )
+    _launch_copy((num_copies, num_programs), (table_N3,), _constants(table_N3.device, early))
+
+
+@functools.cache
+def _constants(device: torch.device, early: bool) -> Constants:
+    return Constants({"W": _STEP_WORDS, "num_warps": _NUM_WARPS, **dependent_launch(device, early)})
 
 
 @triton.jit
@@ -67,6 +73,9 @@ def _copy_kernel(table, W: tl.constexpr, EARLY: tl.constexpr) -> None:
         _copy_words(target, source, size, tl.int32, 4, W)
     else:
         _copy_words(target, source, size, tl.uint8, 1, W)
+
+
+_launch_copy = Launcher(_copy_kernel)
 
 
 def variants() -> list[Variant]:

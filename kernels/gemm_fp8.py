@@ -15,6 +15,7 @@ Source: DeepSeek-V3 (section 3.3) for the scheme; swapping operands for small M 
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +24,7 @@ from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8_plan import Plan, SwapAB, invariant_plan, plan_of, rule
 from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, signature
 from baton.kernels.quantize_fp8 import GROUP_LEN, dequantize_fp8, quantize_before, quantize_fp8_reference
 from baton.kernels.scaled_mm import LIBRARY, ROWS_MULTIPLE
 from baton.kernels.tiles import product_rows
@@ -80,19 +82,26 @@ def gemm_fp8(
     Raises:
         KernelArgumentInvalid: an argument does not fit.
     """
-    require_tensor("a_MK", a_MK, [None, weight.num_inputs], [torch.float8_e4m3fn], weight.values_NK.device)
-    require_rows("a_MK", a_MK)
-    num_rows = len(a_MK)
-    groups = weight.num_inputs // GROUP_LEN
-    require_tensor("scales_GM", scales_GM, [groups, num_rows], [torch.float32], a_MK.device)
-    require_rows("scales_GM", scales_GM)
-    out_MN = _checked_out(out_MN, num_rows, weight, num_sms)
-    if num_rows == 0:
-        return out_MN
-    if not _uses_triton(a_MK.device, implementation):
+    key = (
+        signature(a_MK), signature(scales_GM), signature(weight.values_NK), signature(out_MN), swap_ab, num_sms,
+        invariant, plan, implementation,
+    )  # fmt: skip
+    way = _PRODUCTS.find(key)
+    if way is None:
+        require_tensor("a_MK", a_MK, [None, weight.num_inputs], [torch.float8_e4m3fn], weight.values_NK.device)
+        require_rows("a_MK", a_MK)
+        groups = weight.num_inputs // GROUP_LEN
+        require_tensor("scales_GM", scales_GM, [groups, len(a_MK)], [torch.float32], a_MK.device)
+        require_rows("scales_GM", scales_GM)
+        _check_out(out_MN, len(a_MK), weight, num_sms)
+        way = _way("gemm_fp8", len(a_MK), weight, swap_ab, num_sms, invariant, plan, implementation)
+        _PRODUCTS.keep(key, way)
+    if way.is_empty:
+        return _out(out_MN, 0, weight)
+    if not way.in_triton:
+        out_MN = _out(out_MN, len(a_MK), weight)
         return out_MN.copy_(gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant))
-    plan = _checked(plan, weight) or _chosen("gemm_fp8", num_rows, weight, swap_ab, num_sms, invariant)
-    return _multiplied(a_MK, scales_GM, weight, out_MN, plan, num_sms, workspace, waits=False)
+    return _multiplied(a_MK, scales_GM, weight, len(a_MK), out_MN, way.plan, num_sms, workspace, waits=False)
 
 
 def linear_fp8(
@@ -125,24 +134,33 @@ def linear_fp8(
     Raises:
         KernelArgumentInvalid: an argument does not fit.
     """
-    require_tensor("x_MK", x_MK, [None, weight.num_inputs], [torch.bfloat16], weight.values_NK.device)
-    require_rows("x_MK", x_MK)
-    num_rows = len(x_MK)
-    out_MN = _checked_out(out_MN, num_rows, weight, num_sms)
-    if num_rows == 0:
-        return out_MN
-    if not _uses_triton(x_MK.device, implementation):
+    key = (
+        signature(x_MK), signature(weight.values_NK), signature(out_MN), swap_ab, num_sms, invariant, plan,
+        implementation,
+    )  # fmt: skip
+    way = _LINEARS.find(key)
+    if way is None:
+        require_tensor("x_MK", x_MK, [None, weight.num_inputs], [torch.bfloat16], weight.values_NK.device)
+        require_rows("x_MK", x_MK)
+        _check_out(out_MN, len(x_MK), weight, num_sms)
+        way = _way("linear_fp8", len(x_MK), weight, swap_ab, num_sms, invariant, plan, implementation)
+        _LINEARS.keep(key, way)
+    if way.is_empty:
+        return _out(out_MN, 0, weight)
+    num_rows, plan = len(x_MK), way.plan
+    if not way.in_triton:
         a_MK, scales_GM = quantize_fp8_reference(x_MK, ue8m0=ue8m0)
+        out_MN = _out(out_MN, num_rows, weight)
         return out_MN.copy_(gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant))
-    plan = _checked(plan, weight) or _chosen("linear_fp8", num_rows, weight, swap_ab, num_sms, invariant)
     if plan is not None and plan.fused:
+        out_MN = _out(out_MN, num_rows, weight)
         counters = (workspace or default_workspace(x_MK.device)).counters
         gemm_fp8_triton.launch(x_MK, None, weight, out_MN, plan, counters, ue8m0=ue8m0, num_sms=num_sms)
         return out_MN
     waits = plan is not None and plan.pdl
     pad_to = ROWS_MULTIPLE if plan is None else 1
     a_MK, scales_GM = quantize_before(x_MK, ue8m0=ue8m0, pad_to=pad_to, before_dependent=waits)
-    return _multiplied(a_MK, scales_GM, weight, out_MN, plan, num_sms, workspace, waits=waits)
+    return _multiplied(a_MK, scales_GM, weight, num_rows, out_MN, plan, num_sms, workspace, waits=waits)
 
 
 def gemm_fp8_reference(
@@ -154,16 +172,56 @@ def gemm_fp8_reference(
     return product.to(torch.bfloat16)
 
 
-def _checked_out(out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight, num_sms: int | None) -> torch.Tensor:
-    """The output that was given, or a new one; `num_sms` is checked before it is allocated."""
-    require(num_sms is None or num_sms > 0, "num_sms", f"is {num_sms}, not positive")
-    shape = [num_rows, weight.num_outputs]
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a product that was checked is computed.
+
+    Attributes:
+        is_empty: nothing is.
+        in_triton: not by torch's reference.
+        plan: of the launch; None: the library's product.
+    """
+
+    is_empty: bool
+    in_triton: bool
+    plan: Plan | None
+
+
+_PRODUCTS: Memo[_Way] = Memo()
+_LINEARS: Memo[_Way] = Memo()
+
+
+def _way(
+    table: str,
+    num_rows: int,
+    weight: Fp8Weight,
+    swap_ab: SwapAB | str,
+    num_sms: int | None,
+    invariant: bool,
+    plan: Plan | None,
+    implementation: Implementation,
+) -> _Way:
+    """By sizes, device and what the caller wants; the rest of the checks."""
     device = weight.values_NK.device
-    if out_MN is None:
-        return torch.empty(shape, dtype=torch.bfloat16, device=device)
-    require_tensor("out_MN", out_MN, shape, [torch.bfloat16], device)
-    require_rows("out_MN", out_MN)
-    return out_MN
+    if num_rows == 0 or not _uses_triton(device, implementation):
+        return _Way(num_rows == 0, False, None)
+    plan = _checked(plan, weight) or _chosen(table, num_rows, weight, swap_ab, num_sms, invariant)
+    return _Way(False, True, plan)
+
+
+def _check_out(out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight, num_sms: int | None) -> None:
+    require(num_sms is None or num_sms > 0, "num_sms", f"is {num_sms}, not positive")
+    if out_MN is not None:
+        shape = [num_rows, weight.num_outputs]
+        require_tensor("out_MN", out_MN, shape, [torch.bfloat16], weight.values_NK.device)
+        require_rows("out_MN", out_MN)
+
+
+def _out(out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight) -> torch.Tensor:
+    """The output that was given, or a new one."""
+    if out_MN is not None:
+        return out_MN
+    return torch.empty(num_rows, weight.num_outputs, dtype=torch.bfloat16, device=weight.values_NK.device)
 
 
 def _checked(plan: Plan | None, weight: Fp8Weight) -> Plan | None:
@@ -220,22 +278,25 @@ def _multiplied(
     a_MK: torch.Tensor,
     scales_GM: torch.Tensor,
     weight: Fp8Weight,
-    out_MN: torch.Tensor,
+    num_rows: int,
+    out_MN: torch.Tensor | None,
     plan: Plan | None,
     num_sms: int | None,
     workspace: Workspace | None,
     *,
     waits: bool,
 ) -> torch.Tensor:
-    """Of quantized rows, which may be more than those wanted: what is padded is not stored."""
-    num_rows = len(out_MN)
+    """Of quantized rows, which may be more than those wanted: what is padded is not stored, or cut off."""
     if plan is None:
         product_MN = LIBRARY.product(a_MK, scales_GM, weight)
         if product_MN is not None:
-            return out_MN.copy_(product_MN[:num_rows])
+            if len(product_MN) != num_rows:
+                product_MN = product_MN[:num_rows]
+            return product_MN if out_MN is None else out_MN.copy_(product_MN)
         plan = rule(num_rows, weight.num_outputs, weight.num_inputs, swap=False)
+    if len(a_MK) != num_rows:
+        a_MK, scales_GM = a_MK[:num_rows], scales_GM[:, :num_rows]
+    out_MN = _out(out_MN, num_rows, weight)
     counters = (workspace or default_workspace(a_MK.device)).counters
-    gemm_fp8_triton.launch(
-        a_MK[:num_rows], scales_GM[:, :num_rows], weight, out_MN, plan, counters, num_sms=num_sms, waits=waits
-    )
+    gemm_fp8_triton.launch(a_MK, scales_GM, weight, out_MN, plan, counters, num_sms=num_sms, waits=waits)
     return out_MN

@@ -13,6 +13,7 @@ float32 registers. Activations come quantized, or in bfloat16 and are quantized 
 Shapes: M tokens, N rows of the weight, K columns of both, I and J rows and columns of a tile.
 """
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB, invariant_plan, plan_of
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.quantize_fp8_triton import quantize_tile
 from baton.kernels.tuning import table
 from baton.kernels.variant import Variant
@@ -236,10 +238,11 @@ def launch(
         waits: whether the launch before is `quantize_fp8_triton`'s with `before_dependent`.
     """
     num_rows = len(a_MK)
+    if plan.splits == 1:
+        _launch_rows(a_MK, scales_GM, weight, c_MN, plan, counters, ue8m0, num_sms, waits)
+        return
     num_tiles_n = triton.cdiv(weight.num_outputs, plan.BN)
-    rows_at_once = num_rows
-    if plan.splits > 1:
-        rows_at_once = min(num_rows, _MAX_SPLIT_ROWS, MAX_TILES // num_tiles_n * plan.BM)
+    rows_at_once = min(num_rows, _MAX_SPLIT_ROWS, MAX_TILES // num_tiles_n * plan.BM)
     for start in range(0, num_rows, max(1, rows_at_once)):
         rows = slice(start, min(start + rows_at_once, num_rows))
         scales = None if scales_GM is None else scales_GM[:, rows]
@@ -250,20 +253,18 @@ def launch(
 def _launch_rows(a, scales, weight, c, plan, counters, ue8m0, num_sms, waits) -> None:
     num_rows, K = a.shape
     N = weight.num_outputs
-    num_tiles = triton.cdiv(num_rows, plan.BM) * triton.cdiv(N, plan.BN)
-    num_works = num_tiles * plan.splits
+    num_works = -(-num_rows // plan.BM) * -(-N // plan.BN) * plan.splits
     is_capped = num_sms is not None and num_sms < num_works
     partials = c
     if plan.splits > 1:
         partials = torch.empty(num_works * plan.BM * plan.BN, dtype=torch.float32, device=c.device)
-    values = weight.values_NK
-    waits = waits and not _INTERPRETED.value
-    _gemm_kernel[(num_sms if is_capped else num_works,)](
+    values, scales_BG = weight.values_NK, weight.scales_BG
+    arguments = (
         a,
-        weight.scales_BG if scales is None else scales,
-        TensorDescriptor.from_tensor(values, [plan.BN, 128]) if plan.tma else values,
+        scales_BG if scales is None else scales,
+        _described(weight, plan.BN) if plan.tma else values,
         values,
-        weight.scales_BG,
+        scales_BG,
         c,
         partials,
         counters,
@@ -272,15 +273,26 @@ def _launch_rows(a, scales, weight, c, plan, counters, ue8m0, num_sms, waits) ->
         K,
         a.stride(0),
         0 if scales is None else scales.stride(0),
-        weight.scales_BG.stride(0),
+        scales_BG.stride(0),
         c.stride(0),
         plan.splits,
         num_works,
-        **_constants(plan, scales is None, ue8m0, is_capped, waits),
-        num_warps=plan.warps,
-        num_stages=plan.stages,
-        **({"launch_pdl": True} if waits else {}),
     )
+    constants = _launch_constants(plan, scales is None, ue8m0, is_capped, waits and not _INTERPRETED.value)
+    _launch_gemm((num_sms if is_capped else num_works,), arguments, constants)
+
+
+def _described(weight: Fp8Weight, BN: int) -> TensorDescriptor:
+    found = weight.prepared.get(BN)
+    if found is None:
+        found = weight.prepared[BN] = TensorDescriptor.from_tensor(weight.values_NK, [BN, 128])
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch_constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool, waits: bool) -> Constants:
+    options = {"num_warps": plan.warps, "num_stages": plan.stages} | ({"launch_pdl": True} if waits else {})
+    return Constants(_constants(plan, is_wide, ue8m0, is_capped, waits) | options)
 
 
 def _constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool, waits: bool) -> dict[str, Any]:
@@ -300,6 +312,9 @@ def _constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool, waits: b
         "CAPPED": is_capped,
         "PDL": waits,
     }
+
+
+_launch_gemm = Launcher(_gemm_kernel)
 
 
 def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, waits: bool = False) -> Variant:

@@ -8,10 +8,13 @@ experts' quantize one token each, which costs nothing while the others count.
 Shapes: N = T * K ids, B of them at a time, E experts, F bins, R rows of a block.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 GROUP = 128
@@ -119,20 +122,22 @@ def launch(
     x, values, scales = quantized if quantized is not None else (rows, rows, rows)
     hidden = x.shape[-1] if quantized is not None else GROUP
     num_programs = triton.cdiv(num_experts, own_of(num_experts)) + (x.shape[0] if quantized is not None else 0)
+    arguments = (
+        expert_TK, num_ids, rows, block_expert, block_expert.numel(), x, x.stride(0), values, scales,
+    )  # fmt: skip
+    size = tile if num_ids <= tile else tile + 1  # all that is read of how many there are
+    kept = _constants(num_experts, block_len, size, hidden, quantized is not None)
     with torch.cuda.device_of(expert_TK):
-        _align_kernel[(num_programs,)](
-            expert_TK,
-            num_ids,
-            rows,
-            block_expert,
-            block_expert.numel(),
-            x,
-            x.stride(0),
-            values,
-            scales,
-            **constants(num_experts, block_len, num_ids, hidden, quantized is not None),
-            num_warps=warps_of(tile),
-        )
+        _launch_align((num_programs,), arguments, kept)
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(num_experts: int, block_len: int, num_ids: int, hidden: int, quantizes: bool) -> Constants:
+    warps = warps_of(tile_of(num_ids))
+    return Constants(constants(num_experts, block_len, num_ids, hidden, quantizes) | {"num_warps": warps})
+
+
+_launch_align = Launcher(_align_kernel)
 
 
 def tile_of(num_ids: int) -> int:

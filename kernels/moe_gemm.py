@@ -27,9 +27,11 @@ import torch
 from baton.kernels import moe_gemm_triton, tuning
 from baton.kernels.arguments import require, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, signature
 from baton.kernels.moe import ExpertWeights
 from baton.kernels.moe_align import GROUP, moe_align, moe_align_quantize, quantize_reference
 
+_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
 KERNEL = "moe_gemm"  # in the table of tuned configurations
 
 
@@ -99,8 +101,16 @@ def experts_grouped(
     Raises:
         KernelArgumentInvalid: an argument is not that; the message names it.
     """
-    uses = uses_triton(x_TD.device, implementation)
-    _check(x_TD, weight_TK, expert_TK, weights, uses)
+    scales = (weights.gate_up_scale, weights.down_scale) if isinstance(weights, Fp8ExpertWeights) else (None, None)
+    key = (
+        signature(x_TD), signature(weight_TK), signature(expert_TK), signature(weights.gate_up_EJD),
+        signature(weights.down_EDI), signature(scales[0]), signature(scales[1]), implementation,
+    )  # fmt: skip
+    uses = _FORMS.find(key)
+    if uses is None:
+        uses = uses_triton(x_TD.device, implementation)
+        _check(x_TD, weight_TK, expert_TK, weights, uses)
+        _FORMS.keep(key, uses)
     dtype = out_dtype or x_TD.dtype
     if not uses:
         return experts_grouped_reference(x_TD, weight_TK, expert_TK, weights, dtype)
@@ -163,7 +173,7 @@ def _check(
         require(tensor.is_contiguous(), f"weights.{name}", "must be contiguous")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def choose_tiles(
     num_experts: int,
     inner_size: int,

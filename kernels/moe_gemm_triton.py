@@ -12,6 +12,7 @@ Shapes: T tokens, R rows of a block (of one expert), J weight rows of a tile, K 
 intermediate size, D the hidden size, G groups of 128.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.moe_align import GROUP, Alignment
 from baton.kernels.variant import Variant
 
@@ -210,34 +212,33 @@ def launch(product: Product, x_TD: torch.Tensor, x_scale: torch.Tensor | None, o
         inner_scale = torch.empty(num_rows, inner_size // GROUP, dtype=torch.float32, device=device)
         gate_up_scale, down_scale = weights.gate_up_scale, weights.down_scale
     rows, block_expert = product.alignment.rows, product.alignment.block_expert
+    gated, down, total = _constants(inner_size, hidden, num_experts, num_chosen, tiles, is_fp8)
+    num_blocks = len(block_expert)
+    to_inner = (
+        x_TD, x_scale if is_fp8 else weight_TK, weights.gate_up_EJD, gate_up_scale, rows, block_expert, inner,
+        inner_scale,
+    )  # fmt: skip
+    to_part = (inner, inner_scale, weights.down_EDI, down_scale, rows, block_expert, weight_TK, part)
     with torch.cuda.device_of(x_TD):
-        _gated_kernel[(len(block_expert) * triton.cdiv(inner_size, tiles.gated_outputs),)](
-            x_TD,
-            x_scale if is_fp8 else weight_TK,
-            weights.gate_up_EJD,
-            gate_up_scale,
-            rows,
-            block_expert,
-            inner,
-            inner_scale,
-            **gated_constants(inner_size, hidden, num_chosen, tiles, is_fp8),
-            num_warps=tiles.gated_warps,
-        )
-        _down_kernel[(len(block_expert) * triton.cdiv(hidden, tiles.down_outputs),)](
-            inner,
-            inner_scale,
-            weights.down_EDI,
-            down_scale,
-            rows,
-            block_expert,
-            weight_TK,
-            part,
-            **down_constants(inner_size, hidden, tiles, is_fp8),
-            num_warps=tiles.down_warps,
-        )
-        _sum_kernel[(num_tokens, triton.cdiv(hidden, SUM_COLUMNS))](
-            part, product.expert_TK, out_TD, num_experts, num_chosen, hidden, SUM_COLUMNS, num_warps=2
-        )
+        _launch_gated((num_blocks * -(-inner_size // tiles.gated_outputs),), to_inner, gated)
+        _launch_down((num_blocks * -(-hidden // tiles.down_outputs),), to_part, down)
+        _launch_sum((num_tokens, -(-hidden // SUM_COLUMNS)), (part, product.expert_TK, out_TD), total)
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(
+    inner_size: int, hidden: int, num_experts: int, num_chosen: int, tiles: Any, is_fp8: bool
+) -> tuple[Constants, Constants, Constants]:
+    """Of the three launches."""
+    gated = gated_constants(inner_size, hidden, num_chosen, tiles, is_fp8) | {"num_warps": tiles.gated_warps}
+    down = down_constants(inner_size, hidden, tiles, is_fp8) | {"num_warps": tiles.down_warps}
+    total = {"NUM_EXPERTS": num_experts, "CHOSEN": num_chosen, "D": hidden, "B": SUM_COLUMNS, "num_warps": 2}
+    return Constants(gated), Constants(down), Constants(total)
+
+
+_launch_gated = Launcher(_gated_kernel)
+_launch_down = Launcher(_down_kernel)
+_launch_sum = Launcher(_sum_kernel)
 
 
 def gated_constants(inner_size: int, hidden: int, num_chosen: int, tiles: Any, is_fp8: bool) -> dict[str, Any]:

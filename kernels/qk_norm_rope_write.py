@@ -12,6 +12,7 @@ Legend: T tokens, X columns of the product, Q query heads, H KV heads, D head si
 a table, N blocks, S positions of a block.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +22,13 @@ from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.float8_kv import as_bytes, in_float8
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.kv_write import kv_write
+from baton.kernels.memo import Memo, signature
 from baton.kernels.rms_norm import rms_norm
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64)
 _FLOAT8 = torch.float8_e4m3fn
+_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +105,14 @@ def qk_norm_rope_write(
     Raises:
         KernelArgumentInvalid: an argument does not fit.
     """
-    _check_product(qkv_TX, norms, pool, num_query, gated)
-    _check_pool(pool, qkv_TX, slots_T)
-    _check_rotation(rotation, positions, len(qkv_TX), pool.key_NHSD.shape[3], qkv_TX.device)
-    if not uses_triton(qkv_TX.device, implementation):
+    key = _key(qkv_TX, norms, rotation, slots_T, pool, positions), num_query, gated, implementation
+    uses = _FORMS.find(key)
+    if uses is None:
+        _check_product(qkv_TX, norms, pool, num_query, gated)
+        _check_pool(pool, qkv_TX, slots_T)
+        _check_rotation(rotation, positions, len(qkv_TX), pool.key_NHSD.shape[3], qkv_TX.device)
+        uses = _FORMS.keep(key, uses_triton(qkv_TX.device, implementation))
+    if not uses:
         return _reference(qkv_TX, norms, rotation, slots_T, pool, num_query, positions, gated)
     if rotation.inverse_F is not None:
         angles = (in_triton.FREQUENCIES, rotation.inverse_F, rotation.inverse_F)
@@ -128,6 +135,24 @@ def qk_norm_rope_write(
         gated=gated,
         plus_one=norms.plus_one,
     )
+
+
+def _key(
+    qkv_TX: torch.Tensor,
+    norms: HeadNorms,
+    rotation: Rotation,
+    slots_T: torch.Tensor,
+    pool: LayerPool,
+    positions: torch.Tensor | None,
+) -> Hashable:
+    """All that checks read of these."""
+    tables = rotation.tables
+    return (
+        signature(qkv_TX), signature(norms.query_D), signature(norms.key_D), signature(slots_T),
+        signature(pool.key_NHSD), signature(pool.value_NHSD), signature(pool.key_scale), signature(pool.value_scale),
+        signature(positions), signature(rotation.inverse_F),
+        None if tables is None else tuple(map(signature, tables)), rotation.dim, rotation.sections,
+    )  # fmt: skip
 
 
 def _check_product(qkv_TX: torch.Tensor, norms: HeadNorms, pool: LayerPool, num_query: int, gated: bool) -> None:

@@ -7,6 +7,7 @@ squares are added is chosen by the shape alone, so a row's result is the same in
 Shapes: H heads of a program, D columns of a head, filled up to a power of two.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ import triton.language as tl
 
 from baton.kernels import tuning
 from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 # Where angles come from.
@@ -84,9 +86,15 @@ def launch(
     query_THD = torch.empty(num_tokens, num_query, head_dim, dtype=qkv_TX.dtype, device=qkv_TX.device)
     if num_tokens == 0:
         return query_THD
-    chosen = options_of(num_query, num_kv, head_dim, qkv_TX.device) if options is None else options
-    constants = constants_of(chosen, num_query, num_kv, head_dim, rotary_dim, key_NHSD.shape[2])
-    _qk_kernel[(num_tokens, triton.cdiv(num_query + 2 * num_kv, chosen["heads"]))](
+    scale_kind = 0 if scales is None else 1 if scales[0].numel() == 1 else 2
+    model = num_query, num_kv, head_dim, rotary_dim, key_NHSD.shape[2]
+    flags = kind, sections, alternating, interleaved, gated, plus_one, scale_kind, early
+    if options is None:
+        heads, constants = _tuned(qkv_TX.device, *model, *flags)
+    else:
+        heads, constants = _constants(options, qkv_TX.device, *model, *flags)
+    block_stride, head_stride, row_stride, _ = key_NHSD.stride()
+    arguments = (
         qkv_TX,
         qkv_TX.stride(0),
         query_weight,
@@ -101,25 +109,42 @@ def launch(
         query_THD,
         key_NHSD,
         value_NHSD,
-        key_NHSD.stride(0),
-        key_NHSD.stride(1),
-        key_NHSD.stride(2),
+        block_stride,
+        head_stride,
+        row_stride,
         slots_T if scales is None else scales[0],
         slots_T if scales is None else scales[1],
-        **constants,
-        ANGLES=kind,
-        HEIGHT=0 if sections is None else sections[1],
-        WIDTH=0 if sections is None else sections[2],
-        AXES=1 if sections is None else 3,
-        ALTERNATING=alternating,
-        INTERLEAVED=interleaved,
-        GATED=gated,
-        PLUS_ONE=plus_one,
-        SCALES=0 if scales is None else 1 if scales[0].numel() == 1 else 2,
-        num_warps=chosen["num_warps"],
-        **dependent_launch(qkv_TX.device, early),
     )
+    _launch_qk((num_tokens, -(-(num_query + 2 * num_kv) // heads)), arguments, constants)
     return query_THD
+
+
+def _constants(
+    options: Mapping[str, Any], device: torch.device, num_query: int, num_kv: int, head_dim: int, rotary_dim: int,
+    block_size: int, kind: int, sections: tuple[int, int, int] | None, alternating: bool, interleaved: bool,
+    gated: bool, plus_one: bool, scale_kind: int, early: bool,
+) -> tuple[int, Constants]:  # fmt: skip
+    """Heads of a program, and the constants of a launch."""
+    by_name = constants_of(options, num_query, num_kv, head_dim, rotary_dim, block_size)
+    by_name |= {
+        "ANGLES": kind,
+        "HEIGHT": 0 if sections is None else sections[1],
+        "WIDTH": 0 if sections is None else sections[2],
+        "AXES": 1 if sections is None else 3,
+        "ALTERNATING": alternating,
+        "INTERLEAVED": interleaved,
+        "GATED": gated,
+        "PLUS_ONE": plus_one,
+        "SCALES": scale_kind,
+        "num_warps": options["num_warps"],
+    }
+    return options["heads"], Constants(by_name | dependent_launch(device, early))
+
+
+@functools.lru_cache(maxsize=256)
+def _tuned(device: torch.device, num_query: int, num_kv: int, head_dim: int, *rest: Any) -> tuple[int, Constants]:
+    chosen = options_of(num_query, num_kv, head_dim, device)
+    return _constants(chosen, device, num_query, num_kv, head_dim, *rest)
 
 
 @triton.jit
@@ -276,6 +301,9 @@ def _qk_kernel(
         is_value_H1 = (key_H1 >= NUM_KV) & (key_H1 < 2 * NUM_KV)
         at_HD -= NUM_KV * head_stride
         _write(values, at_HD, x_HD, key_H1 - NUM_KV, value_scale, is_value_H1, is_column_1D, SCALES)
+
+
+_launch_qk = Launcher(_qk_kernel)
 
 
 def _variant(

@@ -5,10 +5,13 @@ element and one conversion that rounds to even and saturates. So the bits are th
 whatever tile a group is in. Shapes: T rows, K columns, G groups of 128 columns.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.tuning import find
 from baton.kernels.variant import Variant
 
@@ -62,6 +65,7 @@ def _quantize_kernel(
     tl.store(scales + g[None, :].to(tl.int64) * scale_stride + t[:, None], scale_RG, mask=kept)
 
 
+@functools.lru_cache(maxsize=1024)
 def _tile_of(num_rows, device_index=None):
     """Rows and groups of a program, and its warps: few rows are spread thinly, many go in lines of DRAM."""
     tuned = find("quantize_fp8", "any", num_rows, device_index)
@@ -90,23 +94,19 @@ def launch(
         tile: rows, groups and warps of a program; None: as tuned.
     """
     num_padded, K = q_TK.shape
-    rows, groups, num_warps = tile or _tile_of(num_padded, x_TK.device.index)
-    grid = (triton.cdiv(num_padded, rows), triton.cdiv(K // GROUP, groups))
-    _quantize_kernel[grid](
-        x_TK,
-        q_TK,
-        scales_GT,
-        len(x_TK),
-        num_padded,
-        K,
-        x_TK.stride(0),
-        scales_GT.stride(0),
-        ROWS=rows,
-        GROUPS=groups,
-        UE8M0=ue8m0,
-        PDL=before_dependent and not _INTERPRETED.value,
-        num_warps=num_warps,
-    )
+    tile = tile or _tile_of(num_padded, x_TK.device.index)
+    rows, groups, _ = tile
+    grid = (-(-num_padded // rows), -(-(K // GROUP) // groups))
+    arguments = (x_TK, q_TK, scales_GT, len(x_TK), num_padded, K, x_TK.stride(0), scales_GT.stride(0))
+    _launch(grid, arguments, _constants(*tile, ue8m0, before_dependent and not _INTERPRETED.value))
+
+
+@functools.cache
+def _constants(rows, groups, num_warps, ue8m0, pdl):
+    return Constants({"ROWS": rows, "GROUPS": groups, "UE8M0": ue8m0, "PDL": pdl, "num_warps": num_warps})
+
+
+_launch = Launcher(_quantize_kernel)
 
 
 def variants() -> list[Variant]:

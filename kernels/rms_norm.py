@@ -13,10 +13,12 @@ from torch.nn import functional
 from baton.kernels import fp8_groups, rms_norm_triton
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, signature
 from baton.kernels.tiles import ordered_sum, wide_dtype
 
 MAX_LEN = 16_384  # of a row that one program holds
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -82,9 +84,16 @@ def rms_norm_fused(
     Raises:
         KernelArgumentInvalid: an argument does not fit.
     """
-    _check(x_TD, weight_D, residual_TD, gate_TD, quantize, num_padded)
+    key = (
+        signature(x_TD), signature(weight_D), signature(residual_TD), signature(gate_TD), quantize, num_padded,
+        implementation,
+    )  # fmt: skip
+    in_triton = _FORMS.find(key)
+    if in_triton is None:
+        _check(x_TD, weight_D, residual_TD, gate_TD, quantize, num_padded)
+        in_triton = _FORMS.keep(key, uses_triton(x_TD.device, implementation))
     num_rows = len(x_TD) if num_padded is None else num_padded
-    if uses_triton(x_TD.device, implementation):
+    if in_triton:
         found = rms_norm_triton.launch(
             x_TD, weight_D, eps, residual_TD, gate_TD, num_rows, plus_one=plus_one, wide_sum=wide_sum, quantize=quantize
         )

@@ -7,6 +7,7 @@ loaded, and all loads are under way together.
 Shapes: R rows of a program, N groups, C columns of a group.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ import triton.language as tl
 from baton.kernels import tuning
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.fp8_groups import DTYPE, GROUP_LEN, LARGEST, SMALLEST
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -62,10 +64,16 @@ def launch(
         scale_GR = torch.empty(length // GROUP_LEN, num_padded, dtype=torch.float32, device=x_TD.device)
     if num_padded == 0:
         return out_RD, sum_TD, scale_GR
-    chosen = options_of(length, x_TD.device) if options is None else options
-    block = triton.next_power_of_2(length)
-    group = min(GROUP_LEN, block)
-    _norm_kernel[(triton.cdiv(num_padded, chosen["rows"]),)](
+    if options is None:
+        rows, constants = _tuned(
+            length, x_TD.device, residual_TD is not None, gate_TD is not None, plus_one, wide_sum, quantize, early
+        )
+    else:
+        rows, constants = _constants(
+            options, length, x_TD.device, residual_TD is not None, gate_TD is not None, plus_one, wide_sum, quantize,
+            early,
+        )  # fmt: skip
+    arguments = (
         x_TD,
         x_TD.stride(0),
         weight_D,
@@ -79,19 +87,26 @@ def launch(
         num_rows,
         num_padded,
         eps,
-        D=length,
-        R=chosen["rows"],
-        N=block // group,
-        C=group,
-        RESIDUAL=residual_TD is not None,
-        GATE=gate_TD is not None,
-        PLUS_ONE=plus_one,
-        WIDE_SUM=wide_sum,
-        QUANTIZE=quantize,
-        num_warps=chosen["num_warps"],
-        **dependent_launch(x_TD.device, early),
     )
+    _launch_norm((-(-num_padded // rows),), arguments, constants)
     return out_RD, sum_TD, scale_GR
+
+
+def _constants(
+    options: Mapping[str, Any], length: int, device: torch.device, residual: bool, gate: bool, plus_one: bool,
+    wide_sum: bool, quantize: bool, early: bool,
+) -> tuple[int, Constants]:  # fmt: skip
+    """Rows of a program, and the constants of a launch."""
+    block = triton.next_power_of_2(length)
+    group = min(GROUP_LEN, block)
+    by_name = {"D": length, "R": options["rows"], "N": block // group, "C": group, "RESIDUAL": residual, "GATE": gate}
+    by_name |= {"PLUS_ONE": plus_one, "WIDE_SUM": wide_sum, "QUANTIZE": quantize, "num_warps": options["num_warps"]}
+    return options["rows"], Constants(by_name | dependent_launch(device, early))
+
+
+@functools.lru_cache(maxsize=256)
+def _tuned(length: int, device: torch.device, *rest: bool) -> tuple[int, Constants]:
+    return _constants(options_of(length, device), length, device, *rest)
 
 
 @triton.jit
@@ -159,6 +174,9 @@ def _norm_kernel(
         store_groups(wide_RNC, out, at_RNC, scale, at_RN, is_there, is_group, row_R1 < num_rows)
     else:
         tl.store(out + at_RNC, value_RNC, mask=is_real)
+
+
+_launch_norm = Launcher(_norm_kernel)
 
 
 def _variant(name: str, length: int, *, early: bool = True, **flags: bool) -> Variant:

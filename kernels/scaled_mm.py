@@ -4,6 +4,7 @@ Not every version of torch and CUDA has it, and it refuses some shapes. What ref
 shape; each product that was computed otherwise is counted, and the first is logged. Legend: M rows, N, K, G groups.
 """
 
+import functools
 import logging
 
 import torch
@@ -27,6 +28,11 @@ class Library:
     def __init__(self) -> None:
         self.num_refused = 0
         self._refused: set[tuple[int, int]] = set()
+
+    @property
+    def refused(self) -> frozenset[tuple[int, int]]:
+        """Outputs and inputs of the weights that it cannot multiply with."""
+        return frozenset(self._refused)
 
     def product(self, q_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight) -> torch.Tensor | None:
         """[M, N] bfloat16; None if the library cannot. M is padded here if it is no multiple of four."""
@@ -55,6 +61,7 @@ class Library:
 LIBRARY = Library()
 
 
+@functools.cache
 def _has_blockwise(device: torch.device) -> bool:
     if device.type != "cuda" or not hasattr(functional, "scaled_mm") or torch.version.cuda is None:
         return False
@@ -69,13 +76,22 @@ def _product(q_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight) -> 
         q_MK = torch.cat([q_MK, q_MK.new_zeros(missing, q_MK.shape[1])])
         scales_GM = functional.pad(scales_GM, (0, missing), value=1.0)
     # Scales of A: [M, G] with M contiguous. Of W: [G, blocks of N] with G contiguous, rows padded to four.
+    values_KN, scales_GB = _turned(weight)
     out_MN = functional.scaled_mm(
         q_MK.contiguous(),
-        weight.values_NK.t(),
+        values_KN,
         scales_GM.contiguous().t(),
         functional.ScalingType.BlockWise1x128,
-        weight.scales_BG.t(),
+        scales_GB,
         functional.ScalingType.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )
-    return out_MN[:num_rows]
+    return out_MN[:num_rows] if missing else out_MN
+
+
+def _turned(weight: Fp8Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight as the library reads it: views, made once."""
+    found: tuple[torch.Tensor, torch.Tensor] | None = weight.prepared.get(_turned)
+    if found is None:
+        found = weight.prepared[_turned] = weight.values_NK.t(), weight.scales_BG.t()
+    return found

@@ -17,9 +17,11 @@ import torch
 from baton.kernels import select_topk_triton
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, signature
 
 MAX_EXPERTS = 1024
 MAX_CHOSEN = 32
+_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -64,6 +66,37 @@ def select_topk(
     Raises:
         KernelArgumentInvalid: an argument is not that; the message names it.
     """
+    groups = (num_groups, num_kept_groups)
+    key = signature(logits_TE), signature(bias_E), num_chosen, groups, expert_dtype, implementation
+    uses = _FORMS.find(key)
+    if uses is None:
+        _check(logits_TE, num_chosen, bias_E, groups, expert_dtype)
+        uses = _FORMS.keep(key, uses_triton(logits_TE.device, implementation))
+    is_sigmoid = scoring is Scoring.SIGMOID
+    if not uses:
+        weight_TK, expert_TK = select_topk_reference(
+            logits_TE, num_chosen, is_sigmoid, renormalise, bias_E, groups, scaling
+        )
+        return weight_TK, expert_TK.to(expert_dtype).contiguous()
+    shape = (logits_TE.shape[0], num_chosen)
+    weight_TK = torch.empty(shape, dtype=torch.float32, device=logits_TE.device)
+    expert_TK = torch.empty(shape, dtype=expert_dtype, device=logits_TE.device)
+    if logits_TE.shape[0] > 0:
+        constants = select_topk_triton.prepared(
+            logits_TE.shape[1], num_chosen, groups, is_sigmoid, bias_E is not None, renormalise
+        )
+        select_topk_triton.launch(logits_TE, bias_E, weight_TK, expert_TK, scaling, constants)
+    return weight_TK, expert_TK
+
+
+def _check(
+    logits_TE: torch.Tensor,
+    num_chosen: int,
+    bias_E: torch.Tensor | None,
+    groups: tuple[int, int],
+    expert_dtype: torch.dtype,
+) -> None:
+    num_groups, num_kept_groups = groups
     require_tensor("logits_TE", logits_TE, (None, None), (torch.bfloat16, torch.float16, torch.float32))
     require_rows("logits_TE", logits_TE)
     num_experts = logits_TE.shape[1]
@@ -79,22 +112,6 @@ def select_topk(
     if bias_E is not None:
         require_tensor("bias_E", bias_E, (num_experts,), (torch.float32,), logits_TE.device)
         require_rows("bias_E", bias_E)
-    is_sigmoid = scoring is Scoring.SIGMOID
-    groups = (num_groups, num_kept_groups)
-    if not uses_triton(logits_TE.device, implementation):
-        weight_TK, expert_TK = select_topk_reference(
-            logits_TE, num_chosen, is_sigmoid, renormalise, bias_E, groups, scaling
-        )
-        return weight_TK, expert_TK.to(expert_dtype).contiguous()
-    shape = (logits_TE.shape[0], num_chosen)
-    weight_TK = torch.empty(shape, dtype=torch.float32, device=logits_TE.device)
-    expert_TK = torch.empty(shape, dtype=expert_dtype, device=logits_TE.device)
-    if logits_TE.shape[0] > 0:
-        constants = select_topk_triton.constants_of(
-            num_experts, num_chosen, groups, is_sigmoid, bias_E is not None, renormalise
-        )
-        select_topk_triton.launch(logits_TE, bias_E, weight_TK, expert_TK, scaling, constants)
-    return weight_TK, expert_TK
 
 
 def select_topk_reference(

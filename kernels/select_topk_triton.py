@@ -4,10 +4,14 @@ Chosen by repeated maximum, the lowest index among equals. Shapes: E experts in 
 K chosen.
 """
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 _LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -102,20 +106,17 @@ def launch(
     weight_TK: torch.Tensor,
     expert_TK: torch.Tensor,
     scaling: float,
-    constants: dict[str, object],
+    constants: Constants,
 ) -> None:
     """One program for each token."""
+    arguments = (
+        logits_TE, logits_TE.stride(0), weight_TK if bias_E is None else bias_E, weight_TK, expert_TK, scaling,
+    )  # fmt: skip
     with torch.cuda.device_of(logits_TE):
-        _select_kernel[(logits_TE.shape[0],)](
-            logits_TE,
-            logits_TE.stride(0),
-            weight_TK if bias_E is None else bias_E,
-            weight_TK,
-            expert_TK,
-            scaling,
-            **constants,
-            num_warps=1,
-        )
+        _launch_select((logits_TE.shape[0],), arguments, constants)
+
+
+_launch_select = Launcher(_select_kernel)
 
 
 def constants_of(
@@ -135,6 +136,12 @@ def constants_of(
         "BIAS": has_bias,
         "RENORMALISE": renormalises,
     }
+
+
+@functools.lru_cache(maxsize=256)
+def prepared(*router: Any) -> Constants:
+    """The same for a launch; arguments as of `constants_of`."""
+    return Constants({**constants_of(*router), "num_warps": 1})
 
 
 def variants() -> list[Variant]:

@@ -11,9 +11,11 @@ from torch.nn import functional
 from baton.kernels import fp8_groups, silu_mul_triton
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, signature
 from baton.kernels.tiles import wide_dtype
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -64,8 +66,12 @@ def silu_mul_fused(
     Raises:
         KernelArgumentInvalid: an argument does not fit.
     """
-    _check(gate_up, num_rows_E, quantize, num_padded)
-    if uses_triton(gate_up.device, implementation):
+    key = signature(gate_up), signature(num_rows_E), quantize, num_padded, implementation
+    in_triton = _FORMS.find(key)
+    if in_triton is None:
+        _check(gate_up, num_rows_E, quantize, num_padded)
+        in_triton = _FORMS.keep(key, uses_triton(gate_up.device, implementation))
+    if in_triton:
         return GatedRows(*silu_mul_triton.launch(gate_up, num_rows_E, num_padded, quantize=quantize))
     if num_rows_E is None:
         rows = silu_mul(gate_up)

@@ -6,6 +6,7 @@ programs as keep a vector of 16 bytes for each thread, many rows over programs t
 Shapes: N groups of a piece, C columns of a group.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ import triton.language as tl
 from baton.kernels import tuning
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.fp8_groups import DTYPE, GROUP_LEN
+from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.rms_norm_triton import store_groups
 from baton.kernels.variant import Variant
 
@@ -60,9 +62,12 @@ def launch(
     if rows.numel() == 0:
         return rows, scale
     num_rows = rows.numel() // length
-    chosen = options_of(length, num_rows, gate_up.device) if options is None else options
-    group = min(GROUP_LEN, chosen["piece"])
-    _silu_mul_kernel[(num_rows, triton.cdiv(length, chosen["piece"]))](
+    flags = num_rows_E is not None, quantize, early
+    if options is None:
+        piece, constants = _tuned(length, num_rows, gate_up.device, *flags)
+    else:
+        piece, constants = _constants(options, length, gate_up.device, *flags)
+    arguments = (
         gate_up,
         gate_up.stride(0) if num_rows_E is not None else 0,
         gate_up.stride(-2),
@@ -71,15 +76,32 @@ def launch(
         rows if scale is None else scale,
         num_given,
         leading[-1],
-        I=length,
-        N=chosen["piece"] // group,
-        C=group,
-        MASK=num_rows_E is not None,
-        QUANTIZE=quantize,
-        num_warps=chosen["num_warps"],
-        **dependent_launch(gate_up.device, early),
     )
+    _launch_gate((num_rows, -(-length // piece)), arguments, constants)
     return rows, scale
+
+
+def _constants(
+    options: Mapping[str, Any], length: int, device: torch.device, mask: bool, quantize: bool, early: bool
+) -> tuple[int, Constants]:
+    """Results of a program, and the constants of a launch."""
+    piece = options["piece"]
+    group = min(GROUP_LEN, piece)
+    by_name = {"I": length, "N": piece // group, "C": group, "MASK": mask, "QUANTIZE": quantize}
+    by_name |= {"num_warps": options["num_warps"]}
+    return piece, Constants(by_name | dependent_launch(device, early))
+
+
+@functools.lru_cache(maxsize=256)
+def _of_options(piece: int, num_warps: int, length: int, device: torch.device, *flags: bool) -> tuple[int, Constants]:
+    return _constants({"piece": piece, "num_warps": num_warps}, length, device, *flags)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tuned(length: int, num_rows: int, device: torch.device, *flags: bool) -> tuple[int, Constants]:
+    """One object for all numbers of rows that are computed alike, so that they share a compiled form."""
+    chosen = options_of(length, num_rows, device)
+    return _of_options(chosen["piece"], chosen["num_warps"], length, device, *flags)
 
 
 @triton.jit(do_not_specialize=["num_given", "num_rows"])
@@ -132,6 +154,9 @@ def _silu_mul_kernel(
         store_groups(value_1NC.to(tl.float32), out, at_1NC, scale, at_1N, is_column, is_group, place < num_real)
     else:
         tl.store(out + at_1NC, value_1NC, mask=is_column)
+
+
+_launch_gate = Launcher(_silu_mul_kernel)
 
 
 def _variant(name: str, length: int, num_rows: int, *, early: bool = True, mask: bool = False, quantize: bool = False):

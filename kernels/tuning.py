@@ -18,6 +18,14 @@ _DEFAULT = "h200"  # what is compiled and interpreted without a GPU
 Table = dict[str, dict[str, dict[str, dict[str, Any]]]]
 
 
+_UNTUNED: set[str] = set()
+
+
+def untuned() -> tuple[str, ...]:
+    """Kernels and shapes that were asked for in this process and that no table has, in order."""
+    return tuple(sorted(_UNTUNED.copy()))
+
+
 @functools.cache
 def table(name: str = _DEFAULT) -> Table:
     """The committed table of one kind of GPU."""
@@ -32,7 +40,7 @@ def _table_name(device_index: int | None) -> str:
     return _TABLES.get(torch.cuda.get_device_name(device_index), _DEFAULT)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def find(kernel: str, shape: str, size: int, device_index: int | None = None) -> Mapping[str, Any] | None:
     """The options for a shape at a size: of the smallest tuned size that is not below it, else of the largest.
 
@@ -44,6 +52,7 @@ def find(kernel: str, shape: str, size: int, device_index: int | None = None) ->
     """
     sizes = table(_table_name(device_index)).get(kernel, {}).get(shape)
     if not sizes:
+        _UNTUNED.add(f"{kernel} {shape}")
         return None
     numbers = sorted(int(number) for number in sizes)
     chosen = next((number for number in numbers if number >= size), numbers[-1])

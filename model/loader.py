@@ -67,10 +67,12 @@ def load_model(
         _require_mtp(config, path)
     group = communicator or Alone()
     unfit = _unfit(config, numerics, group, kv_dtype)
-    implementation = _form(implementation, unfit, device, dtype, numerics)
+    implementation, why_no_triton = _form(implementation, unfit, device, dtype, numerics)
     is_ordered = numerics is Numerics.DEFAULT or (implementation is Implementation.TRITON and group.size == 1)
     config = _quantized(config, quantization, dtype, is_ordered=is_ordered)
     config = _with_kv(config, kv_dtype, dtype)
+    if numerics is Numerics.INVARIANT and implementation is Implementation.TRITON:
+        config = _renamed(config, "by ordered kernels")  # whose bits are not the reference's
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
     d2t_C: torch.Tensor | None = None
@@ -94,6 +96,7 @@ def load_model(
         d2t_C=None if d2t_C is None else d2t_C.to(device),
         vocab=plan.vocab,
         implementation=implementation,
+        why_no_triton=why_no_triton,
     )
     assert source.num_done == len(spec.required)
     return model
@@ -149,27 +152,32 @@ def _unfit(config: ModelConfig, numerics: Numerics, communicator: Communicator, 
 
 def _form(
     asked: Implementation, unfit: str, device: torch.device, dtype: torch.dtype, numerics: Numerics
-) -> Implementation:
-    """What computes the model: as asked, or as device, dtype, numerics and sizes allow.
+) -> tuple[Implementation, str]:
+    """What computes the model: as asked, or as device, dtype, numerics and sizes allow; and why it is not Triton.
 
     Raises:
         ModelUnsupported: Triton was asked for, and is not made for the model or how it is to be computed.
     """
     if asked is Implementation.REFERENCE:
-        return asked
+        return asked, "asked for by --kernels"
     if asked is Implementation.TRITON:
         if dtype not in TRITON_DTYPES:
             unfit = _named(dtype)
         if unfit:
             message = f"--kernels triton computes bfloat16, of sizes it knows, not {unfit}"
             raise ModelUnsupported(message, option="kernels", value=asked.value)
-        return asked
+        return asked, ""
     if not has_triton_form(device, dtype, numerics):
-        return Implementation.REFERENCE
+        whys = [
+            (numerics is Numerics.INVARIANT, f"{numerics.value} numerics"),
+            (device.type != "cuda", f"device {device.type}"),
+            (dtype not in TRITON_DTYPES, f"dtype {_named(dtype)}"),
+        ]
+        return Implementation.REFERENCE, ", ".join(why for holds, why in whys if holds)
     if unfit:
         log.warning("no Triton kernel is made for %s: the model is computed by torch, which is slow", unfit)
-        return Implementation.REFERENCE
-    return Implementation.TRITON
+        return Implementation.REFERENCE, f"no kernel is made for {unfit}"
+    return Implementation.TRITON, ""
 
 
 def _require_mtp(config: ModelConfig, path: Path) -> None:

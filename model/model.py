@@ -36,6 +36,7 @@ class Model:
         implementation: what computes it: Triton kernels or the torch reference.
         choosing: which form of the kernels may choose tokens from its logits, as they come; None: torch chooses.
         kv_dtype: how a pool for it keeps K and V.
+        why_no_triton: why it is not the former, in words; "" if it is, or if nobody said.
         vocab: the tokens of this rank.
         d2t_C: the tokens of a pruned draft head, ascending; None if it has all.
         draft_columns_C: where the logits of `draft_logits` stand among this rank's W; None likewise.
@@ -52,6 +53,7 @@ class Model:
         d2t_C: torch.Tensor | None = None,
         vocab: Vocab = WHOLE,
         implementation: Implementation = Implementation.REFERENCE,
+        why_no_triton: str = "",
     ) -> None:
         self.config = config
         self.dtype = source.dtype
@@ -60,6 +62,7 @@ class Model:
         self.numerics = numerics
         self.with_mtp = with_mtp
         self.implementation = implementation
+        self.why_no_triton = why_no_triton
         self._ops = Ops(numerics, inner, implementation)
         self._decoder = Decoder(source, config, self._ops)
         self._mtp = MTPHead(source, config, self._ops) if with_mtp else None

@@ -28,6 +28,7 @@ from baton.prefill_worker.gang_messages import prefill_codec
 from baton.prefill_worker.service import PrefillService
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.worker.compute_form import compute_report
 from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
 from baton.worker.host import WorkerHost
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
@@ -65,6 +66,7 @@ class PrefillNode:
         group = None if channel is None else channel.communicator
         loaded = load_worker(config, communicator=group)
         self._layout = loaded.layout
+        self._model = loaded.model
         runner = PrefillRunner(
             loaded.model, loaded.pool, group, eos_token_ids=loaded.tokenizer.eos_token_ids, grammars=loaded.grammars
         )
@@ -99,6 +101,8 @@ class PrefillNode:
 
     def state(self) -> worker_pb2.WorkerState:
         """What a heartbeat says."""
+        inventory = self.worker.inventory()
+        inventory.compute.CopyFrom(compute_report(self._model, self.config.quantization))
         return worker_pb2.WorkerState(
             worker_id=self.config.worker_id,
             role="prefill",
@@ -112,7 +116,7 @@ class PrefillNode:
             numerics=self.config.numerics.value,
             dtype=self.config.dtype,
             kv_dtype=self._layout.dtype,
-            inventory=self.worker.inventory(),
+            inventory=inventory,
             rank_pids=self.rank_pids(),
             prefix_naming=self.worker.names.naming,
             max_num_seqs=self.config.max_num_seqs,

@@ -424,7 +424,7 @@ class Speculation(_message.Message):
     def __init__(self, auto: bool = ..., num_draft_tokens: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class Inventory(_message.Message):
-    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs", "num_prefill_tokens_queued", "prefill_tokens_per_s", "prefill_pace", "num_local_prefills", "num_local_prefill_tokens", "local_chunk_len")
+    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs", "compute", "num_prefill_tokens_queued", "prefill_tokens_per_s", "prefill_pace", "num_local_prefills", "num_local_prefill_tokens", "local_chunk_len")
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -456,6 +456,7 @@ class Inventory(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     GRAPHS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILL_TOKENS_QUEUED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PACE_FIELD_NUMBER: _ClassVar[int]
@@ -493,13 +494,14 @@ class Inventory(_message.Message):
     steps: StepCounts
     waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
     graphs: GraphCounts
+    compute: Compute
     num_prefill_tokens_queued: int
     prefill_tokens_per_s: float
     prefill_pace: PrefillPace
     num_local_prefills: int
     num_local_prefill_tokens: int
     local_chunk_len: int
-    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ..., num_prefill_tokens_queued: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_pace: _Optional[_Union[PrefillPace, _Mapping]] = ..., num_local_prefills: _Optional[int] = ..., num_local_prefill_tokens: _Optional[int] = ..., local_chunk_len: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ..., compute: _Optional[_Union[Compute, _Mapping]] = ..., num_prefill_tokens_queued: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_pace: _Optional[_Union[PrefillPace, _Mapping]] = ..., num_local_prefills: _Optional[int] = ..., num_local_prefill_tokens: _Optional[int] = ..., local_chunk_len: _Optional[int] = ...) -> None: ...
 
 class PrefillPace(_message.Message):
     __slots__ = ("fixed_s", "per_token_s", "draft_s")
@@ -538,6 +540,24 @@ class GraphCounts(_message.Message):
     num_steps_eager: _containers.ScalarMap[str, int]
     num_sequences_padded: int
     def __init__(self, num_captured: _Optional[int] = ..., failed: _Optional[_Mapping[str, str]] = ..., num_steps_replayed: _Optional[int] = ..., num_steps_eager: _Optional[_Mapping[str, int]] = ..., num_sequences_padded: _Optional[int] = ...) -> None: ...
+
+class Compute(_message.Message):
+    __slots__ = ("form", "why", "quantization", "num_library_refused", "library_refused", "untuned", "device")
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_LIBRARY_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LIBRARY_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    UNTUNED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    form: str
+    why: str
+    quantization: str
+    num_library_refused: int
+    library_refused: _containers.RepeatedScalarFieldContainer[str]
+    untuned: _containers.RepeatedScalarFieldContainer[str]
+    device: str
+    def __init__(self, form: _Optional[str] = ..., why: _Optional[str] = ..., quantization: _Optional[str] = ..., num_library_refused: _Optional[int] = ..., library_refused: _Optional[_Iterable[str]] = ..., untuned: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("reason", "num_requests")

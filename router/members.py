@@ -13,7 +13,7 @@ from typing import Final
 from baton.core.clock import Clock
 from baton.core.errors import InvalidRequest, Overloaded
 from baton.core.metrics import TransferTotals
-from baton.core.worker_metrics import GraphTotals, WorkerTotals
+from baton.core.worker_metrics import ComputeTotals, GraphTotals, WorkerTotals
 from baton.proto import worker_pb2
 from baton.proto.step_wire import report_from_proto
 
@@ -234,6 +234,7 @@ def _worker_totals(state: worker_pb2.WorkerState) -> WorkerTotals:
         if state.role == "decode"
         else None,
         graphs=_graph_totals(held.graphs) if held.HasField("graphs") else None,
+        compute=_compute_totals(held.compute) if held.HasField("compute") else None,
     )
 
 
@@ -242,4 +243,13 @@ def _graph_totals(counts: worker_pb2.GraphCounts) -> GraphTotals:
         num_captured=counts.num_captured,
         num_failed=len(counts.failed),
         num_steps={"replayed": counts.num_steps_replayed, **counts.num_steps_eager},
+    )
+
+
+def _compute_totals(compute: worker_pb2.Compute) -> ComputeTotals:
+    return ComputeTotals(
+        form=compute.form,
+        quantization=compute.quantization,
+        num_library_refused=compute.num_library_refused,
+        num_untuned=len(compute.untuned),
     )

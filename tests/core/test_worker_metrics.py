@@ -189,3 +189,16 @@ def test_shares_are_those_of_drafts_that_were_there():
     assert found.since(found).computed == no_rows(2)
     assert found.since(found).mean_acceptance_len is None
     assert found.since(found).acceptance_per_position == (None, None)
+
+
+def test_how_a_worker_computes_is_told_with_what_fell_back(members, metrics):
+    compute = worker_pb2.Compute(form="triton", quantization="fp8", num_library_refused=7, untuned=["a 1", "b 2"])
+    members.heartbeat(heartbeat(compute=compute))
+    members.heartbeat(heartbeat("d1"))
+    found = Found(samples(metrics))
+    its = {"worker": "d0", "role": "decode"}
+    assert found.of("kernel_form", **its, form="triton", quantization="fp8") == 1
+    assert found.of("kernel_library_refused_total", **its) == 7
+    assert found.of("kernel_untuned_shapes", **its) == 2
+    named = [key for key in found if key[0].startswith("baton_kernel_")]
+    assert len(named) == 3, "an older worker says nothing"

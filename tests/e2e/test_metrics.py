@@ -29,6 +29,9 @@ from baton.tests.worker.test_nodes import worker_config
 BY_FAULTS = {
     "cuda_graphs": "a GPU: tests/core/test_worker_metrics.py",
     "decode_graph_steps": "likewise",
+    "kernel_form": "how a worker was started, which does not change: tests/core/test_worker_metrics.py",
+    "kernel_library_refused": "a GPU, and float8 weights: likewise",
+    "kernel_untuned_shapes": "a GPU, and a model that no table knows: likewise",
     "preemptions": "too few KV blocks: tests/e2e/test_preemption.py",
     "recomputed_tokens": "likewise",
     "offloaded_blocks": "likewise, with host memory",
@@ -263,8 +266,18 @@ def test_status_says_what_decode_steps_did(running, capsys):
 def test_doctor_says_the_same(running, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "check_all", lambda port: iter([]))
     doctor.doctor(Output(True), grpc_port=0, selftest=False, address=running.address)
-    [decode] = json.loads(capsys.readouterr().out)["decode"]
+    told = json.loads(capsys.readouterr().out)
+    [decode] = told["decode"]
+    assert [item["worker"] for item in told["compute"]] == ["decode-0", "prefill-0"]
+    for item in told["compute"]:
+        found = {name: item[name] for name in ("form", "why", "device", "quantization", "num_library_refused")}
+        why = "device cpu, dtype float64"
+        wanted = {"form": "reference", "why": why, "device": "cpu", "quantization": "none", "num_library_refused": 0}
+        assert found == wanted
+    assert not [finding for finding in told["findings"] if "kernels of" in finding["name"]]
     with BatonClient(running.address) as client:
         assert decode == json.loads(json.dumps(decode_data(client.status())[0]))
     doctor.doctor(Output(False), grpc_port=0, selftest=False, address=running.address)
-    assert "accepted by position" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "accepted by position" in text
+    assert "torch reference" in text

@@ -8,7 +8,7 @@ import torch
 from baton.core.errors import ConfigInvalid
 from baton.engine.kv_offload import KVOffload
 from baton.engine.lane import ThreadLane
-from baton.engine.slots import Growth, SlotTable
+from baton.engine.slots import Growth, Room, SlotTable
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
@@ -122,7 +122,8 @@ def test_tables_grow_on_the_device():
     side = Side()
     table = BlockTable((4, 2), 4)
     for slot in (0, 2):
-        side.table.configure(slot, table=table, limit=8, scratch_block=12, draft_cap=1)
+        room = Room(table=table, limit=8, scratch_block=12, draft_cap=1)
+        side.table.place(slot, last_token=0, draft_token=0, hidden_D=None, length=1, room=room)
     side.table.grow([Growth(2, 2, (7,)), Growth(0, 2, (9, 3, 5, 6, 8))], [12, 24])
     rows = [side.table.gather(torch.tensor([slot]), 6)[1] for slot in (0, 2)]
     assert rows[0].block_tables_BM.tolist() == [[4, 2, 9, 3, 5, 6]], "the widest table has six"

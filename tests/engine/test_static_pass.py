@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
@@ -84,6 +85,37 @@ def test_padding_is_written_anew_by_every_replay(model_of):
         side.replayed(static, 1, 20)
         for kv in side.kv():
             assert (kv[side.tables[1:].flatten()] == 7.0).all()
+
+
+class Writes(TorchDispatchMode):
+    """How often a tensor is written."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self._place = tensor.untyped_storage().data_ptr()
+        self.num = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        target = kwargs.get("out", args[0] if args else None)
+        if function._schema.is_mutable and isinstance(target, torch.Tensor):
+            self.num += target.untyped_storage().data_ptr() == self._place
+        return function(*args, **kwargs)
+
+
+@pytest.mark.fast
+def test_only_rows_that_had_a_sequence_are_padded(model_of):
+    """One write for what a replay is given; a second one only where the replay before was larger."""
+    side = Side(model_of())
+    with torch.inference_mode():
+        static = side.graph(GraphKind.VERIFY, 2, CallBackend())
+        padding = static._padding_BC.clone()
+        assert torch.equal(static._numbers_BC, padding)
+        for count, num_writes in ((2, 1), (2, 1), (1, 2), (1, 1), (4, 1), (3, 2), (1, 2), (SIZE, 1), (1, 2)):
+            with Writes(static._numbers_BC) as writes:
+                side.replayed(static, count, 20)
+            assert writes.num == num_writes, count
+            assert torch.equal(static._numbers_BC[count:], padding[count:])
 
 
 @pytest.mark.fast

@@ -17,7 +17,9 @@ from baton.core.quantization import Quantization
 from baton.kernels import attention_decode, attention_shares, attention_short_chunks
 from baton.kernels.attention_plan import Options
 from baton.kernels.implementation import Implementation
+from baton.kernels.memo import Memo
 from baton.model import loader
+from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.model.parallel import Alone
 from baton.scripts.model_shape import write_shape
@@ -129,6 +131,7 @@ def test_layers_of_a_pass_divide_attention_once(tmp_path, monkeypatch):
     make = attention_shares.make_plan
     monkeypatch.setattr(attention_shares, "make_plan", lambda *arguments: made.append(arguments) or make(*arguments))
     shares = Options(tile=16, rows=16, swap=False, stages=2, warps=4, slots=8, shares=True)
+    monkeypatch.setattr(attention_decode, "_FORMS", Memo())
     monkeypatch.setattr(attention_decode, "_options", lambda *arguments: shares)
     monkeypatch.setattr(attention_short_chunks, "_MIN_CONTEXT_LEN", 1)
     tokens, found = torch.arange(24), []
@@ -211,5 +214,32 @@ def test_heads_that_no_kernel_is_made_for_are_refused_or_computed_by_torch(tmp_p
     with pytest.raises(ModelUnsupported, match="heads of 48"):
         load(path, Implementation.TRITON)
     monkeypatch.setattr(loader, "has_triton_form", lambda *where: True)
-    assert load(path, Implementation.AUTO).implementation is Implementation.REFERENCE
+    model = load(path, Implementation.AUTO)
+    assert model.implementation is Implementation.REFERENCE
+    assert model.why_no_triton == "no kernel is made for heads of 48"
     assert "heads of 48" in caplog.text
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("asked", "device", "dtype", "numerics", "why"),
+    [
+        (Implementation.REFERENCE, "cuda", torch.bfloat16, Numerics.DEFAULT, "asked for by --kernels"),
+        (Implementation.AUTO, "cpu", torch.bfloat16, Numerics.DEFAULT, "device cpu"),
+        (Implementation.AUTO, "cuda", torch.float32, Numerics.DEFAULT, "dtype float32"),
+        (Implementation.AUTO, "cuda", torch.bfloat16, Numerics.INVARIANT, "invariant numerics"),
+        (
+            Implementation.AUTO,
+            "cpu",
+            torch.float64,
+            Numerics.INVARIANT,
+            "invariant numerics, device cpu, dtype float64",
+        ),
+        (Implementation.AUTO, "cuda", torch.bfloat16, Numerics.DEFAULT, ""),
+        (Implementation.TRITON, "cpu", torch.bfloat16, Numerics.DEFAULT, ""),
+    ],
+)
+def test_a_model_says_why_no_kernels_compute_it(tmp_path, asked, device, dtype, numerics, why):
+    config = ModelConfig.from_directory(write_shape("qwen3-8b", tmp_path, **SIZES), made_weights="none")
+    found = loader._form(asked, config, torch.device(device), dtype, numerics)
+    assert found == (Implementation.REFERENCE if why else Implementation.TRITON, why)

@@ -1,0 +1,160 @@
+"""Launches of a Triton kernel by the compiled form that an earlier launch of that kind found.
+
+Triton decides at each launch which compiled form it wants, from types, alignment and values of all arguments and from
+the text of all options; with twenty arguments that takes the host longer than the device takes for a small kernel. A
+`Launcher` keeps the form that Triton chose, by all that Triton chooses by, taken as exactly or more so: the device, the
+arguments' types, pointers' dtypes and whether they are multiples of 16, specialized integers themselves, whether others
+fit 32 bits, constants and options. What it has not met is Triton's own launch, and so is everything where Triton
+chooses by more than that: in the interpreter, on AMD, and of kernels with hooks of their own.
+
+What Triton would see change from one launch to the next and this does not: global variables of a kernel, and its own
+debugging options. Both are set before anything is launched, or not at all.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MAX_FORMS = 512
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Places of one sequence of argument types: what of each is looked at.
+
+    Attributes:
+        tensors: places of pointers.
+        descriptors: places of tensor descriptors.
+        exact: gives the integers that are specialized.
+        wide: places of those that are not, and whose size makes their type.
+    """
+
+    tensors: tuple[int, ...]
+    descriptors: tuple[int, ...]
+    exact: Any
+    wide: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constants:
+    """A kernel's constants and Triton's options by name, made once and kept: only itself is equal to it."""
+
+    by_name: Mapping[str, Any]
+
+
+class Launcher:
+    """The launches of one kernel, whose constants are its last parameters.
+
+    Args:
+        kernel: that `triton.jit` made.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._forms: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self._layouts: dict[tuple[type, ...], _Layout | None] = {}
+        self._constants: tuple[str, ...] = ()
+        self._is_fast = isinstance(kernel, JITFunction) and torch.version.hip is None
+        if self._is_fast:
+            are_constant = [parameter.is_constexpr for parameter in kernel.params]
+            self._num_arguments = are_constant.count(False)
+            self._constants = tuple(parameter.name for parameter in kernel.params if parameter.is_constexpr)
+            self._is_fast = are_constant == sorted(are_constant)
+
+    def __call__(
+        self, grid: tuple[int, ...], arguments: Sequence[Any], constants: Constants | Mapping[str, Any]
+    ) -> None:
+        """Launch on the current stream of the current device.
+
+        Args:
+            grid: programs, in up to three dimensions.
+            arguments: of the kernel that are no constants, in their order.
+            constants: by name; and Triton's options.
+        """
+        key = self._key(arguments, constants)
+        form = None if key is None else self._forms.get(key)
+        if key is not None and form is not None:
+            compiled, values = form
+            x, y, z = (*grid, 1, 1)[:3]
+            gpu: Any = driver.active
+            stream = gpu.get_current_stream(key[0])
+            if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # of profilers
+                compiled[(x, y, z)](*arguments, *values, stream=stream)
+                return
+            about = compiled.function, compiled.packed_metadata, None, None, None  # no hooks, and nothing for them
+            compiled.run(x, y, z, stream, *about, *arguments, *values)
+            return
+        by_name = constants.by_name if isinstance(constants, Constants) else constants
+        compiled = self.kernel[grid](*arguments, **by_name)
+        if key is not None and compiled is not None and all(name in by_name for name in self._constants):
+            if len(self._forms) >= MAX_FORMS:
+                self._forms.clear()
+            self._forms[key] = compiled, tuple(by_name[name] for name in self._constants)
+
+    def _key(
+        self, arguments: Sequence[Any], constants: Constants | Mapping[str, Any]
+    ) -> tuple[int, *tuple[Any, ...]] | None:
+        """What Triton would choose by; None if that is more than is known here."""
+        if not self._is_fast or self.kernel.pre_run_hooks:
+            return None
+        kinds = tuple(map(type, arguments))
+        layout = self._layouts.get(kinds)
+        if layout is None:
+            if kinds in self._layouts:
+                return None
+            layout = self._layouts[kinds] = self._layout_of(kinds)
+            if layout is None:
+                return None
+        aligned = 1
+        seen: list[Any] = []
+        for place in layout.tensors:
+            tensor = arguments[place]
+            aligned += aligned + (tensor.data_ptr() % _ALIGNMENT == 0)
+            seen.append(tensor.dtype)
+        for place in layout.descriptors:
+            descriptor = arguments[place]
+            seen += descriptor.base.dtype, tuple(descriptor.block_shape), getattr(descriptor, "layout", None)
+        for place in layout.wide:
+            seen.append(arguments[place] >> 31)
+        exact = layout.exact(arguments)
+        chosen = constants if isinstance(constants, Constants) else tuple(constants.items())
+        gpu: Any = driver.active
+        return gpu.get_current_device(), kinds, aligned, tuple(seen), exact, chosen
+
+    def _layout_of(self, kinds: tuple[type, ...]) -> _Layout | None:
+        """None: there is an argument that only Triton knows."""
+        tensors: list[int] = []
+        descriptors: list[int] = []
+        exact: list[int] = []
+        wide: list[int] = []
+        if len(kinds) != self._num_arguments:
+            return None
+        for place, kind in enumerate(kinds):
+            parameter = self.kernel.params[place]
+            if issubclass(kind, torch.Tensor):
+                tensors.append(place)
+            elif issubclass(kind, (TensorDescriptor, GluonDescriptor)):
+                descriptors.append(place)
+            elif kind is int and not parameter.do_not_specialize:
+                exact.append(place)
+            elif kind is int and not parameter.annotation_type:
+                wide.append(place)
+            elif kind not in (int, float, bool):
+                return None
+            elif kind is bool and not parameter.do_not_specialize:
+                return None
+        return _Layout(tuple(tensors), tuple(descriptors), _getter(exact), tuple(wide))
+
+
+def _getter(places: Sequence[int]) -> Any:
+    """What picks the values at these places, however many they are."""
+    return itemgetter(*places) if places else lambda arguments: ()

@@ -1,0 +1,51 @@
+"""What a worker says of how its model is computed."""
+
+import pytest
+import torch
+
+from baton.core.numerics import Numerics
+from baton.core.quantization import Quantization
+from baton.kernels import scaled_mm, tuning
+from baton.kernels.fp8_weight import quantize_weight
+from baton.kernels.implementation import Implementation
+from baton.kernels.quantize_fp8 import quantize_fp8
+from baton.worker import compute_form
+from baton.worker.compute_form import compute_report, form_of
+
+pytestmark = pytest.mark.fast
+
+
+class Model:
+    def __init__(self, implementation, numerics=Numerics.DEFAULT, why=""):
+        self.implementation = implementation
+        self.numerics = numerics
+        self.why_no_triton = why
+        self.device = torch.device("cpu")
+
+
+def test_the_form_is_one_of_three():
+    assert form_of(Model(Implementation.TRITON)) == "triton"
+    assert form_of(Model(Implementation.REFERENCE)) == "reference"
+    assert form_of(Model(Implementation.REFERENCE, Numerics.INVARIANT)) == "invariant"
+
+
+def test_what_fell_back_is_counted(monkeypatch):
+    library = scaled_mm.Library()
+    monkeypatch.setattr(compute_form, "LIBRARY", library)
+    monkeypatch.setattr(tuning, "_UNTUNED", set())
+    tuning.find.cache_clear()
+    model = Model(Implementation.REFERENCE, why="device cpu")
+    report = compute_report(model, Quantization.FP8)
+    assert (report.form, report.why, report.quantization, report.device) == ("reference", "device cpu", "fp8", "cpu")
+    assert (report.num_library_refused, list(report.library_refused), list(report.untuned)) == (0, [], [])
+
+    weight = quantize_weight(torch.ones(256, 128))
+    a_MK, scales_GM = quantize_fp8(torch.ones(4, 128))
+    for _ in range(3):
+        assert library.product(a_MK, scales_GM, weight) is None, "a CPU has no such library"
+    for size in (1, 2, 1):
+        assert tuning.find("gemm_fp8", "7x9", size) is None
+    assert tuning.find("quantize_fp8", "any", 16) is not None
+    report = compute_report(model, Quantization.FP8)
+    assert (report.num_library_refused, list(report.library_refused)) == (3, ["256x128"])
+    assert list(report.untuned) == ["gemm_fp8 7x9"]

@@ -1,0 +1,35 @@
+"""What a worker reports of how its model is computed: the form, why it is that one, and what fell back to another.
+
+Counts are of this process, which loads one model; of the ranks of a gang only the first one's are told.
+"""
+
+import torch
+
+from baton.core.numerics import Numerics
+from baton.core.quantization import Quantization
+from baton.kernels import tuning
+from baton.kernels.implementation import Implementation
+from baton.kernels.scaled_mm import LIBRARY
+from baton.model.model import Model
+from baton.proto import worker_pb2
+
+
+def form_of(model: Model) -> str:
+    """The word for what computes it: triton, reference or invariant."""
+    if model.implementation is Implementation.TRITON:
+        return "triton"
+    return "invariant" if model.numerics is Numerics.INVARIANT else "reference"
+
+
+def compute_report(model: Model, quantization: Quantization) -> worker_pb2.Compute:
+    """For a heartbeat. Any thread."""
+    device = model.device
+    return worker_pb2.Compute(
+        form=form_of(model),
+        why=model.why_no_triton,
+        quantization=quantization.value,
+        num_library_refused=LIBRARY.num_refused,
+        library_refused=[f"{outputs}x{inputs}" for outputs, inputs in sorted(LIBRARY.refused)],
+        untuned=tuning.untuned(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    )
