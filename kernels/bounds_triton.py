@@ -237,7 +237,7 @@ def _bounds_kernel(  # noqa: C901
         if (not by_chance) & (top_k <= 0):
             bound, last, is_settled = settle(
                 logits, base, edited, source, ids, row, num_chunks, V, best, temperature, top_p, least, whole, seed,
-                choice, position, EDITED, M, T // 2, STAGES,
+                choice, position, EDITED, M, T, STAGES, QUICK,
             )  # fmt: skip
         if not is_settled:
             bound, last = behind_list(
