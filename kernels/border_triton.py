@@ -65,7 +65,7 @@ def least_of(best, temperature, min_p):
 @triton.jit
 def weight_of(x_N, best, temperature, by_mass):
     """What tokens count: their mass, or 1."""
-    mass_N = tl.exp((x_N - best) / temperature)
+    mass_N = tl.exp2((x_N - best) * (1.4426950408889634 / temperature))
     return tl.where(by_mass, mass_N, 1.0)
 
 

@@ -141,7 +141,7 @@ def _of_listed(
     few = tl.where(top_k > 0, top_k, S // 2)
     if (top_k <= 0) & (top_p < 1.0) & (least == float("-inf")) & (top_p * whole > S // 2):
         few = tl.where(top_p * whole > C, 0, C // 2).to(tl.int64)
-    wanted = tl.where(few <= C // 2, few, 0).to(tl.int32)
+    wanted = tl.where(few <= C - C // 8, few, 0).to(tl.int32)  # there are some more of them than wanted
     while wanted > 0:
         group_L = tl.arange(0, L)
         maximum_L = tl.load(maxima + group_L, mask=group_L < num_groups, other=float("-inf"))
@@ -237,7 +237,7 @@ def _bounds_kernel(  # noqa: C901
         if (not by_chance) & (top_k <= 0):
             bound, last, is_settled = settle(
                 logits, base, edited, source, ids, row, num_chunks, V, best, temperature, top_p, least, whole, seed,
-                choice, position, EDITED, M, T // 2, STAGES,
+                choice, position, EDITED, M, T, STAGES, QUICK,
             )  # fmt: skip
         if not is_settled:
             bound, last = behind_list(

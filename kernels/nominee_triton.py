@@ -11,7 +11,6 @@ Shapes: N tokens of a tile or chunk, X nominated tokens, T listed tokens of a ti
 import triton
 import triton.language as tl
 
-from baton.kernels.border_triton import weight_of
 from baton.kernels.choose_triton import NO_BLOCK, blocks_of, store_race
 from baton.kernels.noise_triton import gumbel, quick_exp2
 from baton.kernels.row_triton import row_tokens
@@ -116,16 +115,17 @@ def _is_before(x_N, token_N, x, token):
 @triton.jit
 def _masses_before(
     logits, base, edited, source, V, best, temperature, least, x_0, x_1, x_2, x_3, id_0, id_1, id_2, id_3,
-    EDITED: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    EDITED: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """The mass of the tokens before each of four in the order of a row, float64."""
+    scale = 1.4426950408889634 / temperature
     sum_0N, sum_1N, sum_2N, sum_3N = (
         tl.zeros([N], tl.float32), tl.zeros([N], tl.float32), tl.zeros([N], tl.float32), tl.zeros([N], tl.float32),
     )  # fmt: skip
     for start in tl.range(0, V, N, num_stages=STAGES):
         token_N = start + tl.arange(0, N)
         x_N = row_tokens(logits, base, edited, source, token_N, V, EDITED)
-        mass_N = tl.where(x_N >= least, weight_of(x_N, best, temperature, True), 0.0)
+        mass_N = tl.where(x_N >= least, quick_exp2((x_N - best) * scale, QUICK), 0.0)
         sum_0N += tl.where(_is_before(x_N, token_N, x_0, id_0), mass_N, 0.0)
         sum_1N += tl.where(_is_before(x_N, token_N, x_1, id_1), mass_N, 0.0)
         sum_2N += tl.where(_is_before(x_N, token_N, x_2, id_2), mass_N, 0.0)
@@ -139,7 +139,7 @@ def _masses_before(
 @triton.jit
 def settle(
     logits, base, edited, source, ids, row, num_chunks, V, best, temperature, top_p, least, whole, seed, choice,
-    position, EDITED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    position, EDITED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """The best nominee that top-p and min-p leave, as a bound that ends with it; and whether it is certain."""
     place_X = tl.arange(0, 8 * M)
@@ -163,7 +163,7 @@ def settle(
         if top_p < 1.0:
             sum_0, sum_1, sum_2, sum_3 = _masses_before(
                 logits, base, edited, source, V, best, temperature, least, x_0, x_1, x_2, x_3, id_0, id_1, id_2, id_3,
-                EDITED, N, STAGES,
+                EDITED, N, STAGES, QUICK,
             )  # fmt: skip
         else:
             sum_0, sum_1, sum_2, sum_3 = (

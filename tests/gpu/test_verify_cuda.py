@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from baton.kernels import choose_triton
 from baton.kernels.choice import ChoiceRows, Law
 from baton.kernels.draft_rows import DraftRows
 from baton.kernels.implementation import Implementation
@@ -88,6 +89,64 @@ def test_a_token_is_the_same_in_any_batch():
         names = ("temperature_B", "seed_B", "choice_B", "position_B", "top_p_B")
         one = ChoiceRows(**{name: getattr(rows, name)[place : place + 1] for name in names})
         assert sample(logits_BV[place : place + 1], one).tolist() == [whole[place]]
+
+
+@pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.parametrize(
+    ("top_p", "min_p", "equal"), [(0.9, 0, False), (0.2, 0, False), (1.0, 0.02, False), (0.9, 0, True)]
+)
+def test_flat_rows_and_rows_of_equals_get_the_references_tokens(count, top_p, min_p, equal):
+    """Their border lies behind any list."""
+    logits_BV = torch.randn(count, VOCAB, device=CUDA, generator=generator(4)).bfloat16()
+    if equal:
+        logits_BV.fill_(0.5)
+    rows = rows_of(
+        count,
+        top_p_B=torch.full((count,), top_p, dtype=torch.float64, device=CUDA),
+        min_p_B=torch.full((count,), min_p, dtype=torch.float64, device=CUDA) if min_p else None,
+    )
+    wanted_B = sample(logits_BV, rows, implementation=REFERENCE)
+    assert sample(logits_BV, rows).tolist() == wanted_B.tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 50_257, 1_001])
+def test_what_a_program_takes_changes_no_bit(monkeypatch, vocab_size):
+    logits_BQV = torch.randn(8, 1, vocab_size, device=CUDA, generator=generator(5)).mul_(4).bfloat16()
+    top_k_B = torch.tensor([0, 50] * 4, device=CUDA)
+    rows = rows_of(8, top_k_B=top_k_B, top_p_B=torch.full((8,), 0.9, dtype=torch.float64, device=CUDA))
+    found = []
+    for programs in (1, 1 << 30):
+        monkeypatch.setattr(choose_triton, "PROGRAMS", programs)
+        scan = choose_triton.launch_scan(logits_BQV, rows, None, None)
+        reports = logprobs_topk(logits_BQV[:, 0], torch.zeros(8, dtype=torch.int64, device=CUDA), 5)
+        found.append((scan.values, scan.maxima, sample(logits_BQV[:, 0], rows), reports))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_mixed_batch_whose_rows_are_cut_gets_the_references_tokens():
+    logits_BQV, rows, drafts = batch(7)
+    cut = {
+        "top_k_B": torch.tensor([0, 40] * 8, device=CUDA),
+        "top_p_B": torch.full((16,), 0.9, dtype=torch.float64, device=CUDA),
+    }
+    rows = rows_of(16, greedy=(0,), **cut)
+    wanted = verify(logits_BQV, rows, drafts, implementation=REFERENCE)
+    found = verify(logits_BQV, rows, drafts)
+    assert found.token_ids_BQ.tolist() == wanted.token_ids_BQ.tolist()
+    assert found.accepted_len_B.tolist() == wanted.accepted_len_B.tolist()
+
+
+@pytest.mark.parametrize("num_top", [0, 5, 32])
+def test_reports_of_equals_are_in_order_of_ids(num_top):
+    logits_NV = torch.randn(4, VOCAB, device=CUDA, generator=generator(6)).bfloat16()
+    logits_NV[1] = 0.25
+    logits_NV[2, 3:] = -torch.inf
+    token_N = torch.tensor([0, 7, 5, VOCAB - 1], device=CUDA)
+    wanted_NX = logprobs_topk(logits_NV, token_N, num_top, implementation=REFERENCE)
+    found_NX = logprobs_topk(logits_NV, token_N, num_top)
+    assert torch.equal(found_NX[:, num_top + 1 :], wanted_NX[:, num_top + 1 :])
+    assert torch.allclose(found_NX, wanted_NX, atol=1e-5)
 
 
 def test_reports_and_edits_are_the_references():
