@@ -214,9 +214,7 @@ def move(
         workspace.sums,
         completion.address,
         completion.sequence,
-        COPY=target is not None,
-        DIGEST=with_digest,
-        **tile,
+        **tile | {"COPY": target is not None, "DIGEST": with_digest},
     )
 
 
@@ -261,8 +259,7 @@ def _convert(
         workspace.sums,
         completion.address,
         completion.sequence,
-        DIGEST=with_digest,
-        **tile,
+        **tile | {"DIGEST": with_digest},
     )
 
 
