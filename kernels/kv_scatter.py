@@ -192,7 +192,8 @@ def move(
     assert (here.row_bytes, here.num_parts) == (there.row_bytes, there.num_parts)
     to = source if target is None else target
     _check_piece(source, to, piece, workspace)
-    tile = kv_scatter_triton.tile_of(here, there, piece.head_count * here.num_parts, tuning)
+    constants = kv_scatter_triton.tile_of(here, there, piece.head_count * here.num_parts, tuning)
+    constants |= {"COPY": target is not None, "DIGEST": with_digest}
     kv_scatter_triton.move_kernel[(tuning.num_programs,)](
         source.address,
         source_blocks,
@@ -214,9 +215,7 @@ def move(
         workspace.sums,
         completion.address,
         completion.sequence,
-        COPY=target is not None,
-        DIGEST=with_digest,
-        **tile,
+        **constants,
     )
 
 
@@ -235,7 +234,8 @@ def _convert(
     """Launch the kernel that makes float8 of bfloat16."""
     here, there = source.layers[piece.layer], target.layers[piece.layer]
     _check_piece(source, target, piece, workspace)
-    tile = kv_scatter_fp8_triton.tile_for(here, there, piece.head_count * here.num_parts, tuning)
+    constants = kv_scatter_fp8_triton.tile_for(here, there, piece.head_count * here.num_parts, tuning)
+    constants["DIGEST"] = with_digest
     kv_scatter_fp8_triton.convert_kernel[(tuning.num_programs,)](
         source.address,
         source_blocks,
@@ -261,8 +261,7 @@ def _convert(
         workspace.sums,
         completion.address,
         completion.sequence,
-        DIGEST=with_digest,
-        **tile,
+        **constants,
     )
 
 
