@@ -301,7 +301,7 @@ def _add_warps(head_dim: int) -> int:
     return max(1, head_dim // 128)
 
 
-_SERVED = ((32, 8, 128), (32, 4, 128), (16, 2, 256))
+_SERVED = ((32, 8, 128), (16, 2, 256))
 
 
 def _variant(num_heads: int, num_kv_heads: int, head_dim: int, *, decode: bool, split: bool) -> Variant:
@@ -357,6 +357,6 @@ def variants() -> list[Variant]:
             num_warps=_add_warps(head_dim),
             **added,
         )
-        for num_heads, head_dim in ((32, 128), (16, 256))
+        for num_heads, head_dim in ((32, 128),)
     ]
     return found
