@@ -87,7 +87,7 @@ class Launcher:
             x, y, z = (*grid, 1, 1)[:3]
             gpu: Any = driver.active
             stream = gpu.get_current_stream(key[0])
-            if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # of profilers
+            if _is_heard(knobs.runtime.launch_enter_hook) or _is_heard(knobs.runtime.launch_exit_hook):
                 compiled[(x, y, z)](*arguments, *values, stream=stream)
                 return
             about = compiled.function, compiled.packed_metadata, None, None, None  # no hooks, and nothing for them
@@ -153,6 +153,11 @@ class Launcher:
             elif kind is bool and not parameter.do_not_specialize:
                 return None
         return _Layout(tuple(tensors), tuple(descriptors), _getter(exact), tuple(wide))
+
+
+def _is_heard(hook: Any) -> bool:
+    """Whether a profiler wants to be told of launches: a chain that is not empty, or a function in its place."""
+    return bool(getattr(hook, "calls", hook))
 
 
 def _getter(places: Sequence[int]) -> Any:
