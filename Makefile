@@ -17,21 +17,21 @@ check: dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pyright
-	scripts/test_halves --cov 82 $(BIN)/pytest -q -m "fast and not gpu"
+	scripts/test_parts --cov 82 $(BIN)/pytest -q -m "fast and not gpu"
 
 # The whole default suite (neither slow nor gpu).
 test: dev
-	scripts/test_halves $(BIN)/pytest -q
+	scripts/test_parts $(BIN)/pytest -q
 
 # The same with coverage of every room, which makes it half as long again.
 coverage: dev
-	scripts/test_halves --cov 90 $(BIN)/pytest -q
+	scripts/test_parts --cov 90 $(BIN)/pytest -q
 
 # Fuzzes HTTP and gRPC for 15 minutes each; without these variables, for seconds.
 test-all: export BATON_FUZZ_HTTP_S ?= 900
 test-all: export BATON_FUZZ_GRPC_S ?= 900
 test-all: dev
-	scripts/test_halves $(BIN)/pytest -q -m "not gpu"
+	scripts/test_parts $(BIN)/pytest -q -m "not gpu"
 
 # `baton` must be importable as the parent of this folder sees it; .gpu/baton is the checkout.
 test-gpu:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1800)
 TABLE = Path(__file__).with_name("sass_table.json")
 OLDER = "3.6.0"
 UNREACHABLE = ("No matching distribution", "Connection", "Temporary failure", "timed out", "Could not find a version")
 
 
-def run(*options, folder=None, limit_s=280):
+def run(*options, folder=None, limit_s=1000):
     """The program's object, with the packages of `folder` before all others."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     if folder is not None:
@@ -53,17 +54,15 @@ def test_every_variant_compiles_for_gfx942():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_the_older_triton_makes_what_the_table_says(older):
-    found = run(folder=older, limit_s=1000)
+    found = run(folder=older)
     assert found["triton"] == OLDER
     assert not found["broken"]
     assert found["kernels"] == json.loads(TABLE.read_text())[OLDER]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_the_older_triton_compiles_every_variant_for_gfx942(older):
-    found = run("--amd", folder=older, limit_s=1000)
+    found = run("--amd", folder=older)
     assert found["triton"] == OLDER
     assert found["kernels"]
