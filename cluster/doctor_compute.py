@@ -11,7 +11,13 @@ from baton.cluster.table import format_table
 from baton.proto import admin_pb2, worker_pb2
 
 _MAX_NAMED = 3  # shapes in a line; `--json` has all
-_FORMS = {"triton": "Triton kernels", "reference": "torch reference", "invariant": "invariant reference"}
+_FORMS = {
+    "triton": "Triton kernels",
+    "reference": "torch reference",
+    "ordered": "ordered Triton kernels",  # these two in invariant numerics
+    "invariant": "invariant reference",
+}
+_ASKED_FOR = "asked for by --kernels"
 
 
 def compute_data(reply: admin_pb2.StatusReply) -> list[dict[str, Any]]:
@@ -58,7 +64,8 @@ def compute_problems(reply: admin_pb2.StatusReply) -> Iterator[tuple[str, str, s
     """Name, what was found, and the next step, where a worker computes slower than its device could."""
     for worker, compute in _live(reply):
         name = f"kernels of {worker.state.worker_id}"
-        if compute.form == "reference" and compute.device != "cpu" and worker.state.numerics == "default":
+        is_slow = compute.form == "reference" and compute.device != "cpu" and worker.state.numerics == "default"
+        if is_slow and compute.why != _ASKED_FOR:
             yield name, f"torch computes, not Triton's kernels: {compute.why}", "docs/operations.md, *What computes*"
         if compute.num_library_refused:
             detail = f"the library refused {compute.num_library_refused} float8 products, {_named(compute)}"

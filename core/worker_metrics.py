@@ -64,7 +64,7 @@ class ComputeTotals:
     """How one life of a worker computes.
 
     Attributes:
-        form: "triton", "reference" or "invariant".
+        form: "triton", "reference", "ordered" or "invariant".
         quantization: of its weights, "none" or "fp8".
         num_library_refused: float8 products that the library did not take.
         num_untuned: kernels' shapes that are in no tuned table.

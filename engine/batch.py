@@ -15,6 +15,7 @@ import torch
 
 from baton.core.sampling import SamplingParams
 from baton.kernels.copies import to_device
+from baton.kernels.implementation import Implementation
 from baton.kernels.row_places import row_places
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
@@ -136,7 +137,12 @@ def prefill_inputs(chunks: Sequence[PrefillChunk], pool: KVPool) -> PrefillInput
 
 
 def decode_batch(
-    first_position_B: torch.Tensor, num_rows: int, rows: DecodeRows, max_context_len: int, pool: KVPool
+    first_position_B: torch.Tensor,
+    num_rows: int,
+    rows: DecodeRows,
+    max_context_len: int,
+    pool: KVPool,
+    implementation: Implementation = Implementation.AUTO,
 ) -> DecodeBatch:
     """Consecutive positions of every sequence, from `first_position_B` on.
 
@@ -150,6 +156,7 @@ def decode_batch(
         rows.block_tables_BM,
         block_size=pool.layout.block_size,
         scratch_slot=pool.scratch_slot,
+        implementation=implementation,
     )
     return DecodeBatch(
         positions_BQ=positions_BQ,

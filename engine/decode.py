@@ -113,7 +113,7 @@ class DecodeRunner:
         self._unread: dict[int, StepTicket] = {}
         self._lane = lane_for(pool.device)
         self.meter = StepMeter(num_draft_tokens, self._lane, pool.device, clock)
-        self._preparer = StepPreparer(pool) if prepare_ahead else None
+        self._preparer = StepPreparer(pool, model.around) if prepare_ahead else None
         self._buffers = ResultBuffers(max_num_sequences * (num_draft_tokens + 3), pool.device)
         self._table = SlotTable(
             num_slots=max_num_sequences,

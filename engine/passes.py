@@ -71,14 +71,14 @@ class EagerPasses:
 
     def draft(self, token_B: torch.Tensor, hidden_BD: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
         """See `Passes`."""
-        batch = decode_batch(position_B, 1, self._rows, self._max_context_len, self._pool)
+        batch = decode_batch(position_B, 1, self._rows, self._max_context_len, self._pool, self._model.around)
         return self._model.mtp(token_B, hidden_BD, batch, self._pool, ignore_layer)
 
     def verify(self, token_ids_BQ: torch.Tensor, first_B: torch.Tensor) -> torch.Tensor:
         """See `Passes`."""
         if self._preparer is None or self._ticket is None:
             num_rows = token_ids_BQ.shape[1]
-            batch = decode_batch(first_B, num_rows, self._rows, self._max_context_len, self._pool)
+            batch = decode_batch(first_B, num_rows, self._rows, self._max_context_len, self._pool, self._model.around)
         else:
             batch = self._preparer.open(self._ticket.result())
         self._verified = batch

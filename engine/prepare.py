@@ -12,6 +12,7 @@ import torch
 
 from baton.engine.async_runner import AsyncRunner, Ticket
 from baton.engine.batch import DecodeRows, decode_batch
+from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
 from baton.model.inputs import DecodeBatch
 
@@ -40,10 +41,12 @@ class StepPreparer:
 
     Args:
         pool: that the rows are of.
+        implementation: which form places the rows.
     """
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, implementation: Implementation = Implementation.AUTO) -> None:
         self._pool = pool
+        self._implementation = implementation
         is_cuda = pool.device.type == "cuda"
         self._stream = torch.cuda.Stream(pool.device) if is_cuda else None
         self._runner = AsyncRunner("prepare", self._stream)
@@ -62,7 +65,8 @@ class StepPreparer:
             if stream is not None:
                 for tensor in (first_position_B, rows.block_tables_BM, rows.limit_B):
                     tensor.record_stream(stream)  # they are of the caller's stream
-            return Prepared(maker, generation, decode_batch(first_position_B, num_rows, rows, max_context_len, pool))
+            places = first_position_B, num_rows, rows, max_context_len, pool, self._implementation
+            return Prepared(maker, generation, decode_batch(*places))
 
         return self._runner.launch(prepare)
 

@@ -107,7 +107,7 @@ class StaticPass:
         limit_B, tables_BW = numbers_BC[:, _LIMIT], numbers_BC[:, self._tables :]
         rows = DecodeRows(block_tables_BM=tables_BW, limit_B=limit_B, draft_cap_B=limit_B)
         max_context_len = key.width * pool.layout.block_size
-        batch = decode_batch(numbers_BC[:, _FIRST], key.num_rows, rows, max_context_len, pool)
+        batch = decode_batch(numbers_BC[:, _FIRST], key.num_rows, rows, max_context_len, pool, self._model.around)
         token_ids_T = numbers_BC[:, _TOKENS : self._tables].flatten()
         if self._hidden_TD is None:
             self._output_TD.copy_(self._model.trunk(token_ids_T, batch, pool, ignore_layer))

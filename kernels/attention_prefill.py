@@ -92,12 +92,11 @@ def attention_prefill(
         max_query_len, scale, invariant, None if options is None else tuple(options.items()), implementation,
     )  # fmt: skip
     places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B
-    scales = key_scale, value_scale
     how = _FORMS.find(key)
     if how is None:
         uses = uses_triton(query_TAD.device, implementation)
         _check(*places, uses)
-        _check_scales(key_NHSD, scale, *scales)
+        _check_scales(key_NHSD, scale, key_scale, value_scale)
         require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
         how = _FORMS.keep(key, _form(places, max_query_len, key_scale, invariant, options) if uses else _Form.TORCH)
     if how is _Form.TORCH:
@@ -114,7 +113,7 @@ def attention_prefill(
             *places, max_query_len=max_query_len, scale=softmax_scale, key_scale=key_scale, value_scale=value_scale,
             plans=plans or SharePlans(), options=options,
         )  # fmt: skip
-    return _by_triton(places, how, max_query_len, softmax_scale, scales, invariant, options)
+    return _by_triton(places, how, max_query_len, softmax_scale, (key_scale, value_scale), invariant, options)
 
 
 class _Form(Enum):
@@ -306,6 +305,8 @@ def _check_scales(
             fits = given.shape[0] in (1, key_NHSD.shape[1])
             require(fits, name, f"has {given.shape[0]} values, not 1 or one for each of {key_NHSD.shape[1]} heads")
             require_rows(name, given)
+    if key_scale is not None and value_scale is not None:
+        require(key_scale.shape == value_scale.shape, "value_scale", "must have as many values as key_scale")
 
 
 def _widened(kv_NHSD: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -24,6 +24,7 @@ _TILE_ROWS = 128  # of the forms that do not divide positions
 _MAX_PROGRAMS = 96  # of those, up to which most multiprocessors stand idle or wait for memory that others could ask for
 _MAX_WIDE_PROGRAMS = 33  # the same for chunks of several tiles of ours, whose products are not as fast as theirs
 _OUR_ROWS = 64
+_MIN_BLOCK_SIZE = 16  # of decode steps, whose loops these are
 _MIN_CONTEXT_LEN = 1024  # bound from which on the division's launches, and what is written between them, pay
 _MIN_WIDE_CONTEXT_LEN = 4096  # the same for chunks of several tiles, which write more
 
@@ -55,7 +56,8 @@ def fits(
     )
     is_dense = key_NHSD.stride()[2:] == (query_TAD.shape[2], 1)
     is_scaled = (key_NHSD.dtype == _FP8) == (key_scale is not None)
-    return aligned and is_dense and is_scaled and key_NHSD.stride(0) < 1 << 32
+    is_served = key_NHSD.shape[2] >= _MIN_BLOCK_SIZE
+    return aligned and is_dense and is_scaled and is_served and key_NHSD.stride(0) < 1 << 32
 
 
 def attend(

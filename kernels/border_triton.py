@@ -194,7 +194,9 @@ def _mass_of(scaled_N, has_N, unit):
 
 
 @triton.jit
-def of_few(listed_x, listed_id, count, best, temperature, top_k, top_p, least, whole, unit_bits, S: tl.constexpr):
+def of_few(
+    listed_x, listed_id, count, is_all, best, temperature, top_k, top_p, least, whole, unit_bits, S: tl.constexpr
+):
     """As `of_list`, of at most S tokens: each is held against each, which takes no searching."""
     unit = (tl.full([], 1, tl.int64) << unit_bits).to(tl.float64)
     place_S, has_S, scaled_S, x_S, id_S = _listed(listed_x, listed_id, 0, count, best, temperature, least, S)
@@ -208,12 +210,13 @@ def of_few(listed_x, listed_id, count, best, temperature, top_k, top_p, least, w
             before_S += tl.sum(tl.where(is_before_ST, _mass_of(scaled_T, has_T, unit)[None, :], 0), axis=1)
     num_has = tl.sum(has_S.to(tl.int32))
     kept_S = has_S & ((top_k <= 0) | (rank_S < top_k))
-    is_complete = ((top_k > 0) & (num_has >= top_k)) | (num_has < count)
+    is_all = is_all | (num_has < count)  # nothing that stays is beyond the list
+    is_complete = ((top_k > 0) & (num_has >= top_k)) | is_all
     if top_p < 1.0:
         listed = tl.sum(tl.where(kept_S, _mass_of(scaled_S, has_S, unit), 0)).to(tl.float64)
-        is_whole = (top_k > 0) | (num_has < count)
-        need = top_p * tl.where(is_whole, listed, whole * unit)
-        is_complete = is_complete | (listed >= need)
+        need = top_p * tl.where((top_k > 0) | is_all, listed, whole * unit)
+        # Of a row that min-p cuts, `whole` has the mass that it cuts, too.
+        is_complete = is_complete | ((top_k <= 0) & (listed >= need) & (least == float("-inf")))
         kept_S = kept_S & ((before_S.to(tl.float64) < need) | (rank_S == 0))
     is_last_S = kept_S & (rank_S == tl.max(tl.where(kept_S, rank_S, -1)))
     last = tl.max(tl.where(is_last_S, id_S, -1))
@@ -223,9 +226,10 @@ def of_few(listed_x, listed_id, count, best, temperature, top_k, top_p, least, w
 
 @triton.jit
 def of_list(
-    listed_x, listed_id, count, best, temperature, top_k, top_p, least, whole, unit_bits, id_bits, C: tl.constexpr
-):
-    """Of a list with all tokens that reach some bound: the last that stays, and whether that is certain."""
+    listed_x, listed_id, count, is_all, best, temperature, top_k, top_p, least, whole, unit_bits, id_bits,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Of a list with all tokens that reach a bound, or all there are: the last that stays, and if that is certain."""
     place_C = tl.arange(0, C)
     x_C = tl.load(listed_x + place_C, mask=place_C < count, other=float("-inf"))
     id_C = tl.load(listed_id + place_C, mask=place_C < count, other=0)
@@ -238,16 +242,17 @@ def of_list(
     border = tl.full([], 0, tl.int64)
     if top_k > 0:
         border = border_of(key_C, has_C.to(tl.int64), top_k.to(tl.float64), 32 + id_bits)
-    is_complete = ((top_k > 0) & (num_has >= top_k)) | (num_has < count)
+    is_all = is_all | (num_has < count)  # nothing that stays is beyond the list
+    is_complete = ((top_k > 0) & (num_has >= top_k)) | is_all
     if top_p < 1.0:
         unit = (tl.full([], 1, tl.int64) << unit_bits).to(tl.float64)
         mass_C = tl.floor(tl.exp(scaled_C.to(tl.float64)) * unit + 0.5).to(tl.int64)
         mass_C = tl.where(key_C >= border, mass_C, 0)
         listed = tl.sum(mass_C).to(tl.float64)
-        is_whole = (top_k > 0) | (num_has < count)  # nothing that stays is beyond the list
-        need = top_p * tl.where(is_whole, listed, whole * unit)
+        need = top_p * tl.where((top_k > 0) | is_all, listed, whole * unit)
         if listed >= need:
-            is_complete = is_complete | (top_k <= 0)
+            # Of a row that min-p cuts, `whole` has the mass that it cuts, too.
+            is_complete = is_complete | ((top_k <= 0) & (least == float("-inf")))
             border = tl.maximum(border, border_of(key_C, mass_C, need, 32 + id_bits))
     # Without any border, the least of the list.
     border = tl.maximum(border, tl.min(tl.where(has_C, key_C, 0x7FFFFFFFFFFFFFFF)))

@@ -33,6 +33,8 @@ NUM_WARPS = 8
 NUM_STAGES = 4
 MAX_REGISTERS = 128  # so that two programs of 256 threads share a multiprocessor
 
+LEAST = tl.constexpr(-3.4028234663852886e38)  # of finite numbers
+
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
@@ -145,21 +147,21 @@ def _of_listed(
     while wanted > 0:
         group_L = tl.arange(0, L)
         maximum_L = tl.load(maxima + group_L, mask=group_L < num_groups, other=float("-inf"))
-        reach = lane_bound(maximum_L, wanted)
+        # Where too few groups have any token, all tokens that there are: of a grammar's few, say.
+        reach = tl.maximum(lane_bound(maximum_L, wanted), LEAST)
         count = _list(logits, base, edited, source, V, maxima, num_groups, reach, listed_x, listed_id, EDITED, G, C, T)
         if count <= C:
-            is_there = count >= V
+            is_all = (count >= V) | (reach <= LEAST)
             if count <= S:
                 bound, last, is_found = of_few(
-                    listed_x, listed_id, count, best, temperature, top_k, top_p, least, whole, 62 - id_bits, S
+                    listed_x, listed_id, count, is_all, best, temperature, top_k, top_p, least, whole, 62 - id_bits, S
                 )
-                is_there = is_there | is_found
             else:
                 bound, last, is_found = of_list(
-                    listed_x, listed_id, count, best, temperature, top_k, top_p, least, whole, 62 - id_bits, id_bits, C
-                )
-                is_there = is_there | is_found
-            is_complete = is_there.to(tl.int32)
+                    listed_x, listed_id, count, is_all, best, temperature, top_k, top_p, least, whole, 62 - id_bits,
+                    id_bits, C,
+                )  # fmt: skip
+            is_complete = is_found.to(tl.int32)
         wanted = tl.where((is_complete > 0) | (wanted >= C // 2) | (count > C) | (top_k > 0), 0, C // 2)
     return bound, last, is_complete, count
 

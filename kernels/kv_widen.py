@@ -17,7 +17,7 @@ MIN_QUERY_LEN = 256  # the longest chunk's rows from which on it pays
 
 def num_bytes(block_tables_BM: torch.Tensor, key_NHSD: torch.Tensor, dtype: torch.dtype) -> int:
     """Of the widened K and V: every block that the tables have room for."""
-    return 2 * block_tables_BM.numel() * key_NHSD[0].numel() * dtype.itemsize
+    return 2 * _num_blocks(block_tables_BM) * key_NHSD[0].numel() * dtype.itemsize
 
 
 def widen_kv(
@@ -35,13 +35,17 @@ def widen_kv(
     Blocks past a sequence's last position, and those of sequences without rows, hold anything. Never waits for the
     device. [S, D] of a block must be contiguous.
     """
-    num_sequences, num_columns = block_tables_BM.shape
     _, num_kv_heads, block_size, head_dim = key_NHSD.shape
-    shape = (num_sequences * num_columns, num_kv_heads, 2, block_size, head_dim)
+    shape = (_num_blocks(block_tables_BM), num_kv_heads, 2, block_size, head_dim)
     wide_NHPSD = torch.empty(shape, dtype=dtype, device=key_NHSD.device)
-    tables_BM = torch.empty((num_sequences, num_columns), dtype=torch.int32, device=key_NHSD.device)
+    tables_BM = torch.empty(block_tables_BM.shape, dtype=torch.int32, device=key_NHSD.device)
     kv_widen_triton.launch(
         key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, key_scale, value_scale, wide_NHPSD,
         tables_BM,
     )  # fmt: skip
     return wide_NHPSD[:, :, 0], wide_NHPSD[:, :, 1], tables_BM
+
+
+def _num_blocks(block_tables_BM: torch.Tensor) -> int:
+    """A power of two, so that what torch keeps of former sizes, as a context grows, is no more than the last one."""
+    return 1 << max(0, block_tables_BM.numel() - 1).bit_length()

@@ -17,8 +17,8 @@ def widen_kernel(
     X: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV heads, columns of the tables, sequences): one block of one head, K and V."""
-    head, column, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_heads, num_columns = tl.num_programs(0), tl.num_programs(1)
+    column, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_heads, num_columns = tl.num_programs(1), tl.num_programs(0)
     target = sequence * num_columns + column
     if head == 0:
         tl.store(wide_tables + target, target)
@@ -54,7 +54,7 @@ def launch(
     _, num_kv_heads, block_size, head_dim = key_NHSD.shape
     scaled = key_scale is not None
     with torch.cuda.device_of(key_NHSD):
-        widen_kernel[(num_kv_heads, num_columns, num_sequences)](
+        widen_kernel[(num_columns, num_kv_heads, num_sequences)](
             key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B,
             *((key_scale, value_scale) if scaled else (wide_NHPSD, wide_NHPSD)), wide_NHPSD, wide_tables_BM,
             key_NHSD.stride(0), key_NHSD.stride(1), block_tables_BM.stride(0),

@@ -73,13 +73,18 @@ class Launcher:
     def __call__(
         self, grid: tuple[int, ...], arguments: Sequence[Any], constants: Constants | Mapping[str, Any]
     ) -> None:
-        """Launch on the current stream of the current device.
+        """Launch on the current stream of the device of the first argument; of the current one if it is no tensor.
 
         Args:
             grid: programs, in up to three dimensions.
             arguments: of the kernel that are no constants, in their order.
             constants: by name; and Triton's options.
         """
+        home = getattr(arguments[0], "device", None)  # a descriptor has none
+        if home is not None and home.type == "cuda" and home.index != torch.cuda.current_device():
+            with torch.cuda.device(home):
+                self(grid, arguments, constants)
+            return
         key = self._key(arguments, constants)
         form = None if key is None else self._forms.get(key)
         if key is not None and form is not None:
@@ -126,7 +131,9 @@ class Launcher:
         for place in layout.wide:
             seen.append(arguments[place] >> 31)
         exact = layout.exact(arguments)
-        chosen = constants if isinstance(constants, Constants) else tuple(constants.items())
+        chosen: Any = constants
+        if not isinstance(constants, Constants):
+            chosen = tuple((name, type(value), value) for name, value in constants.items())
         gpu: Any = driver.active
         return gpu.get_current_device(), kinds, aligned, tuple(seen), exact, chosen
 

@@ -17,6 +17,7 @@ from baton.kernels.row_triton import row_tokens
 from baton.kernels.variant import Variant
 
 _ROUNDS = tl.constexpr(4)
+_CLOSE = tl.constexpr(1e-3)  # ten times what the scan's quick noise may be off
 
 
 def variants() -> list[Variant]:
@@ -150,7 +151,7 @@ def settle(
     x_X = row_tokens(logits, base, edited, source, token_X, V, EDITED)
     noise_X = gumbel(token_X, position, choice, tl.full([], 0, tl.int32), seed)
     score_X = tl.where(x_X > float("-inf"), tl.div_rn(x_X - best, temperature) + noise_X, float("-inf"))
-    # What was not nominated does no better than the second block of its chunk.
+    # What was not nominated does no better than the second block of its chunk, but for the noise that nominated.
     rest = tl.max(tl.where(is_second_X == 1, score_X, float("-inf")))
     need = tl.where(top_p < 1.0, top_p * whole, float("inf"))
     bound, last, score = tl.full([], float("-inf"), tl.float32), V, tl.full([], float("-inf"), tl.float32)
@@ -178,4 +179,4 @@ def settle(
         stays = stays_0 | stays_1 | stays_2 | stays_3
         score = tl.where(stays, score, float("-inf"))
         index = tl.where(stays, _ROUNDS, index + 1)
-    return bound, last, (score > float("-inf")) & (score >= rest)
+    return bound, last, (score > float("-inf")) & (score >= rest + _CLOSE)

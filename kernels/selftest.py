@@ -38,13 +38,15 @@ def check_invariance(
     device: torch.device,
     *,
     num_ranks: int = 1,
+    attention: tuple[int, int, int] = _ATTENTION,
     implementation: Implementation = Implementation.REFERENCE,
     quantization: Quantization = Quantization.NONE,
 ) -> None:
     """Compare rows across batch shapes, positions and threads for products of these (outputs, inputs).
 
     With several ranks, which share the outputs of most products, every rank's outputs are compared with those of all.
-    `implementation` is what computes the model, Triton or the reference, and `quantization` its weights'.
+    `attention` is how many query and KV heads, and their size, it is tried with; `implementation` is what computes the
+    model, Triton or the reference, and `quantization` its weights'.
 
     Raises:
         NumericsUnsupported: rows differ, or TF32 is switched on; the operation and shape are named.
@@ -70,7 +72,7 @@ def check_invariance(
             _check_rows("rms_norm", (size,), partial(ops.rms_norm, weight_D=weight_D, eps=1e-6), size, dtype, device)
             if size % 2 == 0:
                 _check_rows("silu_mul", (size,), ops.silu_mul, size, dtype, device)
-        _check_attention(ops, dtype, device)
+        _check_attention(ops, attention, dtype, device)
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -115,9 +117,9 @@ def _check_outputs(ops: Ops, weight_NK: torch.Tensor, num_ranks: int) -> None:
             raise _refusal("linear", (num_outputs, num_inputs), dtype, device, where)
 
 
-def _check_attention(ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+def _check_attention(ops: Ops, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
     """One sequence: whole, in two chunks, and its last rows as decode beside another sequence."""
-    num_heads, num_kv_heads, head_dim = _ATTENTION
+    num_heads, num_kv_heads, head_dim = shape
     length, block_size, split = _LENGTHS[ops.implementation], 16, 101
     num_blocks = length // block_size
     pool = torch.zeros(2, 2 * num_blocks + 3, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
@@ -137,7 +139,6 @@ def _check_attention(ops: Ops, dtype: torch.dtype, device: torch.device) -> None
     wanted_TAD = prefill(0, length)
     query_2QAD = query_TAD[-3:].expand(2, -1, -1, -1)
     positions_2Q = position_T[-3:].expand(2, -1)
-    shape = (num_heads, num_kv_heads, head_dim)
     for num_threads in _thread_counts(device):
         with _threads(num_threads):
             chunked_TAD = torch.cat([prefill(0, split), prefill(split, length)])

@@ -68,11 +68,8 @@ def load_model(
     group = communicator or Alone()
     unfit = _unfit(config, numerics, group, kv_dtype)
     implementation, why_no_triton = _form(implementation, unfit, device, dtype, numerics)
-    is_ordered = numerics is Numerics.DEFAULT or (implementation is Implementation.TRITON and group.size == 1)
-    config = _quantized(config, quantization, dtype, is_ordered=is_ordered)
-    config = _with_kv(config, kv_dtype, dtype)
-    if numerics is Numerics.INVARIANT and implementation is Implementation.TRITON:
-        config = _renamed(config, "by ordered kernels")  # whose bits are not the reference's
+    is_ordered = implementation is Implementation.TRITON and numerics is Numerics.INVARIANT
+    config = _identified(config, quantization, kv_dtype, dtype, numerics, num_ranks=group.size, is_ordered=is_ordered)
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
     d2t_C: torch.Tensor | None = None
@@ -100,6 +97,26 @@ def load_model(
     )
     assert source.num_done == len(spec.required)
     return model
+
+
+def _identified(
+    config: ModelConfig,
+    quantization: Quantization,
+    kv_dtype: KVDtype,
+    dtype: torch.dtype,
+    numerics: Numerics,
+    *,
+    num_ranks: int,
+    is_ordered: bool,
+) -> ModelConfig:
+    """The same with another identity for each way to compute it that makes another KV.
+
+    `is_ordered` says that it is computed by the kernels of invariant numerics.
+    """
+    holds = numerics is Numerics.DEFAULT or (is_ordered and num_ranks == 1)
+    config = _quantized(config, quantization, dtype, is_ordered=holds)
+    config = _with_kv(config, kv_dtype, dtype)
+    return _renamed(config, "by ordered kernels") if is_ordered else config  # whose bits are not the reference's
 
 
 def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dtype, *, is_ordered: bool) -> ModelConfig:

@@ -34,6 +34,7 @@ class Model:
 
     Attributes:
         implementation: what computes it: Triton kernels or the torch reference.
+        around: which form of the kernels places rows in the pool.
         choosing: which form of the kernels may choose tokens from its logits, as they come; None: torch chooses.
         kv_dtype: how a pool for it keeps K and V.
         why_no_triton: why it is not the former, in words; "" if it is, or if nobody said.
@@ -67,8 +68,12 @@ class Model:
         self._decoder = Decoder(source, config, self._ops)
         self._mtp = MTPHead(source, config, self._ops) if with_mtp else None
         self.vocab = vocab
-        has_kernels = implementation is Implementation.TRITON and not vocab.is_cut  # they read whole rows
+        # They read whole rows, and sum float32 in an order that other options of a batch may change.
+        has_kernels = implementation is Implementation.TRITON and numerics is Numerics.DEFAULT and not vocab.is_cut
         self.choosing: Implementation | None = implementation if has_kernels else None
+        # Around the model nothing need agree: torch does it if torch computes the model, as Triton may not work here.
+        is_torch = implementation is Implementation.REFERENCE
+        self.around = Implementation.REFERENCE if is_torch else Implementation.AUTO
         self._lm_head_WD = self._take_lm_head(source)
         self.d2t_C: torch.Tensor | None = None
         self.draft_columns_C: torch.Tensor | None = None

@@ -15,10 +15,11 @@ from baton.proto import worker_pb2
 
 
 def form_of(model: Model) -> str:
-    """The word for what computes it: triton, reference or invariant."""
+    """The word for what computes it: triton or reference; in invariant numerics ordered (by Triton) or invariant."""
+    is_invariant = model.numerics is Numerics.INVARIANT
     if model.implementation is Implementation.TRITON:
-        return "triton"
-    return "invariant" if model.numerics is Numerics.INVARIANT else "reference"
+        return "ordered" if is_invariant else "triton"
+    return "invariant" if is_invariant else "reference"
 
 
 def compute_report(model: Model, quantization: Quantization) -> worker_pb2.Compute:

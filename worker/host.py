@@ -90,7 +90,8 @@ class WorkerHost:
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop serving; open streams are cancelled after a short grace."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            with contextlib.suppress(RuntimeError):  # it ended by itself meanwhile, and its loop is closed
+                self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(timeout_s)
             assert not self._thread.is_alive(), "the worker's gRPC host did not stop"
 

@@ -8,10 +8,12 @@ import torch
 
 from baton.core.config import WorkerConfig
 from baton.core.errors import ConfigInvalid
+from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
 from baton.engine.grammar import GrammarCompiler
+from baton.kernels import kv_widen
 from baton.kernels.implementation import Implementation
 from baton.kernels.selftest import check_invariance
 from baton.kvcache.geometry import PoolGeometry
@@ -78,14 +80,7 @@ def load_worker(
     else:
         tokenizer = Tokenizer.from_directory(path)
     if config.numerics is Numerics.INVARIANT:
-        check_invariance(
-            model.linear_shapes(),
-            model.dtype,
-            device,
-            num_ranks=group.size,
-            implementation=model.implementation,
-            quantization=config.quantization,
-        )
+        _check_invariance(model, config, group)
     layout = model.kv_layout(config.block_size)
     num_blocks = _num_blocks(config, layout, device, group)
     if num_blocks < 1:
@@ -106,6 +101,20 @@ def load_worker(
     return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars)
 
 
+def _check_invariance(model: Model, config: WorkerConfig, group: Communicator) -> None:
+    """Of what will serve: products of these shapes, and attention with as many query heads to a KV head."""
+    heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
+    check_invariance(
+        model.linear_shapes(),
+        model.dtype,
+        model.device,
+        num_ranks=group.size,
+        attention=(2 * heads // kv_heads, 2, model.config.head_dim),
+        implementation=model.implementation,
+        quantization=config.quantization,
+    )
+
+
 def request_limits(model: Model, *, max_model_len: int, num_draft_tokens: int) -> RequestLimits:
     """What one request may be, as far as the model goes; each role puts its own pool's capacity in."""
     max_model_len = min(max_model_len, model.config.max_model_len)
@@ -124,5 +133,7 @@ def _num_blocks(config: WorkerConfig, layout: KVLayout, device: torch.device, gr
         return num_blocks_for_memory(layout, config.kv_memory_mib << 20)
     free_bytes, _ = torch.cuda.mem_get_info(device)
     own_bytes = PoolGeometry(layout, 1, group.rank, group.size).num_bytes // 2  # of one block beside the scratch block
+    if config.kv_dtype is not KVDtype.AUTO:  # a prompt's may be widened for attention
+        free_bytes = max(0, free_bytes - 2 * kv_widen.MAX_BYTES)
     num_blocks = int(free_bytes * config.gpu_memory_share) // own_bytes - 1
     return min(int(data) for data in group.gather_bytes(str(num_blocks).encode()))

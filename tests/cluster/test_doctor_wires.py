@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -84,15 +85,18 @@ def test_ports_that_do_not_answer_or_speak_otherwise():
     silent = socket.create_server(("127.0.0.1", 0))
 
     def hang_up():
-        for _ in range(3):
-            silent.accept()[0].close()
+        with suppress(OSError):  # when it is shut down
+            while True:
+                silent.accept()[0].close()
 
-    thread = threading.Thread(target=hang_up)
+    thread = threading.Thread(target=hang_up, daemon=True)
     thread.start()
     address = f"127.0.0.1:{silent.getsockname()[1]}"
     assert probe_tls("x", address).is_encrypted is not True
     assert probe_zmq("x", address).is_encrypted is not True
-    thread.join(5)
+    silent.shutdown(socket.SHUT_RDWR)
+    thread.join(30)
+    assert not thread.is_alive()
     silent.close()
 
 

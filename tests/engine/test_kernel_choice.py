@@ -80,10 +80,11 @@ class NarrowToy(ToyModel):
 def small_tiles(monkeypatch):
     """Several chunks of a small vocabulary; integers that wrap without a word."""
     monkeypatch.setattr(choose_triton, "CHUNK", 16)
+    monkeypatch.setattr(choose_triton, "GROUP", 4)
     monkeypatch.setattr(logprobs_triton, "CHUNK", 16)
     monkeypatch.setattr(logit_edits_triton, "CHUNK", 16)
-    for name in ("TILE", "LANES", "LISTED"):
-        monkeypatch.setattr(bounds_triton, name, 32)
+    for name, value in (("TILE", 32), ("LISTED", 32), ("FEW", 16), ("RACED", 16)):
+        monkeypatch.setattr(bounds_triton, name, value)
     with np.errstate(over="ignore", divide="ignore"):
         yield
 

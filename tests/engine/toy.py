@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.kernels.implementation import Implementation
 from baton.kvcache.layout import KVLayout
 from baton.model.inputs import DecodeBatch, PrefillBatch
 from baton.model.vocab import WHOLE
@@ -50,6 +51,7 @@ class ToyModel:
         self.draft_columns_C = self.d2t_C
         self.vocab = WHOLE
         self.choosing = None  # torch chooses its tokens
+        self.around = Implementation.REFERENCE
         self.with_mtp = with_mtp
         self.surprise = surprise  # how much the mix, which the MTP head cannot know, decides
         self.sharpness = sharpness

@@ -18,6 +18,7 @@ from baton.kernels.attention_plan import rows_of_program
 from baton.kernels.attention_share_plan_triton import ENTRY_LEN, num_entries
 from baton.kernels.attention_shares import SharePlans
 from baton.kernels.implementation import Implementation
+from baton.kernels.memo import Memo
 from baton.tests.kernels.harness import Guards, assert_deterministic, relative_error, same_bits
 from baton.tests.kernels.test_attention_decode import DIRECT, FLOAT8, MOVED_APART, PLAIN, SWAPPED, Problem
 from baton.tests.kernels.test_attention_prefill import MIXED, Padded, Sequences
@@ -332,6 +333,7 @@ def test_kv_is_widened_in_blocks_of_its_own(num_scales):
 
 
 def test_long_chunks_over_float8_are_computed_from_widened_kv(monkeypatch):
+    monkeypatch.setattr(attention_prefill, "_FORMS", Memo())
     monkeypatch.setattr(kv_widen, "MIN_QUERY_LEN", 1)
     monkeypatch.setattr(attention_prefill.attention_prefill_hopper_triton, "fits_size", lambda *_: True)
     asked = []
@@ -345,6 +347,7 @@ def test_long_chunks_over_float8_are_computed_from_widened_kv(monkeypatch):
     assert relative_error(found, sequences.wanted(*(scale[:, None] for scale in scales.values()))) < 6e-3
     assert relative_error(found, sequences.run(Implementation.REFERENCE, **scales)) < 1e-2
     monkeypatch.setattr(kv_widen, "MAX_BYTES", 1)
+    monkeypatch.setattr(attention_prefill, "_FORMS", Memo())
     sequences.run(**scales)
     sequences.run(**scales, invariant=True)
     assert len(asked) == 1

@@ -181,6 +181,23 @@ def test_min_p_goes_first(top_k, top_p, min_p):
     assert sample(logits_BV, rows, implementation=TRITON).tolist() == wanted.tolist()
 
 
+def test_top_p_counts_nothing_that_min_p_cuts_where_the_list_ends_with_it():
+    """Sixteen equals, which fill the list, and many more that min-p cuts: nine tenths of what stays are fifteen."""
+    logits_BV = torch.full((12, 201), -5.0)
+    logits_BV[:, 3:67:4] = 0.0  # each in a group of its own
+    rows = cut_rows([1.0] * 12, top_p=0.9, min_p=0.05)
+    found = sample(logits_BV, rows, implementation=TRITON)
+    assert torch.equal(found, sample(logits_BV, rows, implementation=REFERENCE))
+
+
+def test_few_tokens_that_a_grammar_leaves_are_all_listed():
+    logits_1V = torch.full((1, 201), -torch.inf)
+    logits_1V[0, [5, 70, 71, 150, 200]] = torch.tensor([1.0, 2.0, 0.5, 2.0, 1.5])
+    for cut, last in (({"top_k": 20}, 71), ({"top_k": 2}, 150), ({"top_k": 20, "top_p": 0.6}, 150)):
+        bound_R, last_R = bounds_of(logits_1V, cut_rows([1.0], **cut))
+        assert (float(bound_R), int(last_R)) == (float(logits_1V[0, last]), last)
+
+
 @pytest.mark.parametrize("scale", [8.0, pytest.param(1.0, marks=SLOW)])
 def test_drafts_of_cut_rows_are_judged_as_by_the_reference(scale):
     """Every law, borders listed and behind the list; NaN in rows that nobody may read."""

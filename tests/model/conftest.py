@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.kernels import attention_decode, attention_prefill
 from baton.model.loader import load_model
 from baton.tests.model.reference import Reference
 
@@ -31,6 +32,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_decided():
+    """Tests change what decisions depend on, which stay as they are while serving."""
+    yield
+    for module in (attention_decode, attention_prefill):
+        module._FORMS._kept.clear()
 
 
 LARGEST = pytest.StashKey[dict[tuple[str, torch.dtype], float]]()

@@ -23,10 +23,11 @@ class Model:
         self.device = torch.device("cpu")
 
 
-def test_the_form_is_one_of_three():
+def test_the_form_is_one_of_four():
     assert form_of(Model(Implementation.TRITON)) == "triton"
     assert form_of(Model(Implementation.REFERENCE)) == "reference"
     assert form_of(Model(Implementation.REFERENCE, Numerics.INVARIANT)) == "invariant"
+    assert form_of(Model(Implementation.TRITON, Numerics.INVARIANT)) == "ordered"
 
 
 def test_what_fell_back_is_counted(monkeypatch):
