@@ -65,7 +65,7 @@ async def test_dropping_the_iterator_cancels_the_request():
 
             def leave():
                 for chunk in client.generate("hi", sampling=GREEDY):
-                    assert chunk.text == "h"
+                    assert chunk.text in ("h", "he", "hel"), "a reader that is behind gets several tokens at once"
                     break
 
             await asyncio.to_thread(leave)
