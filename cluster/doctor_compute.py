@@ -1,6 +1,6 @@
 """What `baton doctor --address` says of how each worker computes: the form, why it is that one, what fell back.
 
-On a CPU, and in invariant numerics, a reference is as it should be. What is told with a next step is a GPU that
+On a CPU a reference is as it should be. What is told with a next step is a GPU that
 computes without the kernels that are made for it, and a library that did not take products for which it was asked.
 """
 
@@ -64,7 +64,7 @@ def compute_problems(reply: admin_pb2.StatusReply) -> Iterator[tuple[str, str, s
     """Name, what was found, and the next step, where a worker computes slower than its device could."""
     for worker, compute in _live(reply):
         name = f"kernels of {worker.state.worker_id}"
-        is_slow = compute.form == "reference" and compute.device != "cpu" and worker.state.numerics == "default"
+        is_slow = compute.form in ("reference", "invariant") and compute.device != "cpu"
         if is_slow and compute.why != _ASKED_FOR:
             yield name, f"torch computes, not Triton's kernels: {compute.why}", "docs/operations.md, *What computes*"
         if compute.num_library_refused:

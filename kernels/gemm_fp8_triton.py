@@ -321,7 +321,7 @@ def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, wait
     integers = (
         "num_rows", "N", "K", "a_stride", "a_scale_stride", "w_scale_stride", "c_stride", "num_splits", "num_works",
     )  # fmt: skip
-    is_low = plan.BN < 64
+    is_low = plan.BN < 64 or plan.BM < 16  # float8 instructions are for larger tiles: these multiply as float16
     types = {
         "a": "*bf16" if is_wide else "*fp8e4nv",
         "a_scales": "*fp32",

@@ -213,11 +213,15 @@ _SERVED = ((6144, 2), (4096, 8), (24_576, 2))
 
 
 def variants() -> list[Variant]:
-    """What is launched for few tokens, and for many."""
+    """What is launched for few tokens, and for many: by the rule, and by the table of tuned configurations."""
     found = {}
     for num_outputs, num_slices in _SERVED:
         for num_tokens in (16, 2048):
             variant = _variant(rule(num_tokens, num_outputs, num_slices), num_slices)
+            found[variant.name] = variant
+    for shape, sizes in tuning.table().get(NAME, {}).items():
+        for options in sizes.values():
+            variant = _variant(options, int(shape.split()[1]))
             found[variant.name] = variant
     added = Variant(
         name="linear_ordered sum of 8",

@@ -40,12 +40,9 @@ Experts = moe.ExpertWeights | Fp8ExpertWeights
 TRITON_DTYPES = (torch.bfloat16,)
 
 
-def has_triton_form(device: torch.device, dtype: torch.dtype, numerics: Numerics) -> bool:
-    """Whether a model is computed by Triton kernels if nobody says otherwise.
-
-    In invariant numerics it is not, until their promise was measured on a GPU: leave out the last condition then.
-    """
-    return device.type == "cuda" and dtype in TRITON_DTYPES and numerics is Numerics.DEFAULT
+def has_triton_form(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a model is computed by Triton kernels, in either numerics, if nobody says otherwise."""
+    return device.type == "cuda" and dtype in TRITON_DTYPES
 
 
 def unfit_sizes(head_dim: int, hidden_size: int) -> str:

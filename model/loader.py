@@ -66,8 +66,8 @@ def load_model(
     if with_mtp and not (is_random and config.num_mtp_layers == 0):
         _require_mtp(config, path)
     group = communicator or Alone()
-    unfit = _unfit(config, numerics, group, kv_dtype)
-    implementation, why_no_triton = _form(implementation, unfit, device, dtype, numerics)
+    unfit = _unfit(config, numerics, group, kv_dtype, implementation)
+    implementation, why_no_triton = _form(implementation, unfit, device, dtype)
     is_ordered = implementation is Implementation.TRITON and numerics is Numerics.INVARIANT
     config = _identified(config, quantization, kv_dtype, dtype, numerics, num_ranks=group.size, is_ordered=is_ordered)
     spec = tensor_spec(config, with_mtp=with_mtp)
@@ -158,19 +158,24 @@ def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _unfit(config: ModelConfig, numerics: Numerics, communicator: Communicator, kv_dtype: KVDtype) -> str:
+def _unfit(
+    config: ModelConfig, numerics: Numerics, communicator: Communicator, kv_dtype: KVDtype, asked: Implementation
+) -> str:
     """What the Triton kernels are not made for, in words; "" if they are."""
-    if numerics is Numerics.INVARIANT and config.num_experts and communicator.size > 1:
-        return f"experts over {communicator.size} ranks in invariant numerics"  # a rank does not sum them by slices
+    if numerics is Numerics.INVARIANT and config.num_experts:
+        # A rank does not sum them by slices. Where nobody asked, one rank computes them as several would: the other
+        # side of the hand-off may be cut otherwise, and would not be paired with the kernels' bits.
+        if communicator.size > 1:
+            return f"experts over {communicator.size} ranks in invariant numerics"
+        if asked is Implementation.AUTO:
+            return "experts in invariant numerics on any number of ranks"
     if numerics is Numerics.INVARIANT and kv_dtype is not KVDtype.AUTO:
         return f"{kv_dtype.value} KV in invariant numerics"
     return unfit_sizes(config.head_dim, config.hidden_size)
 
 
-def _form(
-    asked: Implementation, unfit: str, device: torch.device, dtype: torch.dtype, numerics: Numerics
-) -> tuple[Implementation, str]:
-    """What computes the model: as asked, or as device, dtype, numerics and sizes allow; and why it is not Triton.
+def _form(asked: Implementation, unfit: str, device: torch.device, dtype: torch.dtype) -> tuple[Implementation, str]:
+    """What computes the model: as asked, or as device, dtype and sizes allow; and why it is not Triton.
 
     Raises:
         ModelUnsupported: Triton was asked for, and is not made for the model or how it is to be computed.
@@ -184,9 +189,8 @@ def _form(
             message = f"--kernels triton computes bfloat16, of sizes it knows, not {unfit}"
             raise ModelUnsupported(message, option="kernels", value=asked.value)
         return asked, ""
-    if not has_triton_form(device, dtype, numerics):
+    if not has_triton_form(device, dtype):
         whys = [
-            (numerics is Numerics.INVARIANT, f"{numerics.value} numerics"),
             (device.type != "cuda", f"device {device.type}"),
             (dtype not in TRITON_DTYPES, f"dtype {_named(dtype)}"),
         ]

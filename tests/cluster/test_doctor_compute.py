@@ -27,7 +27,7 @@ def test_what_is_as_it_should_be_is_no_finding():
     status = reply(
         worker("d0", form="triton", quantization="fp8", device=GPU, untuned=["gemm_fp8 1x2"]),
         worker("d1", form="reference", why="device cpu", quantization="none", device="cpu"),
-        worker("d2", form="invariant", why="invariant numerics", quantization="none", device=GPU, numerics="invariant"),
+        worker("d2", form="ordered", quantization="none", device=GPU, numerics="invariant"),
         worker("d3", alive=False, form="reference", why="heads of 48", device=GPU),
         worker("old"),
     )
@@ -35,8 +35,10 @@ def test_what_is_as_it_should_be_is_no_finding():
     assert [item["worker"] for item in compute_data(status)] == ["d0", "d1", "d2"]
 
 
-def test_a_gpu_without_its_kernels_is_told():
-    status = reply(worker("d0", form="reference", why="no kernel is made for heads of 48", device=GPU))
+@pytest.mark.parametrize(("form", "numerics"), [("reference", "default"), ("invariant", "invariant")])
+def test_a_gpu_without_its_kernels_is_told(form, numerics):
+    why = "no kernel is made for heads of 48"
+    status = reply(worker("d0", form=form, why=why, device=GPU, numerics=numerics))
     [found] = doctor.check_compute(status)
     assert (found.name, found.level) == ("kernels of d0", "warn")
     assert "heads of 48" in found.detail

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from baton.bench.kernel_cases import linear_ordered as linear_ordered_cases
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.kernels.attention_ordered import attention_ordered_decode, attention_ordered_prefill_lens
@@ -76,6 +77,20 @@ def test_linear(num_outputs, num_inputs, slices):
         assert same_bits(linear_ordered(few, weight_NK, num_slices=slices, options=options), found[:5]), (own, outputs)
     many = rule(4096, num_outputs, slices)
     assert same_bits(linear_ordered(few, weight_NK, num_slices=slices, options=many), found[:5])
+
+
+@pytest.mark.parametrize("shape", ["6144x4096 2", "4096x4096 8", "4096x12288 8"])
+def test_what_the_tuner_may_choose_changes_no_bit(shape):
+    points = [point for point in linear_ordered_cases.tuning() if point.shape == shape]
+    sizes, slices = shape.split()
+    num_outputs, num_inputs = map(int, sizes.split("x"))
+    x_TK, weight_NK = values(70, num_inputs), weights(num_outputs, num_inputs)
+    wanted = linear_ordered(x_TK, weight_NK, num_slices=int(slices))
+    candidates = {repr(each): each for point in points for each in point.candidates}
+    assert len(candidates) > 4
+    for options in candidates.values():
+        found = linear_ordered(x_TK, weight_NK, num_slices=int(slices), options=options)
+        assert same_bits(found, wanted), options
 
 
 def test_linear_of_the_vocabulary():

@@ -196,6 +196,9 @@ def test_experts_over_ranks_are_not_summed_by_slices_and_refused(shape, monkeypa
         assert refused.value.fields["option"] == "kernels"
         monkeypatch.setattr(loader, "has_triton_form", lambda *where: True)
         assert load(shape, Implementation.AUTO, **options).implementation is Implementation.REFERENCE
+        alone = options | {"communicator": None}
+        assert load(shape, Implementation.AUTO, **alone).implementation is Implementation.REFERENCE
+        assert load(shape, Implementation.TRITON, **alone).implementation is Implementation.TRITON
     else:
         assert load(shape, Implementation.TRITON, **options).implementation is Implementation.TRITON
 
@@ -221,23 +224,16 @@ def test_heads_that_no_kernel_is_made_for_are_refused_or_computed_by_torch(tmp_p
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("asked", "device", "dtype", "numerics", "why"),
+    ("asked", "device", "dtype", "why"),
     [
-        (Implementation.REFERENCE, "cuda", torch.bfloat16, Numerics.DEFAULT, "asked for by --kernels"),
-        (Implementation.AUTO, "cpu", torch.bfloat16, Numerics.DEFAULT, "device cpu"),
-        (Implementation.AUTO, "cuda", torch.float32, Numerics.DEFAULT, "dtype float32"),
-        (Implementation.AUTO, "cuda", torch.bfloat16, Numerics.INVARIANT, "invariant numerics"),
-        (
-            Implementation.AUTO,
-            "cpu",
-            torch.float64,
-            Numerics.INVARIANT,
-            "invariant numerics, device cpu, dtype float64",
-        ),
-        (Implementation.AUTO, "cuda", torch.bfloat16, Numerics.DEFAULT, ""),
-        (Implementation.TRITON, "cpu", torch.bfloat16, Numerics.DEFAULT, ""),
+        (Implementation.REFERENCE, "cuda", torch.bfloat16, "asked for by --kernels"),
+        (Implementation.AUTO, "cpu", torch.bfloat16, "device cpu"),
+        (Implementation.AUTO, "cuda", torch.float32, "dtype float32"),
+        (Implementation.AUTO, "cpu", torch.float64, "device cpu, dtype float64"),
+        (Implementation.AUTO, "cuda", torch.bfloat16, ""),
+        (Implementation.TRITON, "cpu", torch.bfloat16, ""),
     ],
 )
-def test_a_model_says_why_no_kernels_compute_it(asked, device, dtype, numerics, why):
-    found = loader._form(asked, "", torch.device(device), dtype, numerics)
+def test_a_model_says_why_no_kernels_compute_it(asked, device, dtype, why):
+    found = loader._form(asked, "", torch.device(device), dtype)
     assert found == (Implementation.REFERENCE if why else Implementation.TRITON, why)
