@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
@@ -64,9 +65,13 @@ def _align_kernel(
     D: tl.constexpr,
     G: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The blocks of OWN experts, or behind them a token. MANY: there are more than B ids, so several tiles."""
     NUM_COUNTING: tl.constexpr = (E + OWN - 1) // OWN
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if QUANTIZE:
         if tl.program_id(0) >= NUM_COUNTING:
             _quantize_token(x, x_stride, values, scales, tl.program_id(0) - NUM_COUNTING, D, G)
@@ -126,15 +131,18 @@ def launch(
         expert_TK, num_ids, rows, block_expert, block_expert.numel(), x, x.stride(0), values, scales,
     )  # fmt: skip
     size = tile if num_ids <= tile else tile + 1  # all that is read of how many there are
-    kept = _constants(num_experts, block_len, size, hidden, quantized is not None)
+    kept = _constants(num_experts, block_len, size, hidden, quantized is not None, expert_TK.device)
     with torch.cuda.device_of(expert_TK):
         _launch_align((num_programs,), arguments, kept)
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(num_experts: int, block_len: int, num_ids: int, hidden: int, quantizes: bool) -> Constants:
+def _constants(
+    num_experts: int, block_len: int, num_ids: int, hidden: int, quantizes: bool, device: torch.device
+) -> Constants:
     warps = warps_of(tile_of(num_ids))
-    return Constants(constants(num_experts, block_len, num_ids, hidden, quantizes) | {"num_warps": warps})
+    by_name = constants(num_experts, block_len, num_ids, hidden, quantizes) | {"num_warps": warps}
+    return Constants(by_name | dependent_launch(device))
 
 
 _launch_align = Launcher(_align_kernel)
@@ -172,14 +180,15 @@ def constants(num_experts: int, block_len: int, num_ids: int, hidden: int, quant
 
 
 def variants() -> list[Variant]:
-    """The lengths of tiles, at the experts of the shapes that are measured."""
+    """The lengths of tiles, at the experts of the shapes that are measured, and a form for other GPUs."""
     found = []
-    for num_experts, num_ids, hidden in (
-        (128, 8, 2048),
-        (128, 512, 2048),
-        (256, 2048, 2048),
-        (256, 65536, 2048),
-        (128, 2048, 0),
+    for num_experts, num_ids, hidden, early in (
+        (128, 8, 2048, True),
+        (128, 512, 2048, True),
+        (256, 2048, 2048, True),
+        (256, 65536, 2048, True),
+        (128, 2048, 0, True),
+        (128, 2048, 0, False),
     ):
         quantizes = hidden > 0
         types = {"num_ids": "i32", "num_blocks": "i32", "x_stride": "i64", "scales": "*fp32", "rows": "*i32"}
@@ -188,15 +197,15 @@ def variants() -> list[Variant]:
             types |= {"x": "*i32", "values": "*i32", "scales": "*i32"}
         found.append(
             Variant(
-                name=f"moe_align E={num_experts} ids={num_ids}" + (" fp8" if quantizes else ""),
+                name=f"moe_align E={num_experts} ids={num_ids}{' fp8' if quantizes else ''}{'' if early else ' late'}",
                 kernel=_align_kernel,
                 types=types,
-                constants=constants(num_experts, 16, num_ids, hidden or GROUP, quantizes),
+                constants=constants(num_experts, 16, num_ids, hidden or GROUP, quantizes) | {"EARLY": early},
                 aligned=("ids", "rows", "block_expert", "x", "values", "scales"),
                 num_warps=warps_of(tile_of(num_ids)),
                 max_registers=128,
                 max_shared_bytes=49_152,
-                on_amd=not quantizes,  # gfx942 has another float8
+                on_amd=not early,  # and gfx942 has another float8
             )
         )
     return found

@@ -83,7 +83,7 @@ def select_topk(
     expert_TK = torch.empty(shape, dtype=expert_dtype, device=logits_TE.device)
     if logits_TE.shape[0] > 0:
         constants = select_topk_triton.prepared(
-            logits_TE.shape[1], num_chosen, groups, is_sigmoid, bias_E is not None, renormalise
+            logits_TE.device, logits_TE.shape[1], num_chosen, groups, is_sigmoid, bias_E is not None, renormalise
         )
         select_topk_triton.launch(logits_TE, bias_E, weight_TK, expert_TK, scaling, constants)
     return weight_TK, expert_TK

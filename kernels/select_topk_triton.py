@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
@@ -53,9 +54,13 @@ def _select_kernel(
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     its_G, its_S = tl.arange(0, G), tl.arange(0, S)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     is_expert_GS = (its_G < GROUPS)[:, None] & (its_S < SIZE)[None, :]
     expert_GS = its_G[:, None] * SIZE + its_S[None, :]
     logit_GS = tl.load(logits + token * logit_stride + expert_GS, mask=is_expert_GS, other=_NONE).to(tl.float32)
@@ -139,13 +144,13 @@ def constants_of(
 
 
 @functools.lru_cache(maxsize=256)
-def prepared(*router: Any) -> Constants:
-    """The same for a launch; arguments as of `constants_of`."""
-    return Constants({**constants_of(*router), "num_warps": 1})
+def prepared(device: torch.device, *router: Any) -> Constants:
+    """The same for a launch; the other arguments are those of `constants_of`."""
+    return Constants({**constants_of(*router), "num_warps": 1, **dependent_launch(device)})
 
 
 def variants() -> list[Variant]:
-    """The routers of the models that are measured."""
+    """The routers of the models that are measured, and the form for other GPUs."""
     routers = {
         "softmax E=128": (128, 8, (1, 1), False, False, True),
         "softmax E=256": (256, 8, (1, 1), False, False, True),
@@ -155,14 +160,16 @@ def variants() -> list[Variant]:
     types |= {"scaling": "fp32"}
     return [
         Variant(
-            name=f"select_topk {name}",
+            name=f"select_topk {name}{'' if early else ' late'}",
             kernel=_select_kernel,
             types=types,
-            constants=constants_of(*router),
+            constants=constants_of(*router) | {"EARLY": early},
             aligned=("logits", "bias", "weights", "experts"),
             num_warps=1,
             max_registers=128,
             max_shared_bytes=4096,
+            on_amd=not early,
         )
         for name, router in routers.items()
+        for early in ((True, False) if name == "softmax E=128" else (True,))
     ]
