@@ -25,7 +25,7 @@ from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8_plan import Plan, SwapAB, invariant_plan, plan_of, rule
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
-from baton.kernels.quantize_fp8 import GROUP_LEN, dequantize_fp8, quantize_before, quantize_fp8_reference
+from baton.kernels.quantize_fp8 import GROUP_LEN, dequantize_fp8, quantize_fp8_reference, quantize_unchecked
 from baton.kernels.scaled_mm import LIBRARY, ROWS_MULTIPLE
 from baton.kernels.tiles import product_rows
 
@@ -101,7 +101,7 @@ def gemm_fp8(
     if not way.in_triton:
         out_MN = _out(out_MN, len(a_MK), weight)
         return out_MN.copy_(gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant))
-    return _multiplied(a_MK, scales_GM, weight, len(a_MK), out_MN, way.plan, num_sms, workspace, waits=False)
+    return _multiplied(a_MK, scales_GM, weight, len(a_MK), out_MN, way.plan, num_sms, workspace)
 
 
 def linear_fp8(
@@ -157,10 +157,9 @@ def linear_fp8(
         counters = (workspace or default_workspace(x_MK.device)).counters
         gemm_fp8_triton.launch(x_MK, None, weight, out_MN, plan, counters, ue8m0=ue8m0, num_sms=num_sms)
         return out_MN
-    waits = plan is not None and plan.pdl
     pad_to = ROWS_MULTIPLE if plan is None else 1
-    a_MK, scales_GM = quantize_before(x_MK, ue8m0=ue8m0, pad_to=pad_to, before_dependent=waits)
-    return _multiplied(a_MK, scales_GM, weight, num_rows, out_MN, plan, num_sms, workspace, waits=waits)
+    a_MK, scales_GM = quantize_unchecked(x_MK, ue8m0=ue8m0, pad_to=pad_to)
+    return _multiplied(a_MK, scales_GM, weight, num_rows, out_MN, plan, num_sms, workspace)
 
 
 def gemm_fp8_reference(
@@ -283,8 +282,6 @@ def _multiplied(
     plan: Plan | None,
     num_sms: int | None,
     workspace: Workspace | None,
-    *,
-    waits: bool,
 ) -> torch.Tensor:
     """Of quantized rows, which may be more than those wanted: what is padded is not stored, or cut off."""
     if plan is None:
@@ -298,5 +295,5 @@ def _multiplied(
         a_MK, scales_GM = a_MK[:num_rows], scales_GM[:, :num_rows]
     out_MN = _out(out_MN, num_rows, weight)
     counters = (workspace or default_workspace(a_MK.device)).counters
-    gemm_fp8_triton.launch(a_MK, scales_GM, weight, out_MN, plan, counters, num_sms=num_sms, waits=waits)
+    gemm_fp8_triton.launch(a_MK, scales_GM, weight, out_MN, plan, counters, num_sms=num_sms)
     return out_MN

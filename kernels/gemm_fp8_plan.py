@@ -42,7 +42,7 @@ class Plan:
         splits: parts that the columns are cut into.
         tma: whether the weight is read by the copy engine of a multiprocessor (descriptors).
         fused: whether activations in bfloat16 are quantized as they are loaded, not by a launch of its own.
-        pdl: if not fused, whether the product's programs start before the launch that quantizes has ended.
+        pdl: whether the product's programs start before the launch before it has ended.
     """
 
     swap: bool = True
@@ -55,7 +55,7 @@ class Plan:
     splits: int = 1
     tma: bool = False
     fused: bool = False
-    pdl: bool = False
+    pdl: bool = True
 
     def row(self) -> dict[str, Any]:
         """As it stands in a table."""

@@ -9,6 +9,8 @@ instruction of that height, so they are multiplied in float16, which every float
 
 The tensor cores add with fewer bits than float32, therefore each product over 128 columns is scaled and added in
 float32 registers. Activations come quantized, or in bfloat16 and are quantized as they are loaded, to the same bits.
+Programs may be there before the activations are (`kernels.dependent_launch`), and begin with the weight, which waits
+for nothing: so the memory is busy between products, too.
 
 Shapes: M tokens, N rows of the weight, K columns of both, I and J rows and columns of a tile.
 """
@@ -22,6 +24,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB, invariant_plan, plan_of
 from baton.kernels.launcher import Constants, Launcher
@@ -189,14 +192,15 @@ def _gemm_kernel(
     a, a_scales, w, w_values, w_scales, c, partials, counters, num_rows, N, K, a_stride, a_scale_stride,
     w_scale_stride, c_stride, num_splits, num_works, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr, COPIED: tl.constexpr, SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr, UNROLL: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, UNROLL: tl.constexpr, CAPPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program for each split of each tile, or, if the number of programs is capped, several of them for each."""
-    if PDL:
-        # The activations are being quantized: meanwhile the weight, which depends on nothing, is fetched.
+    if EARLY:
+        # The activations are being made: meanwhile the weight, which depends on nothing, is fetched.
         _, pn, _, first, last = _place(tl.program_id(0), num_rows, K, num_splits, BM, STEP)
         _prefetch(w_values, pn, first, last, N, K, BN, STEP, STAGES)
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if CAPPED:
         for work in tl.range(tl.program_id(0), num_works, tl.num_programs(0)):
             _tile(
@@ -222,7 +226,6 @@ def launch(
     *,
     ue8m0: bool = False,
     num_sms: int | None = None,
-    waits: bool = False,
 ) -> None:
     """Compute `c_MN`, in several launches if there are many rows and splits.
 
@@ -235,22 +238,20 @@ def launch(
         counters: int32 zeros [MAX_TILES], of the current stream; left as zeros.
         ue8m0: of the quantization that is done here.
         num_sms: programs at most.
-        waits: whether the launch before is `quantize_fp8_triton`'s with `before_dependent`.
     """
     num_rows = len(a_MK)
     if plan.splits == 1:
-        _launch_rows(a_MK, scales_GM, weight, c_MN, plan, counters, ue8m0, num_sms, waits)
+        _launch_rows(a_MK, scales_GM, weight, c_MN, plan, counters, ue8m0, num_sms)
         return
     num_tiles_n = triton.cdiv(weight.num_outputs, plan.BN)
     rows_at_once = min(num_rows, _MAX_SPLIT_ROWS, MAX_TILES // num_tiles_n * plan.BM)
     for start in range(0, num_rows, max(1, rows_at_once)):
         rows = slice(start, min(start + rows_at_once, num_rows))
         scales = None if scales_GM is None else scales_GM[:, rows]
-        # Only the first product starts early: those after it follow a product, which tells nobody to.
-        _launch_rows(a_MK[rows], scales, weight, c_MN[rows], plan, counters, ue8m0, num_sms, waits and start == 0)
+        _launch_rows(a_MK[rows], scales, weight, c_MN[rows], plan, counters, ue8m0, num_sms)
 
 
-def _launch_rows(a, scales, weight, c, plan, counters, ue8m0, num_sms, waits) -> None:
+def _launch_rows(a, scales, weight, c, plan, counters, ue8m0, num_sms) -> None:
     num_rows, K = a.shape
     N = weight.num_outputs
     num_works = -(-num_rows // plan.BM) * -(-N // plan.BN) * plan.splits
@@ -278,7 +279,7 @@ def _launch_rows(a, scales, weight, c, plan, counters, ue8m0, num_sms, waits) ->
         plan.splits,
         num_works,
     )
-    constants = _launch_constants(plan, scales is None, ue8m0, is_capped, waits and not _INTERPRETED.value)
+    constants = _launch_constants(plan, scales is None, ue8m0, is_capped, a.device)
     _launch_gemm((num_sms if is_capped else num_works,), arguments, constants)
 
 
@@ -290,12 +291,13 @@ def _described(weight: Fp8Weight, BN: int) -> TensorDescriptor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch_constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool, waits: bool) -> Constants:
-    options = {"num_warps": plan.warps, "num_stages": plan.stages} | ({"launch_pdl": True} if waits else {})
-    return Constants(_constants(plan, is_wide, ue8m0, is_capped, waits) | options)
+def _launch_constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool, device: torch.device) -> Constants:
+    options = {"num_warps": plan.warps, "num_stages": plan.stages} | dependent_launch(device, plan.pdl)
+    return Constants(_constants(plan, is_wide, ue8m0, is_capped) | options)
 
 
-def _constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool, waits: bool) -> dict[str, Any]:
+def _constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool) -> dict[str, Any]:
+    """All but `EARLY`."""
     values_per_thread = plan.BM * plan.BN // (32 * plan.warps)
     return {
         "BM": plan.BM,
@@ -310,14 +312,13 @@ def _constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool, waits: b
         "TMA": plan.tma,
         "UNROLL": max(1, min(8, 64 // values_per_thread)),  # parts of a sum that registers hold at once
         "CAPPED": is_capped,
-        "PDL": waits,
     }
 
 
 _launch_gemm = Launcher(_gemm_kernel)
 
 
-def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, waits: bool = False) -> Variant:
+def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False) -> Variant:
     integers = (
         "num_rows", "N", "K", "a_stride", "a_scale_stride", "w_scale_stride", "c_stride", "num_splits", "num_works",
     )  # fmt: skip
@@ -338,21 +339,21 @@ def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False, wait
         f"{plan.BM}x{plan.BN}x{128 * plan.groups}", f"stages={plan.stages}", f"warps={plan.warps}",
         *[name for name, holds in (
             ("copied", plan.copied),
-            ("split", plan.splits > 1), ("tma", plan.tma), ("bf16", is_wide), ("capped", is_capped), ("pdl", waits)
+            ("split", plan.splits > 1), ("tma", plan.tma), ("bf16", is_wide), ("capped", is_capped), ("pdl", plan.pdl)
         ) if holds],
     ]  # fmt: skip
     return Variant(
         name=f"gemm_fp8 {'swap' if plan.swap else 'plain'} {' '.join(traits)}",
         kernel=_gemm_kernel,
         types=types,
-        constants=_constants(plan, is_wide, False, is_capped, waits),
+        constants=_constants(plan, is_wide, False, is_capped) | {"EARLY": plan.pdl},
         aligned=tuple(aligned if plan.tma else [*aligned, "w"]),
         num_warps=plan.warps,
         num_stages=plan.stages,
         contains=("HMMA" if is_low else "QGMMA", "UTMALDG" if plan.tma else "LDGSTS"),
         lacks=("QGMMA",) if is_low else ("HMMA",),
-        on_amd=plan.swap and plan.BM == 16 and not plan.tma and not waits,
-        options={"launch_pdl": True} if waits else {},
+        on_amd=plan.swap and plan.BM == 16 and not plan.tma and not plan.pdl,
+        options={"launch_pdl": True} if plan.pdl else {},
     )
 
 
@@ -367,16 +368,15 @@ def variants() -> list[Variant]:
             for size in (size for size in SIZES if size <= FEW_ROWS):
                 plan = plan_of(name, size, N, K, SwapAB.AUTO, can_swap=True, device_index=None)
                 if plan is not None:
-                    apart = is_linear and not plan.fused
-                    variant = _variant(plan, is_wide=is_linear and plan.fused, waits=apart and plan.pdl)
+                    variant = _variant(plan, is_wide=is_linear and plan.fused)
                     found[variant.name] = variant
     plain = plan_of("gemm_fp8", 4096, 4096, 4096, SwapAB.OFF, can_swap=True, device_index=None)
     for variant in (
         _variant(plain),
         replace(_variant(invariant_plan(4096, 4096)), shapes=("64x64x32",)),
-        _variant(Plan(stages=6), is_capped=True),
+        _variant(Plan(stages=6, pdl=False), is_capped=True),
         _variant(Plan(BN=32, groups=2, stages=6, copied=True)),
-        _variant(Plan(groups=2, stages=4, splits=2, tma=True), waits=True),
+        _variant(Plan(groups=2, stages=4, splits=2, tma=True, pdl=True)),
     ):
         found[variant.name] = variant
     return list(found.values())

@@ -46,19 +46,17 @@ def quantize_fp8(
     require(pad_to >= 1, "pad_to", f"is {pad_to}, not positive")
     if not uses_triton(x_TK.device, implementation):
         return quantize_fp8_reference(x_TK, ue8m0=ue8m0, pad_to=pad_to)
-    return quantize_before(x_TK, ue8m0=ue8m0, pad_to=pad_to, before_dependent=False)
+    return quantize_unchecked(x_TK, ue8m0=ue8m0, pad_to=pad_to)
 
 
-def quantize_before(
-    x_TK: torch.Tensor, *, ue8m0: bool, pad_to: int, before_dependent: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """By Triton, arguments unchecked; `before_dependent` if the next launch waits for this one by itself."""
+def quantize_unchecked(x_TK: torch.Tensor, *, ue8m0: bool, pad_to: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """By Triton, for callers that have checked the arguments."""
     num_rows, K = x_TK.shape
     num_padded = -(-num_rows // pad_to) * pad_to
     q_TK = torch.empty(num_padded, K, dtype=torch.float8_e4m3fn, device=x_TK.device)
     scales_GT = torch.empty(K // GROUP_LEN, num_padded, dtype=torch.float32, device=x_TK.device)
     if num_padded and K:
-        quantize_fp8_triton.launch(x_TK, q_TK, scales_GT, ue8m0=ue8m0, before_dependent=before_dependent)
+        quantize_fp8_triton.launch(x_TK, q_TK, scales_GT, ue8m0=ue8m0)
     return q_TK, scales_GT
 
 

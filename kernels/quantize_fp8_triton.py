@@ -11,14 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.tuning import find
 from baton.kernels.variant import Variant
 
 GROUP = 128
 SIZES = (16, 64, 512, 2048, 8192)  # rows that are tuned for
-
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -46,10 +45,11 @@ def _quantize_kernel(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     UE8M0: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A tile of ROWS x GROUPS groups; rows from `num_rows` to `num_padded` become zeros with scale 1."""
-    if PDL:
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -80,7 +80,7 @@ def launch(
     scales_GT: torch.Tensor,
     *,
     ue8m0: bool,
-    before_dependent: bool = False,
+    early: bool = True,
     tile: tuple[int, int, int] | None = None,
 ) -> None:
     """Quantize the rows of `x_TK`, and pad up to those of `q_TK`.
@@ -90,7 +90,7 @@ def launch(
         q_TK: at least as many rows, contiguous.
         scales_GT: the last dimension contiguous.
         ue8m0: whether scales are powers of two.
-        before_dependent: whether the next launch waits for this one by itself, and so may start early.
+        early: whether programs may be there before the launch before has ended.
         tile: rows, groups and warps of a program; None: as tuned.
     """
     num_padded, K = q_TK.shape
@@ -98,19 +98,20 @@ def launch(
     rows, groups, _ = tile
     grid = (-(-num_padded // rows), -(-(K // GROUP) // groups))
     arguments = (x_TK, q_TK, scales_GT, len(x_TK), num_padded, K, x_TK.stride(0), scales_GT.stride(0))
-    _launch(grid, arguments, _constants(*tile, ue8m0, before_dependent and not _INTERPRETED.value))
+    _launch(grid, arguments, _constants(*tile, ue8m0, x_TK.device, early))
 
 
 @functools.cache
-def _constants(rows, groups, num_warps, ue8m0, pdl):
-    return Constants({"ROWS": rows, "GROUPS": groups, "UE8M0": ue8m0, "PDL": pdl, "num_warps": num_warps})
+def _constants(rows, groups, num_warps, ue8m0, device, early):
+    options = {"num_warps": num_warps, **dependent_launch(device, early)}
+    return Constants({"ROWS": rows, "GROUPS": groups, "UE8M0": ue8m0, **options})
 
 
 _launch = Launcher(_quantize_kernel)
 
 
 def variants() -> list[Variant]:
-    """The tiles of small and large batches, and the one that a product waits for."""
+    """The tiles of small and large batches, and one for other GPUs."""
     types = {
         "x": "*bf16", "q": "*fp8e4nv", "scales": "*fp32", "num_rows": "i32", "num_padded": "i32", "K": "i32",
         "x_stride": "i32", "scale_stride": "i32",
@@ -119,18 +120,18 @@ def variants() -> list[Variant]:
     found = []
     tiles = {_tile_of(num_rows) for num_rows in SIZES}
     for rows, groups, num_warps in sorted(tiles):
-        for pdl in (False, True) if rows * groups <= 16 else (False,):
+        for early in (False, True) if rows * groups <= 16 else (True,):
             found.append(
                 Variant(
-                    name=f"quantize_fp8 {rows}x{groups} warps={num_warps}{' pdl' if pdl else ''}",
+                    name=f"quantize_fp8 {rows}x{groups} warps={num_warps}{'' if early else ' late'}",
                     kernel=_quantize_kernel,
                     types=types,
-                    constants={"ROWS": rows, "GROUPS": groups, "UE8M0": False, "PDL": pdl},
+                    constants={"ROWS": rows, "GROUPS": groups, "UE8M0": False, "EARLY": early},
                     aligned=aligned,
                     num_warps=num_warps,
                     max_registers=128,
                     max_shared_bytes=16_384,
-                    on_amd=not pdl,
+                    on_amd=not early,
                 )
             )
     return found

@@ -16,7 +16,7 @@ from baton.bench.kernel_baselines_gemm import BlockScaled, deep_gemm
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
-from baton.kernels.gemm_fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB
+from baton.kernels.gemm_fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB, plan_of
 from baton.kernels.quantize_fp8 import GROUP_LEN, quantize_fp8
 from baton.kernels.scaled_mm import Library
 
@@ -92,8 +92,11 @@ def _prepare_gemm(M: int, N: int, K: int, device: torch.device, num_sets: int) -
         return [partial(gemm_fp8, data.a_MK, data.scales_GM, data.weight, **options) for data in sets]
 
     wide = [torch.randn(N, K, device=device, dtype=torch.bfloat16) for _ in sets]
+    plan = plan_of("gemm_fp8", M, N, K, SwapAB.AUTO, can_swap=True, device_index=device.index)
+    late = {"late": ours(plan=replace(plan, pdl=False))} if plan is not None and plan.pdl else {}
     return {
         "ours": ours(),
+        **late,
         "swap_on": ours(swap_ab=SwapAB.ON),
         "swap_off": ours(swap_ab=SwapAB.OFF),
         "invariant": ours(invariant=True),
@@ -211,8 +214,12 @@ def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, obj
         return [plan.row() for plan in plans] + ([_LIBRARY] if size == 128 else [])
     fused = [replace(plan, fused=True) for plan in plans if size <= 32]
     inside = [plan.row() for plan in fused if _shared_bytes(plan) < _SHARED_BYTES]
-    apart = [replace(plan, pdl=True).row() for plan in plans]
-    return [*inside, *apart, plans[0].row(), *([_LIBRARY] if size == 128 else [])]
+    return [
+        *inside,
+        *[plan.row() for plan in plans],
+        replace(plans[0], pdl=False).row(),
+        *([_LIBRARY] if size == 128 else []),
+    ]
 
 
 def _prepare_candidate(
