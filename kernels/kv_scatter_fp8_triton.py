@@ -19,6 +19,7 @@ from baton.kernels.kv_scatter_triton import (
     PLAIN,
     TYPES,
     complete,
+    first_unit,
     mix,
     offsets,
     shape_of,
@@ -122,7 +123,7 @@ def convert_kernel(
     to_base = tl.multiple_of(to_address.to(tl.pointer_type(tl.float8e4nv)), 16) + 8 * to_offset
     pair_R = tl.arange(0, PAIRS * UNIT) // UNIT
     step_R = tl.arange(0, PAIRS * UNIT) % UNIT
-    start = tl.program_id(0)
+    program = tl.program_id(0)
     for index in range(num_layers):
         total_RC = tl.zeros([PAIRS * UNIT, COLUMNS], dtype=tl.int64)
         for group in range(num_groups):
@@ -135,6 +136,7 @@ def convert_kernel(
             scale_R = tl.load(scales + scale_at_R, mask=is_real_R, other=1.0)
             inverse_R = tl.div_rn(tl.full(scale_R.shape, 1.0, tl.float32), scale_R)
             sum_RC = tl.zeros([PAIRS * UNIT, COLUMNS], dtype=tl.int64)
+            start = first_unit(program, num_programs, index * num_groups + group, num_units)
             for unit in range(start, num_units, num_programs):
                 position = (first // UNIT + unit) * UNIT
                 mask_R = (position + step_R >= first) & (position + step_R < first + count) & is_real_R
@@ -150,7 +152,6 @@ def convert_kernel(
                     sum_RC += (words_RC + 1) * (low_R * tl.load(weights + (_PERIOD + position // _PERIOD)))[:, None]
             if DIGEST:
                 total_RC += sum_RC * word_weights(head_first, its_R, column_C, P, W, COLUMNS)
-            start = ((start - num_units) % num_programs + num_programs) % num_programs
         if DIGEST:
             layer_weight = mix((layer + index).to(tl.uint64) + _SALT_LAYER)
             tl.atomic_add(sums + 1 + index, tl.sum(total_RC) * layer_weight, sem="relaxed")

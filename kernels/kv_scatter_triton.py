@@ -98,6 +98,16 @@ def word_weights(head_first, its_R, column_C, P: tl.constexpr, W: tl.constexpr, 
     return word_RC
 
 
+@triton.jit
+def first_unit(program, num_programs, group, num_units):
+    """Of a program in a group of `num_units` tiles, after so many such groups: tile t of all is t mod the programs'.
+
+    Computed, not carried from group to group: Triton (to 3.7.1) takes what only bounds a loop for dead, and drops it.
+    """
+    num_before = group % num_programs * (num_units % num_programs) % num_programs
+    return (program + num_programs - num_before) % num_programs
+
+
 # Specialized code is compiled for each kind of value: heads differ by rank, and the first landing must not wait for it.
 PLAIN = ["from_head", "to_head", "layer", "num_layers", "first", "count", "head_first", "num_heads", "sequence"]
 
@@ -144,13 +154,14 @@ def move_kernel(
     to_base = tl.multiple_of(to_address.to(tl.pointer_type(tl.int64)), 16) + to_offset
     pair_R = tl.arange(0, PAIRS * UNIT) // UNIT
     step_R = tl.arange(0, PAIRS * UNIT) % UNIT
-    start = tl.program_id(0)
+    program = tl.program_id(0)
     for index in range(num_layers):
         total_RC = tl.zeros([PAIRS * UNIT, COLUMNS], dtype=tl.int64)
         for group in range(num_groups):
             its_R = group // ((W + COLUMNS - 1) // COLUMNS) * PAIRS + pair_R
             column_C = group % ((W + COLUMNS - 1) // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
             sum_RC = tl.zeros([PAIRS * UNIT, COLUMNS], dtype=tl.int64)
+            start = first_unit(program, num_programs, index * num_groups + group, num_units)
             for unit in range(start, num_units, num_programs):
                 position = (first // UNIT + unit) * UNIT
                 mask_R = (position + step_R >= first) & (position + step_R < first + count) & (its_R < num_heads * P)
@@ -165,7 +176,6 @@ def move_kernel(
                     sum_RC += (words_RC + 1) * (low_R * tl.load(weights + (_PERIOD + position // _PERIOD)))[:, None]
             if DIGEST:
                 total_RC += sum_RC * word_weights(head_first, its_R, column_C, P, W, COLUMNS)
-            start = ((start - num_units) % num_programs + num_programs) % num_programs
         if DIGEST:
             layer_weight = mix((layer + index).to(tl.uint64) + _SALT_LAYER)
             tl.atomic_add(sums + 1 + index, tl.sum(total_RC) * layer_weight, sem="relaxed")
