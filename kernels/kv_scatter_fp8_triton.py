@@ -16,6 +16,7 @@ import triton.language as tl
 from baton.kernels.digest import PERIOD
 from baton.kernels.kv_scatter_triton import (
     ALIGNED,
+    FORMS,
     PLAIN,
     TYPES,
     complete,
@@ -161,13 +162,20 @@ def convert_kernel(
 
 
 def variants() -> list[Variant]:
-    """Heads of 128, with and without digests."""
+    """Heads of 128, with and without digests, into blocks of either size; and rows that are no power of two."""
+    few, *others = FORMS
+    rows = [(16, 16, 128, few, True), (16, 16, 128, few, False), (16, 64, 128, few, True), (64, 16, 24, few, True)]
+    rows += [(from_size, 16, width, form, True) for from_size, width in ((16, 128), (64, 24)) for form in others]
     found = []
-    for digest in (True, False):
-        constants = tile_for(shape_of(16, 256), shape_of(16, 128), 16, SimpleNamespace(tile_words=4096, num_warps=16))
+    for from_size, to_size, width, (num_warps, words), digest in rows:
+        here, there = shape_of(from_size, 2 * width), shape_of(to_size, width)
+        constants = tile_for(here, there, 16, SimpleNamespace(tile_words=words, num_warps=num_warps))
+        sizes = f"S={from_size}" if from_size == to_size else f"S={from_size}>{to_size}"
+        parts = ["kv_scatter fp8", sizes, "" if width == 128 else f"D={width}", "" if digest else "no digest"]
+        parts.append("" if num_warps == few[0] else f"w{num_warps}")
         found.append(
             Variant(
-                name=f"kv_scatter fp8 S=16{'' if digest else ' no digest'}",
+                name=" ".join(filter(None, parts)),
                 kernel=convert_kernel,
                 types=TYPES | {"scales": "*fp32"} | dict.fromkeys(_STRIDES, "i32"),
                 num_warps=constants.pop("num_warps"),
@@ -175,6 +183,7 @@ def variants() -> list[Variant]:
                 aligned=(*ALIGNED, "scales"),
                 contains=("ATOMG",),
                 max_registers=128,
+                may_spill=width != 128,  # of no model: ptxas rather saves registers
                 on_amd=False,  # gfx942 has another float8
             )
         )

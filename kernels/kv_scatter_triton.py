@@ -108,8 +108,10 @@ def first_unit(program, num_programs, group, num_units):
     return (program + num_programs - num_before) % num_programs
 
 
-# Specialized code is compiled for each kind of value: heads differ by rank, and the first landing must not wait for it.
-PLAIN = ["from_head", "to_head", "layer", "num_layers", "first", "count", "head_first", "num_heads", "sequence"]
+# Specialized code is compiled for each kind of value: heads differ by rank, words by slot, and the first landing must
+# not wait for it.
+_NARROW = ["from_head", "to_head", "layer", "num_layers", "first", "count", "head_first", "num_heads"]
+PLAIN = [*_NARROW, "completion", "sequence"]
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -204,8 +206,10 @@ def complete(sums, completion, sequence, num_layers) -> None:
 
 POINTERS = {"from_blocks": "*i32", "to_blocks": "*i32", "weights": "*i64", "sums": "*i64"}
 _WIDE = ("from_address", "from_offset", "from_layer_words", "to_address", "to_offset", "to_layer_words")
-TYPES = POINTERS | dict.fromkeys((*_WIDE, "completion", "sequence"), "i64") | dict.fromkeys(PLAIN[:-1], "i32")
+TYPES = POINTERS | dict.fromkeys((*_WIDE, "completion", "sequence"), "i64") | dict.fromkeys(_NARROW, "i32")
 ALIGNED = (*POINTERS, *_WIDE)
+# Warps and words of a tile: those of `kernels.kv_scatter.Tuning` unless told otherwise, and smaller ones.
+FORMS = ((16, 4096), (4, 1024), (8, 2048))
 
 
 def shape_of(block_size: int, row_bytes: int, num_heads: int = 8) -> Any:
@@ -214,14 +218,15 @@ def shape_of(block_size: int, row_bytes: int, num_heads: int = 8) -> Any:
 
 
 def variants() -> list[Variant]:
-    """What serving launches for heads of 128 in bfloat16: between pools, and the digest alone."""
+    """What serving launches for heads of 128 in bfloat16: between pools, and the digest alone; and smaller tiles."""
     found = []
     shape = shape_of(16, 256)
-    for name, copy in (("kv_scatter", True), ("kv_digest", False)):
-        constants = tile_of(shape, shape, 16, SimpleNamespace(tile_words=4096, num_warps=16))
+    rows = [("kv_scatter", True, form) for form in FORMS] + [("kv_digest", False, FORMS[0])]
+    for name, copy, (num_warps, words) in rows:
+        constants = tile_of(shape, shape, 16, SimpleNamespace(tile_words=words, num_warps=num_warps))
         found.append(
             Variant(
-                name=f"{name} S=16",
+                name=f"{name} S=16{'' if (num_warps, words) == FORMS[0] else f' w{num_warps}'}",
                 kernel=move_kernel,
                 types=TYPES,
                 num_warps=constants.pop("num_warps"),
