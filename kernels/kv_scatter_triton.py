@@ -98,8 +98,20 @@ def word_weights(head_first, its_R, column_C, P: tl.constexpr, W: tl.constexpr, 
     return word_RC
 
 
-# Specialized code is compiled for each kind of value: heads differ by rank, and the first landing must not wait for it.
-PLAIN = ["from_head", "to_head", "layer", "num_layers", "first", "count", "head_first", "num_heads", "sequence"]
+@triton.jit
+def first_unit(program, num_programs, group, num_units):
+    """Of a program in a group of `num_units` tiles, after so many such groups: tile t of all is t mod the programs'.
+
+    Computed, not carried from group to group: Triton (to 3.7.1) takes what only bounds a loop for dead, and drops it.
+    """
+    num_before = group % num_programs * (num_units % num_programs) % num_programs
+    return (program + num_programs - num_before) % num_programs
+
+
+# Specialized code is compiled for each kind of value: heads differ by rank, words by slot, and the first landing must
+# not wait for it.
+_NARROW = ["from_head", "to_head", "layer", "num_layers", "first", "count", "head_first", "num_heads"]
+PLAIN = [*_NARROW, "completion", "sequence"]
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -144,13 +156,14 @@ def move_kernel(
     to_base = tl.multiple_of(to_address.to(tl.pointer_type(tl.int64)), 16) + to_offset
     pair_R = tl.arange(0, PAIRS * UNIT) // UNIT
     step_R = tl.arange(0, PAIRS * UNIT) % UNIT
-    start = tl.program_id(0)
+    program = tl.program_id(0)
     for index in range(num_layers):
         total_RC = tl.zeros([PAIRS * UNIT, COLUMNS], dtype=tl.int64)
         for group in range(num_groups):
             its_R = group // ((W + COLUMNS - 1) // COLUMNS) * PAIRS + pair_R
             column_C = group % ((W + COLUMNS - 1) // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
             sum_RC = tl.zeros([PAIRS * UNIT, COLUMNS], dtype=tl.int64)
+            start = first_unit(program, num_programs, index * num_groups + group, num_units)
             for unit in range(start, num_units, num_programs):
                 position = (first // UNIT + unit) * UNIT
                 mask_R = (position + step_R >= first) & (position + step_R < first + count) & (its_R < num_heads * P)
@@ -165,7 +178,6 @@ def move_kernel(
                     sum_RC += (words_RC + 1) * (low_R * tl.load(weights + (_PERIOD + position // _PERIOD)))[:, None]
             if DIGEST:
                 total_RC += sum_RC * word_weights(head_first, its_R, column_C, P, W, COLUMNS)
-            start = ((start - num_units) % num_programs + num_programs) % num_programs
         if DIGEST:
             layer_weight = mix((layer + index).to(tl.uint64) + _SALT_LAYER)
             tl.atomic_add(sums + 1 + index, tl.sum(total_RC) * layer_weight, sem="relaxed")
@@ -194,8 +206,10 @@ def complete(sums, completion, sequence, num_layers) -> None:
 
 POINTERS = {"from_blocks": "*i32", "to_blocks": "*i32", "weights": "*i64", "sums": "*i64"}
 _WIDE = ("from_address", "from_offset", "from_layer_words", "to_address", "to_offset", "to_layer_words")
-TYPES = POINTERS | dict.fromkeys((*_WIDE, "completion", "sequence"), "i64") | dict.fromkeys(PLAIN[:-1], "i32")
+TYPES = POINTERS | dict.fromkeys((*_WIDE, "completion", "sequence"), "i64") | dict.fromkeys(_NARROW, "i32")
 ALIGNED = (*POINTERS, *_WIDE)
+# Warps and words of a tile: those of `kernels.kv_scatter.Tuning` unless told otherwise, and smaller ones.
+FORMS = ((16, 4096), (4, 1024), (8, 2048))
 
 
 def shape_of(block_size: int, row_bytes: int, num_heads: int = 8) -> Any:
@@ -204,14 +218,15 @@ def shape_of(block_size: int, row_bytes: int, num_heads: int = 8) -> Any:
 
 
 def variants() -> list[Variant]:
-    """What serving launches for heads of 128 in bfloat16: between pools, and the digest alone."""
+    """What serving launches for heads of 128 in bfloat16: between pools, and the digest alone; and smaller tiles."""
     found = []
     shape = shape_of(16, 256)
-    for name, copy in (("kv_scatter", True), ("kv_digest", False)):
-        constants = tile_of(shape, shape, 16, SimpleNamespace(tile_words=4096, num_warps=16))
+    rows = [("kv_scatter", True, form) for form in FORMS] + [("kv_digest", False, FORMS[0])]
+    for name, copy, (num_warps, words) in rows:
+        constants = tile_of(shape, shape, 16, SimpleNamespace(tile_words=words, num_warps=num_warps))
         found.append(
             Variant(
-                name=f"{name} S=16",
+                name=f"{name} S=16{'' if (num_warps, words) == FORMS[0] else f' w{num_warps}'}",
                 kernel=move_kernel,
                 types=TYPES,
                 num_warps=constants.pop("num_warps"),

@@ -10,12 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from baton.kernels import kv_scatter_fp8_triton, kv_scatter_triton
 from baton.kernels.kv_digest import kv_digest
 from baton.kernels.kv_reference import kv_digest_reference, kv_scatter_reference
 from baton.kernels.kv_scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
+from baton.kvtransfer import device_stream, rank_kernels
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.span import Span
 
@@ -198,3 +202,68 @@ def test_for_hopper_it_compiles_to_wide_accesses_without_spills():
         assert facts["wide_stores"] == share * facts["wide_loads"], name
         assert facts["release"] == ["atom.global.sys.acq_rel.add.u64"], name
         assert facts["fence"] and facts["flag"], name
+
+
+@triton.jit
+def _turns_kernel(turns, num_groups, num_units):
+    for group in range(num_groups):
+        first = kv_scatter_triton.first_unit(tl.program_id(0), tl.num_programs(0), group, num_units)
+        for unit in range(first, num_units, tl.num_programs(0)):
+            tl.store(turns + group * num_units + unit, tl.program_id(0))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("num_programs", "num_units"), [(3, 7), (4, 4), (7, 3), (1, 2), (5, 1)])
+def test_tiles_go_round_the_programs_from_group_to_group(num_programs, num_units):
+    turns = torch.full((9, num_units), -1, dtype=torch.int32)
+    _turns_kernel[(num_programs,)](turns, 9, num_units)
+    assert turns.flatten().tolist() == [tile % num_programs for tile in range(9 * num_units)]
+
+
+class _Recorded:
+    """A kernel whose launches are only written down."""
+
+    def __init__(self, kernel):
+        self.names, self.launches = kernel.arg_names, []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            self.launches.append((dict(zip(self.names, arguments, strict=False)), constants))
+
+        return launch
+
+
+def _is_compiled(variant, arguments, constants):
+    """Whether a launch is the variant: its constants, its options, and what its integers are specialized for."""
+    options = {"num_warps": variant.num_warps}
+    aligned = [arguments[name] % 16 == 0 for name in variant.aligned if isinstance(arguments[name], int)]
+    return {**variant.constants, **options} == constants and all(aligned)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_serving_launches_is_compiled_ahead_of_time(monkeypatch, fp8):
+    room, name = (kv_scatter_fp8_triton, "convert_kernel") if fp8 else (kv_scatter_triton, "move_kernel")
+    recorded = _Recorded(getattr(room, name))
+    variants = room.variants()
+    monkeypatch.setattr(room, name, recorded)
+    source = Pool(layout(16, heads=8, row_len=128), 1)
+    target = Pool(layout(16, heads=8, row_len=128, dtype="float8_e4m3fn" if fp8 else "bfloat16"), 2)
+    scales = torch.ones(2, 2, 8) if fp8 else None
+    tunings = [device_stream.FEW, device_stream.MANY, rank_kernels.VERIFY, rank_kernels.FILL]
+    tunings += [Tuning(8, num_warps, tile_words) for num_warps, tile_words in kv_scatter_triton.FORMS]
+    for tuning in tunings:
+        for piece in (
+            Piece(layer=1, first=3, count=9, head_first=0, head_count=8),
+            Piece(layer=0, first=0, count=64, head_first=1, head_count=5, num_layers=2),
+        ):
+            # The word may lie anywhere: what is aligned here is not in the next slot.
+            kv_scatter(
+                source.address, source.blocks_N, target.address, target.blocks_N, piece, Workspace(CPU, 256),
+                Completion(1 << 20 | 8, 1), tuning, scales_LPH=scales,
+            )  # fmt: skip
+    for arguments, constants in recorded.launches:
+        assert any(_is_compiled(variant, arguments, constants) for variant in variants), constants
+        plain = {*kv_scatter_triton.PLAIN, "layer_stride", "part_stride", "head_stride"}
+        numbers = {name for name, value in arguments.items() if isinstance(value, int)}
+        assert numbers <= {*variants[0].aligned, *plain}, "an integer is specialized that no variant speaks of"
