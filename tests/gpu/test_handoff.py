@@ -236,7 +236,9 @@ def test_a_landing_process_that_dies_is_followed_by_one_that_serves(pair):
     assert both.hand_over(key, 100, 100)() == ("Acked", "")
     dead = both.worker.service.epoch
     both.worker.kill(signal.SIGKILL)
-    both.worker.wait_until(lambda: both.worker.service.epoch != dead, "another life", 20)
+    # Its epoch is known before it listens, maybe at another address than the first.
+    both.worker.wait_until(lambda: both.worker.service._host.num_lives == 2, "another life", 20)
+    assert both.worker.service.epoch != dead
     after = AttemptKey("after", 0)
     assert both.hand_over(after, 100, 100)() == ("Acked", "")
     assert both.differing(after, 100) == []
