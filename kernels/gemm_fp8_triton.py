@@ -28,6 +28,7 @@ from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB, invariant_plan, plan_of
 from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.prefetch_triton import prefetch
 from baton.kernels.quantize_fp8_triton import quantize_tile
 from baton.kernels.tuning import table
 from baton.kernels.variant import Variant
@@ -36,10 +37,6 @@ MAX_TILES = 16_384  # of a launch with splits: their counters
 _MAX_SPLIT_ROWS = 1024  # of a launch with splits, so that the parts stay a few dozen MB
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-
-
-# By one instruction for each row of the weight, which takes no registers and that nobody waits for.
-_PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
 
 
 @triton.jit
@@ -57,9 +54,8 @@ def _place(work, num_rows, K, num_splits, BM: tl.constexpr, STEP: tl.constexpr):
 def _prefetch(w_values, pn, first, last, N, K, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr):
     """Have the weight of the first stages on its way to the L2 cache."""
     n = tl.minimum(pn * BN + tl.arange(0, BN), N - 1)
-    at = (w_values + n.to(tl.int64) * K + first * (STEP * 128)).to(tl.int64)
-    num_bytes = tl.minimum(last - first, STAGES) * (STEP * 128) + tl.zeros([BN], tl.int32)
-    tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [at, num_bytes], dtype=tl.int32, is_pure=False, pack=1)
+    at = w_values + n.to(tl.int64) * K + first * (STEP * 128)
+    prefetch(at, tl.minimum(last - first, STAGES) * (STEP * 128))
 
 
 @triton.jit

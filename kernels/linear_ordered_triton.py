@@ -11,6 +11,7 @@ Shapes: T tokens (64 of a tile), N rows of the weight, K columns of a step.
 
 # mypy: ignore-errors
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,9 @@ import triton
 import triton.language as tl
 
 from baton.kernels import tuning
+from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.prefetch_triton import prefetch
 from baton.kernels.variant import Variant
 
 NAME = "linear_ordered"  # in the table of tuned configurations
@@ -66,9 +70,13 @@ def _place(num_tokens, N, PARTS: tl.constexpr, BN: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _linear_kernel(
     x, weight, out, num_tokens: tl.int32, N, length, x_stride, weight_stride, out_stride,
-    SLICES: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, WHOLE: tl.constexpr,
+    SLICES: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """SLICES slices of a tile; with several PARTS `out` has one after the other, [parts, T, N]."""
+    """SLICES slices of a tile; with several PARTS `out` has one after the other, [parts, T, N].
+
+    AHEAD columns of the weight are fetched while the launch before still runs.
+    """
     tile_t, tile_n, part = _place(num_tokens, N, PARTS, BN)
     token_T = tile_t * _TOKENS + tl.arange(0, _TOKENS)
     output_N = tile_n * BN + tl.arange(0, BN)
@@ -77,7 +85,13 @@ def _linear_kernel(
     first = part * SLICES * length
     x_at_TK = x + token_T[:, None].to(tl.int64) * x_stride + first + index_1K
     # Rows past the end read the last one again, which costs less than a mask; they are not stored.
-    w_at_NK = weight + tl.minimum(output_N, N - 1)[:, None].to(tl.int64) * weight_stride + first + index_1K
+    w_at_N = weight + tl.minimum(output_N, N - 1).to(tl.int64) * weight_stride + first
+    w_at_NK = w_at_N[:, None] + index_1K
+    if EARLY:
+        if AHEAD > 0:
+            prefetch(w_at_N, tl.minimum(SLICES * length, AHEAD) * 2)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     total_NT = tl.zeros([BN, _TOKENS], tl.float32)
     if SLICES == 1:
         total_NT = _slice(x_at_TK, w_at_NK, is_token_T1, length, BN, WHOLE)
@@ -106,9 +120,13 @@ def _linear_kernel(
 
 @triton.jit(do_not_specialize=["num_values"])
 def _sum_kernel(
-    parts, out, num_values: tl.int64, PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
-) -> None:
+    parts, out, num_values: tl.int64, PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     """The parts of each value, two, four or eight, as the same tree."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if ALIGNED:
         num_values = tl.multiple_of(num_values, 16)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -162,49 +180,62 @@ def launch(
     if num_parts > 1:
         target = torch.empty(num_parts, num_tokens, num_outputs, dtype=torch.float32, device=x_TK.device)
     num_tiles = triton.cdiv(num_tokens, TOKENS) * triton.cdiv(num_outputs, options["outputs"])
+    x_stride = x_TK.stride(0) if num_tokens > 1 else num_inputs  # a single row's stride may be anything
+    weight_stride = weight_NK.stride(0)
+    is_few = num_tokens <= TOKENS and weight_stride % 8 == 0 and weight_NK.data_ptr() % 16 == 0
+    arguments = (
+        x_TK, weight_NK, target, num_tokens, num_outputs, length, x_stride, weight_stride, num_outputs,
+    )  # fmt: skip
+    names = (options["outputs"], options["slices"], options["warps"], options["stages"])
+    constants = _constants(*names, num_parts, length % _STEP.value == 0, is_few, x_TK.device)
     with torch.cuda.device_of(x_TK):
-        _linear_kernel[(num_tiles * num_parts,)](
-            x_TK,
-            weight_NK,
-            target,
-            num_tokens,
-            num_outputs,
-            length,
-            x_TK.stride(0) if num_tokens > 1 else num_inputs,  # a single row's stride may be anything
-            weight_NK.stride(0),
-            num_outputs,
-            SLICES=options["slices"],
-            PARTS=num_parts,
-            BN=options["outputs"],
-            WHOLE=length % _STEP.value == 0,
-            num_warps=options["warps"],
-            num_stages=options["stages"],
-        )
+        _launch_linear((num_tiles * num_parts,), arguments, constants)
         if num_parts > 1:
             num_values = num_tokens * num_outputs
-            _sum_kernel[(triton.cdiv(num_values, _SUM_LEN),)](
-                target, out_TN, num_values, PARTS=num_parts, BLOCK=_SUM_LEN, ALIGNED=num_outputs % 16 == 0, num_warps=4
-            )  # fmt: skip
+            constants = _sum_constants(num_parts, num_outputs % 16 == 0, x_TK.device)
+            _launch_sum((triton.cdiv(num_values, _SUM_LEN),), (target, out_TN, num_values), constants)
 
 
-def _variant(options: Mapping[str, Any], num_slices: int) -> Variant:
+@functools.lru_cache(maxsize=256)
+def _constants(
+    outputs: int, slices: int, warps: int, stages: int, num_parts: int, is_whole: bool, is_few: bool,
+    device: torch.device,
+) -> Constants:  # fmt: skip
+    by_name = {"SLICES": slices, "PARTS": num_parts, "BN": outputs, "WHOLE": is_whole}
+    by_name |= {"AHEAD": _STEP.value * stages if is_few and is_whole else 0, "num_warps": warps, "num_stages": stages}
+    return Constants(by_name | dependent_launch(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _sum_constants(num_parts: int, is_aligned: bool, device: torch.device) -> Constants:
+    by_name = {"PARTS": num_parts, "BLOCK": _SUM_LEN, "ALIGNED": is_aligned, "num_warps": 4}
+    return Constants(by_name | dependent_launch(device))
+
+
+_launch_linear, _launch_sum = Launcher(_linear_kernel), Launcher(_sum_kernel)
+
+
+def _variant(options: Mapping[str, Any], num_slices: int, *, is_few: bool, early: bool = True) -> Variant:
     num_parts = num_slices // options["slices"]
     return Variant(
         name=f"linear_ordered {num_slices} slices, {options['slices']} of a program, {options['outputs']}x{TOKENS} "
-        f"w{options['warps']} s{options['stages']}",
+        f"w{options['warps']} s{options['stages']}{' few' if is_few else ''}{'' if early else ' late'}",
         kernel=_linear_kernel,
         types={
             **{"x": "*bf16", "weight": "*bf16", "out": "*fp32" if num_parts > 1 else "*bf16"},
             **dict.fromkeys(("num_tokens", "N", "length", "x_stride", "weight_stride", "out_stride"), "i32"),
         },
-        constants={"SLICES": options["slices"], "PARTS": num_parts, "BN": options["outputs"], "WHOLE": True},
+        constants={
+            **{"SLICES": options["slices"], "PARTS": num_parts, "BN": options["outputs"], "WHOLE": True},
+            **{"AHEAD": _STEP.value * options["stages"] if is_few else 0, "EARLY": early},
+        },
         aligned=("x", "weight", "out", "N", "length", "x_stride", "weight_stride", "out_stride"),
         num_warps=options["warps"],
         num_stages=options["stages"],
         contains=("HGMMA", "LDGSTS"),
         lacks=("HMMA",),
         shapes=("64x64x16",),
-        on_amd=options["stages"] <= 4,
+        on_amd=not early and options["stages"] <= 4,
     )
 
 
@@ -217,18 +248,21 @@ def variants() -> list[Variant]:
     found = {}
     for num_outputs, num_slices in _SERVED:
         for num_tokens in (16, 2048):
-            variant = _variant(rule(num_tokens, num_outputs, num_slices), num_slices)
+            options = rule(num_tokens, num_outputs, num_slices)
+            variant = _variant(options, num_slices, is_few=num_tokens <= TOKENS)
             found[variant.name] = variant
     for shape, sizes in tuning.table().get(NAME, {}).items():
-        for options in sizes.values():
-            variant = _variant(options, int(shape.split()[1]))
+        for size, options in sizes.items():
+            variant = _variant(options, int(shape.split()[1]), is_few=int(size) <= TOKENS)
             found[variant.name] = variant
+    late = _variant(rule(_MANY, 4096, 2), 2, is_few=False, early=False)
     added = Variant(
         name="linear_ordered sum of 8",
         kernel=_sum_kernel,
         types={"parts": "*fp32", "out": "*bf16", "num_values": "i64"},
-        constants={"PARTS": 8, "BLOCK": _SUM_LEN, "ALIGNED": True},
+        constants={"PARTS": 8, "BLOCK": _SUM_LEN, "ALIGNED": True, "EARLY": True},
         aligned=("parts", "out"),
         max_registers=128,
+        on_amd=False,
     )
-    return [*found.values(), added]
+    return [*found.values(), late, added]

@@ -1,0 +1,25 @@
+"""Have memory on its way to the L2 cache: what a kernel does while it waits for the one before it.
+
+Weights depend on nothing, so a product that is there early (`kernels.dependent_launch`) asks for the first of them. It
+is one instruction of Hopper's for each row, takes no registers, and nobody waits for it.
+"""
+
+import triton
+import triton.language as tl
+
+from baton.kernels.variant import Variant
+
+_BULK = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+
+
+def variants() -> list[Variant]:
+    """None: this is a part of other kernels."""
+    return []
+
+
+@triton.jit
+def prefetch(at_N, num_bytes):
+    """Fetch `num_bytes`, a multiple of 16, from each pointer, all of which are multiples of 16."""
+    address_N = at_N.to(tl.int64)
+    bytes_N = num_bytes + tl.zeros(address_N.shape, tl.int32)
+    tl.inline_asm_elementwise(_BULK, "=r,l,r", [address_N, bytes_N], dtype=tl.int32, is_pure=False, pack=1)
