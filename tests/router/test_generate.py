@@ -50,7 +50,8 @@ async def test_an_answer_its_indexes_and_its_stats():
         assert finish.reason == "length"
         stats = finish.stats
         assert (stats.prompt_len, stats.output_len, stats.num_decode_tokens) == (2, len(want), len(want) - 1)
-        assert stats.num_verify_steps == len(chunks) - 1
+        assert stats.num_verify_steps == math.ceil(stats.num_decode_tokens / running.script.step)
+        assert len(chunks) <= 1 + stats.num_verify_steps, "a reader that is behind gets several steps at once"
         assert (stats.prefill_worker, stats.decode_worker) == ("prefill-0", "decode-0")
         assert stats.handoff_ms == 4.0
         assert stats.tpot_ms > 0
@@ -162,7 +163,10 @@ async def test_tokens_that_come_twice_are_streamed_once():
             finished(decode_tokens(4, []), 3),
         ]
         chunks = await chunks_of(running)
-        assert [(chunk.index, list(chunk.token_ids)) for chunk in chunks[1:]] == [(1, [71, 72]), (3, [73]), (4, [])]
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        assert token_ids == [*TOKENIZER.encode("h"), 71, 72, 73]
+        lens = [len(chunk.token_ids) for chunk in chunks]
+        assert [chunk.index for chunk in chunks] == [sum(lens[:at]) for at in range(len(lens))]
 
 
 async def test_stop_strings_end_the_text_before_them():
