@@ -209,7 +209,7 @@ class PrefillWorker:
                 self._push.push_cached(run.sequence.key, 0, run.sequence.num_cached)
 
     def _denied(self, run: _Run, event: Denied) -> None:
-        self._end(run, error_of(event))
+        self._end(run, self._or_late(run, error_of(event)))
         self._forget(run)
 
     def _acked(self, run: _Run, event: Acked) -> None:
@@ -225,11 +225,13 @@ class PrefillWorker:
         self._forget(run)
 
     def _push_failed(self, run: _Run, event: PushFailed) -> None:
-        # Both sides hold the same deadline; where decode saw it first, its abort arrives here as a failed push.
-        if run.sequence.request.deadline_s <= self._clock.now_s():
-            self._fail(run, RequestDeadlineExceeded("the deadline passed during prefill"))
-        else:
-            self._fail(run, TransferFailed(f"the KV hand-off failed: {event.reason}", reason=event.reason))
+        error = TransferFailed(f"the KV hand-off failed: {event.reason}", reason=event.reason)
+        self._fail(run, self._or_late(run, error))
+
+    def _or_late(self, run: _Run, error: BatonError) -> BatonError:
+        """Both sides hold the same deadline; where decode saw it first, its word arrives here as a failed hand-off."""
+        is_late = run.sequence.request.deadline_s <= self._clock.now_s()
+        return RequestDeadlineExceeded("the deadline passed during prefill") if is_late else error
 
     def _drained(self, run: _Run) -> None:
         # A push that ended by itself (its decode worker died) is reported failed first, so the stream has ended.

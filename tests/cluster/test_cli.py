@@ -198,7 +198,7 @@ def test_help_starts_fast_and_imports_nothing_heavy():
     )
     start_s = time.monotonic()
     subprocess.run([sys.executable, "-P", "-c", script], check=True, capture_output=True)
-    assert time.monotonic() - start_s < 3  # 0.2 s on an idle machine
+    assert time.monotonic() - start_s < 10  # 0.2 s on an idle machine
 
 
 LOCAL = """

@@ -95,7 +95,7 @@ def test_it_starts_serves_restarts_workers_and_leaves_nothing(model):
         directory = directory_of(psutil.Process().children())
         assert directory.is_dir()
         start_s = time.monotonic()
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < 20
     assert own_child.poll() is None  # not ours to end
     own_child.communicate()
     assert our_processes() == before
@@ -178,7 +178,7 @@ def test_who_dies_is_started_again_by_ray_then_by_us_and_a_role_without_a_worker
             while time.monotonic() < deadline_s + 30:
                 start_s = time.monotonic()
                 deployment.check()
-                assert time.monotonic() - start_s < 1
+                assert time.monotonic() - start_s < 5
                 time.sleep(0.05)
     said = [record.levelname for record in caplog.records if "decode-0" in record.getMessage()]
     assert said == ["WARNING", "ERROR"]

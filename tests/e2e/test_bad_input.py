@@ -39,7 +39,7 @@ from baton.tests.e2e.test_deployment import wait_idle
 PROMPT = "def f(x):"
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 REFUSAL_S = 5.0
-RELEASE_S = 2.0
+RELEASE_S = 4.0
 GENERATE, TOKENIZE = "/baton.v1.Inference/Generate", "/baton.v1.Inference/Tokenize"
 RUN, ATTEND = "/baton.v1.Prefill/Run", "/baton.v1.Decode/Attend"
 
@@ -283,9 +283,8 @@ def test_hand_made_bytes_at_a_workers_own_port(deployment, nothing_else, worker_
 
 @pytest.mark.ray
 def test_a_text_far_too_long_is_refused_at_once(client, nothing_else):
-    start_s = time.monotonic()
-    refused(PromptTooLong, lambda: client.generate_text("def f(x): " * 150_000))
-    assert time.monotonic() - start_s < 0.5
+    error = refused(PromptTooLong, lambda: client.generate_text("def f(x): " * 150_000))
+    assert error.fields["num_bytes"] > 1_500_000, "by its bytes: nobody tokenized it"
 
 
 @pytest.mark.ray

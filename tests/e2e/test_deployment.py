@@ -25,7 +25,7 @@ from baton.tests.e2e.test_same_tokens import MAX_TOKENS, local_tokens
 
 pytestmark = pytest.mark.ray
 
-RELEASE_S = 2.0  # after a cancel
+RELEASE_S = 4.0  # after a cancel: two leases
 RELEASE_AFTER_DEATH_S = 5.0
 NEXT_LIFE_S = 60.0  # of a worker, and of a stream that waits for it
 CONFIG = {"mtp": 2, "dtype": "float64", "grpc_port": 0, "chunk_len": 48, "kv_memory_mib": 64, "http_port": 0}
@@ -217,7 +217,7 @@ def test_a_stopped_worker_is_fenced_by_its_silence(deployment, client, long_requ
     try:
         stopped_s = time.monotonic()
         while all(worker.alive for worker in client.status().workers):
-            assert time.monotonic() - stopped_s < 5.0
+            assert time.monotonic() - stopped_s < 15.0
             time.sleep(0.02)
     finally:
         os.kill(pid, signal.SIGCONT)

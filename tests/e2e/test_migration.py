@@ -151,12 +151,14 @@ async def test_a_prefill_worker_dies(model, tokenizer, expected, moment):
         streams = Streams(running, expected)
         if running.hold.first_token:
             await streams.held()
+            if running.hold.done:
+                await nobody_is_at(running, "prefill-0")
         else:
             async with asyncio.timeout(30.0):
                 while sum(running.router.migration.presence.num_at(one.life) for one in members(running)) < 18:
                     await asyncio.sleep(0.01)
         await running.kill("prefill-0")
-        await asyncio.sleep(0.3)  # it is noticed before anything else is heard
+        await nobody_is_at(running, "prefill-0")  # it is noticed before anything else is heard
         running.hold.open()
         moved = await streams.check()
         assert (sum(moved.values()) == 0) == (moment == "after its hand-off"), moved
@@ -165,6 +167,14 @@ async def test_a_prefill_worker_dies(model, tokenizer, expected, moment):
 
 def members(running):
     return running.router.members.all()
+
+
+async def nobody_is_at(running, worker_id):
+    """Wait until no attempt depends on a worker."""
+    life = next(one.life for one in members(running) if one.state.worker_id == worker_id)
+    async with asyncio.timeout(10.0):
+        while running.router.migration.presence.num_at(life):
+            await asyncio.sleep(0.01)
 
 
 async def test_a_prefill_worker_dies_while_it_pushes(model, tokenizer, expected):
@@ -201,7 +211,7 @@ async def test_a_worker_is_drained(model, tokenizer, expected, role):
         streams = Streams(running, expected)
         await streams.held()
         running.router.migration.drains.begin(f"{role}-0", 0.0)
-        await asyncio.sleep(0.3)
+        await nobody_is_at(running, f"{role}-0")
         running.hold.open()
         moved = await streams.check()
         assert (sum(moved.values()) > 0) == (role == "decode")

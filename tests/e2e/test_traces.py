@@ -24,17 +24,19 @@ def traced(tmp_path_factory):
     deployment.close()
 
 
-def ask(address, traceparent=None, prompt=None, max_tokens=8, num_chunks=None):
-    """Chunks of one request whose client sends this header."""
+def ask(address, traceparent=None, prompt=None, max_tokens=8, leave_after=None):
+    """Chunks of one request whose client sends this header; it may leave after so many tokens."""
     request = inference_pb2.GenerateRequest(request_id="asked")
     request.token_ids.ids.extend(prompt or prompt_of(10))
     request.sampling.max_tokens, request.sampling.temperature, request.sampling.ignore_eos = max_tokens, 0.0, True
     metadata = () if traceparent is None else (("traceparent", traceparent),)
     with grpc.insecure_channel(address) as channel:
         stream = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60.0, metadata=metadata)
-        if num_chunks is None:
+        if leave_after is None:
             return list(stream)
-        chunks = [next(stream) for _ in range(num_chunks)]
+        chunks = []
+        while sum(len(chunk.token_ids) for chunk in chunks) < leave_after:
+            chunks.append(next(stream))
         stream.cancel()
         return chunks
 
@@ -137,7 +139,7 @@ def test_a_client_that_samples_nothing_has_no_spans(traced):
 
 def test_a_cancelled_request_says_so_at_every_process(traced):
     trace = "3" * 32
-    ask(traced.address, f"00-{trace}-{PARENT}-01", max_tokens=400, num_chunks=3)
+    ask(traced.address, f"00-{trace}-{PARENT}-01", max_tokens=400, leave_after=3)
     found = of_trace(traced.path, trace)
     errors = {span["name"]: span["status"]["message"] for _, span in found if "status" in span}
     assert errors["request"].startswith("RequestCancelled")

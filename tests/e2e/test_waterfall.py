@@ -28,7 +28,7 @@ def ask(client, prompt, **sampling):
     seen_ms, stats, num_tokens = [], None, 0
     for chunk in client.generate(token_ids=prompt, sampling=SamplingParams(temperature=0.0, **sampling)):
         num_tokens += len(chunk.token_ids)
-        if len(seen_ms) < min(num_tokens, 2):
+        while len(seen_ms) < min(num_tokens, 2):  # one chunk may have both
             seen_ms.append(1e3 * (time.perf_counter() - begin_s))
         if chunk.HasField("finish"):
             stats = chunk.finish.stats

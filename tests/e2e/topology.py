@@ -336,8 +336,8 @@ class Topology:
             for inventory in self.inventories()
         )
 
-    def wait_idle(self, timeout_s=2.0) -> float:
-        """Seconds until everything is released."""
+    def wait_idle(self, timeout_s=4.0) -> float:
+        """Seconds until everything is released: at most two leases, whatever happened."""
         start_s = time.monotonic()
         while not self.idle():
             assert time.monotonic() - start_s < timeout_s, self.inventories()

@@ -65,7 +65,7 @@ def test_all_hear_everything_in_order_and_rank_0_does_not_wait(links):
     for number in range(20):
         lead.tell(big)
         lead.tell(Step((number,), 99, 2.0))
-    assert time.monotonic() - start_s < 2.0  # 20 MiB that nobody has taken yet
+    assert time.monotonic() - start_s < 10.0  # 20 MiB that nobody has taken yet
     for link in others:
         for number in range(20):
             assert hear(link) == big

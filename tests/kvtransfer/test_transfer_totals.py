@@ -13,12 +13,16 @@ pytestmark = pytest.mark.fast
 
 def counts_of(pair, num_bytes):
     """(prefill, decode) as heartbeats would say them; the landing's are published with a delay, number by number."""
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 20
     while (landed := landing_counts(pair.landing.inventory(), 0)).transfers == 0 or landed.bytes < num_bytes:
         assert time.monotonic() < end_s
         pair.turn()
-    time.sleep(0.05)  # a tick of the push thread
-    return push_counts(pair.push.inventory(), pair.push.paths(), pair.push.lanes()), landed
+    while (pushed := push_counts(pair.push.inventory(), pair.push.paths(), pair.push.lanes())).bytes < num_bytes or (
+        not pushed.paths or pushed.paths[0].bytes < num_bytes
+    ):
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+    return pushed, landed
 
 
 @pytest.mark.parametrize("kind", ["zmq", "process"])

@@ -14,7 +14,7 @@ from baton.tests.kvtransfer.transport_ends import KINDS, PATIENCE_S, SOCKET_KIND
 pytestmark = pytest.mark.fast
 
 KIB, MIB = 1 << 10, 1 << 20
-OF_TIME_S = 1.0  # that calls which must not wait may take, on a machine that does other things too
+OF_TIME_S = 4.0  # that calls which must not wait may take, on a machine that does other things too
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_memory_that_was_unpinned_is_read_no_more(make_ends, kind):
     source.memory[:] = bytes(len(source.memory))
     ends.p.send(ends.d.address, b"last")
     num_read = 0
-    end_s = time.monotonic() + 2.0
+    end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
         for frame in ends.frames()[num_read:]:
             assert ends.read(frame) == content
@@ -247,12 +247,12 @@ def test_wakes_come_from_any_thread(make_ends, kind):
         end.receive(0.0)
         end.wake()
         start_s = time.monotonic()
-        end.receive(5.0)
+        end.receive(60.0)
         assert time.monotonic() - start_s < OF_TIME_S
         waker = threading.Timer(0.05, end.wake)
         waker.start()
         start_s = time.monotonic()
-        end.receive(5.0)
+        end.receive(60.0)
         assert time.monotonic() - start_s < OF_TIME_S
         waker.join()
         start_s = time.monotonic()

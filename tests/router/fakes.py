@@ -19,6 +19,7 @@ from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, wire, worker_p
 from baton.proto.bundle_wire import decode_frame, prefill_frame
 from baton.proto.secure_channel import SecureChannels, server_credentials
 from baton.router.migration import MigrationConfig
+from baton.router.request_run import LINGER_S
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.router.fake_bundles import serve_bundle
@@ -53,6 +54,7 @@ class Script:
     finish_at_first: str = ""
     prefill_error: BaseException | None = None
     prefill_error_after_first: BaseException | None = None
+    prefill_fails_when: asyncio.Event | None = None  # then; absent: a moment after its first token
     decode_error: BaseException | None = None
     decode_error_after: int = 0  # tokens
     prefill_hangs: bool = False
@@ -223,7 +225,7 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
             if attempt_error is not None:
                 await wire.abort_with(context, attempt_error)
             if script.prefill_error_after_first is not None:
-                await asyncio.sleep(0.05)
+                await (asyncio.sleep(0.05) if script.prefill_fails_when is None else script.prefill_fails_when.wait())
                 await wire.abort_with(context, script.prefill_error_after_first)
             await asyncio.sleep(script.done_delay_s)
             if not script.no_done:
@@ -241,6 +243,8 @@ class Decode(worker_pb2_grpc.DecodeServicer):
 
     async def Attend(self, request, context):
         script = self.worker.script
+        # Whatever a test that sees this request, or its tokens, changes for the next one before it gets there.
+        hangs, hangs_after = script.prefill_hangs, script.decode_hangs_after
         async with self.worker.record(request, context) as seen:
             epoch = self.worker.epoch if script.attending_epoch is None else script.attending_epoch
             await context.write(worker_pb2.DecodeEvent(attending=worker_pb2.Attending(epoch=epoch)))
@@ -249,7 +253,7 @@ class Decode(worker_pb2_grpc.DecodeServicer):
             if self.worker.worker_id in script.hung:
                 await seen.hang.wait()
             if request.prefill_here:
-                await self.first_token(request, context, seen)
+                await self.first_token(request, context, seen, hangs)
                 if script.finish_at_first:
                     return
             else:
@@ -262,15 +266,15 @@ class Decode(worker_pb2_grpc.DecodeServicer):
                 if not script.events_end:
                     await seen.hang.wait()
                 return
-            await self.answer(request, context, seen)
+            await self.answer(request, context, seen, hangs_after)
 
-    async def first_token(self, request, context, seen):
+    async def first_token(self, request, context, seen, hangs):
         """What a prefill worker would have said."""
         script, received_ns = self.worker.script, now_ns()
         await asyncio.sleep(script.first_delay_s)
         if script.prefill_error is not None:
             await wire.abort_with(context, script.prefill_error)
-        if script.prefill_hangs:
+        if hangs or script.prefill_hangs:
             await seen.hang.wait()
         token = TOKENIZER.encode(script.answer)[request.num_forced_tokens]
         first = worker_pb2.FirstToken(
@@ -289,7 +293,7 @@ class Decode(worker_pb2_grpc.DecodeServicer):
             await context.write(event)
         await context.write(worker_pb2.DecodeEvent(first_token=first))
 
-    async def answer(self, request, context, seen):
+    async def answer(self, request, context, seen, hangs_after):
         script = self.worker.script
         token_ids = TOKENIZER.encode(script.answer)[: request.sampling.max_tokens]
         num_steps, num_forced = 0, request.num_forced_tokens
@@ -298,7 +302,7 @@ class Decode(worker_pb2_grpc.DecodeServicer):
         for index in range(num_forced + 1, len(token_ids), script.step):
             if script.decode_error is not None and index > script.decode_error_after:
                 await wire.abort_with(context, script.decode_error)
-            if script.decode_hangs_after is not None and index > script.decode_hangs_after:
+            if hangs_after is not None and index > hangs_after:
                 await seen.hang.wait()
             await asyncio.sleep(script.token_delay_s)
             num_steps += 1
@@ -389,8 +393,11 @@ class Cluster:
                 if worker.worker_id not in self.silent:
                     await membership.Heartbeat(worker.state(), timeout=2.0)
 
-    async def idle(self, timeout_s=1.0):
-        """Wait until no worker has a stream; returns what each saw, by role."""
+    async def idle(self, timeout_s=LINGER_S - 0.1):
+        """Wait until no worker has a stream; returns what each saw, by role.
+
+        Without a time of its own, legs must not have been left to linger.
+        """
         async with asyncio.timeout(timeout_s):
             while any(worker.running() for worker in self.workers):
                 await asyncio.sleep(0.005)

@@ -50,10 +50,11 @@ async def test_an_answer_its_indexes_and_its_stats():
         assert finish.reason == "length"
         stats = finish.stats
         assert (stats.prompt_len, stats.output_len, stats.num_decode_tokens) == (2, len(want), len(want) - 1)
-        assert stats.num_verify_steps == len(chunks) - 1
+        assert stats.num_verify_steps == math.ceil(stats.num_decode_tokens / running.script.step)
+        assert len(chunks) <= 1 + stats.num_verify_steps, "a reader that is behind gets several steps at once"
         assert (stats.prefill_worker, stats.decode_worker) == ("prefill-0", "decode-0")
         assert stats.handoff_ms == 4.0
-        assert stats.tpot_ms > 0
+        assert (stats.tpot_ms > 0) == (len(chunks) > 1), "tokens that leave in one chunk leave at once"
         assert (stats.kv_bytes_pushed, stats.kv_bytes_landed_before_prefill_end) == (4096, 1024)
         prefill, decode = await running.idle()
         sent = prefill[0].request
@@ -90,11 +91,11 @@ async def test_the_parts_of_the_first_tokens_time_are_its_whole():
 @pytest.mark.fast
 async def test_the_first_token_does_not_wait_for_the_hand_over():
     async with cluster() as running:
-        running.script.done_delay_s = 0.3
+        running.script.done_delay_s = 60.0
         running.script.decode_hangs_after = 0
         async with AsyncBatonClient(running.address) as client:
             stream = client.generate("hi", sampling=GREEDY)
-            first = await asyncio.wait_for(anext(stream), 0.25)
+            first = await asyncio.wait_for(anext(stream), 10.0)
             assert (first.index, first.text) == (0, "h")
             await stream.aclose()
 
@@ -110,10 +111,12 @@ async def test_decode_may_overtake_the_first_token():
 
 async def test_a_late_done_does_not_delay_the_end():
     async with cluster() as running:
-        running.script.done_delay_s = 0.5
-        chunks = await asyncio.wait_for(chunks_of(running), 0.4)
+        running.script.done_delay_s = 1.0
+        chunks = await chunks_of(running)
+        prefill = running.of("prefill")[0].seen
+        assert not prefill[0].ended.is_set()
         assert chunks[-1].finish.stats.kv_bytes_pushed == 4096, "what landed was pushed"
-        prefill, _ = await running.idle()
+        await running.idle()
         assert not prefill[0].cancelled, "after the commit nobody cancels"
 
 
@@ -162,7 +165,10 @@ async def test_tokens_that_come_twice_are_streamed_once():
             finished(decode_tokens(4, []), 3),
         ]
         chunks = await chunks_of(running)
-        assert [(chunk.index, list(chunk.token_ids)) for chunk in chunks[1:]] == [(1, [71, 72]), (3, [73]), (4, [])]
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        assert token_ids == [*TOKENIZER.encode("h"), 71, 72, 73]
+        lens = [len(chunk.token_ids) for chunk in chunks]
+        assert [chunk.index for chunk in chunks] == [sum(lens[:at]) for at in range(len(lens))]
 
 
 async def test_stop_strings_end_the_text_before_them():
@@ -392,7 +398,7 @@ async def test_one_failed_answer_ends_all():
         running.script.decode_error_after = 3
         with pytest.raises(Overloaded):
             await chunks_of(running, sampling=SamplingParams(max_tokens=64, temperature=0.0, n=4))
-        await running.idle(2.0)
+        await running.idle(5.0)
         with pytest.raises(InvalidSampling, match="n ="):
             await chunks_of(running, sampling=SamplingParams(n=0))
 

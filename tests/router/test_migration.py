@@ -46,13 +46,13 @@ class Reading:
 
     async def until(self, num_tokens):
         """Wait until it has so many tokens of each answer that has begun."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(10.0):
             while not self.token_ids or min(map(len, self.token_ids.values())) < num_tokens:
                 await asyncio.sleep(0.005)
 
     async def seen(self, worker):
         """Wait until a worker has it."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(10.0):
             while not worker.seen:
                 await asyncio.sleep(0.005)
 
@@ -88,7 +88,7 @@ def admin(running):
 @pytest.mark.fast
 @pytest.mark.parametrize("num_tokens", [1, 5, 23])
 async def test_a_stream_goes_on_when_its_decode_worker_dies(num_tokens):
-    async with cluster(2, 2) as running:
+    async with cluster(2, 2, alive_s=20.0) as running:
         running.script.answer = ANSWER
         running.script.decode_hangs_after = num_tokens - 1
         reading = Reading(running)
@@ -98,7 +98,7 @@ async def test_a_stream_goes_on_when_its_decode_worker_dies(num_tokens):
         start_s = time.monotonic()
         await kill(running, dead)
         await reading.task
-        assert time.monotonic() - start_s < 1.0, "a broken connection needs no heartbeat to be seen"
+        assert time.monotonic() - start_s < 8.0, "a broken connection needs no heartbeat to be seen"
         assert reading.text == ANSWER
         stats = reading.stats[0]
         num_had = num_tokens + (num_tokens - 1) % 2  # the script has two tokens in an event
@@ -164,10 +164,11 @@ async def test_two_migrations_and_no_more():
     async with cluster(1, 4, migration=MigrationConfig(quarantine_deaths=0)) as running:
         running.script.answer = ANSWER
         running.script.step = 1
+        running.script.decode_hangs_after = 3 - 1
         reading = Reading(running)
-        for num_tokens in (3, 7, 11):
-            running.script.decode_hangs_after = num_tokens - 1
+        for num_tokens, then in ((3, 7), (7, 11), (11, 15)):
             await reading.until(num_tokens)
+            running.script.decode_hangs_after = then - 1
             await kill(running, serving(running, "decode"))
         with pytest.raises(WorkerLost) as caught:
             await reading.task
@@ -190,14 +191,14 @@ async def test_a_stream_waits_for_a_worker_when_none_is_left():
         await running.add("decode", "decode-1")
         start_s = time.monotonic()
         await reading.task
-        assert time.monotonic() - start_s < 1.7, "the longest pause between two looks"
+        assert time.monotonic() - start_s < 5.0, "the longest pause between two looks is a second"
         assert reading.text == "hello world"
 
 
 async def test_the_wait_is_bounded_by_itself_and_by_the_deadline():
     for config, kind in (
         ({"migration": MigrationConfig(wait_s=0.4)}, NoWorker),
-        ({"request_timeout_s": 0.8}, RequestDeadlineExceeded),
+        ({"request_timeout_s": 1.5}, RequestDeadlineExceeded),
     ):
         async with cluster(**config) as running:
             running.script.decode_hangs_after = 4
@@ -207,7 +208,7 @@ async def test_the_wait_is_bounded_by_itself_and_by_the_deadline():
             await kill(running, "decode-0")
             with pytest.raises(kind) as caught:
                 await reading.task
-            assert time.monotonic() - start_s < 1.2
+            assert time.monotonic() - start_s < 5.0, "else it would be half a minute"
             assert caught.value.fields["tried"] == ["prefill-0 and decode-0: death"]
             assert reading.text == "hello"
             await running.idle(3.0)
@@ -216,13 +217,13 @@ async def test_the_wait_is_bounded_by_itself_and_by_the_deadline():
 async def test_a_request_that_has_not_begun_is_refused_at_once_where_nobody_is():
     async with cluster() as running:
         await kill(running, "decode-0")
-        async with asyncio.timeout(4.0):
+        async with asyncio.timeout(10.0):
             while running.router.members.live("decode"):
                 await asyncio.sleep(0.05)
         start_s = time.monotonic()
         with pytest.raises(NoWorker):
             await Reading(running).task
-        assert time.monotonic() - start_s < 0.5
+        assert time.monotonic() - start_s < 5.0, "else it would be half a minute"
 
 
 async def test_a_connection_that_broke_alone_is_used_again():
@@ -235,7 +236,7 @@ async def test_a_connection_that_broke_alone_is_used_again():
         start_s = time.monotonic()
         await reading.task
         assert reading.text == "hello world"
-        assert 0.4 < time.monotonic() - start_s < 2.5
+        assert 0.4 < time.monotonic() - start_s < 8.0, "before it is known that the worker died"
         assert not running.router.migration.presence.is_unsettled(worker_of(running, "decode-0"))
 
 
@@ -258,7 +259,7 @@ async def test_each_answer_of_several_goes_on_by_itself():
         running.script.answer = ANSWER
         running.script.decode_hangs_after = 4
         reading = Reading(running, sampling=SamplingParams(max_tokens=64, temperature=0.0, n=3))
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(10.0):
             while len(reading.token_ids) < 3:
                 await asyncio.sleep(0.005)
         await reading.until(5)
@@ -308,7 +309,7 @@ async def test_a_drained_worker_gets_nothing_new_and_is_left_after_the_grace():
         reading = Reading(running)
         await reading.until(5)
         drained = serving(running, "decode")
-        reply = await admin(running).Drain(admin_pb2.DrainRequest(worker_id=drained, grace_ms=400))
+        reply = await admin(running).Drain(admin_pb2.DrainRequest(worker_id=drained, grace_ms=60_000))
         assert (reply.draining, reply.num_streams) == (True, 1)
         running.script.decode_hangs_after = None
         for _ in range(3):
@@ -317,6 +318,7 @@ async def test_a_drained_worker_gets_nothing_new_and_is_left_after_the_grace():
             assert other.stats[0].decode_worker != drained
         await asyncio.sleep(0.15)
         assert reading.text == ANSWER[:5], "within the grace it may finish where it is"
+        await admin(running).Drain(admin_pb2.DrainRequest(worker_id=drained, grace_ms=100))
         await reading.task
         assert (reading.text, reading.stats[0].num_migrations) == (ANSWER, 1)
         assert 'baton_migrations_total{cause="drain"} 1.0' in running.router.metrics.render()
@@ -349,8 +351,9 @@ async def test_a_drain_ends_no_stream():
         worker = worker_of(running, "decode-0")
         worker.epoch += 100_000
         running.router.members.heartbeat(worker.state())
-        await asyncio.sleep(0.12)
-        assert not running.router.migration.drains.lives(), "the process that replaces it serves"
+        async with asyncio.timeout(10.0):  # the process that replaces it serves
+            while running.router.migration.drains.lives():
+                await asyncio.sleep(0.005)
 
 
 async def test_only_live_workers_are_drained():
@@ -370,10 +373,11 @@ async def test_a_request_that_kills_workers_is_refused_until_it_is_pardoned():
         running.script.answer = ANSWER
         running.script.step = 1
         bystanders = []
+        running.script.decode_hangs_after = 3 - 1
         poison = Reading(running, prompt="poison")
-        for num_tokens in (3, 7):
-            running.script.decode_hangs_after = num_tokens - 1
+        for num_tokens, then in ((3, 7), (7, 11)):
             await poison.until(num_tokens)
+            running.script.decode_hangs_after = then - 1
             await kill(running, serving(running, "decode"))
         with pytest.raises(RequestQuarantined) as caught:
             await poison.task
@@ -410,7 +414,7 @@ async def test_many_bystanders_of_one_death_go_on():
         await asyncio.gather(*(reading.task for reading in readings))
         assert {reading.text for reading in readings} == {ANSWER}
         assert sum(reading.stats[0].num_migrations for reading in readings) == 8
-        async with asyncio.timeout(3.0):
+        async with asyncio.timeout(10.0):
             while len(running.router.members.live("decode")) > 1:
                 await asyncio.sleep(0.02)
         assert (await status_of(running)).quarantined == []

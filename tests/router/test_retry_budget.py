@@ -95,7 +95,7 @@ async def test_without_budget_the_first_error_stands_with_the_time_to_try_again(
 async def test_migrations_need_no_budget_nor_do_streams_that_have_begun():
     async with cluster(2, 2, migration=MigrationConfig(max_migrations=2)) as running:
         empty(running)
-        running.script.token_delay_s = 0.05
+        running.script.decode_hangs_after = 4
         sampling = SamplingParams(max_tokens=64, temperature=0.0)
 
         async def answer():
@@ -106,10 +106,15 @@ async def test_migrations_need_no_budget_nor_do_streams_that_have_begun():
         async with asyncio.timeout(10.0):
             while sum(len(worker.running()) for worker in running.of("decode")) < 8:
                 await asyncio.sleep(0.005)
-        lost = running.of("decode")[0]
+            while running.router.metrics.total("generation_tokens") < 8 * 5:
+                await asyncio.sleep(0.005)
+        running.script.decode_hangs_after = None
+        lost, other = running.of("decode")
         assert lost.running()
         lost.epoch += 1000
         running.router.members.heartbeat(lost.state())
+        for seen in other.running():
+            seen.hang.set()
         assert await asyncio.gather(*answers) == ["hello world"] * 8
         assert running.router.metrics.total("migrations") > 0
         assert running.router.retries.num_refused == 0

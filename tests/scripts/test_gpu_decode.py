@@ -76,8 +76,8 @@ def test_results_are_there_as_soon_as_a_stage_ends_and_the_whole_run_has_a_limit
         stage("late", "print(2)"),
     ]
     begin_s = time.monotonic()
-    run_all(stages, out, 2.5)
-    assert time.monotonic() - begin_s < 10.0
+    run_all(stages, out, 4.0)
+    assert time.monotonic() - begin_s < 20.0
     found = summary(out)
     assert found["looks"]["last"][0] == "1"
     assert found["slow"]["status"] == "timeout"

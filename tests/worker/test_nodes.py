@@ -122,7 +122,7 @@ def inventory(node):
     return reply.workers[0].state.inventory
 
 
-def wait_idle(nodes, timeout_s=2.0):
+def wait_idle(nodes, timeout_s=4.0):
     deadline_s = time.monotonic() + timeout_s
     while any(
         (held := inventory(node)).num_blocks_free != held.num_blocks or held.num_attends or held.num_landings
@@ -163,7 +163,7 @@ def test_tokens_over_grpc_equal_the_one_process_engine(nodes, stubs):
 
 
 def test_heartbeats_tell_the_router_who_is_there(nodes, membership):
-    deadline_s = time.monotonic() + 5.0
+    deadline_s = time.monotonic() + 10.0
     while set(membership.states) != {"prefill-0", "decode-0"}:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -202,7 +202,7 @@ def test_k_is_changed_while_a_sequence_runs(nodes, stubs, membership):
             with pytest.raises(grpc.RpcError) as refused:
                 set_mode(**wrong)
             assert type(error_from_rpc(refused.value)) is InvalidRequest
-        deadline_s = time.monotonic() + 5.0
+        deadline_s = time.monotonic() + 10.0
         while membership.states["decode-0"].speculation.num_draft_tokens != 0:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
@@ -274,7 +274,7 @@ def test_a_full_queue_refuses_and_loses_nothing(nodes, stubs):
     streams = [decode_stub.Attend(attend_request(request(f"many{n}"), time.monotonic())) for n in range(8)]
     for stream in streams:
         next(stream)
-    deadline_s = time.monotonic() + 2.0
+    deadline_s = time.monotonic() + 10.0
     while inventory(nodes[1]).num_attends < 8:
         assert time.monotonic() < deadline_s
     with pytest.raises(grpc.RpcError) as caught:

@@ -86,7 +86,7 @@ async def test_a_stream_with_its_usage():
         more = {"include_usage": True, "continuous_usage_stats": True}
         counts = [chunk.usage.completion_tokens for chunk in await streamed(client, stream_options=more)]
         assert counts == sorted(counts)
-        assert (counts[:2], counts[-1]) == ([0, 1], 11)
+        assert (counts[0], counts[-1]) == (0, 11)
         assert all(chunk.usage is None for chunk in await streamed(client))
 
 

@@ -153,7 +153,10 @@ async def test_openais_client_raises_its_own_errors_and_tries_again_where_that_h
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("other")
         running.script.prefill_hangs = True
-        hung = await asyncio.wait_for(first_bytes(client), 5)
+        hung = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HI))
+        async with asyncio.timeout(10.0):
+            while not running.of("prefill")[0].seen:
+                await asyncio.sleep(0.01)
         with pytest.raises(openai.RateLimitError) as refused:
             await client.chat.completions.create(model=MODEL, messages=HI)
         assert refused.value.response.headers["retry-after"] == "1"
@@ -162,13 +165,6 @@ async def test_openais_client_raises_its_own_errors_and_tries_again_where_that_h
         asyncio.get_running_loop().call_later(0.3, hung.cancel)
         answer = await client.with_options(max_retries=3).chat.completions.create(model=MODEL, messages=HI)
         assert answer.choices[0].message.content == "hello world"
-
-
-async def first_bytes(client):
-    """A chat that is under way, as a task."""
-    task = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HI))
-    await asyncio.sleep(0.3)
-    return task
 
 
 async def test_without_workers_it_is_alive_and_not_ready():
@@ -226,12 +222,15 @@ async def test_a_client_that_leaves_cancels_its_request_at_once(is_stream, when)
         running.script.prefill_hangs = when == "prefill"
         running.script.decode_hangs_after = 3
         task = asyncio.create_task(reading(client, is_stream))
-        while not any(worker.running() for worker in running.workers):
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(10.0):
+            while not all(worker.seen for worker in running.workers) or (
+                when == "decode" and running.of("prefill")[0].running()
+            ):
+                await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        prefill, decode = await running.idle(0.5)
+        prefill, decode = await running.idle()
         assert decode[0].cancelled
         assert prefill[0].cancelled == (when == "prefill")
         assert running.router.metrics.total("requests_failed") == 1
