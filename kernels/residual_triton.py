@@ -1,22 +1,42 @@
 """Drafts that are judged by chance: the verdict, what they leave over of the target, and the draw from that.
 
-`residual_kernel` sums what is left over in each chunk. Its programs find the verdict from the scan each for themselves,
-rather than wait for a launch that tells them, for all drafts at once: what takes time is to wait for memory, not to
-compute. The first program of a sequence leaves what it found, so that the decision stands on the same numbers; `pick`
-then looks into one chunk alone.
+Most rows are read once, by the scan. Where a draft is a point mass, it leaves of a chunk what the scan found there, less
+its own mass; where all drafts stand, that is all there is. `drawn`, a part of the decision, so finds the chunk and looks
+into this one alone. Only rows whose drafts were drawn from probabilities are read again: `residual_kernel` sums what is
+left over in each of their chunks. It has programs for rows of probabilities, not for sequences, lest most of them start
+for nothing; each finds its sequence's verdict from the scan, rather than wait for a launch that tells it. The first of a
+sequence leaves what it found, so that the decision stands on the same numbers.
 
-Shapes: N tokens of a chunk, M chunks of a row and P places of a sequence, rounded up to powers of two.
+Subtracting leaves a weight of rounding where there may be no other token: a chunk without one is passed over.
+
+Shapes: X blocks of four of the N tokens of a chunk, M chunks of a row and P places of a sequence, rounded up to powers
+of two; S sequences that are looked at together.
 """
 
 import triton
 import triton.language as tl
 
-from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, REJECT, TYPES, is_kept, masses
-from baton.kernels.noise_triton import uniform
+from baton.kernels import choose_triton
+from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, REJECT, TYPES, is_kept
+from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.noise_triton import quick_exp2, uniform
 from baton.kernels.row_triton import num_usable, row_tokens
 from baton.kernels.variant import Variant
 
 RESIDUAL_WARPS = 8
+RESIDUAL_REGISTERS = 80  # so that three programs share a multiprocessor
+SEARCHED = 256
+
+_TRIES = tl.constexpr(4)
+
+
+def launch(common, drawn, vocab_size, num_columns, num_chunks, num_sequences, num_rows_of_probs, flags, device) -> None:
+    """Sum what drafts that were drawn from probabilities leave over in each chunk."""
+    residual_kernel[(num_chunks, num_rows_of_probs)](
+        *common, *drawn, vocab_size, num_columns, num_chunks, num_sequences, **flags,
+        QUICK=choose_triton.is_quick(), S=SEARCHED, num_warps=RESIDUAL_WARPS, **dependent_launch(device),
+        **({"maxnreg": RESIDUAL_REGISTERS} if choose_triton.is_quick() else {}),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -26,39 +46,52 @@ def ratio(above, below):
 
 
 @triton.jit
+def at_place(value_P, place, P: tl.constexpr):
+    """One of so many numbers."""
+    return tl.sum(tl.where(tl.arange(0, P) == place, value_P, 0.0))
+
+
+@triton.jit
+def fours_of(start, N: tl.constexpr):
+    """The tokens of a chunk: [X, 4]."""
+    return start + tl.arange(0, N // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
 def columns_of(t2d, token_N, V, C, PROBS: tl.constexpr):
-    """The draft head's columns of tokens, -1 where it has none."""
-    column_N = token_N
+    """The draft head's columns of tokens, int32; -1 where it has none."""
     if PROBS == 2:
-        column_N = tl.load(t2d + token_N, mask=token_N < V, other=-1).to(tl.int32)
-    return tl.where((column_N < C) & (token_N < V), column_N, -1)
+        return tl.load(t2d + token_N, mask=token_N < V, other=-1).to(tl.int32)
+    else:
+        return tl.where((token_N < C) & (token_N < V), token_N, -1)
+
+
+@triton.jit
+def proposed(probs, probs_row, place, column_N, C, K: tl.constexpr):
+    """Q of a draft by columns, float32."""
+    at_N = probs + (probs_row.to(tl.int64) * K + place) * C + column_N
+    return tl.load(at_N, mask=(column_N >= 0) & (column_N < C), other=0.0)
+
+
+@triton.jit
+def share_of(x_N, best, scale, over, QUICK: tl.constexpr):
+    """P of tokens that stay, float32; `scale` is log2 e over the temperature, `over` one over the row's mass."""
+    return quick_exp2((x_N - best) * scale, QUICK) * over
 
 
 @triton.jit
 def left_over(
-    logits, base, edited, source, bound_R, last_R, row, best, total, temperature, drafts, probs, probs_row, t2d,
-    sequence, place, usable, reach, token_N, V, C,
-    K: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr,
+    logits, row_stride, edited, edited_row, bound_R, last_R, row, best, scale, over, reach, q_N, token_N, V,
+    EDITED: tl.constexpr, BOUNDED: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """Max(reach p - q, 0) of tokens, float32, of the row after `place` drafts; and p."""
-    x_N = row_tokens(logits, base, edited, source, token_N, V, EDITED)
+    """Max(reach p - q, 0) of a row's tokens, float32; and p."""
+    source = -1
+    if EDITED:
+        source = tl.load(edited_row + row)
+    x_N = row_tokens(logits, row.to(tl.int64) * row_stride, edited, source, token_N, V, EDITED)
     kept_N = is_kept(x_N, token_N, bound_R, last_R, row, BOUNDED)
-    p_N = tl.where(kept_N, tl.exp((x_N - best) / temperature) / total.to(tl.float32), 0.0)
-    q_N = p_N * 0.0
-    if (place < usable) & (K > 0):
-        if probs_row < 0:
-            q_N = tl.where(token_N == tl.load(drafts + sequence * K + place), 1.0, 0.0)
-        else:
-            column_N = columns_of(t2d, token_N, V, C, PROBS)
-            at_N = probs + (probs_row.to(tl.int64) * K + place) * C + column_N
-            q_N = tl.load(at_N, mask=column_N >= 0, other=0.0).to(tl.float32)
+    p_N = tl.where(kept_N, share_of(x_N, best, scale, over, QUICK), 0.0)
     return tl.maximum(p_N * reach.to(tl.float32) - q_N, 0.0), p_N
-
-
-@triton.jit
-def at_place(value_P, place, P: tl.constexpr):
-    """One of so many numbers."""
-    return tl.sum(tl.where(tl.arange(0, P) == place, value_P, 0.0))
 
 
 @triton.jit
@@ -68,32 +101,35 @@ def chances_of(
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
     P: tl.constexpr,
 ):  # fmt: skip
-    """P and q of each draft, float64, 0 where there is none; the largest logit of each row, and its mass, float64."""
+    """P and q of each draft, float64, 0 where there is none; the largest logit of each row, and its mass, float64.
+
+    What can be loaded is on its way before it is known which drafts count; what then does not count is anything.
+    """
     place_P, chunk_1M = tl.arange(0, P), tl.arange(0, M)[None, :]
     row_P = sequence * Q + tl.minimum(place_P, Q - 1)
-    is_draft_P = place_P < usable
-    token_P = tl.load(drafts + sequence * (Q - 1) + place_P, mask=is_draft_P, other=0x7FFFFFFF).to(tl.int32)
     at_PM = values + 2 * (row_P[:, None] * num_chunks + chunk_1M)
-    is_there_PM = (place_P[:, None] <= usable) & (chunk_1M < num_chunks)
-    best_PM = tl.load(at_PM, mask=is_there_PM, other=float("-inf"))
-    sum_PM = tl.load(at_PM + 1, mask=is_there_PM, other=0.0)
-    best_P = tl.maximum(tl.max(best_PM, axis=1), -3.0e38)
-    shift_PM = tl.where(best_PM > float("-inf"), (best_PM - best_P[:, None]) / temperature, 0.0)
-    mass_PM = tl.where(best_PM > float("-inf"), sum_PM.to(tl.float64) * tl.exp(shift_PM.to(tl.float64)), 0.0)
-    total_P = tl.sum(mass_PM, axis=1)
-    total_P = tl.where(total_P > 0.0, total_P, 1.0)  # of rows that may not be read, too
+    best_PM = tl.load(at_PM, mask=chunk_1M < num_chunks, other=float("-inf"))
+    sum_PM = tl.load(at_PM + 1, mask=chunk_1M < num_chunks, other=0.0)
+    token_P = tl.load(drafts + sequence * (Q - 1) + place_P, mask=place_P < Q - 1, other=-1).to(tl.int32)
+    is_draft_P = place_P < usable
+    token_P = tl.where(is_draft_P, token_P, 0x7FFFFFFF)
     source_P = row_P * 0 - 1
     if EDITED:
         source_P = tl.load(edited_row + row_P)
     x_P = row_tokens(logits, row_P.to(tl.int64) * row_stride, edited, source_P, token_P, V, EDITED)
-    kept_P = is_kept(x_P, token_P, bound_R, last_R, row_P, BOUNDED) & is_draft_P
-    p_P = tl.where(kept_P, tl.exp((x_P - best_P) / temperature) / total_P.to(tl.float32), 0.0).to(tl.float64)
     q_P = is_draft_P.to(tl.float64)
     if PROBS > 0:
-        if probs_row >= 0:
-            column_P = columns_of(t2d, token_P, V, C, PROBS)
-            at_P = probs + (probs_row.to(tl.int64) * (Q - 1) + place_P) * C + tl.maximum(column_P, 0)
-            q_P = tl.load(at_P, mask=is_draft_P & (column_P >= 0), other=0.0).to(tl.float64)
+        column_P = columns_of(t2d, token_P, V, C, PROBS)
+        q_P = proposed(probs, probs_row, tl.minimum(place_P, Q - 2), column_P, C, Q - 1).to(tl.float64)
+    best_PM = tl.where(place_P[:, None] <= usable, best_PM, float("-inf"))
+    best_P = tl.maximum(tl.max(best_PM, axis=1), -3.0e38)
+    is_there_PM = best_PM > float("-inf")
+    shift_PM = tl.where(is_there_PM, (best_PM - best_P[:, None]) / temperature, 0.0)
+    mass_PM = tl.where(is_there_PM, sum_PM * tl.exp(shift_PM), 0.0)
+    total_P = tl.sum(mass_PM.to(tl.float64), axis=1)
+    total_P = tl.where(total_P > 0.0, total_P, 1.0)  # of rows that may not be read, too
+    kept_P = is_kept(x_P, token_P, bound_R, last_R, row_P, BOUNDED) & is_draft_P
+    p_P = tl.where(kept_P, tl.exp((x_P - best_P) / temperature) / total_P.to(tl.float32), 0.0).to(tl.float64)
     return p_P, q_P, best_P, total_P
 
 
@@ -103,90 +139,135 @@ def accepted_one_by_one(p_P, q_P, usable, seed, choice, position, P: tl.constexp
     place_P = tl.arange(0, P)
     draw_P = uniform(place_P, position, choice, tl.full([], 1, tl.int32), seed)
     stands_P = (draw_P < tl.minimum(ratio(p_P, q_P), 1.0)) & (place_P < usable)
-    return tl.min(tl.where(stands_P, P, place_P))
+    return tl.minimum(tl.min(tl.where(stands_P, P, place_P)), usable)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "edited", "edited_row", "bound_R", "last_R", "probs", "probs_row_B", "t2d", "left", "chances", "C",
-        "num_chunks",
-    ]
-)  # fmt: skip
-def residual_kernel(
-    logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
-    bound_R, last_R, values, probs, probs_row_B, t2d, left, chances, V, C, num_chunks,
+@triton.jit
+def reach_of(p_P, q_P, Q: tl.constexpr, P: tl.constexpr):
+    """How far the target covers the prefix that ends with each draft, float64."""
+    place_P, reach, reach_P = tl.arange(0, P), tl.full([], 1.0, tl.float64), p_P * 0.0
+    for place in tl.static_range(Q - 1):
+        reach = tl.minimum(ratio(reach * at_place(p_P, place, P), at_place(q_P, place, P)), 1.0)
+        reach_P = tl.where(place_P == place, reach, reach_P)
+    return reach_P
+
+
+@triton.jit
+def _next_of(probs_row_B, row, sequence, num_sequences, S: tl.constexpr):
+    """The first sequence after one whose drafts were drawn from this row of probabilities; their number if none."""
+    found, start = num_sequences, sequence + 1
+    while start < num_sequences:
+        sequence_S = start + tl.arange(0, S)
+        row_S = tl.load(probs_row_B + sequence_S, mask=sequence_S < num_sequences, other=-1)
+        found = tl.min(tl.where(row_S == row, sequence_S, num_sequences))
+        start = tl.where(found < num_sequences, num_sequences, start + S)
+    return found
+
+
+@triton.jit
+def _sum_rows(
+    logits, row_stride, edited, edited_row, drafts, cap, law, temperature, seed, choice, position, bound_R, last_R,
+    values, probs, probs_row, t2d, left, chances, V, C, num_chunks, sequence, chunk, column_X4,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
-    P: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """The weight that drafts leave over in each chunk: of the verdict's row, or of every row of a block."""
-    sequence, chunk = tl.program_id(0), tl.program_id(1)
-    law, temperature = tl.load(law_B + sequence), tl.load(temperature_B + sequence).to(tl.float32)
-    if ((law != REJECT) & (law != BLOCK)) | (temperature <= 0.0):
-        return
-    temperature = tl.maximum(temperature, 1e-30)
-    probs_row = -1
-    if PROBS > 0:
-        probs_row = tl.load(probs_row_B + sequence)
+    """Of a chunk of a sequence: of the verdict's row if a draft falls, or of every row that a block's may fall in."""
     usable = num_usable(drafts, cap, sequence, Q - 1)
     p_P, q_P, best_P, total_P = chances_of(
         logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, sequence,
         usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, P,
     )  # fmt: skip
+    first, past = 0, usable
+    if law == BLOCK:
+        said_P = reach_of(p_P, q_P, Q, P)
+    else:
+        first = accepted_one_by_one(p_P, q_P, usable, seed, choice, position, P)
+        past = tl.minimum(first + 1, usable)
+        said_P = first + p_P * 0.0
     if chunk == 0:
-        at_P = chances + sequence * (4 * P) + tl.arange(0, P)
-        tl.store(at_P, p_P)
-        tl.store(at_P + P, q_P)
-        tl.store(at_P + 2 * P, best_P.to(tl.float64))
-        tl.store(at_P + 3 * P, total_P)
-    is_block = (law == BLOCK) & (probs_row >= 0)
-    place, stop = 0, usable + 1
-    if not is_block:
-        place = accepted_one_by_one(
-            p_P, q_P, usable, tl.load(seed_B + sequence), tl.load(choice_B + sequence),
-            tl.load(position_B + sequence), P,
-        )  # fmt: skip
-        stop = place + 1
-    reach = tl.full([], 1.0, tl.float64)
-    token_N = chunk * N + tl.arange(0, N)
-    while place < stop:
+        at_P = chances + sequence * (3 * P) + tl.arange(0, P)
+        tl.store(at_P, said_P)
+        tl.store(at_P + P, best_P.to(tl.float64))
+        tl.store(at_P + 2 * P, total_P)
+    scale = 1.4426950408889634 / temperature
+    token_X4 = fours_of(chunk * N, N)
+    place = first
+    while place < past:
         row = sequence * Q + place
-        source = -1
-        if EDITED:
-            source = tl.load(edited_row + row)
-        weight_N, _ = left_over(
-            logits, row.to(tl.int64) * row_stride, edited, source, bound_R, last_R, row, at_place(best_P, place, P),
-            at_place(total_P, place, P), temperature, drafts, probs, probs_row, t2d, sequence, place, usable, reach,
-            token_N, V, C, Q - 1, EDITED, BOUNDED, PROBS,
+        reach = tl.full([], 1.0, tl.float64)
+        if (law == BLOCK) & (place > 0):
+            reach = at_place(said_P, place - 1, P)
+        q_X4 = proposed(probs, probs_row, place, column_X4, C, Q - 1)
+        weight_X4, _ = left_over(
+            logits, row_stride, edited, edited_row, bound_R, last_R, row, at_place(best_P, place, P), scale,
+            1.0 / at_place(total_P, place, P).to(tl.float32), reach, q_X4, token_X4, V, EDITED, BOUNDED, QUICK,
         )  # fmt: skip
-        tl.store(left + row * num_chunks + chunk, tl.sum(weight_N.to(tl.float64)))
-        if is_block & (place < usable):
-            reach = tl.minimum(ratio(reach * at_place(p_P, place, P), at_place(q_P, place, P)), 1.0)
+        tl.store(left + row * num_chunks + chunk, tl.sum(tl.sum(weight_X4, axis=1).to(tl.float64)))
         place += 1
+
+
+@triton.jit(
+    do_not_specialize=[
+        "edited", "edited_row", "bound_R", "last_R", "probs", "probs_row_B", "t2d", "left", "chances", "C",
+        "num_chunks", "num_sequences",
+    ]
+)  # fmt: skip
+def residual_kernel(
+    logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
+    bound_R, last_R, values, probs, probs_row_B, t2d, left, chances, V, C, num_chunks, num_sequences,
+    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, S: tl.constexpr, QUICK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The weight that drafts leave over in each chunk, for the sequences of one row of probabilities; see the module."""
+    chunk, probs_row = tl.program_id(0), tl.program_id(1)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    column_X4 = columns_of(t2d, fours_of(chunk * N, N), V, C, PROBS)  # on its way while the verdict is found
+    sequence = _next_of(probs_row_B, probs_row, -1, num_sequences, S)
+    while sequence < num_sequences:
+        law, temperature = tl.load(law_B + sequence), tl.load(temperature_B + sequence).to(tl.float32)
+        seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
+        position = tl.load(position_B + sequence)
+        if ((law == REJECT) | (law == BLOCK)) & (temperature > 0.0):
+            _sum_rows(
+                logits, row_stride, edited, edited_row, drafts, cap, law, tl.maximum(temperature, 1e-30), seed, choice,
+                position, bound_R, last_R, values, probs, probs_row, t2d, left, chances, V, C, num_chunks, sequence,
+                chunk, column_X4, Q, EDITED, BOUNDED, PROBS, M, P, N, QUICK,
+            )  # fmt: skip
+        sequence = _next_of(probs_row_B, probs_row, sequence, num_sequences, S)
 
 
 @triton.jit
 def accepted_as_block(
-    p_P, q_P, left, sequence, usable, seed, choice, position, num_chunks,
+    reach_P, left, sequence, usable, seed, choice, position, num_chunks,
     Q: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Drafts that stand if the longest prefix that asks to stand is taken, and how far the target covers these."""
-    reach, reached = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
-    accepted = 0
     place_P, chunk_1M = tl.arange(0, P), tl.arange(0, M)[None, :]
-    at_PM = left + (sequence * Q + tl.minimum(place_P, Q - 2) + 1)[:, None] * num_chunks + chunk_1M
-    is_there_PM = (place_P[:, None] < usable) & (chunk_1M < num_chunks)
+    at_PM = left + (sequence * Q + tl.minimum(place_P + 1, Q - 1))[:, None] * num_chunks + chunk_1M
+    is_there_PM = (place_P[:, None] + 1 < usable) & (chunk_1M < num_chunks)
     rest_P = tl.sum(tl.load(at_PM, mask=is_there_PM, other=0.0), axis=1)
+    rest_P = tl.where(place_P + 1 == usable, reach_P, rest_P)  # no draft after it takes any of its reach
     draw_P = uniform(place_P, position, choice, tl.full([], 1, tl.int32), seed)
-    for place in range(Q - 1):
-        if place < usable:
-            reach = tl.minimum(ratio(reach * at_place(p_P, place, P), at_place(q_P, place, P)), 1.0)
-            rest = at_place(rest_P, place, P)
-            total = rest + (1.0 - reach)
-            chance = tl.where(total > 0.0, ratio(rest, total), 1.0)
-            stands = at_place(draw_P, place, P) < chance
-            accepted = tl.where(stands, place + 1, accepted)
-            reached = tl.where(stands, reach, reached)
-    return accepted, reached
+    total_P = rest_P + (1.0 - reach_P)
+    chance_P = tl.where(total_P > 0.0, ratio(rest_P, total_P), 1.0)
+    accepted = tl.max(tl.where((draw_P < chance_P) & (place_P < usable), place_P + 1, 0))
+    return accepted, tl.where(accepted > 0, at_place(reach_P, accepted - 1, P), 1.0)
+
+
+@triton.jit
+def first_past(weight_X4, token_X4, threshold, V):
+    """The first token of a chunk at which the sum of weights exceeds a number, or the last of any; -1 if none has any.
+
+    Four at a time are added up as float32, and these sums as float64.
+    """
+    sum_X = tl.sum(weight_X4, axis=1).to(tl.float64)
+    need_X = (threshold - (tl.cumsum(sum_X, axis=0) - sum_X)).to(tl.float32)
+    is_past_X4 = (tl.cumsum(weight_X4, axis=1) > need_X[:, None]) & (weight_X4 > 0.0)
+    found = tl.min(tl.where(is_past_X4, token_X4, V))
+    last = tl.max(tl.where(weight_X4 > 0.0, token_X4, -1))
+    return tl.where(found < V, found, last)
 
 
 @triton.jit
@@ -194,53 +275,116 @@ def pick(
     logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, left, sequence,
     place, best, total, usable, reach, temperature, draw, V, C, num_chunks,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr,
+    N: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """The first token whose cumulative weight exceeds its part of the sum; of what is left over, or else of all."""
-    row = sequence * Q + place
-    chunk_M = tl.arange(0, M)
-    source = -1
-    if EDITED:
-        source = tl.load(edited_row + row)
-    _, mass_M = masses(values, row, num_chunks, temperature, M)
-    weight_M = tl.load(left + row * num_chunks + chunk_M, mask=chunk_M < num_chunks, other=0.0)
-    is_empty = tl.sum(weight_M) <= 0.0
-    weight_M = tl.where(is_empty, mass_M, weight_M)
-    reached_M = tl.cumsum(weight_M, axis=0)
-    threshold = draw * tl.sum(weight_M)
-    last = tl.max(tl.where(weight_M > 0.0, chunk_M, 0))
-    chunk = tl.min(tl.where((reached_M > threshold) & (weight_M > 0.0), chunk_M, last))
-    before = tl.sum(tl.where(chunk_M == chunk, reached_M - weight_M, 0.0))
-    token_N = chunk * N + tl.arange(0, N)
-    left_N, p_N = left_over(
-        logits, row.to(tl.int64) * row_stride, edited, source, bound_R, last_R, row, best, total, temperature, drafts,
-        probs, probs_row, t2d, sequence, place, usable, reach, token_N, V, C, Q - 1, EDITED, BOUNDED, PROBS,
+    row, chunk_M = sequence * Q + place, tl.arange(0, M)
+    at_M, is_there_M = values + 2 * (row * num_chunks + chunk_M), chunk_M < num_chunks
+    best_M = tl.load(at_M, mask=is_there_M, other=float("-inf"))
+    sum_M = tl.load(at_M + 1, mask=is_there_M, other=0.0)
+    scale, over = 1.4426950408889634 / temperature, 1.0 / total.to(tl.float32)
+    # 0 where each token's share is; so a chunk that is taken for its mass has a token to be taken.
+    share_M = tl.where(best_M > float("-inf"), share_of(best_M, best, scale, over, QUICK), 0.0)
+    whole_M = tl.where(share_M > 0.0, share_M * sum_M, 0.0).to(tl.float64)
+    weight_M, draft = whole_M, -1
+    if Q > 1:
+        if place < usable:
+            token = tl.load(drafts + sequence * (Q - 1) + place).to(tl.int32)
+            if probs_row >= 0:
+                weight_M = tl.load(left + row * num_chunks + chunk_M, mask=is_there_M, other=0.0)
+            else:
+                draft = token
+                source = -1
+                if EDITED:
+                    source = tl.load(edited_row + row)
+                token_M = chunk_M * 0 + token
+                x_M = row_tokens(logits, row.to(tl.int64) * row_stride, edited, source, token_M, V, EDITED)
+                is_home_M = (chunk_M == token // N) & is_kept(x_M, token_M, bound_R, last_R, row, BOUNDED)
+                own_M = tl.where(is_home_M, quick_exp2((x_M - best_M) * scale, QUICK), 0.0)
+                rest_M = tl.maximum(sum_M - own_M, 0.0)
+                weight_M = tl.where(share_M > 0.0, share_M * rest_M, 0.0).to(tl.float64)
+    reach = tl.where(place < usable, reach, 1.0)
+    found, index = -1, 0
+    while index < _TRIES:
+        is_empty = tl.sum(weight_M) <= 0.0
+        taken_M = tl.where(is_empty, whole_M, weight_M)
+        reached_M = tl.cumsum(taken_M, axis=0)
+        threshold = draw * tl.sum(taken_M)
+        last = tl.max(tl.where(taken_M > 0.0, chunk_M, 0))
+        chunk = tl.min(tl.where((reached_M > threshold) & (taken_M > 0.0), chunk_M, last))
+        before = tl.sum(tl.where(chunk_M == chunk, reached_M - taken_M, 0.0))
+        token_X4 = fours_of(chunk * N, N)
+        q_X4 = tl.where(token_X4 == draft, 1.0, 0.0)
+        if PROBS > 0:
+            if (probs_row >= 0) & (place < usable):
+                q_X4 = proposed(probs, probs_row, place, columns_of(t2d, token_X4, V, C, PROBS), C, Q - 1)
+        left_X4, p_X4 = left_over(
+            logits, row_stride, edited, edited_row, bound_R, last_R, row, best, scale, over, reach, q_X4, token_X4, V,
+            EDITED, BOUNDED, QUICK,
+        )  # fmt: skip
+        found = first_past(tl.where(is_empty, p_X4, left_X4), token_X4, threshold - before, V)
+        weight_M = tl.where(chunk_M == chunk, 0.0, weight_M)
+        index = tl.where(found >= 0, _TRIES, index + 1)
+    return tl.maximum(found, 0)
+
+
+@triton.jit
+def drawn(
+    logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R, values,
+    probs, probs_row_B, t2d, left, chances, sequence, usable, V, C, num_chunks,
+    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, QUICK: tl.constexpr,
+):  # fmt: skip
+    """Drafts that stand by chance, and the draw after them; of a temperature above 0."""
+    temperature = tl.maximum(temperature, 1e-30)
+    probs_row = tl.full([], -1, tl.int32)
+    if PROBS > 0:
+        probs_row = tl.load(probs_row_B + sequence)
+    reach = tl.full([], 1.0, tl.float64)
+    if probs_row >= 0:
+        at_P = chances + sequence * (3 * P) + tl.arange(0, P)
+        said_P, best_P, total_P = tl.load(at_P), tl.load(at_P + P).to(tl.float32), tl.load(at_P + 2 * P)
+        if law == BLOCK:
+            accepted, reach = accepted_as_block(
+                said_P, left, sequence, usable, seed, choice, position, num_chunks, Q, M, P
+            )  # fmt: skip
+        else:
+            accepted = tl.max(said_P).to(tl.int32)
+    else:
+        p_P, q_P, best_P, total_P = chances_of(
+            logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, sequence,
+            usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, 0, M, P,
+        )  # fmt: skip
+        accepted = accepted_one_by_one(p_P, q_P, usable, seed, choice, position, P)
+    draw = uniform(tl.full([], 0, tl.int32), position, choice, tl.full([], 2, tl.int32), seed)
+    last = pick(
+        logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, left, sequence,
+        accepted, at_place(best_P, accepted, P), at_place(total_P, accepted, P), usable, reach, temperature, draw, V,
+        C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, N, QUICK,
     )  # fmt: skip
-    weight_N = tl.where(token_N < V, tl.where(is_empty, p_N * total.to(tl.float32), left_N), 0.0).to(tl.float64)
-    is_past_N = (before + tl.cumsum(weight_N, axis=0) > threshold) & (weight_N > 0.0)
-    found = tl.min(tl.where(is_past_N, token_N, V))
-    fallback = tl.max(tl.where(weight_N > 0.0, token_N, 0))
-    return tl.where(found < V, found, fallback)
+    return accepted, last
 
 
 TYPES_DRAWN = {"probs": "*fp32", "probs_row_B": "*i32", "t2d": "*i64", "left": "*fp64", "chances": "*fp64", "C": "i32"}
 
 
 def variants() -> list[Variant]:
-    """Three drafts of Qwen's vocabulary: point masses, and probabilities over a smaller head."""
+    """Three drafts of Qwen's vocabulary, drawn from probabilities over all of it, and over a smaller head."""
     found = []
-    for probs in (0, 2):
+    for probs, early in ((1, True), (2, True), (2, False)):
         constants = {"Q": 4, "EDITED": False, "BOUNDED": True, "PROBS": probs, "M": 64, "P": 4}
-        constants |= {"N": CHUNK}
+        constants |= {"N": CHUNK, "S": SEARCHED, "QUICK": early, "EARLY": early}
         found.append(
             Variant(
-                name=f"draft_residual bf16 Q=4{' head' if probs else ''}",
+                name=f"draft_residual bf16 Q=4{' head' if probs == 2 else ''}{'' if early else ' portable'}",
                 kernel=residual_kernel,
-                types={"logits": "*bf16", **TYPES, **TYPES_DRAWN},
+                types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, "num_sequences": "i32"},
                 constants=constants,
                 aligned=ALIGNED,
                 num_warps=RESIDUAL_WARPS,
-                max_registers=128,
+                max_registers=RESIDUAL_REGISTERS,
+                options={"maxnreg": RESIDUAL_REGISTERS} if early else {},
+                on_amd=not early,
             )
         )
     return found
