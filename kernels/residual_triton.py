@@ -134,10 +134,17 @@ def chances_of(
 
 
 @triton.jit
-def accepted_one_by_one(p_P, q_P, usable, seed, choice, position, P: tl.constexpr):
+def draws_of(seed, choice, position, P: tl.constexpr):
+    """What judges each draft; and in the last place, which no draft has, what the token after them is drawn by."""
+    place_P = tl.arange(0, P)
+    is_last_P = place_P == P - 1
+    return uniform(tl.where(is_last_P, 0, place_P), position, choice, tl.where(is_last_P, 2, 1), seed)
+
+
+@triton.jit
+def accepted_one_by_one(p_P, q_P, draw_P, usable, P: tl.constexpr):
     """Drafts that stand if each is judged once all before it stand."""
     place_P = tl.arange(0, P)
-    draw_P = uniform(place_P, position, choice, tl.full([], 1, tl.int32), seed)
     stands_P = (draw_P < tl.minimum(ratio(p_P, q_P), 1.0)) & (place_P < usable)
     return tl.minimum(tl.min(tl.where(stands_P, P, place_P)), usable)
 
@@ -173,6 +180,7 @@ def _sum_rows(
 ):  # fmt: skip
     """Of a chunk of a sequence: of the verdict's row if a draft falls, or of every row that a block's may fall in."""
     usable = num_usable(drafts, cap, sequence, Q - 1)
+    draw_P = draws_of(seed, choice, position, P)
     p_P, q_P, best_P, total_P = chances_of(
         logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, sequence,
         usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, P,
@@ -181,7 +189,7 @@ def _sum_rows(
     if law == BLOCK:
         said_P = reach_of(p_P, q_P, Q, P)
     else:
-        first = accepted_one_by_one(p_P, q_P, usable, seed, choice, position, P)
+        first = accepted_one_by_one(p_P, q_P, draw_P, usable, P)
         past = tl.minimum(first + 1, usable)
         said_P = first + p_P * 0.0
     if chunk == 0:
@@ -240,7 +248,7 @@ def residual_kernel(
 
 @triton.jit
 def accepted_as_block(
-    reach_P, left, sequence, usable, seed, choice, position, num_chunks,
+    reach_P, draw_P, left, sequence, usable, num_chunks,
     Q: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Drafts that stand if the longest prefix that asks to stand is taken, and how far the target covers these."""
@@ -249,7 +257,6 @@ def accepted_as_block(
     is_there_PM = (place_P[:, None] + 1 < usable) & (chunk_1M < num_chunks)
     rest_P = tl.sum(tl.load(at_PM, mask=is_there_PM, other=0.0), axis=1)
     rest_P = tl.where(place_P + 1 == usable, reach_P, rest_P)  # no draft after it takes any of its reach
-    draw_P = uniform(place_P, position, choice, tl.full([], 1, tl.int32), seed)
     total_P = rest_P + (1.0 - reach_P)
     chance_P = tl.where(total_P > 0.0, ratio(rest_P, total_P), 1.0)
     accepted = tl.max(tl.where((draw_P < chance_P) & (place_P < usable), place_P + 1, 0))
@@ -257,17 +264,18 @@ def accepted_as_block(
 
 
 @triton.jit
-def first_past(weight_X4, token_X4, threshold, V):
-    """The first token of a chunk at which the sum of weights exceeds a number, or the last of any; -1 if none has any.
+def first_past(weight_X4, threshold, N: tl.constexpr):
+    """The first place of a chunk where the sum of weights exceeds a number, or the last that has any; -1 if none has.
 
     Four at a time are added up as float32, and these sums as float64.
     """
+    place_X4 = fours_of(0, N)
     sum_X = tl.sum(weight_X4, axis=1).to(tl.float64)
     need_X = (threshold - (tl.cumsum(sum_X, axis=0) - sum_X)).to(tl.float32)
-    is_past_X4 = (tl.cumsum(weight_X4, axis=1) > need_X[:, None]) & (weight_X4 > 0.0)
-    found = tl.min(tl.where(is_past_X4, token_X4, V))
-    last = tl.max(tl.where(weight_X4 > 0.0, token_X4, -1))
-    return tl.where(found < V, found, last)
+    is_past_X4 = tl.cumsum(weight_X4, axis=1) > need_X[:, None]
+    # Those that are past come first, in order, then the others from behind: so one search finds either.
+    found = tl.min(tl.where(weight_X4 > 0.0, tl.where(is_past_X4, place_X4, 2 * N - place_X4), 3 * N))
+    return tl.where(found < N, found, tl.where(found < 3 * N, 2 * N - found, -1))
 
 
 @triton.jit
@@ -306,12 +314,13 @@ def pick(
     reach = tl.where(place < usable, reach, 1.0)
     found, index = -1, 0
     while index < _TRIES:
-        is_empty = tl.sum(weight_M) <= 0.0
+        is_empty = tl.max((weight_M > 0.0).to(tl.int32)) == 0
         taken_M = tl.where(is_empty, whole_M, weight_M)
         reached_M = tl.cumsum(taken_M, axis=0)
         threshold = draw * tl.sum(taken_M)
-        last = tl.max(tl.where(taken_M > 0.0, chunk_M, 0))
-        chunk = tl.min(tl.where((reached_M > threshold) & (taken_M > 0.0), chunk_M, last))
+        at_M = tl.where(reached_M > threshold, chunk_M, 2 * M - chunk_M)
+        chunk = tl.min(tl.where(taken_M > 0.0, at_M, 2 * M))
+        chunk = tl.where(chunk < M, chunk, 2 * M - chunk)  # past the sum, by rounding: the last that has any
         before = tl.sum(tl.where(chunk_M == chunk, reached_M - taken_M, 0.0))
         token_X4 = fours_of(chunk * N, N)
         q_X4 = tl.where(token_X4 == draft, 1.0, 0.0)
@@ -322,7 +331,8 @@ def pick(
             logits, row_stride, edited, edited_row, bound_R, last_R, row, best, scale, over, reach, q_X4, token_X4, V,
             EDITED, BOUNDED, QUICK,
         )  # fmt: skip
-        found = first_past(tl.where(is_empty, p_X4, left_X4), token_X4, threshold - before, V)
+        found = first_past(tl.where(is_empty, p_X4, left_X4), threshold - before, N)
+        found = tl.where(found >= 0, chunk * N + found, -1)
         weight_M = tl.where(chunk_M == chunk, 0.0, weight_M)
         index = tl.where(found >= 0, _TRIES, index + 1)
     return tl.maximum(found, 0)
@@ -331,22 +341,20 @@ def pick(
 @triton.jit
 def drawn(
     logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R, values,
-    probs, probs_row_B, t2d, left, chances, sequence, usable, V, C, num_chunks,
+    probs, probs_row, t2d, left, chances, sequence, usable, V, C, num_chunks,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """Drafts that stand by chance, and the draw after them; of a temperature above 0."""
     temperature = tl.maximum(temperature, 1e-30)
-    probs_row = tl.full([], -1, tl.int32)
-    if PROBS > 0:
-        probs_row = tl.load(probs_row_B + sequence)
+    draw_P = draws_of(seed, choice, position, P)
     reach = tl.full([], 1.0, tl.float64)
     if probs_row >= 0:
         at_P = chances + sequence * (3 * P) + tl.arange(0, P)
         said_P, best_P, total_P = tl.load(at_P), tl.load(at_P + P).to(tl.float32), tl.load(at_P + 2 * P)
         if law == BLOCK:
             accepted, reach = accepted_as_block(
-                said_P, left, sequence, usable, seed, choice, position, num_chunks, Q, M, P
+                said_P, draw_P, left, sequence, usable, num_chunks, Q, M, P
             )  # fmt: skip
         else:
             accepted = tl.max(said_P).to(tl.int32)
@@ -355,12 +363,11 @@ def drawn(
             logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, sequence,
             usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, 0, M, P,
         )  # fmt: skip
-        accepted = accepted_one_by_one(p_P, q_P, usable, seed, choice, position, P)
-    draw = uniform(tl.full([], 0, tl.int32), position, choice, tl.full([], 2, tl.int32), seed)
+        accepted = accepted_one_by_one(p_P, q_P, draw_P, usable, P)
     last = pick(
         logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, left, sequence,
-        accepted, at_place(best_P, accepted, P), at_place(total_P, accepted, P), usable, reach, temperature, draw, V,
-        C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, N, QUICK,
+        accepted, at_place(best_P, accepted, P), at_place(total_P, accepted, P), usable, reach, temperature,
+        at_place(draw_P, P - 1, P), V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, N, QUICK,
     )  # fmt: skip
     return accepted, last
 

@@ -133,6 +133,9 @@ def _decide_kernel(
         law = tl.load(law_B + sequence)
     seed, choice, position = tl.load(seed_B + sequence), tl.load(choice_B + sequence), tl.load(position_B + sequence)
     usable = num_usable(drafts, cap, sequence, Q - 1)
+    probs_row = tl.full([], -1, tl.int32)
+    if PROBS > 0:
+        probs_row = tl.load(probs_row_B + sequence)
     if law < 0:
         for place in tl.static_range(Q):
             tl.store(token_ids + sequence * Q + place, 0)
@@ -144,7 +147,7 @@ def _decide_kernel(
         if CHANCE:
             accepted, last = drawn(
                 logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R,
-                last_R, values, probs, probs_row_B, t2d, left, chances, sequence, usable, V, C, num_chunks, Q, EDITED,
+                last_R, values, probs, probs_row, t2d, left, chances, sequence, usable, V, C, num_chunks, Q, EDITED,
                 BOUNDED, PROBS, M, P, N, QUICK,
             )  # fmt: skip
     else:
