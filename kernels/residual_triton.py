@@ -25,6 +25,7 @@ from baton.kernels.variant import Variant
 
 RESIDUAL_WARPS = 8
 RESIDUAL_REGISTERS = 80  # so that three programs share a multiprocessor
+PROGRAMS = 132 * 3  # of a launch: more take turns, and each finds the verdict anew
 SEARCHED = 256
 
 _TRIES = tl.constexpr(4)
@@ -32,8 +33,9 @@ _TRIES = tl.constexpr(4)
 
 def launch(common, drawn, vocab_size, num_columns, num_chunks, num_sequences, num_rows_of_probs, flags, device) -> None:
     """Sum what drafts that were drawn from probabilities leave over in each chunk."""
-    residual_kernel[(num_chunks, num_rows_of_probs)](
-        *common, *drawn, vocab_size, num_columns, num_chunks, num_sequences, **flags,
+    span = min(num_chunks, triton.cdiv(num_rows_of_probs * num_chunks, PROGRAMS))
+    residual_kernel[(triton.cdiv(num_chunks, span), num_rows_of_probs)](
+        *common, *drawn, vocab_size, num_columns, num_chunks, num_sequences, span, **flags,
         QUICK=choose_triton.is_quick(), S=SEARCHED, num_warps=RESIDUAL_WARPS, **dependent_launch(device),
         **({"maxnreg": RESIDUAL_REGISTERS} if choose_triton.is_quick() else {}),
     )  # fmt: skip
@@ -58,40 +60,45 @@ def fours_of(start, N: tl.constexpr):
 
 
 @triton.jit
-def columns_of(t2d, token_N, V, C, PROBS: tl.constexpr):
+def columns_of(t2d, token_N, V, PROBS: tl.constexpr):
     """The draft head's columns of tokens, int32; -1 where it has none."""
     if PROBS == 2:
         return tl.load(t2d + token_N, mask=token_N < V, other=-1).to(tl.int32)
     else:
-        return tl.where((token_N < C) & (token_N < V), token_N, -1)
+        return token_N
 
 
 @triton.jit
-def proposed(probs, probs_row, place, column_N, C, K: tl.constexpr):
-    """Q of a draft by columns, float32."""
-    at_N = probs + (probs_row.to(tl.int64) * K + place) * C + column_N
-    return tl.load(at_N, mask=(column_N >= 0) & (column_N < C), other=0.0)
+def proposed(probs, probs_row, place, column_N, V, C, K: tl.constexpr, PROBS: tl.constexpr):
+    """Q of a draft by columns, float32.
+
+    The sum of 32 bits keeps the compiler from holding an address of 64 bits for every token through a loop.
+    """
+    if PROBS == 2:
+        return tl.load(probs + probs_row.to(tl.int64) * K * C + (place * C + column_N), mask=column_N >= 0, other=0.0)
+    else:
+        return tl.load(probs + (probs_row.to(tl.int64) * K + place) * V + column_N, mask=column_N < V, other=0.0)
 
 
 @triton.jit
 def share_of(x_N, best, scale, over, QUICK: tl.constexpr):
-    """P of tokens that stay, float32; `scale` is log2 e over the temperature, `over` one over the row's mass."""
+    """P of tokens, float32; `scale` is log2 e over the temperature, `over` one over the row's mass."""
     return quick_exp2((x_N - best) * scale, QUICK) * over
 
 
 @triton.jit
 def left_over(
-    logits, row_stride, edited, edited_row, bound_R, last_R, row, best, scale, over, reach, q_N, token_N, V,
+    logits, row_stride, edited, edited_row, bound_R, last_R, row, best, scale, over, q_N, token_N, V,
     EDITED: tl.constexpr, BOUNDED: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """Max(reach p - q, 0) of a row's tokens, float32; and p."""
+    """Max(reach p - q, 0) of a row's tokens, float32, where `over` is the reach over the row's mass."""
     source = -1
     if EDITED:
         source = tl.load(edited_row + row)
     x_N = row_tokens(logits, row.to(tl.int64) * row_stride, edited, source, token_N, V, EDITED)
-    kept_N = is_kept(x_N, token_N, bound_R, last_R, row, BOUNDED)
-    p_N = tl.where(kept_N, share_of(x_N, best, scale, over, QUICK), 0.0)
-    return tl.maximum(p_N * reach.to(tl.float32) - q_N, 0.0), p_N
+    if BOUNDED:
+        x_N = tl.where(is_kept(x_N, token_N, bound_R, last_R, row, BOUNDED), x_N, float("-inf"))
+    return tl.maximum(share_of(x_N, best, scale, over, QUICK) - q_N, 0.0)
 
 
 @triton.jit
@@ -119,8 +126,8 @@ def chances_of(
     x_P = row_tokens(logits, row_P.to(tl.int64) * row_stride, edited, source_P, token_P, V, EDITED)
     q_P = is_draft_P.to(tl.float64)
     if PROBS > 0:
-        column_P = columns_of(t2d, token_P, V, C, PROBS)
-        q_P = proposed(probs, probs_row, tl.minimum(place_P, Q - 2), column_P, C, Q - 1).to(tl.float64)
+        column_P = columns_of(t2d, token_P, V, PROBS)
+        q_P = proposed(probs, probs_row, tl.minimum(place_P, Q - 2), column_P, V, C, Q - 1, PROBS).to(tl.float64)
     best_PM = tl.where(place_P[:, None] <= usable, best_PM, float("-inf"))
     best_P = tl.maximum(tl.max(best_PM, axis=1), -3.0e38)
     is_there_PM = best_PM > float("-inf")
@@ -173,24 +180,23 @@ def _next_of(probs_row_B, row, sequence, num_sequences, S: tl.constexpr):
 
 @triton.jit
 def _sum_rows(
-    logits, row_stride, edited, edited_row, drafts, cap, law, temperature, seed, choice, position, bound_R, last_R,
-    values, probs, probs_row, t2d, left, chances, V, C, num_chunks, sequence, chunk, column_X4,
+    logits, row_stride, edited, edited_row, drafts, cap, law, is_judged, temperature, seed, choice, position, bound_R,
+    last_R, values, probs, probs_row, t2d, left, chances, V, C, num_chunks, sequence, chunk, stop,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk of a sequence: of the verdict's row if a draft falls, or of every row that a block's may fall in."""
+    """Of some chunks of a sequence: of the verdict's row if a draft falls, or of every row that a block's may fall in."""
     usable = num_usable(drafts, cap, sequence, Q - 1)
-    draw_P = draws_of(seed, choice, position, P)
     p_P, q_P, best_P, total_P = chances_of(
         logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, sequence,
         usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, P,
     )  # fmt: skip
-    first, past = 0, usable
+    first, past = 0, tl.where(is_judged, usable, 0)
     if law == BLOCK:
         said_P = reach_of(p_P, q_P, Q, P)
     else:
-        first = accepted_one_by_one(p_P, q_P, draw_P, usable, P)
-        past = tl.minimum(first + 1, usable)
+        first = accepted_one_by_one(p_P, q_P, draws_of(seed, choice, position, P), usable, P)
+        past = tl.minimum(first + 1, past)
         said_P = first + p_P * 0.0
     if chunk == 0:
         at_P = chances + sequence * (3 * P) + tl.arange(0, P)
@@ -198,51 +204,53 @@ def _sum_rows(
         tl.store(at_P + P, best_P.to(tl.float64))
         tl.store(at_P + 2 * P, total_P)
     scale = 1.4426950408889634 / temperature
-    token_X4 = fours_of(chunk * N, N)
-    place = first
-    while place < past:
-        row = sequence * Q + place
-        reach = tl.full([], 1.0, tl.float64)
-        if (law == BLOCK) & (place > 0):
-            reach = at_place(said_P, place - 1, P)
-        q_X4 = proposed(probs, probs_row, place, column_X4, C, Q - 1)
-        weight_X4, _ = left_over(
-            logits, row_stride, edited, edited_row, bound_R, last_R, row, at_place(best_P, place, P), scale,
-            1.0 / at_place(total_P, place, P).to(tl.float32), reach, q_X4, token_X4, V, EDITED, BOUNDED, QUICK,
-        )  # fmt: skip
-        tl.store(left + row * num_chunks + chunk, tl.sum(tl.sum(weight_X4, axis=1).to(tl.float64)))
-        place += 1
+    while chunk < stop:
+        token_X4 = fours_of(chunk * N, N)
+        column_X4 = columns_of(t2d, token_X4, V, PROBS)
+        place = first
+        while place < past:
+            row = sequence * Q + place
+            reach = tl.full([], 1.0, tl.float64)
+            if (law == BLOCK) & (place > 0):
+                reach = at_place(said_P, place - 1, P)
+            q_X4 = proposed(probs, probs_row, place, column_X4, V, C, Q - 1, PROBS)
+            weight_X4 = left_over(
+                logits, row_stride, edited, edited_row, bound_R, last_R, row, at_place(best_P, place, P), scale,
+                (reach / at_place(total_P, place, P)).to(tl.float32), q_X4, token_X4, V, EDITED, BOUNDED, QUICK,
+            )  # fmt: skip
+            tl.store(left + row * num_chunks + chunk, tl.sum(tl.sum(weight_X4, axis=1).to(tl.float64)))
+            place += 1
+        chunk += 1
 
 
 @triton.jit(
     do_not_specialize=[
-        "edited", "edited_row", "bound_R", "last_R", "probs", "probs_row_B", "t2d", "left", "chances", "C",
-        "num_chunks", "num_sequences",
+        "edited", "edited_row", "bound_R", "last_R", "probs_row_B", "left", "chances", "C",
+        "num_chunks", "num_sequences", "span",
     ]
 )  # fmt: skip
 def residual_kernel(
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
-    bound_R, last_R, values, probs, probs_row_B, t2d, left, chances, V, C, num_chunks, num_sequences,
+    bound_R, last_R, values, probs, probs_row_B, t2d, left, chances, V, C, num_chunks, num_sequences, span,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, S: tl.constexpr, QUICK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The weight that drafts leave over in each chunk, for the sequences of one row of probabilities; see the module."""
-    chunk, probs_row = tl.program_id(0), tl.program_id(1)
+    chunk, probs_row = tl.program_id(0) * span, tl.program_id(1)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    column_X4 = columns_of(t2d, fours_of(chunk * N, N), V, C, PROBS)  # on its way while the verdict is found
     sequence = _next_of(probs_row_B, probs_row, -1, num_sequences, S)
     while sequence < num_sequences:
         law, temperature = tl.load(law_B + sequence), tl.load(temperature_B + sequence).to(tl.float32)
         seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
         position = tl.load(position_B + sequence)
-        if ((law == REJECT) | (law == BLOCK)) & (temperature > 0.0):
-            _sum_rows(
-                logits, row_stride, edited, edited_row, drafts, cap, law, tl.maximum(temperature, 1e-30), seed, choice,
-                position, bound_R, last_R, values, probs, probs_row, t2d, left, chances, V, C, num_chunks, sequence,
-                chunk, column_X4, Q, EDITED, BOUNDED, PROBS, M, P, N, QUICK,
-            )  # fmt: skip
+        is_judged = ((law == REJECT) | (law == BLOCK)) & (temperature > 0.0)
+        _sum_rows(
+            logits, row_stride, edited, edited_row, drafts, cap, law, is_judged, tl.maximum(temperature, 1e-30), seed,
+            choice, position, bound_R, last_R, values, probs, probs_row, t2d, left, chances, V, C, num_chunks, sequence,
+            chunk, tl.minimum(chunk + span, num_chunks), Q, EDITED, BOUNDED, PROBS, M, P, N, QUICK,
+        )  # fmt: skip
         sequence = _next_of(probs_row_B, probs_row, sequence, num_sequences, S)
 
 
@@ -290,9 +298,9 @@ def pick(
     at_M, is_there_M = values + 2 * (row * num_chunks + chunk_M), chunk_M < num_chunks
     best_M = tl.load(at_M, mask=is_there_M, other=float("-inf"))
     sum_M = tl.load(at_M + 1, mask=is_there_M, other=0.0)
-    scale, over = 1.4426950408889634 / temperature, 1.0 / total.to(tl.float32)
+    scale, whole = 1.4426950408889634 / temperature, (1.0 / total).to(tl.float32)
     # 0 where each token's share is; so a chunk that is taken for its mass has a token to be taken.
-    share_M = tl.where(best_M > float("-inf"), share_of(best_M, best, scale, over, QUICK), 0.0)
+    share_M = tl.where(best_M > float("-inf"), share_of(best_M, best, scale, whole, QUICK), 0.0)
     whole_M = tl.where(share_M > 0.0, share_M * sum_M, 0.0).to(tl.float64)
     weight_M, draft = whole_M, -1
     if Q > 1:
@@ -312,10 +320,11 @@ def pick(
                 rest_M = tl.maximum(sum_M - own_M, 0.0)
                 weight_M = tl.where(share_M > 0.0, share_M * rest_M, 0.0).to(tl.float64)
     reach = tl.where(place < usable, reach, 1.0)
+    over = (reach / total).to(tl.float32)
     found, index = -1, 0
     while index < _TRIES:
-        is_empty = tl.max((weight_M > 0.0).to(tl.int32)) == 0
-        taken_M = tl.where(is_empty, whole_M, weight_M)
+        is_empty = (tl.max((weight_M > 0.0).to(tl.int32)) == 0).to(tl.int32)
+        taken_M = tl.where(is_empty > 0, whole_M, weight_M)
         reached_M = tl.cumsum(taken_M, axis=0)
         threshold = draw * tl.sum(taken_M)
         at_M = tl.where(reached_M > threshold, chunk_M, 2 * M - chunk_M)
@@ -323,15 +332,16 @@ def pick(
         chunk = tl.where(chunk < M, chunk, 2 * M - chunk)  # past the sum, by rounding: the last that has any
         before = tl.sum(tl.where(chunk_M == chunk, reached_M - taken_M, 0.0))
         token_X4 = fours_of(chunk * N, N)
-        q_X4 = tl.where(token_X4 == draft, 1.0, 0.0)
+        q_X4 = tl.where((token_X4 == draft) & (is_empty == 0), 1.0, 0.0)
         if PROBS > 0:
-            if (probs_row >= 0) & (place < usable):
-                q_X4 = proposed(probs, probs_row, place, columns_of(t2d, token_X4, V, C, PROBS), C, Q - 1)
-        left_X4, p_X4 = left_over(
-            logits, row_stride, edited, edited_row, bound_R, last_R, row, best, scale, over, reach, q_X4, token_X4, V,
-            EDITED, BOUNDED, QUICK,
+            if (probs_row >= 0) & (place < usable) & (is_empty == 0):
+                column_X4 = columns_of(t2d, token_X4, V, PROBS)
+                q_X4 = proposed(probs, probs_row, place, column_X4, V, C, Q - 1, PROBS)
+        weight_X4 = left_over(
+            logits, row_stride, edited, edited_row, bound_R, last_R, row, best, scale, tl.where(is_empty > 0, whole, over),
+            q_X4, token_X4, V, EDITED, BOUNDED, QUICK,
         )  # fmt: skip
-        found = first_past(tl.where(is_empty, p_X4, left_X4), threshold - before, N)
+        found = first_past(weight_X4, threshold - before, N)
         found = tl.where(found >= 0, chunk * N + found, -1)
         weight_M = tl.where(chunk_M == chunk, 0.0, weight_M)
         index = tl.where(found >= 0, _TRIES, index + 1)
@@ -385,9 +395,9 @@ def variants() -> list[Variant]:
             Variant(
                 name=f"draft_residual bf16 Q=4{' head' if probs == 2 else ''}{'' if early else ' portable'}",
                 kernel=residual_kernel,
-                types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, "num_sequences": "i32"},
+                types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, "num_sequences": "i32", "span": "i32"},
                 constants=constants,
-                aligned=ALIGNED,
+                aligned=(*ALIGNED, "probs", "t2d"),
                 num_warps=RESIDUAL_WARPS,
                 max_registers=RESIDUAL_REGISTERS,
                 options={"maxnreg": RESIDUAL_REGISTERS} if early else {},

@@ -112,7 +112,7 @@ def _own_choice(
 
 @triton.jit(
     do_not_specialize=[
-        "edited", "edited_row", "bound_R", "last_R", "probs", "probs_row_B", "t2d", "left", "chances", "rates",
+        "edited", "edited_row", "bound_R", "last_R", "probs_row_B", "left", "chances", "rates",
         "forced_len", "C", "num_chunks",
     ]
 )  # fmt: skip
@@ -201,7 +201,7 @@ def variants() -> list[Variant]:
                 kernel=_decide_kernel,
                 types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, **own},
                 constants=constants,
-                aligned=ALIGNED,
+                aligned=(*ALIGNED, "probs", "t2d"),
                 num_warps=DECIDE_WARPS,
                 max_registers=255,
                 on_amd=not early,
