@@ -1,11 +1,11 @@
 """Drafts that are judged by chance: the verdict, what they leave over of the target, and the draw from that.
 
-Most rows are read once, by the scan. Where a draft is a point mass, it leaves of a chunk what the scan found there, less
-its own mass; where all drafts stand, that is all there is. `drawn`, a part of the decision, so finds the chunk and looks
-into this one alone. Only rows whose drafts were drawn from probabilities are read again: `residual_kernel` sums what is
-left over in each of their chunks. It has programs for rows of probabilities, not for sequences, lest most of them start
-for nothing; each finds its sequence's verdict from the scan, rather than wait for a launch that tells it. The first of a
-sequence leaves what it found, so that the decision stands on the same numbers.
+Most rows are read once, by the scan. Where a draft is a point mass, it leaves of a chunk what the scan found there,
+less its own mass; where all drafts stand, that is all there is. `drawn`, a part of the decision, so finds the chunk and
+looks into this one alone. Only rows whose drafts were drawn from probabilities are read again: `residual_kernel` sums
+what is left over in each of their chunks. It has programs for rows of probabilities, not for sequences, lest most of
+them start for nothing; each finds its sequence's verdict from the scan, rather than wait for a launch that tells it.
+The first of a sequence leaves what it found, so that the decision stands on the same numbers.
 
 Subtracting leaves a weight of rounding where there may be no other token: a chunk without one is passed over.
 
@@ -23,9 +23,9 @@ from baton.kernels.noise_triton import quick_exp2, uniform
 from baton.kernels.row_triton import num_usable, row_tokens
 from baton.kernels.variant import Variant
 
-RESIDUAL_WARPS = 8
-RESIDUAL_REGISTERS = 80  # so that three programs share a multiprocessor
-PROGRAMS = 132 * 3  # of a launch: more take turns, and each finds the verdict anew
+RESIDUAL_WARPS = 4
+RESIDUAL_REGISTERS = {False: 128, True: 168}  # by whether rows are cut: so that four or three share a multiprocessor
+PROGRAMS = 132 * 6  # of a launch: more would only find the same verdict more often
 SEARCHED = 256
 
 _TRIES = tl.constexpr(4)
@@ -37,7 +37,7 @@ def launch(common, drawn, vocab_size, num_columns, num_chunks, num_sequences, nu
     residual_kernel[(triton.cdiv(num_chunks, span), num_rows_of_probs)](
         *common, *drawn, vocab_size, num_columns, num_chunks, num_sequences, span, **flags,
         QUICK=choose_triton.is_quick(), S=SEARCHED, num_warps=RESIDUAL_WARPS, **dependent_launch(device),
-        **({"maxnreg": RESIDUAL_REGISTERS} if choose_triton.is_quick() else {}),
+        **({"maxnreg": RESIDUAL_REGISTERS[flags["BOUNDED"]]} if choose_triton.is_quick() else {}),
     )  # fmt: skip
 
 
@@ -158,12 +158,14 @@ def accepted_one_by_one(p_P, q_P, draw_P, usable, P: tl.constexpr):
 
 @triton.jit
 def reach_of(p_P, q_P, Q: tl.constexpr, P: tl.constexpr):
-    """How far the target covers the prefix that ends with each draft, float64."""
-    place_P, reach, reach_P = tl.arange(0, P), tl.full([], 1.0, tl.float64), p_P * 0.0
+    """How far the target covers the prefix before each draft, and the one that ends with it, float64."""
+    place_P, reach = tl.arange(0, P), tl.full([], 1.0, tl.float64)
+    before_P, reach_P = reach + tl.zeros([P], tl.float64), tl.zeros([P], tl.float64)
     for place in tl.static_range(Q - 1):
+        before_P = tl.where(place_P == place, reach, before_P)
         reach = tl.minimum(ratio(reach * at_place(p_P, place, P), at_place(q_P, place, P)), 1.0)
         reach_P = tl.where(place_P == place, reach, reach_P)
-    return reach_P
+    return before_P, reach_P
 
 
 @triton.jit
@@ -185,7 +187,7 @@ def _sum_rows(
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """Of some chunks of a sequence: of the verdict's row if a draft falls, or of every row that a block's may fall in."""
+    """Of some chunks of a sequence: of the verdict's row if a draft falls; or of each that a block may end in."""
     usable = num_usable(drafts, cap, sequence, Q - 1)
     p_P, q_P, best_P, total_P = chances_of(
         logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, sequence,
@@ -193,30 +195,27 @@ def _sum_rows(
     )  # fmt: skip
     first, past = 0, tl.where(is_judged, usable, 0)
     if law == BLOCK:
-        said_P = reach_of(p_P, q_P, Q, P)
+        before_P, said_P = reach_of(p_P, q_P, Q, P)
     else:
         first = accepted_one_by_one(p_P, q_P, draws_of(seed, choice, position, P), usable, P)
         past = tl.minimum(first + 1, past)
-        said_P = first + p_P * 0.0
+        before_P, said_P = tl.full([P], 1.0, tl.float64), first + tl.zeros([P], tl.float64)
     if chunk == 0:
         at_P = chances + sequence * (3 * P) + tl.arange(0, P)
         tl.store(at_P, said_P)
         tl.store(at_P + P, best_P.to(tl.float64))
         tl.store(at_P + 2 * P, total_P)
-    scale = 1.4426950408889634 / temperature
+    scale, over_P = 1.4426950408889634 / temperature, (before_P / total_P).to(tl.float32)
     while chunk < stop:
         token_X4 = fours_of(chunk * N, N)
         column_X4 = columns_of(t2d, token_X4, V, PROBS)
         place = first
         while place < past:
             row = sequence * Q + place
-            reach = tl.full([], 1.0, tl.float64)
-            if (law == BLOCK) & (place > 0):
-                reach = at_place(said_P, place - 1, P)
             q_X4 = proposed(probs, probs_row, place, column_X4, V, C, Q - 1, PROBS)
             weight_X4 = left_over(
                 logits, row_stride, edited, edited_row, bound_R, last_R, row, at_place(best_P, place, P), scale,
-                (reach / at_place(total_P, place, P)).to(tl.float32), q_X4, token_X4, V, EDITED, BOUNDED, QUICK,
+                at_place(over_P, place, P), q_X4, token_X4, V, EDITED, BOUNDED, QUICK,
             )  # fmt: skip
             tl.store(left + row * num_chunks + chunk, tl.sum(tl.sum(weight_X4, axis=1).to(tl.float64)))
             place += 1
@@ -235,7 +234,7 @@ def residual_kernel(
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, S: tl.constexpr, QUICK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The weight that drafts leave over in each chunk, for the sequences of one row of probabilities; see the module."""
+    """The weight that drafts leave over in each chunk, for the sequences of one row of probabilities."""
     chunk, probs_row = tl.program_id(0) * span, tl.program_id(1)
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -327,8 +326,8 @@ def pick(
         taken_M = tl.where(is_empty > 0, whole_M, weight_M)
         reached_M = tl.cumsum(taken_M, axis=0)
         threshold = draw * tl.sum(taken_M)
-        at_M = tl.where(reached_M > threshold, chunk_M, 2 * M - chunk_M)
-        chunk = tl.min(tl.where(taken_M > 0.0, at_M, 2 * M))
+        order_M = tl.where(reached_M > threshold, chunk_M, 2 * M - chunk_M)
+        chunk = tl.min(tl.where(taken_M > 0.0, order_M, 2 * M))
         chunk = tl.where(chunk < M, chunk, 2 * M - chunk)  # past the sum, by rounding: the last that has any
         before = tl.sum(tl.where(chunk_M == chunk, reached_M - taken_M, 0.0))
         token_X4 = fours_of(chunk * N, N)
@@ -338,8 +337,8 @@ def pick(
                 column_X4 = columns_of(t2d, token_X4, V, PROBS)
                 q_X4 = proposed(probs, probs_row, place, column_X4, V, C, Q - 1, PROBS)
         weight_X4 = left_over(
-            logits, row_stride, edited, edited_row, bound_R, last_R, row, best, scale, tl.where(is_empty > 0, whole, over),
-            q_X4, token_X4, V, EDITED, BOUNDED, QUICK,
+            logits, row_stride, edited, edited_row, bound_R, last_R, row, best, scale,
+            tl.where(is_empty > 0, whole, over), q_X4, token_X4, V, EDITED, BOUNDED, QUICK,
         )  # fmt: skip
         found = first_past(weight_X4, threshold - before, N)
         found = tl.where(found >= 0, chunk * N + found, -1)
@@ -388,19 +387,21 @@ TYPES_DRAWN = {"probs": "*fp32", "probs_row_B": "*i32", "t2d": "*i64", "left": "
 def variants() -> list[Variant]:
     """Three drafts of Qwen's vocabulary, drawn from probabilities over all of it, and over a smaller head."""
     found = []
-    for probs, early in ((1, True), (2, True), (2, False)):
-        constants = {"Q": 4, "EDITED": False, "BOUNDED": True, "PROBS": probs, "M": 64, "P": 4}
+    for probs, bounded, early in ((1, False, True), (2, False, True), (2, True, True), (2, True, False)):
+        registers = RESIDUAL_REGISTERS[bounded]
+        constants = {"Q": 4, "EDITED": False, "BOUNDED": bounded, "PROBS": probs, "M": 64, "P": 4}
         constants |= {"N": CHUNK, "S": SEARCHED, "QUICK": early, "EARLY": early}
+        cut, portable = " cut" * bounded, " portable" * (not early)
         found.append(
             Variant(
-                name=f"draft_residual bf16 Q=4{' head' if probs == 2 else ''}{'' if early else ' portable'}",
+                name=f"draft_residual bf16 Q=4{' head' if probs == 2 else ''}{cut}{portable}",
                 kernel=residual_kernel,
                 types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, "num_sequences": "i32", "span": "i32"},
                 constants=constants,
                 aligned=(*ALIGNED, "probs", "t2d"),
                 num_warps=RESIDUAL_WARPS,
-                max_registers=RESIDUAL_REGISTERS,
-                options={"maxnreg": RESIDUAL_REGISTERS} if early else {},
+                max_registers=registers if early else 255,
+                options={"maxnreg": registers} if early else {},
                 on_amd=not early,
             )
         )

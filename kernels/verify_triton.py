@@ -197,7 +197,7 @@ def variants() -> list[Variant]:
         constants |= {"QUICK": early, "EARLY": early}
         found.append(
             Variant(
-                name=f"token_decision bf16 Q={num_rows}{' by chance' if by_chance else ''}{'' if early else ' portable'}",
+                name=f"token_decision bf16 Q={num_rows}{' by chance' * by_chance}{' portable' * (not early)}",
                 kernel=_decide_kernel,
                 types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, **own},
                 constants=constants,
