@@ -315,7 +315,8 @@ def pick(
                 token_M = chunk_M * 0 + token
                 x_M = row_tokens(logits, row.to(tl.int64) * row_stride, edited, source, token_M, V, EDITED)
                 is_home_M = (chunk_M == token // N) & is_kept(x_M, token_M, bound_R, last_R, row, BOUNDED)
-                own_M = tl.where(is_home_M, quick_exp2((x_M - best_M) * scale, QUICK), 0.0)
+                below_M = tl.where(is_home_M, x_M, 0.0) - tl.where(is_home_M, best_M, 0.0)
+                own_M = tl.where(is_home_M, quick_exp2(below_M * scale, QUICK), 0.0)
                 rest_M = tl.maximum(sum_M - own_M, 0.0)
                 weight_M = tl.where(share_M > 0.0, share_M * rest_M, 0.0).to(tl.float64)
     reach = tl.where(place < usable, reach, 1.0)
@@ -401,6 +402,7 @@ def variants() -> list[Variant]:
                 aligned=(*ALIGNED, "probs", "t2d"),
                 num_warps=RESIDUAL_WARPS,
                 max_registers=registers if early else 255,
+                may_spill=early,  # a number or two of a row, with the older Triton
                 options={"maxnreg": registers} if early else {},
                 on_amd=not early,
             )
