@@ -1,5 +1,7 @@
 """The launches of `kernels.verify`: scan the rows, cut them, sum what drafts leave over, decide; and what follows.
 
+The sums and the decision begin while the launch before them ends (`dependent_launch`).
+
 Shapes: N tokens of a chunk, M chunks of a row, rounded up to a power of two.
 """
 
@@ -10,11 +12,12 @@ import triton.language as tl
 from baton.kernels import bounds_triton, choose_triton, residual_triton
 from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, FORCE, REJECT, SYNTHETIC, TYPES, choose, made_up
 from baton.kernels.dependent_launch import dependent_launch
-from baton.kernels.residual_triton import TYPES_DRAWN, drawn
+from baton.kernels.drawn_triton import drawn
+from baton.kernels.residual_triton import TYPES_DRAWN
 from baton.kernels.row_triton import num_usable
 from baton.kernels.variant import Variant
 
-DECIDE_WARPS = 16
+DECIDE_WARPS = {False: 16, True: 8}  # by whether any sequence is judged by chance: warps repeat what all of them need
 POST_ROWS = 128
 
 
@@ -73,7 +76,7 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
         *common, ids, *by_probs, *choose_triton.made_up_arguments(rows, drafts),
         token_ids_BQ, accepted_len_B, accepted_len_B if counts_Q is None else counts_Q, vocab_size, num_columns,
         num_chunks, **flags, LAWS=not none, CHANCE=by_chance, COUNTED=counts_Q is not None,
-        QUICK=choose_triton.is_quick(), num_warps=DECIDE_WARPS, **dependent_launch(device),
+        QUICK=choose_triton.is_quick(), num_warps=DECIDE_WARPS[by_chance], **dependent_launch(device),
     )  # fmt: skip
 
 
@@ -202,7 +205,7 @@ def variants() -> list[Variant]:
                 types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, **own},
                 constants=constants,
                 aligned=(*ALIGNED, "probs", "t2d"),
-                num_warps=DECIDE_WARPS,
+                num_warps=DECIDE_WARPS[by_chance],
                 max_registers=255,
                 on_amd=not early,
             )
