@@ -1,22 +1,39 @@
-"""Drafts that are judged by chance: the verdict, what they leave over of the target, and the draw from that.
+"""Drafts that are judged by chance: the verdict, and what those leave over that were drawn from probabilities.
 
-`residual_kernel` sums what is left over in each chunk. Its programs find the verdict from the scan each for themselves,
-rather than wait for a launch that tells them, for all drafts at once: what takes time is to wait for memory, not to
-compute. The first program of a sequence leaves what it found, so that the decision stands on the same numbers; `pick`
-then looks into one chunk alone.
+Most rows are read once, by the scan, which leaves what is needed to draw from them (`drawn_triton`). Only rows whose
+drafts were drawn from probabilities are read again: `residual_kernel` sums what is left over in each of their chunks.
+It has programs for rows of probabilities, not for sequences, lest most of them start for nothing; each finds its
+sequence's verdict from the scan, rather than wait for a launch that tells it. The first of a sequence leaves what it
+found, so that the decision stands on the same numbers.
 
-Shapes: N tokens of a chunk, M chunks of a row and P places of a sequence, rounded up to powers of two.
+Shapes: X blocks of four of the N tokens of a chunk, M chunks of a row and P places of a sequence, rounded up to powers
+of two; S sequences that are looked at together.
 """
 
 import triton
 import triton.language as tl
 
-from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, REJECT, TYPES, is_kept, masses
-from baton.kernels.noise_triton import uniform
+from baton.kernels import choose_triton
+from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, REJECT, TYPES, is_kept
+from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.noise_triton import quick_exp2, uniform
 from baton.kernels.row_triton import num_usable, row_tokens
 from baton.kernels.variant import Variant
 
-RESIDUAL_WARPS = 8
+RESIDUAL_WARPS = 4
+RESIDUAL_REGISTERS = {False: 128, True: 168}  # by whether rows are cut: so that four or three share a multiprocessor
+PROGRAMS = 132 * 6  # of a launch: more would only find the same verdict more often
+SEARCHED = 256
+
+
+def launch(common, drawn, vocab_size, num_columns, num_chunks, num_sequences, num_rows_of_probs, flags, device) -> None:
+    """Sum what drafts that were drawn from probabilities leave over in each chunk."""
+    span = min(num_chunks, triton.cdiv(num_rows_of_probs * num_chunks, PROGRAMS))
+    residual_kernel[(triton.cdiv(num_chunks, span), num_rows_of_probs)](
+        *common, *drawn, vocab_size, num_columns, num_chunks, num_sequences, span, **flags,
+        QUICK=choose_triton.is_quick(), S=SEARCHED, num_warps=RESIDUAL_WARPS, **dependent_launch(device),
+        **({"maxnreg": RESIDUAL_REGISTERS[flags["BOUNDED"]]} if choose_triton.is_quick() else {}),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -26,39 +43,57 @@ def ratio(above, below):
 
 
 @triton.jit
-def columns_of(t2d, token_N, V, C, PROBS: tl.constexpr):
-    """The draft head's columns of tokens, -1 where it has none."""
-    column_N = token_N
+def at_place(value_P, place, P: tl.constexpr):
+    """One of so many numbers."""
+    return tl.sum(tl.where(tl.arange(0, P) == place, value_P, 0.0))
+
+
+@triton.jit
+def fours_of(start, N: tl.constexpr):
+    """The tokens of a chunk: [X, 4]."""
+    return start + tl.arange(0, N // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def columns_of(t2d, token_N, V, PROBS: tl.constexpr):
+    """The draft head's columns of tokens, int32; -1 where it has none."""
     if PROBS == 2:
-        column_N = tl.load(t2d + token_N, mask=token_N < V, other=-1).to(tl.int32)
-    return tl.where((column_N < C) & (token_N < V), column_N, -1)
+        return tl.load(t2d + token_N, mask=token_N < V, other=-1).to(tl.int32)
+    else:
+        return token_N
+
+
+@triton.jit
+def proposed(probs, probs_row, place, column_N, V, C, K: tl.constexpr, PROBS: tl.constexpr):
+    """Q of a draft by columns, float32.
+
+    The sum of 32 bits keeps the compiler from holding an address of 64 bits for every token through a loop.
+    """
+    if PROBS == 2:
+        return tl.load(probs + probs_row.to(tl.int64) * K * C + (place * C + column_N), mask=column_N >= 0, other=0.0)
+    else:
+        return tl.load(probs + (probs_row.to(tl.int64) * K + place) * V + column_N, mask=column_N < V, other=0.0)
+
+
+@triton.jit
+def share_of(x_N, best, scale, over, QUICK: tl.constexpr):
+    """P of tokens, float32; `scale` is log2 e over the temperature, `over` one over the row's mass."""
+    return quick_exp2((x_N - best) * scale, QUICK) * over
 
 
 @triton.jit
 def left_over(
-    logits, base, edited, source, bound_R, last_R, row, best, total, temperature, drafts, probs, probs_row, t2d,
-    sequence, place, usable, reach, token_N, V, C,
-    K: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr,
+    logits, row_stride, edited, edited_row, bound_R, last_R, row, best, scale, over, q_N, token_N, V,
+    EDITED: tl.constexpr, BOUNDED: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """Max(reach p - q, 0) of tokens, float32, of the row after `place` drafts; and p."""
-    x_N = row_tokens(logits, base, edited, source, token_N, V, EDITED)
-    kept_N = is_kept(x_N, token_N, bound_R, last_R, row, BOUNDED)
-    p_N = tl.where(kept_N, tl.exp((x_N - best) / temperature) / total.to(tl.float32), 0.0)
-    q_N = p_N * 0.0
-    if (place < usable) & (K > 0):
-        if probs_row < 0:
-            q_N = tl.where(token_N == tl.load(drafts + sequence * K + place), 1.0, 0.0)
-        else:
-            column_N = columns_of(t2d, token_N, V, C, PROBS)
-            at_N = probs + (probs_row.to(tl.int64) * K + place) * C + column_N
-            q_N = tl.load(at_N, mask=column_N >= 0, other=0.0).to(tl.float32)
-    return tl.maximum(p_N * reach.to(tl.float32) - q_N, 0.0), p_N
-
-
-@triton.jit
-def at_place(value_P, place, P: tl.constexpr):
-    """One of so many numbers."""
-    return tl.sum(tl.where(tl.arange(0, P) == place, value_P, 0.0))
+    """Max(reach p - q, 0) of a row's tokens, float32, where `over` is the reach over the row's mass."""
+    source = -1
+    if EDITED:
+        source = tl.load(edited_row + row)
+    x_N = row_tokens(logits, row.to(tl.int64) * row_stride, edited, source, token_N, V, EDITED)
+    if BOUNDED:
+        x_N = tl.where(is_kept(x_N, token_N, bound_R, last_R, row, BOUNDED), x_N, float("-inf"))
+    return tl.maximum(share_of(x_N, best, scale, over, QUICK) - q_N, 0.0)
 
 
 @triton.jit
@@ -68,179 +103,174 @@ def chances_of(
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
     P: tl.constexpr,
 ):  # fmt: skip
-    """P and q of each draft, float64, 0 where there is none; the largest logit of each row, and its mass, float64."""
+    """P and q of each draft, float64, 0 where there is none; the largest logit of each row, and its mass, float64.
+
+    What can be loaded is on its way before it is known which drafts count; what then does not count is anything.
+    """
     place_P, chunk_1M = tl.arange(0, P), tl.arange(0, M)[None, :]
     row_P = sequence * Q + tl.minimum(place_P, Q - 1)
-    is_draft_P = place_P < usable
-    token_P = tl.load(drafts + sequence * (Q - 1) + place_P, mask=is_draft_P, other=0x7FFFFFFF).to(tl.int32)
     at_PM = values + 2 * (row_P[:, None] * num_chunks + chunk_1M)
-    is_there_PM = (place_P[:, None] <= usable) & (chunk_1M < num_chunks)
-    best_PM = tl.load(at_PM, mask=is_there_PM, other=float("-inf"))
-    sum_PM = tl.load(at_PM + 1, mask=is_there_PM, other=0.0)
-    best_P = tl.maximum(tl.max(best_PM, axis=1), -3.0e38)
-    shift_PM = tl.where(best_PM > float("-inf"), (best_PM - best_P[:, None]) / temperature, 0.0)
-    mass_PM = tl.where(best_PM > float("-inf"), sum_PM.to(tl.float64) * tl.exp(shift_PM.to(tl.float64)), 0.0)
-    total_P = tl.sum(mass_PM, axis=1)
-    total_P = tl.where(total_P > 0.0, total_P, 1.0)  # of rows that may not be read, too
+    best_PM = tl.load(at_PM, mask=chunk_1M < num_chunks, other=float("-inf"))
+    sum_PM = tl.load(at_PM + 1, mask=chunk_1M < num_chunks, other=0.0)
+    token_P = tl.load(drafts + sequence * (Q - 1) + place_P, mask=place_P < Q - 1, other=-1).to(tl.int32)
+    is_draft_P = place_P < usable
+    token_P = tl.where(is_draft_P, token_P, 0x7FFFFFFF)
     source_P = row_P * 0 - 1
     if EDITED:
         source_P = tl.load(edited_row + row_P)
     x_P = row_tokens(logits, row_P.to(tl.int64) * row_stride, edited, source_P, token_P, V, EDITED)
-    kept_P = is_kept(x_P, token_P, bound_R, last_R, row_P, BOUNDED) & is_draft_P
-    p_P = tl.where(kept_P, tl.exp((x_P - best_P) / temperature) / total_P.to(tl.float32), 0.0).to(tl.float64)
     q_P = is_draft_P.to(tl.float64)
     if PROBS > 0:
-        if probs_row >= 0:
-            column_P = columns_of(t2d, token_P, V, C, PROBS)
-            at_P = probs + (probs_row.to(tl.int64) * (Q - 1) + place_P) * C + tl.maximum(column_P, 0)
-            q_P = tl.load(at_P, mask=is_draft_P & (column_P >= 0), other=0.0).to(tl.float64)
+        column_P = columns_of(t2d, token_P, V, PROBS)
+        q_P = proposed(probs, probs_row, tl.minimum(place_P, Q - 2), column_P, V, C, Q - 1, PROBS).to(tl.float64)
+    best_PM = tl.where(place_P[:, None] <= usable, best_PM, float("-inf"))
+    best_P = tl.maximum(tl.max(best_PM, axis=1), -3.0e38)
+    is_there_PM = best_PM > float("-inf")
+    shift_PM = tl.where(is_there_PM, (best_PM - best_P[:, None]) / temperature, 0.0)
+    mass_PM = tl.where(is_there_PM, sum_PM * tl.exp(shift_PM), 0.0)
+    total_P = tl.sum(mass_PM.to(tl.float64), axis=1)
+    total_P = tl.where(total_P > 0.0, total_P, 1.0)  # of rows that may not be read, too
+    kept_P = is_kept(x_P, token_P, bound_R, last_R, row_P, BOUNDED) & is_draft_P
+    p_P = tl.where(kept_P, tl.exp((x_P - best_P) / temperature) / total_P.to(tl.float32), 0.0).to(tl.float64)
     return p_P, q_P, best_P, total_P
 
 
 @triton.jit
-def accepted_one_by_one(p_P, q_P, usable, seed, choice, position, P: tl.constexpr):
+def draws_of(seed, choice, position, P: tl.constexpr):
+    """What judges each draft; and in the last place, which no draft has, what the token after them is drawn by."""
+    place_P = tl.arange(0, P)
+    is_last_P = place_P == P - 1
+    return uniform(tl.where(is_last_P, 0, place_P), position, choice, tl.where(is_last_P, 2, 1), seed)
+
+
+@triton.jit
+def accepted_one_by_one(p_P, q_P, draw_P, usable, P: tl.constexpr):
     """Drafts that stand if each is judged once all before it stand."""
     place_P = tl.arange(0, P)
-    draw_P = uniform(place_P, position, choice, tl.full([], 1, tl.int32), seed)
     stands_P = (draw_P < tl.minimum(ratio(p_P, q_P), 1.0)) & (place_P < usable)
-    return tl.min(tl.where(stands_P, P, place_P))
+    return tl.minimum(tl.min(tl.where(stands_P, P, place_P)), usable)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "edited", "edited_row", "bound_R", "last_R", "probs", "probs_row_B", "t2d", "left", "chances", "C",
-        "num_chunks",
-    ]
-)  # fmt: skip
-def residual_kernel(
-    logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
-    bound_R, last_R, values, probs, probs_row_B, t2d, left, chances, V, C, num_chunks,
+@triton.jit
+def reach_of(p_P, q_P, Q: tl.constexpr, P: tl.constexpr):
+    """How far the target covers the prefix before each draft, and the one that ends with it, float64."""
+    place_P, reach = tl.arange(0, P), tl.full([], 1.0, tl.float64)
+    before_P, reach_P = reach + tl.zeros([P], tl.float64), tl.zeros([P], tl.float64)
+    for place in tl.static_range(Q - 1):
+        before_P = tl.where(place_P == place, reach, before_P)
+        reach = tl.minimum(ratio(reach * at_place(p_P, place, P), at_place(q_P, place, P)), 1.0)
+        reach_P = tl.where(place_P == place, reach, reach_P)
+    return before_P, reach_P
+
+
+@triton.jit
+def _next_of(probs_row_B, row, sequence, num_sequences, S: tl.constexpr):
+    """The first sequence after one whose drafts were drawn from this row of probabilities; their number if none."""
+    found, start = num_sequences, sequence + 1
+    while start < num_sequences:
+        sequence_S = start + tl.arange(0, S)
+        row_S = tl.load(probs_row_B + sequence_S, mask=sequence_S < num_sequences, other=-1)
+        found = tl.min(tl.where(row_S == row, sequence_S, num_sequences))
+        start = tl.where(found < num_sequences, num_sequences, start + S)
+    return found
+
+
+@triton.jit
+def _sum_rows(
+    logits, row_stride, edited, edited_row, drafts, cap, law, is_judged, temperature, seed, choice, position, bound_R,
+    last_R, values, probs, probs_row, t2d, left, chances, V, C, num_chunks, sequence, chunk, stop,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
-    P: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """The weight that drafts leave over in each chunk: of the verdict's row, or of every row of a block."""
-    sequence, chunk = tl.program_id(0), tl.program_id(1)
-    law, temperature = tl.load(law_B + sequence), tl.load(temperature_B + sequence).to(tl.float32)
-    if ((law != REJECT) & (law != BLOCK)) | (temperature <= 0.0):
-        return
-    temperature = tl.maximum(temperature, 1e-30)
-    probs_row = -1
-    if PROBS > 0:
-        probs_row = tl.load(probs_row_B + sequence)
+    """Of some chunks of a sequence: of the verdict's row if a draft falls; or of each that a block may end in."""
     usable = num_usable(drafts, cap, sequence, Q - 1)
     p_P, q_P, best_P, total_P = chances_of(
         logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, sequence,
         usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, P,
     )  # fmt: skip
+    first, past = 0, tl.where(is_judged, usable, 0)
+    if law == BLOCK:
+        before_P, said_P = reach_of(p_P, q_P, Q, P)
+    else:
+        first = accepted_one_by_one(p_P, q_P, draws_of(seed, choice, position, P), usable, P)
+        past = tl.minimum(first + 1, past)
+        before_P, said_P = tl.full([P], 1.0, tl.float64), first + tl.zeros([P], tl.float64)
     if chunk == 0:
-        at_P = chances + sequence * (4 * P) + tl.arange(0, P)
-        tl.store(at_P, p_P)
-        tl.store(at_P + P, q_P)
-        tl.store(at_P + 2 * P, best_P.to(tl.float64))
-        tl.store(at_P + 3 * P, total_P)
-    is_block = (law == BLOCK) & (probs_row >= 0)
-    place, stop = 0, usable + 1
-    if not is_block:
-        place = accepted_one_by_one(
-            p_P, q_P, usable, tl.load(seed_B + sequence), tl.load(choice_B + sequence),
-            tl.load(position_B + sequence), P,
-        )  # fmt: skip
-        stop = place + 1
-    reach = tl.full([], 1.0, tl.float64)
-    token_N = chunk * N + tl.arange(0, N)
-    while place < stop:
-        row = sequence * Q + place
-        source = -1
-        if EDITED:
-            source = tl.load(edited_row + row)
-        weight_N, _ = left_over(
-            logits, row.to(tl.int64) * row_stride, edited, source, bound_R, last_R, row, at_place(best_P, place, P),
-            at_place(total_P, place, P), temperature, drafts, probs, probs_row, t2d, sequence, place, usable, reach,
-            token_N, V, C, Q - 1, EDITED, BOUNDED, PROBS,
-        )  # fmt: skip
-        tl.store(left + row * num_chunks + chunk, tl.sum(weight_N.to(tl.float64)))
-        if is_block & (place < usable):
-            reach = tl.minimum(ratio(reach * at_place(p_P, place, P), at_place(q_P, place, P)), 1.0)
-        place += 1
+        at_P = chances + sequence * (3 * P) + tl.arange(0, P)
+        tl.store(at_P, said_P)
+        tl.store(at_P + P, best_P.to(tl.float64))
+        tl.store(at_P + 2 * P, total_P)
+    scale, over_P = 1.4426950408889634 / temperature, (before_P / total_P).to(tl.float32)
+    while chunk < stop:
+        token_X4 = fours_of(chunk * N, N)
+        column_X4 = columns_of(t2d, token_X4, V, PROBS)
+        place = first
+        while place < past:
+            row = sequence * Q + place
+            q_X4 = proposed(probs, probs_row, place, column_X4, V, C, Q - 1, PROBS)
+            weight_X4 = left_over(
+                logits, row_stride, edited, edited_row, bound_R, last_R, row, at_place(best_P, place, P), scale,
+                at_place(over_P, place, P), q_X4, token_X4, V, EDITED, BOUNDED, QUICK,
+            )  # fmt: skip
+            tl.store(left + row * num_chunks + chunk, tl.sum(tl.sum(weight_X4, axis=1).to(tl.float64)))
+            place += 1
+        chunk += 1
 
 
-@triton.jit
-def accepted_as_block(
-    p_P, q_P, left, sequence, usable, seed, choice, position, num_chunks,
-    Q: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """Drafts that stand if the longest prefix that asks to stand is taken, and how far the target covers these."""
-    reach, reached = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
-    accepted = 0
-    place_P, chunk_1M = tl.arange(0, P), tl.arange(0, M)[None, :]
-    at_PM = left + (sequence * Q + tl.minimum(place_P, Q - 2) + 1)[:, None] * num_chunks + chunk_1M
-    is_there_PM = (place_P[:, None] < usable) & (chunk_1M < num_chunks)
-    rest_P = tl.sum(tl.load(at_PM, mask=is_there_PM, other=0.0), axis=1)
-    draw_P = uniform(place_P, position, choice, tl.full([], 1, tl.int32), seed)
-    for place in range(Q - 1):
-        if place < usable:
-            reach = tl.minimum(ratio(reach * at_place(p_P, place, P), at_place(q_P, place, P)), 1.0)
-            rest = at_place(rest_P, place, P)
-            total = rest + (1.0 - reach)
-            chance = tl.where(total > 0.0, ratio(rest, total), 1.0)
-            stands = at_place(draw_P, place, P) < chance
-            accepted = tl.where(stands, place + 1, accepted)
-            reached = tl.where(stands, reach, reached)
-    return accepted, reached
-
-
-@triton.jit
-def pick(
-    logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, left, sequence,
-    place, best, total, usable, reach, temperature, draw, V, C, num_chunks,
+@triton.jit(
+    do_not_specialize=[
+        "edited", "edited_row", "bound_R", "last_R", "probs_row_B", "left", "chances", "C",
+        "num_chunks", "num_sequences", "span",
+    ]
+)  # fmt: skip
+def residual_kernel(
+    logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
+    bound_R, last_R, values, probs, probs_row_B, t2d, left, chances, V, C, num_chunks, num_sequences, span,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, S: tl.constexpr, QUICK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The first token whose cumulative weight exceeds its part of the sum; of what is left over, or else of all."""
-    row = sequence * Q + place
-    chunk_M = tl.arange(0, M)
-    source = -1
-    if EDITED:
-        source = tl.load(edited_row + row)
-    _, mass_M = masses(values, row, num_chunks, temperature, M)
-    weight_M = tl.load(left + row * num_chunks + chunk_M, mask=chunk_M < num_chunks, other=0.0)
-    is_empty = tl.sum(weight_M) <= 0.0
-    weight_M = tl.where(is_empty, mass_M, weight_M)
-    reached_M = tl.cumsum(weight_M, axis=0)
-    threshold = draw * tl.sum(weight_M)
-    last = tl.max(tl.where(weight_M > 0.0, chunk_M, 0))
-    chunk = tl.min(tl.where((reached_M > threshold) & (weight_M > 0.0), chunk_M, last))
-    before = tl.sum(tl.where(chunk_M == chunk, reached_M - weight_M, 0.0))
-    token_N = chunk * N + tl.arange(0, N)
-    left_N, p_N = left_over(
-        logits, row.to(tl.int64) * row_stride, edited, source, bound_R, last_R, row, best, total, temperature, drafts,
-        probs, probs_row, t2d, sequence, place, usable, reach, token_N, V, C, Q - 1, EDITED, BOUNDED, PROBS,
-    )  # fmt: skip
-    weight_N = tl.where(token_N < V, tl.where(is_empty, p_N * total.to(tl.float32), left_N), 0.0).to(tl.float64)
-    is_past_N = (before + tl.cumsum(weight_N, axis=0) > threshold) & (weight_N > 0.0)
-    found = tl.min(tl.where(is_past_N, token_N, V))
-    fallback = tl.max(tl.where(weight_N > 0.0, token_N, 0))
-    return tl.where(found < V, found, fallback)
+    """The weight that drafts leave over in each chunk, for the sequences of one row of probabilities."""
+    chunk, probs_row = tl.program_id(0) * span, tl.program_id(1)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence = _next_of(probs_row_B, probs_row, -1, num_sequences, S)
+    while sequence < num_sequences:
+        law, temperature = tl.load(law_B + sequence), tl.load(temperature_B + sequence).to(tl.float32)
+        seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
+        position = tl.load(position_B + sequence)
+        is_judged = ((law == REJECT) | (law == BLOCK)) & (temperature > 0.0)
+        _sum_rows(
+            logits, row_stride, edited, edited_row, drafts, cap, law, is_judged, tl.maximum(temperature, 1e-30), seed,
+            choice, position, bound_R, last_R, values, probs, probs_row, t2d, left, chances, V, C, num_chunks, sequence,
+            chunk, tl.minimum(chunk + span, num_chunks), Q, EDITED, BOUNDED, PROBS, M, P, N, QUICK,
+        )  # fmt: skip
+        sequence = _next_of(probs_row_B, probs_row, sequence, num_sequences, S)
 
 
 TYPES_DRAWN = {"probs": "*fp32", "probs_row_B": "*i32", "t2d": "*i64", "left": "*fp64", "chances": "*fp64", "C": "i32"}
 
 
 def variants() -> list[Variant]:
-    """Three drafts of Qwen's vocabulary: point masses, and probabilities over a smaller head."""
+    """Three drafts of Qwen's vocabulary, drawn from probabilities over all of it, and over a smaller head."""
     found = []
-    for probs in (0, 2):
-        constants = {"Q": 4, "EDITED": False, "BOUNDED": True, "PROBS": probs, "M": 64, "P": 4}
-        constants |= {"N": CHUNK}
+    for probs, bounded, early in ((1, False, True), (2, False, True), (2, True, True), (2, True, False)):
+        registers = RESIDUAL_REGISTERS[bounded]
+        constants = {"Q": 4, "EDITED": False, "BOUNDED": bounded, "PROBS": probs, "M": 64, "P": 4}
+        constants |= {"N": CHUNK, "S": SEARCHED, "QUICK": early, "EARLY": early}
+        cut, portable = " cut" * bounded, " portable" * (not early)
         found.append(
             Variant(
-                name=f"draft_residual bf16 Q=4{' head' if probs else ''}",
+                name=f"draft_residual bf16 Q=4{' head' if probs == 2 else ''}{cut}{portable}",
                 kernel=residual_kernel,
-                types={"logits": "*bf16", **TYPES, **TYPES_DRAWN},
+                types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, "num_sequences": "i32", "span": "i32"},
                 constants=constants,
-                aligned=ALIGNED,
+                aligned=(*ALIGNED, "probs", "t2d"),
                 num_warps=RESIDUAL_WARPS,
-                max_registers=128,
+                max_registers=registers if early else 255,
+                may_spill=early,  # a number or two of a row, with the older Triton
+                options={"maxnreg": registers} if early else {},
+                on_amd=not early,
             )
         )
     return found

@@ -3,8 +3,8 @@
 The laws, and what is drawn from what, are those of `engine.verify`, `engine.rejection` and `engine.synthetic`: a draft
 matches the target's own choice (its likeliest token, or its draw by Gumbel noise), or is judged by chance (Leviathan et
 al., 2023; as a block: Sun et al., 2024), or stands because a benchmark wants it so. Launches: the scan; bounds of
-top-k, top-p and min-p if any sequence may have them; sums of what drafts leave over if any are judged by chance; the
-decision. Nothing waits for the device, and how many launches there are is known on the host.
+top-k, top-p and min-p if any sequence may have them; sums of what drafts leave over if any were drawn from
+probabilities; the decision. Nothing waits for the device, and how many launches there are is known on the host.
 
 A token is the same whatever the batch, its place in it, and the number of drafts. What a GPU chooses can differ from
 the reference's choice only where its logarithm of a float64, rounded to float32, does, or where a sum of float32

@@ -1,5 +1,7 @@
 """The launches of `kernels.verify`: scan the rows, cut them, sum what drafts leave over, decide; and what follows.
 
+The sums and the decision begin while the launch before them ends (`dependent_launch`).
+
 Shapes: N tokens of a chunk, M chunks of a row, rounded up to a power of two.
 """
 
@@ -9,12 +11,13 @@ import triton.language as tl
 
 from baton.kernels import bounds_triton, choose_triton, residual_triton
 from baton.kernels.choose_triton import ALIGNED, BLOCK, CHUNK, FORCE, REJECT, SYNTHETIC, TYPES, choose, made_up
-from baton.kernels.noise_triton import uniform
-from baton.kernels.residual_triton import TYPES_DRAWN, accepted_as_block, accepted_one_by_one, at_place, pick
+from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.drawn_triton import drawn
+from baton.kernels.residual_triton import TYPES_DRAWN
 from baton.kernels.row_triton import num_usable
 from baton.kernels.variant import Variant
 
-DECIDE_WARPS = 16
+DECIDE_WARPS = {False: 16, True: 8}  # by whether any sequence is judged by chance: warps repeat what all of them need
 POST_ROWS = 128
 
 
@@ -52,11 +55,11 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
     by_chance = not none and drafts.by_chance
     left, chances, probs = values, values, None if none else drafts.probs_NKC
     flags |= {"P": triton.next_power_of_2(num_rows), "M": triton.next_power_of_2(num_chunks)}
-    if by_chance:
+    if probs is not None:
         left = torch.empty(count, num_chunks, dtype=torch.float64, device=device)
-        chances = torch.empty(num_sequences, 4, flags["P"], dtype=torch.float64, device=device)
+        chances = torch.empty(num_sequences, 3, flags["P"], dtype=torch.float64, device=device)
     t2d_V = None if none else drafts.t2d_V
-    drawn = (
+    by_probs = (
         values if probs is None else probs,
         ids if probs is None else drafts.probs_row_B,
         ids if t2d_V is None else t2d_V,
@@ -64,17 +67,16 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
         chances,
     )
     num_columns = 0 if probs is None else probs.shape[2]
-    flags |= {"PROBS": 0 if probs is None else 1 + (t2d_V is not None)}
-    if by_chance:
-        residual_triton.residual_kernel[(num_sequences, num_chunks)](
-            *common, *drawn, vocab_size, num_columns, num_chunks, **flags, N=chunk,
-            num_warps=residual_triton.RESIDUAL_WARPS,
+    flags |= {"PROBS": 0 if probs is None else 1 + (t2d_V is not None), "N": chunk}
+    if probs is not None and len(probs):
+        residual_triton.launch(
+            common, by_probs, vocab_size, num_columns, num_chunks, num_sequences, len(probs), flags, device
         )  # fmt: skip
     _decide_kernel[(num_sequences,)](
-        *common, ids, *drawn, *choose_triton.made_up_arguments(rows, drafts),
+        *common, ids, *by_probs, *choose_triton.made_up_arguments(rows, drafts),
         token_ids_BQ, accepted_len_B, accepted_len_B if counts_Q is None else counts_Q, vocab_size, num_columns,
         num_chunks, **flags, LAWS=not none, CHANCE=by_chance, COUNTED=counts_Q is not None,
-        N=chunk, num_warps=DECIDE_WARPS,
+        QUICK=choose_triton.is_quick(), num_warps=DECIDE_WARPS[by_chance], **dependent_launch(device),
     )  # fmt: skip
 
 
@@ -113,7 +115,7 @@ def _own_choice(
 
 @triton.jit(
     do_not_specialize=[
-        "edited", "edited_row", "bound_R", "last_R", "probs", "probs_row_B", "t2d", "left", "chances", "rates",
+        "edited", "edited_row", "bound_R", "last_R", "probs_row_B", "left", "chances", "rates",
         "forced_len", "C", "num_chunks",
     ]
 )  # fmt: skip
@@ -123,41 +125,33 @@ def _decide_kernel(
     accepted_len, counts, V, C, num_chunks,
     Q: tl.constexpr, LAWS: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr,
     CHANCE: tl.constexpr, COUNTED: tl.constexpr, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    QUICK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     law, temperature = 0, tl.load(temperature_B + sequence).to(tl.float32)
     if LAWS:
         law = tl.load(law_B + sequence)
+    seed, choice, position = tl.load(seed_B + sequence), tl.load(choice_B + sequence), tl.load(position_B + sequence)
+    usable = num_usable(drafts, cap, sequence, Q - 1)
+    probs_row = tl.full([], -1, tl.int32)
+    if PROBS > 0:
+        probs_row = tl.load(probs_row_B + sequence)
     if law < 0:
         for place in tl.static_range(Q):
             tl.store(token_ids + sequence * Q + place, 0)
         tl.store(accepted_len + sequence, 0)
         return
-    seed, choice, position = tl.load(seed_B + sequence), tl.load(choice_B + sequence), tl.load(position_B + sequence)
-    usable = num_usable(drafts, cap, sequence, Q - 1)
     accepted, last = 0, 0
     draws = ((law == REJECT) | (law == BLOCK)) & (temperature > 0.0)
     if draws:
         if CHANCE:
-            warm = tl.maximum(temperature, 1e-30)
-            probs_row = -1
-            if PROBS > 0:
-                probs_row = tl.load(probs_row_B + sequence)
-            reach = tl.full([], 1.0, tl.float64)
-            at_P = chances + sequence * (4 * P) + tl.arange(0, P)
-            p_P, q_P = tl.load(at_P), tl.load(at_P + P)
-            best_P, total_P = tl.load(at_P + 2 * P), tl.load(at_P + 3 * P)
-            if (law == BLOCK) & (probs_row >= 0):
-                accepted, reach = accepted_as_block(
-                    p_P, q_P, left, sequence, usable, seed, choice, position, num_chunks, Q, M, P
-                )  # fmt: skip
-            else:
-                accepted = accepted_one_by_one(p_P, q_P, usable, seed, choice, position, P)
-            draw = uniform(tl.full([], 0, tl.int32), position, choice, tl.full([], 2, tl.int32), seed)
-            last = pick(
-                logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, left,
-                sequence, accepted, at_place(best_P, accepted, P).to(tl.float32), at_place(total_P, accepted, P),
-                usable, reach, warm, draw, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, N,
+            accepted, last = drawn(
+                logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R,
+                last_R, values, probs, probs_row, t2d, left, chances, sequence, usable, V, C, num_chunks, Q, EDITED,
+                BOUNDED, PROBS, M, P, N, QUICK,
             )  # fmt: skip
     else:
         accepted, last = _own_choice(
@@ -195,18 +189,25 @@ def variants() -> list[Variant]:
         "rates": "*fp64", "forced_len": "i32", "token_ids": "*i64", "accepted_len": "*i64", "counts": "*i64",
     }  # fmt: skip
     found = []
-    for num_rows, by_chance, probs in ((4, True, 2), (4, False, 0), (1, False, 0)):
+    for num_rows, by_chance, probs, early in (
+        (4, True, 2, True),
+        (4, True, 0, False),
+        (4, False, 0, True),
+        (1, False, 0, True),
+    ):
         constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "BOUNDED": True, "PROBS": probs}
         constants |= {"CHANCE": by_chance, "COUNTED": num_rows > 1, "M": 64, "P": num_rows, "N": CHUNK}
+        constants |= {"QUICK": early, "EARLY": early}
         found.append(
             Variant(
-                name=f"token_decision bf16 Q={num_rows}{' by chance' if by_chance else ''}",
+                name=f"token_decision bf16 Q={num_rows}{' by chance' * by_chance}{' portable' * (not early)}",
                 kernel=_decide_kernel,
                 types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, **own},
                 constants=constants,
-                aligned=ALIGNED,
-                num_warps=DECIDE_WARPS,
+                aligned=(*ALIGNED, "probs", "t2d"),
+                num_warps=DECIDE_WARPS[by_chance],
                 max_registers=255,
+                on_amd=not early,
             )
         )
     names = ("token_ids", "accepted_len", "length", "last_token", "new_length", "last_row")

@@ -130,10 +130,8 @@ def _verify(
     for place in range(batch):
         law = laws[place % len(laws)]
         is_probable = place % len(laws) in PROBS_AT
-        if law is Law.BLOCK:  # every row once more, and all that drafts were drawn from
-            num_bytes += (num_drafts + 1) * row_bytes + num_drafts * HEAD * 4
-        elif law is Law.REJECT:
-            num_bytes += row_bytes + (HEAD * 4 if is_probable else 0)
+        if is_probable:  # the rows of all drafts once more, or of the one that falls; and what these were drawn from
+            num_bytes += (num_drafts if law is Law.BLOCK else 1) * (row_bytes + HEAD * 4)
     return KernelCase(
         kernel="verify",
         shape=f"{name} B={batch} k={num_drafts} V={vocab_size}",

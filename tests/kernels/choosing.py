@@ -8,7 +8,7 @@ from baton.engine.rejection import RejectionVerifier
 from baton.engine.sampler import SamplingRows, draw_noise
 from baton.engine.synthetic import ForceVerifier, SyntheticVerifier
 from baton.engine.verify import CoupledVerifier, DraftIds, DraftProbs, VerifyInputs
-from baton.kernels import bounds_triton, choose_triton
+from baton.kernels import bounds_triton, choose_triton, residual_triton
 from baton.kernels.choice import ChoiceRows, Law
 
 
@@ -22,6 +22,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(bounds_triton, "LISTED", 64)
     monkeypatch.setattr(bounds_triton, "FEW", 32)
     monkeypatch.setattr(bounds_triton, "RACED", 32)
+    monkeypatch.setattr(residual_triton, "SEARCHED", 4)
     with np.errstate(over="ignore"):
         yield
 
