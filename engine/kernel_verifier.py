@@ -53,12 +53,16 @@ class KernelVerifier:
         """See `verify.Verifier`."""
         return self._draft_law
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes batches alone that are greedy as a whole, and plain."""
+        return self._law is Law.MATCH and self._draft_law is DraftLaw.LIKELIEST
+
     def verify(self, inputs: VerifyInputs) -> Verified:
         """See the module."""
         assert inputs.rows is not None
         sampling, raw_BQV = inputs.sampling, inputs.target_logits_BQV
-        is_greedy = self._law is Law.MATCH and self._draft_law is DraftLaw.LIKELIEST
-        assert sampling is None or not is_greedy, "a sampled sequence cannot be verified greedily"
+        assert sampling is None or not self.is_greedy, "a sampled sequence cannot be verified greedily"
         edits = None if sampling is None else sampling.edits
         logits_BQV, edited = edit(raw_BQV, edits, inputs.masks, inputs.drafts.ids_BK, self._implementation)
         verdict = verify(

@@ -304,7 +304,9 @@ def _consume(
                 gl.store(output + at_R[:, None] + column_D[None, :], result_RD, mask=is_row_R1)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_rounds", "table_stride", "num_sequences", "scale"])
+@gluon.jit(
+    do_not_specialize=["starts", "contexts", "num_tiles", "num_rounds", "table_stride", "num_sequences", "scale"]
+)
 def prefill_kernel(
     query, keys, values, value, output, tables, starts, contexts,
     query_stride, query_head_stride, output_stride, output_head_stride, block_rows, head_rows,
