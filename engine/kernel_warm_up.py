@@ -54,7 +54,7 @@ _GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 def warm_up_prefill(model: Model, pool: KVPool, reach: Reach) -> None:
     """For prompts, in steps of any size; all ranks at the same time."""
-    if _is_compiled(model):
+    if is_compiled(model):
         warm_up_prefill_passes(model, pool, reach)
     if is_needed(model):
         warm_up_prompts(model)
@@ -62,13 +62,13 @@ def warm_up_prefill(model: Model, pool: KVPool, reach: Reach) -> None:
 
 def warm_up_decode(model: Model, pool: KVPool, reach: Reach, verifier: Verifier, num_draft_tokens: int) -> None:
     """For decode steps of any size, with up to so many drafts; all ranks at the same time."""
-    if _is_compiled(model):
+    if is_compiled(model):
         warm_up_decode_passes(model, pool, reach, num_draft_tokens)
     if is_needed(model):
         warm_up_steps(model, verifier, num_draft_tokens)
 
 
-def _is_compiled(model: Model) -> bool:
+def is_compiled(model: Model) -> bool:
     """Whether the passes are by kernels that are compiled."""
     return model.device.type == "cuda" and model.implementation is Implementation.TRITON
 
