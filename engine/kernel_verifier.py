@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.engine.kernel_choice import with_every_cut
 from baton.engine.kernel_edits import edit
 from baton.engine.verify import DraftLaw, DraftProbs, Verified, VerifyInputs
 from baton.kernels.choice import Law, settled
@@ -67,7 +68,7 @@ class KernelVerifier:
         logits_BQV, edited = edit(raw_BQV, edits, inputs.masks, inputs.drafts.ids_BK, self._implementation)
         verdict = verify(
             logits_BQV,
-            inputs.rows,
+            inputs.rows if edited is None else with_every_cut(inputs.rows),
             self._draft_rows(inputs),
             edited=edited,
             implementation=self._implementation,

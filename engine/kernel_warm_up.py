@@ -38,14 +38,13 @@ _CUTS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_k": 20},
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 1.0, "min_p": 0.1},
-    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1},
 )
 _BIAS: dict[str, Any] = {"logit_bias": ((0, 1.0),)}
 _PENALTY: dict[str, Any] = {"presence_penalty": 1.0}
 _ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     *_CUTS,
-    *({**cut, **_BIAS} for cut in _CUTS),
+    {"temperature": 1.0, **_BIAS},
     *({"temperature": 0.0, **edits} for edits in (_BIAS, _PENALTY, _BIAS | _PENALTY)),
     *({"temperature": 0.0, "logprobs": num_top} for num_top in (0, 1)),
 )

@@ -68,7 +68,7 @@ def test_decode_shapes_reach_every_limit():
 def test_no_step_launches_what_the_warm_up_did_not():
     found = launches(2, "dense", "moe", "not warmed")
     for name in ("dense", "moe"):
-        assert sum(found[name]["warm"].values()) > 100
+        assert sum(found[name]["warm"].values()) > 80
         assert not found[name]["late"], name
     assert not found["not warmed"]["warm"]
     assert len(found["not warmed"]["late"]) >= 15, "what the others are spared"
