@@ -87,10 +87,17 @@ def attention_prefill(
     Raises:
         KernelArgumentInvalid: an argument does not fit; nothing was launched.
     """
+    key = (
+        signature(query_TAD), signature(key_NHSD), signature(value_NHSD), signature(block_tables_BM),
+        signature(query_starts_E), signature(context_lens_B), signature(key_scale), signature(value_scale),
+        max_query_len, scale, invariant, None if options is None else tuple(options.items()), implementation,
+    )  # fmt: skip
     places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B
-    kind = _checked(places, scale, key_scale, value_scale, implementation)
-    require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
-    how = _form(places, kind, max_query_len, invariant, options)
+    how = _FORMS.find(key)
+    if how is None:
+        kind = _checked(places, scale, key_scale, value_scale, implementation)
+        require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
+        how = _FORMS.keep(key, _form(places, kind, max_query_len, invariant, options))
     if how is _Form.TORCH:
         lens = [end - start for start, end in pairwise(query_starts_E.tolist())]
         if scale is not None:  # theirs is D ** -0.5
@@ -133,7 +140,8 @@ class _Kind:
     can_widen: bool = False
 
 
-_FORMS: Memo[_Kind] = Memo()
+_FORMS: Memo[_Form] = Memo()  # of the layers of one step
+_KINDS: Memo[_Kind] = Memo()  # of all steps: each has another number of rows
 
 
 def attention_prefill_lens(
@@ -187,12 +195,12 @@ def _checked(
         open_signature(context_lens_B), context_lens_B.shape[0] - num_sequences,
         signature(key_scale), signature(value_scale), scale, implementation,
     )  # fmt: skip
-    kind = _FORMS.find(key)
+    kind = _KINDS.find(key)
     if kind is None:
         uses = uses_triton(query_TAD.device, implementation)
         _check(*places, uses)
         _check_scales(key_NHSD, scale, key_scale, value_scale)
-        kind = _FORMS.keep(key, _kind(*places[:3], key_scale) if uses else _Kind(in_triton=False))
+        kind = _KINDS.keep(key, _kind(*places[:3], key_scale) if uses else _Kind(in_triton=False))
     return kind
 
 
