@@ -1,7 +1,8 @@
 """What `baton doctor --address` says of how each worker computes: the form, why it is that one, what fell back.
 
-On a CPU a reference is as it should be. What is told with a next step is a GPU that
-computes without the kernels that are made for it, and a library that did not take products for which it was asked.
+On a CPU a reference is as it should be. What is told with a next step is a GPU that computes without the kernels that
+are made for it, a library that did not take products for which it was asked, and kernels that were compiled while
+streams waited.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,9 @@ def compute_data(reply: admin_pb2.StatusReply) -> list[dict[str, Any]]:
             "num_library_refused": compute.num_library_refused,
             "library_refused": list(compute.library_refused),
             "untuned": list(compute.untuned),
+            "num_kernels_starting": compute.num_kernels_starting,
+            "num_kernels_serving": compute.num_kernels_serving,
+            "late_kernels": list(compute.late_kernels),
             "num_graphs_failed": len(worker.state.inventory.graphs.failed),
         }
         for worker, compute in _live(reply)
@@ -70,6 +74,9 @@ def compute_problems(reply: admin_pb2.StatusReply) -> Iterator[tuple[str, str, s
         if compute.num_library_refused:
             detail = f"the library refused {compute.num_library_refused} float8 products, {_named(compute)}"
             yield name, detail, "its log says why; torch for CUDA 12.9 or later has them"
+        if compute.num_kernels_serving:
+            detail = f"{compute.num_kernels_serving} compiled while streams waited: {_some(compute.late_kernels)}"
+            yield name, detail, "docs/operations.md, *What computes*; please report which requests came before"
 
 
 def _named(compute: worker_pb2.Compute) -> str:
@@ -80,6 +87,8 @@ def _fallbacks(worker: dict[str, Any]) -> str:
     parts = []
     if worker["num_library_refused"]:
         parts.append(f"{worker['num_library_refused']} products refused ({_some(worker['library_refused'])})")
+    if worker["num_kernels_serving"]:
+        parts.append(f"{worker['num_kernels_serving']} kernels compiled late ({_some(worker['late_kernels'])})")
     if worker["num_graphs_failed"]:
         parts.append(f"{worker['num_graphs_failed']} graphs failed")
     if worker["untuned"]:

@@ -6,7 +6,7 @@ of a sequence count as accepted. Only what is fed is defined here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -68,12 +68,14 @@ class ComputeTotals:
         quantization: of its weights, "none" or "fp8".
         num_library_refused: float8 products that the library did not take.
         num_untuned: kernels' shapes that are in no tuned table.
+        num_kernels: compiled or loaded, by when: "starting", or "serving", while streams waited.
     """
 
     form: str
     quantization: str
     num_library_refused: int
     num_untuned: int
+    num_kernels: Mapping[str, int] = field(default_factory=dict)
 
 
 GIVING_WAY: Final = {
@@ -194,13 +196,18 @@ def _compute(found: Iterable[WorkerTotals]) -> Iterator[Metric]:
     untuned = GaugeMetricFamily(
         "baton_kernel_untuned_shapes", "Shapes of kernels that are in no tuned table", labels=labels
     )
+    compiles = CounterMetricFamily(
+        "baton_kernel_compiles", "Kernels compiled or loaded from a cache, by when", labels=(*labels, "when")
+    )
     for item in found:
         if item.compute is not None:
             its = item.worker, item.role
             form.add_metric((*its, item.compute.form, item.compute.quantization), 1)
             refused.add_metric(its, item.compute.num_library_refused)
             untuned.add_metric(its, item.compute.num_untuned)
-    yield from (form, refused, untuned)
+            for when, num in item.compute.num_kernels.items():
+                compiles.add_metric((*its, when), num)
+    yield from (form, refused, untuned, compiles)
 
 
 def _fates(name: str, text: str, steps: Mapping[str, StepReport], of: Callable[[RowCounts], int]) -> Metric:

@@ -35,7 +35,7 @@ from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.compute_form import compute_report
 from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
 from baton.worker.host import WorkerHost
-from baton.worker.loading import LoadedWorker, load_worker, request_limits
+from baton.worker.loading import LoadedWorker, load_worker, reach_of, request_limits
 from baton.worker.seat import RankStarter, Seat
 
 
@@ -292,6 +292,9 @@ def _runners(
         step=step,
     )
     prefill = PrefillRunner(loaded.model, loaded.pool, group, eos_token_ids=eos_token_ids, grammars=loaded.grammars)
+    reach = reach_of(config, loaded.model)
+    decode.warm_up(reach)
+    prefill.warm_up(reach)
     return decode, prefill
 
 

@@ -22,7 +22,7 @@ from baton.engine.grammar_rows import EmittedTokens, GrammarRows
 from baton.engine.graphed_step import GraphedStep
 from baton.engine.history import SampledSequence
 from baton.engine.host_future import ResultBuffers
-from baton.engine.kernel_warm_up import is_needed, warm_up_steps
+from baton.engine.kernel_warm_up import Reach, warm_up_decode
 from baton.engine.kv_offload import KVOffload
 from baton.engine.lane import lane_for
 from baton.engine.length_bounds import LengthBounds
@@ -96,8 +96,6 @@ class DecodeRunner:
         self._verifier = verifier_for(model, verification or VerificationConfig(), num_draft_tokens)
         if self._verifier.draft_law is DraftLaw.SAMPLED:
             model.t2d()  # made before the first step, not in it
-        if is_needed(model):
-            warm_up_steps(model, self._verifier, num_draft_tokens)
         self._model = model
         self._pool = pool
         self._step = step or decode_step
@@ -128,6 +126,10 @@ class DecodeRunner:
         self.kv_offload = KVOffload(
             pool, host_kv_bytes, self._lane, self._table, communicator or Alone(), self.meter.interrupt
         )
+
+    def warm_up(self, reach: Reach) -> None:
+        """Compile whatever steps within this reach launch; all ranks at the same time, before the first step."""
+        warm_up_decode(self._model, self._pool, reach, self._verifier, self.num_draft_tokens)
 
     def admit(
         self,

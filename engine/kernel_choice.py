@@ -48,9 +48,10 @@ def choice_rows(sampling: SamplingRows | None, position_B: torch.Tensor) -> Choi
         seed_B=of_all(sampling.seed_S, 0),
         choice_B=of_all(sampling.choice_S, 0),
         position_B=position_B,
-        # Top-k, which costs nothing where it is 0, comes with every cut: so there are fewer kernels to compile.
+        # Top-k, which costs nothing where it is 0, comes with every cut, and top-p with min-p: so there are fewer
+        # kernels to compile.
         top_k_B=of_all(sampling.top_k_S, 0) if has_cut or has_min_p else None,
-        top_p_B=of_all(sampling.top_p_S, 1.0) if has_cut and sampling.limits.has_top_p else None,
+        top_p_B=of_all(sampling.top_p_S, 1.0) if has_min_p or (has_cut and sampling.limits.has_top_p) else None,
         min_p_B=None if sampling.min_p_S is None else of_all(sampling.min_p_S, 0.0),
     )
 
@@ -67,6 +68,17 @@ def likeliest(rows: ChoiceRows) -> ChoiceRows:
         seed_B=rows.seed_B,
         choice_B=rows.choice_B,
         position_B=rows.position_B,
+    )
+
+
+def with_every_cut(rows: ChoiceRows) -> ChoiceRows:
+    """The same draws, by the kernels that know every cut: edited rows, which are rare, have no others compiled."""
+    zero_B, one_B = torch.zeros_like(rows.temperature_B), torch.ones_like(rows.temperature_B)
+    return replace(
+        rows,
+        top_k_B=torch.zeros_like(rows.seed_B) if rows.top_k_B is None else rows.top_k_B,
+        top_p_B=one_B if rows.top_p_B is None else rows.top_p_B,
+        min_p_B=zero_B if rows.min_p_B is None else rows.min_p_B,
     )
 
 
@@ -93,6 +105,8 @@ def draw(
         _, edited = edit(logits_BV[:, None], edits, None, rows.position_B.new_empty(len(logits_BV), 0), implementation)
     else:
         edited = edited_by_torch(logits_BV[:, None], edits, ahead)
+    if edited is not None:
+        rows = with_every_cut(rows)
     return sample_by_kernels(logits_BV, rows, edited=edited, implementation=implementation)
 
 

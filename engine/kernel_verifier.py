@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.engine.kernel_choice import with_every_cut
 from baton.engine.kernel_edits import edit
 from baton.engine.verify import DraftLaw, DraftProbs, Verified, VerifyInputs
 from baton.kernels.choice import Law, settled
@@ -53,17 +54,21 @@ class KernelVerifier:
         """See `verify.Verifier`."""
         return self._draft_law
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes batches alone that are greedy as a whole, and plain."""
+        return self._law is Law.MATCH and self._draft_law is DraftLaw.LIKELIEST
+
     def verify(self, inputs: VerifyInputs) -> Verified:
         """See the module."""
         assert inputs.rows is not None
         sampling, raw_BQV = inputs.sampling, inputs.target_logits_BQV
-        is_greedy = self._law is Law.MATCH and self._draft_law is DraftLaw.LIKELIEST
-        assert sampling is None or not is_greedy, "a sampled sequence cannot be verified greedily"
+        assert sampling is None or not self.is_greedy, "a sampled sequence cannot be verified greedily"
         edits = None if sampling is None else sampling.edits
         logits_BQV, edited = edit(raw_BQV, edits, inputs.masks, inputs.drafts.ids_BK, self._implementation)
         verdict = verify(
             logits_BQV,
-            inputs.rows,
+            inputs.rows if edited is None else with_every_cut(inputs.rows),
             self._draft_rows(inputs),
             edited=edited,
             implementation=self._implementation,

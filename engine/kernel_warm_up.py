@@ -1,91 +1,179 @@
-"""The kernels that choose tokens, compiled and loaded before the first step, so that no stream waits for it.
+"""Every kernel that serving launches, compiled before a worker says that it is ready, so that no stream waits for it.
 
-Those that every deployment launches sooner or later: of greedy and sampled sequences, top-k and top-p, for each number
-of drafts and for the one token of a prompt. Rarer ones (min-p, edits, log-probabilities) are compiled when they are
-first asked for, once for each machine.
+Two parts: the model's passes (`pass_warm_up`), and here what lies between them: tokens chosen from logits, with every
+cut, edit, grammar and report that requests may ask for, for each number of drafts, by the functions of the steps
+themselves. What is compiled after all, later, `kernels.compiles` counts and tells.
 
-Legend: B sequences, K draft tokens, Q = K + 1 rows, V vocabulary, C columns of the draft head.
+Legend: B sequences, K draft tokens, Q = K + 1 rows, F prompts that end, V vocabulary, D hidden size.
 """
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from baton.core.sampling import SamplingParams
-from baton.engine.kernel_choice import choice_rows, draw, next_token
-from baton.engine.sampler import SamplingRows, sampling_rows
-from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, Verifier, VerifyInputs
+from baton.engine.batch import DecodeRows
+from baton.engine.decode_step import DecodePlan, step_through
+from baton.engine.drafting import over_vocabulary
+from baton.engine.grammar_masks import WORD_BITS, GrammarMasks
+from baton.engine.grammar_rows import GrammarRows
+from baton.engine.history import Lookahead, SampledSequence
+from baton.engine.kernel_choice import next_token
+from baton.engine.kernel_verifier import KernelVerifier
+from baton.engine.logprobs import logprobs_of, step_logprobs
+from baton.engine.pass_warm_up import Reach, warm_up_decode_passes, warm_up_prefill_passes
+from baton.engine.sampler import SamplingRows, looks_ahead
+from baton.engine.sampling_table import rows_of
+from baton.engine.slots import DecodeState
+from baton.engine.verify import Verifier
 from baton.kernels.implementation import Implementation
-from baton.kernels.verify import Verdict, post_verify
+from baton.kvcache.pool import KVPool
 from baton.model.model import Model
 
-_GREEDY, _PLAIN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
-_BATCHES = (
-    (_GREEDY, _GREEDY),
-    (_GREEDY, _PLAIN),
-    (_GREEDY, SamplingParams(temperature=1.0, top_k=20)),
-    (_GREEDY, SamplingParams(temperature=1.0, top_p=0.9)),
+__all__ = ["Reach", "warm_up_decode", "warm_up_prefill", "warm_up_prompts", "warm_up_steps"]
+
+_CUTS: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.1},
 )
+_BIAS: dict[str, Any] = {"logit_bias": ((0, 1.0),)}
+_PENALTY: dict[str, Any] = {"presence_penalty": 1.0}
+_ASKED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    *_CUTS,
+    {"temperature": 1.0, **_BIAS},
+    *({"temperature": 0.0, **edits} for edits in (_BIAS, _PENALTY, _BIAS | _PENALTY)),
+    *({"temperature": 0.0, "logprobs": num_top} for num_top in (0, 1)),
+)
+_GREEDY: dict[str, Any] = {"temperature": 0.0}
+
+
+def warm_up_prefill(model: Model, pool: KVPool, reach: Reach) -> None:
+    """For prompts, in steps of any size; all ranks at the same time."""
+    if is_compiled(model):
+        warm_up_prefill_passes(model, pool, reach)
+    if is_needed(model):
+        warm_up_prompts(model)
+
+
+def warm_up_decode(model: Model, pool: KVPool, reach: Reach, verifier: Verifier, num_draft_tokens: int) -> None:
+    """For decode steps of any size, with up to so many drafts; all ranks at the same time."""
+    if is_compiled(model):
+        warm_up_decode_passes(model, pool, reach, num_draft_tokens)
+    if is_needed(model):
+        warm_up_steps(model, verifier, num_draft_tokens)
+
+
+def is_compiled(model: Model) -> bool:
+    """Whether the passes are by kernels that are compiled."""
+    return model.device.type == "cuda" and model.implementation is Implementation.TRITON
 
 
 def is_needed(model: Model) -> bool:
-    """Whether there is anything to compile."""
+    """Whether there is anything to compile for choosing tokens."""
     return model.choosing is Implementation.TRITON and model.device.type == "cuda"
 
 
 @torch.inference_mode()
 def warm_up_prompts(model: Model) -> None:
-    """For the first token of a prompt, and its first draft."""
-    for params in _BATCHES:
-        sampling = sampling_rows(params, model.device)
-        position_B = torch.arange(len(params), device=model.device)
-        next_token(model, _logits(model, len(params), 1)[:, 0], sampling, position_B)
+    """For the first token of a prompt, its first draft, and its log-probabilities."""
+    assert model.choosing is not None
+    for params in _params():
+        sampling, hidden_FD = _rows(params, model), _hidden(model, len(params))
+        position_F = torch.arange(len(params), device=model.device)
+        logits_FV = model.logits(hidden_FD)
+        token_F = next_token(model, logits_FV, sampling, position_F)
+        if sampling is not None and sampling.logprobs is not None:
+            step_logprobs(logits_FV[:, None], token_F[:, None], sampling.logprobs, model.vocab, model.choosing)
+            logprobs_of(logits_FV, token_F, sampling.logprobs.num_top, model.vocab, model.choosing)
+        if model.with_mtp:
+            ahead = Lookahead.after(token_F[:, None]) if looks_ahead(sampling) else None
+            draft_logits_FV = over_vocabulary(model.draft_logits(hidden_FD), model)
+            next_token(model, draft_logits_FV, sampling, position_F, ahead)
 
 
 @torch.inference_mode()
 def warm_up_steps(model: Model, verifier: Verifier, num_draft_tokens: int) -> None:
-    """For steps with up to so many drafts, and for their drafts."""
+    """For steps with up to so many drafts, and for their drafts; and for prompts, which decode workers compute, too."""
     warm_up_prompts(model)
-    if num_draft_tokens and model.d2t_C is not None:
-        _draft(model)
-    for params in _BATCHES:
-        sampling = sampling_rows(params, model.device)
+    is_greedy = isinstance(verifier, KernelVerifier) and verifier.is_greedy
+    for params in _params():
+        sampling = _rows(params, model)
+        if is_greedy and sampling is not None:
+            continue
         for num_drafts in range(num_draft_tokens + 1):
-            _step(model, verifier, sampling, len(params), num_drafts)
+            _step(model, verifier, sampling, len(params), num_drafts, drafts=num_draft_tokens > 0)
+    for num_drafts in range(num_draft_tokens + 1):
+        grammar = _AnyToken(model, num_drafts)
+        _step(model, verifier, None, 2, num_drafts, drafts=num_draft_tokens > 0, grammar=grammar)
 
 
-def _draft(model: Model) -> None:
-    """The likeliest token of a pruned head."""
-    assert model.choosing is not None
-    assert model.d2t_C is not None
-    logits_BC = torch.zeros(1, len(model.d2t_C), dtype=model.dtype, device=model.device)
-    rows = choice_rows(None, torch.zeros(1, dtype=torch.int64, device=model.device))
-    draw(logits_BC, rows, None, None, model.choosing)
+def _params() -> Iterator[tuple[SamplingParams, ...]]:
+    """Of batches of two: what is asked for, beside a greedy sequence."""
+    for asked in _ASKED:
+        yield SamplingParams(**_GREEDY), SamplingParams(**asked)
 
 
-def _step(model: Model, verifier: Verifier, sampling: SamplingRows | None, num_sequences: int, num_drafts: int) -> None:
-    position_B = torch.arange(num_sequences, device=model.device)
-    ids_BK = position_B.new_zeros(num_sequences, num_drafts)
-    assert model.choosing is not None
-    probs = None
-    if verifier.draft_law is DraftLaw.SAMPLED and num_drafts and sampling is not None:
-        t2d_V, vocab_size = model.t2d(), model.config.vocab_size
-        num_columns = vocab_size if model.d2t_C is None else len(model.d2t_C)
-        shape = sampling.num_sampled, num_drafts, num_columns
-        probs = DraftProbs(torch.zeros(shape, dtype=torch.float32, device=model.device), t2d_V)
-    verified = verifier.verify(
-        VerifyInputs(
-            drafts=DraftIds(ids_BK),
-            draft_probs=probs,
-            target_logits_BQV=_logits(model, num_sequences, num_drafts + 1),
-            sampling=sampling,
-            rows=choice_rows(sampling, position_B),
-            position_B=position_B,
-            draft_cap_B=torch.full_like(position_B, num_drafts),
-        )
+def _rows(params: tuple[SamplingParams, ...], model: Model) -> SamplingRows | None:
+    sequences = [SampledSequence(params=item, prompt_token_ids=(0,), output_token_ids=(0,)) for item in params]
+    return rows_of(sequences, model.config.vocab_size, model.device)
+
+
+def _hidden(model: Model, num_rows: int) -> torch.Tensor:
+    return torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
+
+
+def _step(
+    model: Model,
+    verifier: Verifier,
+    sampling: SamplingRows | None,
+    num_sequences: int,
+    num_drafts: int,
+    *,
+    drafts: bool,
+    grammar: GrammarRows | None = None,
+) -> None:
+    zeros_B = torch.zeros(num_sequences, dtype=torch.int64, device=model.device)
+    state = DecodeState(
+        last_token_B=zeros_B, draft_token_B=zeros_B, hidden_BD=_hidden(model, num_sequences), length_B=zeros_B + 1
     )
-    verdict = Verdict(verified.token_ids_BQ, verified.accepted_len_B)
-    post_verify(verdict, position_B, implementation=model.choosing)
+    rows = DecodeRows(block_tables_BM=zeros_B[:, None], limit_B=zeros_B + 1, draft_cap_B=zeros_B + num_drafts)
+    plan = DecodePlan(num_drafts=num_drafts, keeps_mtp=drafts, max_context_len=1, sampling=sampling, grammar=grammar)
+    step_through(_NoPasses(model), state, rows, plan, model, verifier)
 
 
-def _logits(model: Model, num_sequences: int, num_rows: int) -> torch.Tensor:
-    shape = num_sequences, num_rows, model.config.vocab_size
-    return torch.zeros(shape, dtype=model.dtype, device=model.device)
+class _NoPasses:
+    """Passes that compute nothing; see `passes.Passes`."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def draft(self, token_B: torch.Tensor, hidden_BD: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
+        return _hidden(self._model, len(token_B))
+
+    def verify(self, token_ids_BQ: torch.Tensor, first_B: torch.Tensor) -> torch.Tensor:
+        return _hidden(self._model, token_ids_BQ.numel())
+
+    def draft_prefill(self, token_ids_BQ: torch.Tensor, trunk_TD: torch.Tensor, first_B: torch.Tensor) -> torch.Tensor:
+        return _hidden(self._model, token_ids_BQ.numel())
+
+
+class _AnyToken(GrammarRows):
+    """A grammar of the first sequence that forbids nothing."""
+
+    def __init__(self, model: Model, num_drafts: int) -> None:
+        self._index_G = torch.zeros(1, dtype=torch.int64, device=model.device)
+        num_words = -(-model.config.vocab_size // WORD_BITS)
+        shape = 1, num_drafts + 1, num_words
+        self._bitmask_GQW = torch.full(shape, -1, dtype=torch.int32, device=model.device)
+
+    def take(self, drafts_BK: torch.Tensor) -> None:
+        """Nobody asks."""
+
+    def masks(self) -> GrammarMasks:
+        """Every bit set."""
+        index_G, bitmask_GQW = self._index_G, self._bitmask_GQW
+        return GrammarMasks(index_G=index_G, bitmask_GQW=bitmask_GQW, num_valid_G=index_G + bitmask_GQW.shape[1] - 1)

@@ -23,6 +23,7 @@ from baton.engine.finish import FinishChecker
 from baton.engine.generation import GenerationResult, TokenEvent
 from baton.engine.grammar import GrammarCompiler
 from baton.engine.graphed_step import graphed_step
+from baton.engine.kernel_warm_up import Reach
 from baton.engine.local_scheduler import LocalScheduler, LocalSequence
 from baton.engine.preemption import Preemption, PreemptionCounts
 from baton.engine.prefill import PrefillRunner, SequenceStart
@@ -108,6 +109,10 @@ class LocalEngine:
                 max_model_len=model.config.max_model_len,
             ),
         )
+        context_len = min(model.config.max_model_len, num_blocks * block_size)
+        reach = Reach(num_tokens=chunk_len, num_sequences=max_num_sequences, context_len=context_len)
+        self._prefill.warm_up(reach)
+        self._decode.warm_up(reach)
         self._tally = StepTally(num_draft_tokens)
         self.speculation = speculation or Speculation(num_draft_tokens, num_draft_tokens, self._clock)
         self._steps = StepPipeline[LocalSequence](self._decode, scheduling, self.speculation)

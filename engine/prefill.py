@@ -20,7 +20,7 @@ from baton.engine.grammar import GrammarCompiler, GrammarState
 from baton.engine.grammar_rows import GrammarRows
 from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.kernel_choice import next_token
-from baton.engine.kernel_warm_up import is_needed, warm_up_prompts
+from baton.engine.kernel_warm_up import Reach, warm_up_prefill
 from baton.engine.logprobs import logprobs_of, step_logprobs, unpack, unpack_step
 from baton.engine.sampler import SamplingRows, looks_ahead
 from baton.engine.sampling_table import rows_of
@@ -98,8 +98,10 @@ class PrefillRunner:
         self._model = model
         self._pool = pool
         self._has_mtp = pool.layout.num_layers > model.config.num_layers
-        if is_needed(model):
-            warm_up_prompts(model)
+
+    def warm_up(self, reach: Reach) -> None:
+        """Compile whatever steps within this reach launch; all ranks at the same time, before the first step."""
+        warm_up_prefill(self._model, self._pool, reach)
 
     @property
     def has_mtp(self) -> bool:

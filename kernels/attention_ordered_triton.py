@@ -31,6 +31,7 @@ TILE = 64  # positions
 PART_LEN = 512
 FIXED = {"enable_fp_fusion": False}  # of every launch: what is said is what is computed
 _MANY_PROGRAMS = 1024  # from which on programs that take whole sequences fill a GPU evenly
+MAX_PARTS_BYTES = 64 << 20  # of the sums of parts that are kept at once; more sequences take several turns
 _AT_ONCE = 8  # parts that the second launch loads before it adds them
 
 _ROWS = tl.constexpr(ROWS)
@@ -257,28 +258,63 @@ def launch_decode(
     scale: float,
     is_split: bool | None = None,
 ) -> None:
-    """The same for a decode step; whether parts have programs of their own is a matter of speed alone."""
+    """The same for a decode step; whether parts have programs of their own is a matter of speed alone.
+
+    What parts leave is kept until it is added: of so many sequences at once as `MAX_PARTS_BYTES` are enough for. A row
+    depends on no other sequence, so turns change no bit.
+    """
     num_sequences, num_queries, num_heads, head_dim = query_BQAD.shape
     num_kv_heads = key_NHSD.shape[1]
     num_tiles = triton.cdiv(num_queries * (num_heads // num_kv_heads), ROWS)
     num_parts = triton.cdiv(max_context_len, PART_LEN)
     if is_split is None:
         is_split = num_parts > 1 and num_tiles * num_kv_heads * num_sequences < _MANY_PROGRAMS
+    if not is_split:
+        _launch_decode(
+            query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, max_context_len, output_BQAD, scale, None
+        )
+        return
+    rows_each = num_queries * num_heads * num_parts
+    at_once = min(num_sequences, max(1, MAX_PARTS_BYTES // (4 * (head_dim + 2) * rows_each)))
+    scratch = [
+        torch.empty(at_once * rows_each, width, dtype=torch.float32, device=query_BQAD.device)
+        for width in (head_dim, 2)
+    ]
+    for first in range(0, num_sequences, at_once):
+        turn = slice(first, first + at_once)
+        _launch_decode(
+            query_BQAD[turn], key_NHSD, value_NHSD, block_tables_BM[turn], positions_BQ[turn], max_context_len,
+            output_BQAD[turn], scale, (scratch[0], scratch[1]),
+        )  # fmt: skip
+
+
+def _launch_decode(
+    query_BQAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    max_context_len: int,
+    output_BQAD: torch.Tensor,
+    scale: float,
+    scratch: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Of sequences at once; with room for the sums of parts, these have programs of their own."""
+    num_sequences, num_queries, num_heads, head_dim = query_BQAD.shape
+    num_kv_heads = key_NHSD.shape[1]
+    num_tiles = triton.cdiv(num_queries * (num_heads // num_kv_heads), ROWS)
+    num_parts = triton.cdiv(max_context_len, PART_LEN) if scratch else 1
     tables = block_tables_BM.view(torch.int32)
-    parts = sums = output_BQAD
-    if is_split:
-        num_rows = num_sequences * num_queries * num_heads * num_parts
-        parts = torch.empty(num_rows, head_dim, dtype=torch.float32, device=query_BQAD.device)
-        sums = torch.empty(num_rows, 2, dtype=torch.float32, device=query_BQAD.device)
+    parts, sums = scratch or (output_BQAD, output_BQAD)
     with torch.cuda.device_of(query_BQAD):
-        _attend_kernel[(num_tiles * num_kv_heads, num_parts if is_split else 1, num_sequences)](
+        _attend_kernel[(num_tiles * num_kv_heads, num_parts, num_sequences)](
             query_BQAD, key_NHSD, value_NHSD, tables, positions_BQ, positions_BQ, output_BQAD, parts, sums,
             *query_BQAD.stride()[:3], *key_NHSD.stride()[:2],
             tables.stride(0), *positions_BQ.stride(), num_queries, max_context_len, scale,
-            **_constants(num_heads, key_NHSD, block_tables_BM), DECODE=True, SPLIT=is_split,
+            **_constants(num_heads, key_NHSD, block_tables_BM), DECODE=True, SPLIT=scratch is not None,
             **options_of(head_dim), **FIXED,
         )  # fmt: skip
-        if is_split:
+        if scratch:
             _add_kernel[(num_sequences * num_queries * num_heads,)](
                 parts, sums, positions_BQ, output_BQAD, *positions_BQ.stride(), num_queries, max_context_len,
                 A=num_heads, D=head_dim, AT_ONCE=_AT_ONCE, num_warps=_add_warps(head_dim), **FIXED,

@@ -14,6 +14,7 @@ S positions per block, M entries of a block table.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import accumulate, pairwise
 from typing import Any
@@ -33,7 +34,7 @@ from baton.kernels.attention_invariant import attention_prefill_invariant
 from baton.kernels.attention_shares import SharePlans
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation, uses_triton
-from baton.kernels.memo import Memo, signature
+from baton.kernels.memo import Memo, open_signature, signature
 
 NAME = "attention_prefill"
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -94,11 +95,9 @@ def attention_prefill(
     places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B
     how = _FORMS.find(key)
     if how is None:
-        uses = uses_triton(query_TAD.device, implementation)
-        _check(*places, uses)
-        _check_scales(key_NHSD, scale, key_scale, value_scale)
+        kind = _checked(places, scale, key_scale, value_scale, implementation)
         require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
-        how = _FORMS.keep(key, _form(places, max_query_len, key_scale, invariant, options) if uses else _Form.TORCH)
+        how = _FORMS.keep(key, _form(places, kind, max_query_len, invariant, options))
     if how is _Form.TORCH:
         lens = [end - start for start, end in pairwise(query_starts_E.tolist())]
         if scale is not None:  # theirs is D ** -0.5
@@ -126,7 +125,23 @@ class _Form(Enum):
     AS_IT_IS = auto()
 
 
-_FORMS: Memo[_Form] = Memo()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What is kept of calls that were checked, whatever their numbers of rows, sequences and positions.
+
+    Attributes:
+        in_triton: not by torch's reference.
+        can_divide: the form for short chunks takes them.
+        can_widen: the form for Hopper takes what comes of their KV if that is widened.
+    """
+
+    in_triton: bool
+    can_divide: bool = False
+    can_widen: bool = False
+
+
+_FORMS: Memo[_Form] = Memo()  # of the layers of one step
+_KINDS: Memo[_Kind] = Memo()  # of all steps: each has another number of rows
 
 
 def attention_prefill_lens(
@@ -167,18 +182,61 @@ def attention_prefill_lens(
 _Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def _checked(
+    places: _Places, scale: float | None, key_scale: torch.Tensor | None, value_scale: torch.Tensor | None,
+    implementation: Implementation,
+) -> _Kind:  # fmt: skip
+    """What is kept of calls like this one, or found out now."""
+    query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B = places
+    num_sequences = block_tables_BM.shape[0]
+    key = (
+        open_signature(query_TAD), signature(key_NHSD), signature(value_NHSD), open_signature(block_tables_BM, 2),
+        open_signature(query_starts_E), query_starts_E.shape[0] - num_sequences,
+        open_signature(context_lens_B), context_lens_B.shape[0] - num_sequences,
+        signature(key_scale), signature(value_scale), scale, implementation,
+    )  # fmt: skip
+    kind = _KINDS.find(key)
+    if kind is None:
+        uses = uses_triton(query_TAD.device, implementation)
+        _check(*places, uses)
+        _check_scales(key_NHSD, scale, key_scale, value_scale)
+        kind = _KINDS.keep(key, _kind(*places[:3], key_scale) if uses else _Kind(in_triton=False))
+    return kind
+
+
+def _kind(
+    query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, key_scale: torch.Tensor | None
+) -> _Kind:
+    """By dtypes, strides and sizes that calls have in common."""
+    head_dim, block_size = query_TAD.shape[2], key_NHSD.shape[2]
+    can_widen = (
+        key_NHSD.dtype == _FP8
+        and key_NHSD.stride()[2:] == (head_dim, 1)
+        and attention_prefill_hopper_triton.fits_size(query_TAD.device.index, head_dim, block_size)
+    )
+    can_divide = attention_short_chunks.fits(query_TAD, key_NHSD, value_NHSD, key_scale)
+    return _Kind(in_triton=True, can_divide=can_divide, can_widen=can_widen)
+
+
 def _form(
-    places: _Places, max_query_len: int, key_scale: torch.Tensor | None, invariant: bool,
-    options: Mapping[str, Any] | None,
-) -> _Form:  # fmt: skip
-    """By which kernels, of queries, K, V, tables, starts and lengths."""
-    query_TAD, block_tables_BM = places[0], places[3]
+    places: _Places, kind: _Kind, max_query_len: int, invariant: bool, options: Mapping[str, Any] | None
+) -> _Form:
+    """By which kernels, of queries, K, V, tables, starts and lengths: what the numbers of these decide."""
+    if not kind.in_triton:
+        return _Form.TORCH
+    query_TAD, key_NHSD, block_tables_BM = places[0], places[1], places[3]
     if not query_TAD.numel() or not block_tables_BM.shape[0] or not max_query_len:
         return _Form.NOTHING
-    if _is_short(*places[:4], max_query_len, key_scale, invariant, options):
+    if _is_short(query_TAD, key_NHSD, block_tables_BM, kind, max_query_len, invariant, options):
         return _Form.SHORT
-    may_widen = options is None and not invariant
-    return _Form.WIDENED if may_widen and _widens(*places[:2], block_tables_BM, max_query_len) else _Form.AS_IT_IS
+    widens = (
+        kind.can_widen
+        and options is None
+        and not invariant
+        and max_query_len >= kv_widen.MIN_QUERY_LEN
+        and kv_widen.num_bytes(block_tables_BM, key_NHSD, query_TAD.dtype) <= kv_widen.MAX_BYTES
+    )
+    return _Form.WIDENED if widens else _Form.AS_IT_IS
 
 
 def _by_triton(
@@ -211,35 +269,23 @@ def _by_triton(
 def _is_short(
     query_TAD: torch.Tensor,
     key_NHSD: torch.Tensor,
-    value_NHSD: torch.Tensor,
     block_tables_BM: torch.Tensor,
+    kind: _Kind,
     max_query_len: int,
-    key_scale: torch.Tensor | None,
     invariant: bool,
     options: Mapping[str, Any] | None,
 ) -> bool:
     """Whether positions are divided as well as rows: as the options say, or where that is better."""
     if invariant or (options is not None and not attention_short_chunks.is_ours(options)):
         return False
-    can = attention_short_chunks.fits(query_TAD, key_NHSD, value_NHSD, key_scale)
     if options is not None:
-        require(can, "options", "divide positions, for which this KV or its strides do not fit")
+        require(kind.can_divide, "options", "divide positions, for which this KV or its strides do not fit")
         return True
     num_sequences, num_columns = block_tables_BM.shape
     bound = num_columns * key_NHSD.shape[2]
-    return can and attention_short_chunks.is_better(query_TAD, key_NHSD, num_sequences, bound, max_query_len)
-
-
-def _widens(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, block_tables_BM: torch.Tensor, max_query_len: int) -> bool:
-    """Whether float8 is widened before: where the form for Hopper can have what comes of it."""
-    head_dim, block_size = query_TAD.shape[2], key_NHSD.shape[2]
-    return (
-        key_NHSD.dtype == _FP8
-        and max_query_len >= kv_widen.MIN_QUERY_LEN
-        and key_NHSD.stride()[2:] == (head_dim, 1)
-        and attention_prefill_hopper_triton.fits_size(query_TAD.device.index, head_dim, block_size)
-        and kv_widen.num_bytes(block_tables_BM, key_NHSD, query_TAD.dtype) <= kv_widen.MAX_BYTES
-    )
+    if not kind.can_divide:
+        return False
+    return attention_short_chunks.is_better(query_TAD, key_NHSD, num_sequences, bound, max_query_len)
 
 
 def _find_options(

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from baton.kernels.variant import Variant
 
+_ANY = ["starts", "contexts", "num_tiles", "num_rounds", "table_stride", "num_sequences", "scale"]
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
@@ -304,7 +305,7 @@ def _consume(
                 gl.store(output + at_R[:, None] + column_D[None, :], result_RD, mask=is_row_R1)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_rounds", "table_stride", "num_sequences", "scale"])
+@gluon.jit(do_not_specialize=_ANY)
 def prefill_kernel(
     query, keys, values, value, output, tables, starts, contexts,
     query_stride, query_head_stride, output_stride, output_head_stride, block_rows, head_rows,

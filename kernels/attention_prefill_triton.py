@@ -175,7 +175,11 @@ def _walk_overlapped(
     return maximum_R, total_R, tl.dot(weight_RN, value_ND, mixed_RD)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_sequences", "scale", "scale_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "key_scale", "value_scale", "starts", "contexts", "table_stride", "num_sequences", "scale", "scale_stride",
+    ]
+)  # fmt: skip
 def _prefill_kernel(
     query, keys, values, key_scale, value_scale, output, tables, starts, contexts,
     query_stride, query_head_stride, output_stride, output_head_stride, block_stride, head_stride,

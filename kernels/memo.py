@@ -2,7 +2,8 @@
 
 A layer calls with the same shapes as the one before it, and a step with those of the step before. Two calls are alike
 if everything that checks and decisions may read is equal: of each tensor its shape, strides, dtype, device and place
-within 16 bytes (`signature`), and the other arguments themselves. What a key leaves out nobody may decide by; what is
+within 16 bytes (`signature`; `open_signature` where any number of rows is decided alike), and the other arguments
+themselves. What a key leaves out nobody may decide by; what is
 in the memory of a tensor is never read. Only calls that were found right are kept, so a wrong one is checked, and
 refused, each time it comes.
 
@@ -26,6 +27,25 @@ def signature(tensor: torch.Tensor | None) -> Signature | None:
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & _LAST_BITS
+
+
+def open_signature(tensor: torch.Tensor, num_open: int = 1) -> tuple[object, ...]:
+    """All of a tensor that a decision may depend on that takes any number along the first `num_open` dimensions.
+
+    Of the last dimension, even if it is one of those, it says whether its numbers lie one after the other.
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    is_dense = not shape or shape[-1] <= 1 or strides[-1] == 1
+    open_strides = strides[num_open:] if num_open == len(shape) else strides
+    return (
+        len(shape),
+        shape[num_open:],
+        open_strides,
+        is_dense,
+        tensor.dtype,
+        tensor.device,
+        tensor.data_ptr() & _LAST_BITS,
+    )
 
 
 class Memo(Generic[Kept]):

@@ -234,7 +234,7 @@ def _angles(
     return sine, cosine
 
 
-@triton.jit(do_not_specialize=["position_stride"])
+@triton.jit(do_not_specialize=["positions", "position_stride", "slots", "key_scale", "value_scale"])
 def _qk_kernel(
     qkv, qkv_stride, query_weight, key_weight, eps, positions, position_stride: tl.int64, first, second, angle_stride,
     slots, query_out, keys, values, block_stride, head_stride, row_stride, key_scale, value_scale,
@@ -325,7 +325,8 @@ def _variant(
     shape = constants_of(chosen, *heads, rotary_dim or head_dim, block_size)
     plain = {"HEIGHT": 0, "WIDTH": 0, "AXES": 1, "ALTERNATING": False, "INTERLEAVED": False}
     plain |= {"GATED": False, "PLUS_ONE": False, "ANGLES": angles, "SCALES": scales, "EARLY": early}
-    pointers = [key for key, kind in types.items() if kind.startswith("*")]
+    anywhere = ("positions", "slots", "key_scale", "value_scale")
+    pointers = [key for key, kind in types.items() if kind.startswith("*") and key not in anywhere]
     return Variant(
         name=f"qk_norm_rope_write {num_query}/{num_kv}/{head_dim}{name}{'' if early else ' late'}",
         kernel=_qk_kernel,

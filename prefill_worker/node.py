@@ -31,7 +31,7 @@ from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.compute_form import compute_report
 from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
 from baton.worker.host import WorkerHost
-from baton.worker.loading import LoadedWorker, load_worker, request_limits
+from baton.worker.loading import LoadedWorker, load_worker, reach_of, request_limits
 from baton.worker.seat import RankStarter, Seat
 
 
@@ -70,6 +70,7 @@ class PrefillNode:
         runner = PrefillRunner(
             loaded.model, loaded.pool, group, eos_token_ids=loaded.tokenizer.eos_token_ids, grammars=loaded.grammars
         )
+        runner.warm_up(reach_of(config, loaded.model))
         push = _push(config, loaded, self.epoch)
         about = {"worker_id": config.worker_id, "epoch": f"{self.epoch:016x}"}
         self._telemetry = Telemetry(config.telemetry, "prefill", clock, about)
@@ -168,6 +169,7 @@ class PrefillRank:
             runner = PrefillRunner(
                 loaded.model, loaded.pool, channel.communicator, eos_token_ids=eos_token_ids, grammars=loaded.grammars
             )
+            runner.warm_up(reach_of(config, loaded.model))
             push = _push(config, loaded, seat.epoch)
             self._follower = PrefillFollower(FollowPrefill(runner, channel), push, channel)
             channel.follow()

@@ -252,4 +252,5 @@ def _compute_totals(compute: worker_pb2.Compute) -> ComputeTotals:
         quantization=compute.quantization,
         num_library_refused=compute.num_library_refused,
         num_untuned=len(compute.untuned),
+        num_kernels={"starting": compute.num_kernels_starting, "serving": compute.num_kernels_serving},
     )

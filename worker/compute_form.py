@@ -8,6 +8,7 @@ import torch
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.kernels import tuning
+from baton.kernels.compiles import COMPILES
 from baton.kernels.implementation import Implementation
 from baton.kernels.scaled_mm import LIBRARY
 from baton.model.model import Model
@@ -32,5 +33,8 @@ def compute_report(model: Model, quantization: Quantization) -> worker_pb2.Compu
         num_library_refused=LIBRARY.num_refused,
         library_refused=[f"{outputs}x{inputs}" for outputs, inputs in sorted(LIBRARY.refused)],
         untuned=tuning.untuned(),
+        num_kernels_starting=COMPILES.num_starting,
+        num_kernels_serving=COMPILES.num_serving,
+        late_kernels=COMPILES.late,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     )

@@ -13,6 +13,7 @@ import grpc.aio
 from baton.core.errors import BatonError, InvalidRequest, PortInUse, WorkerLost
 from baton.core.handshakes import Handshakes
 from baton.core.tls_files import TlsFiles, TlsWatch
+from baton.kernels.compiles import COMPILES
 from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
 from baton.proto.secure_channel import SecureChannels, is_refused_certificate, server_credentials
 from baton.proto.unreadable import RefuseUnreadable
@@ -82,6 +83,7 @@ class WorkerHost:
         Raises:
             PortInUse: no port could be bound.
         """
+        COMPILES.serve()
         self._thread.start()
         self._started.wait()
         if self._error is not None:

@@ -13,7 +13,9 @@ from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
 from baton.engine.grammar import GrammarCompiler
+from baton.engine.kernel_warm_up import Reach
 from baton.kernels import kv_widen
+from baton.kernels.compiles import COMPILES
 from baton.kernels.implementation import Implementation
 from baton.kernels.selftest import check_invariance
 from baton.kvcache.geometry import PoolGeometry
@@ -59,6 +61,8 @@ def load_worker(
     device = torch.device(config.device)
     if device.type == "cuda" and device.index is None:  # threads that select their device need its number
         device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda":
+        COMPILES.listen()
     path = Path(config.model_path)
     is_random = config.weights == "random"
     group = communicator or Alone()
@@ -125,6 +129,13 @@ def request_limits(model: Model, *, max_model_len: int, num_draft_tokens: int) -
         prefill_capacity_len=max_model_len,
         decode_capacity_len=max_model_len + num_draft_tokens,
     )
+
+
+def reach_of(config: WorkerConfig, model: Model) -> Reach:
+    """What steps a worker of this configuration may be asked for."""
+    context_len = min(config.max_model_len + config.num_draft_tokens, model.config.max_model_len)
+    num_tokens = min(config.chunk_len, config.max_num_seqs * context_len)
+    return Reach(num_tokens=num_tokens, num_sequences=config.max_num_seqs, context_len=context_len)
 
 
 def _num_blocks(config: WorkerConfig, layout: KVLayout, device: torch.device, group: Communicator) -> int:

@@ -54,6 +54,17 @@ def test_products_that_the_library_refused_are_told():
     assert "1x2, 3x4, 5x6 and 1 more" in found.detail
 
 
+def test_kernels_that_were_compiled_while_serving_are_told():
+    status = reply(
+        worker("d0", form="triton", device=GPU, num_kernels_serving=3, late_kernels=["a_kernel", "b_kernel"])
+    )
+    [found] = doctor.check_compute(status)
+    assert (found.name, found.level) == ("kernels of d0", "warn")
+    assert "3 compiled while streams waited: a_kernel, b_kernel" in found.detail
+    assert compute_data(status)[0]["late_kernels"] == ["a_kernel", "b_kernel"]
+    assert "3 kernels compiled late (a_kernel, b_kernel)" in format_compute(compute_data(status))
+
+
 def test_the_table_has_a_line_for_each_worker_and_all_that_fell_back():
     status = reply(
         worker("d0", form="triton", quantization="fp8", device=GPU, num_library_refused=2, library_refused=["1x2"],

@@ -192,7 +192,14 @@ def test_shares_are_those_of_drafts_that_were_there():
 
 
 def test_how_a_worker_computes_is_told_with_what_fell_back(members, metrics):
-    compute = worker_pb2.Compute(form="triton", quantization="fp8", num_library_refused=7, untuned=["a 1", "b 2"])
+    compute = worker_pb2.Compute(
+        form="triton",
+        quantization="fp8",
+        num_library_refused=7,
+        untuned=["a 1", "b 2"],
+        num_kernels_starting=120,
+        num_kernels_serving=2,
+    )
     members.heartbeat(heartbeat(compute=compute))
     members.heartbeat(heartbeat("d1"))
     found = Found(samples(metrics))
@@ -201,4 +208,6 @@ def test_how_a_worker_computes_is_told_with_what_fell_back(members, metrics):
     assert found.of("kernel_library_refused_total", **its) == 7
     assert found.of("kernel_untuned_shapes", **its) == 2
     named = [key for key in found if key[0].startswith("baton_kernel_")]
-    assert len(named) == 3, "an older worker says nothing"
+    assert found.of("kernel_compiles_total", **its, when="starting") == 120
+    assert found.of("kernel_compiles_total", **its, when="serving") == 2
+    assert len(named) == 5, "an older worker says nothing"

@@ -31,6 +31,7 @@ BY_FAULTS = {
     "decode_graph_steps": "likewise",
     "kernel_form": "how a worker was started, which does not change: tests/core/test_worker_metrics.py",
     "kernel_library_refused": "a GPU, and float8 weights: likewise",
+    "kernel_compiles": "a GPU: tests/core/test_worker_metrics.py",
     "kernel_untuned_shapes": "a GPU, and a model that no table knows: likewise",
     "preemptions": "too few KV blocks: tests/e2e/test_preemption.py",
     "recomputed_tokens": "likewise",

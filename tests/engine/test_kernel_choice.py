@@ -13,7 +13,7 @@ from baton.core.verification import DraftSampleMethod, VerificationConfig, Verif
 from baton.engine import kernel_choice, kernel_verifier, kernel_warm_up
 from baton.engine.grammar_masks import GrammarMasks
 from baton.engine.history import SampledSequence
-from baton.engine.kernel_choice import choice_rows
+from baton.engine.kernel_choice import choice_rows, with_every_cut
 from baton.engine.kernel_verifier import KernelVerifier
 from baton.engine.local import LocalEngine
 from baton.engine.sampler import draw_noise, sampling_rows
@@ -21,7 +21,7 @@ from baton.engine.sampling_table import SamplingTable, rows_of
 from baton.engine.verifiers import make_kernel_verifier, verifier_for
 from baton.engine.verify import CoupledVerifier, DraftIds, VerifyInputs
 from baton.kernels import bounds_triton, choose_triton, logit_edits_triton, logprobs_triton, sample, verify
-from baton.kernels.choice import settled
+from baton.kernels.choice import EditedRows, settled
 from baton.kernels.implementation import Implementation
 from baton.model.loader import load_model
 from baton.tests.engine import host_guard, test_step_report
@@ -234,6 +234,21 @@ def test_the_first_step_finds_its_kernels_compiled(mode, d2t, monkeypatch):
     generate(REFERENCE, MIXED[:3], d2t=d2t, verification=VERIFICATIONS[mode], max_tokens=6)
     generate(REFERENCE, [MIXED[0], {"temperature": 0.0}], d2t=d2t, verification=VERIFICATIONS[mode], max_tokens=6)
     assert asked == known
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_edited_rows_are_chosen_alike_by_the_kernels_of_every_cut(kind):
+    generator = torch.Generator().manual_seed(4)
+    logits_BV = torch.randn(3, 50, generator=generator).bfloat16()
+    edited = EditedRows.of(torch.randn(2, 1, 50, generator=generator), torch.tensor([0, 2]), 3)
+    params = [SamplingParams(**kind, seed=seed) for seed in range(3)]
+    rows = choice_rows(sampling_rows(params, CPU), torch.arange(3))
+    found = with_every_cut(rows)
+    assert None not in (found.top_k_B, found.top_p_B, found.min_p_B)
+    for implementation in (TRITON, REFERENCE):
+        wanted_B = sample.sample(logits_BV, rows, edited=edited, implementation=implementation)
+        found_B = sample.sample(logits_BV, found, edited=edited, implementation=implementation)
+        assert found_B.tolist() == wanted_B.tolist()
 
 
 def interpreted(kinds, mode, **options):

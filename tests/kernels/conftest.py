@@ -21,3 +21,4 @@ def nothing_decided():
     yield
     for module in (attention_decode, attention_prefill):
         module._FORMS._kept.clear()
+    attention_prefill._KINDS._kept.clear()

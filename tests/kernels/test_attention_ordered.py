@@ -97,6 +97,39 @@ def test_a_row_has_one_value_whatever_computes_it():
     assert same_bits(context.decode((500,), 512, None), rows(500, 501))
 
 
+@pytest.mark.parametrize("at_once", [0, 1, 2, 5])
+def test_what_parts_leave_is_kept_of_few_sequences_at_once(at_once, monkeypatch):
+    """Five sequences in one turn and in several, the last of which is shorter: the same bits, and no more memory."""
+    context = Context(attention_ordered_triton.PART_LEN + 6)
+    positions = torch.tensor([[517, 516], [-1, 3], [511, 512], [2, 1], [513, 0]])
+    query = context.query[positions.clamp(min=0)]
+    row_bytes = 4 * (16 + 2) * 2 * 2 * 2  # two queries, two heads, two parts
+
+    def run():
+        taken = []
+        empty = torch.empty
+
+        def noted(*sizes, **options):
+            made = empty(*sizes, **options)
+            taken.append(made.nbytes * (made.dtype == torch.float32))
+            return made
+
+        with monkeypatch.context() as patched:
+            patched.setattr(attention_ordered_triton.torch, "empty", noted)
+            found = attention_ordered_decode(
+                query, context.key, context.value, context.table.expand(5, -1), positions, 518,
+                is_split=True, implementation=TRITON,
+            )  # fmt: skip
+        return found, sum(taken)
+
+    wanted, most = run()
+    assert most == 5 * row_bytes
+    monkeypatch.setattr(attention_ordered_triton, "MAX_PARTS_BYTES", at_once * row_bytes + row_bytes // 2)
+    found, taken = run()
+    assert same_bits(found, wanted)
+    assert taken == max(1, at_once) * row_bytes, "of a single sequence there is no less"
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("is_split", [False, True])
 def test_rows_that_see_nothing_are_zero(is_split):

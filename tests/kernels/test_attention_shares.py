@@ -334,6 +334,7 @@ def test_kv_is_widened_in_blocks_of_its_own(num_scales):
 
 def test_long_chunks_over_float8_are_computed_from_widened_kv(monkeypatch):
     monkeypatch.setattr(attention_prefill, "_FORMS", Memo())
+    monkeypatch.setattr(attention_prefill, "_KINDS", Memo())
     monkeypatch.setattr(kv_widen, "MIN_QUERY_LEN", 1)
     monkeypatch.setattr(attention_prefill.attention_prefill_hopper_triton, "fits_size", lambda *_: True)
     asked = []

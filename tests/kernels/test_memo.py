@@ -13,7 +13,7 @@ from baton.kernels.attention_prefill import attention_prefill
 from baton.kernels.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm_fp8 import gemm_fp8, linear_fp8
 from baton.kernels.implementation import Implementation
-from baton.kernels.memo import Memo, signature
+from baton.kernels.memo import Memo, open_signature, signature
 from baton.kernels.moe import ExpertWeights
 from baton.kernels.moe_gemm import experts_grouped
 from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
@@ -36,6 +36,45 @@ def test_a_signature_is_all_that_checks_read():
     assert {signature(item) for item in same} == {signature(x)}
     found = [signature(item) for item in [x, *other, shifted]]
     assert all(left != right for left, right in itertools.combinations(found, 2))
+
+
+def test_an_open_signature_leaves_out_how_many_there_are():
+    def found(x, num_open=1):
+        return open_signature(x, num_open)
+
+    x = torch.zeros(8, 4, 8)
+    assert {found(torch.zeros(rows, 4, 8)) for rows in (1, 3, 8)} == {found(x)}
+    others = [
+        x.double(),
+        x.to("meta"),
+        x[:, :2],
+        x[..., ::2],
+        torch.zeros(8, 8),
+        torch.zeros(8, 4, 4),
+        x.transpose(0, 1),
+    ]
+    assert len({found(item) for item in [x, *others]}) == 1 + len(others)
+    table = torch.zeros(5, 9)
+    assert {found(torch.zeros(*sizes), 2) for sizes in ((5, 9), (1, 1), (4, 64))} == {found(table, 2)}
+    assert found(torch.zeros(5, 18)[:, ::2], 2) != found(table, 2), "strided"
+    assert found(torch.zeros(5), 1) != found(torch.zeros(10)[::2], 1)
+
+
+def test_chunks_of_any_length_are_decided_alike():
+    """Rows, sequences and columns differ from step to step; what is checked does not depend on how many there are."""
+    forget()
+    _, right, _ = prefill()
+    for count, length, columns in ((1, 1, 2), (1, 7, 2), (2, 3, 4), (3, 8, 3), (2, 16, 2)):
+        rows = {"query_TAD": tensor(count * length, 4, 32), "max_query_len": length}
+        rows["block_tables_BM"] = torch.zeros(count, columns, dtype=torch.int64)
+        rows["query_starts_E"] = torch.arange(count + 1) * length
+        rows["context_lens_B"] = torch.full((count,), 16)
+        attention_prefill_module = importlib.import_module("baton.kernels.attention_prefill")
+        attention_prefill(**{**right, **rows}, implementation=REFERENCE)
+        assert len(attention_prefill_module._KINDS) == 1
+    wrong = rows | {"context_lens_B": torch.full((3,), 16)}
+    with pytest.raises(KernelArgumentInvalid, match="context_lens_B"):
+        attention_prefill(**{**right, **wrong}, implementation=REFERENCE)
 
 
 def test_a_memo_is_bounded():
@@ -171,7 +210,7 @@ MODULES = ("attention_decode", "attention_prefill", "gemm_fp8", "moe_gemm", "qk_
 def forget():
     found = [importlib.import_module(f"baton.kernels.{name}") for name in MODULES]
     memos = [value for module in found for value in vars(module).values() if isinstance(value, Memo)]
-    assert len(memos) == len(MODULES) + 1
+    assert len(memos) == len(MODULES) + 2
     for memo in memos:
         memo._kept.clear()
 

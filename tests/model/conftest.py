@@ -40,6 +40,7 @@ def nothing_decided():
     yield
     for module in (attention_decode, attention_prefill):
         module._FORMS._kept.clear()
+    attention_prefill._KINDS._kept.clear()
 
 
 LARGEST = pytest.StashKey[dict[tuple[str, torch.dtype], float]]()

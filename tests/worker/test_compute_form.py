@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from triton import knobs
 
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.kernels import scaled_mm, tuning
+from baton.kernels.compiles import Compiles
 from baton.kernels.fp8_weight import quantize_weight
 from baton.kernels.implementation import Implementation
 from baton.kernels.quantize_fp8 import quantize_fp8
@@ -28,6 +30,35 @@ def test_the_form_is_one_of_four():
     assert form_of(Model(Implementation.REFERENCE)) == "reference"
     assert form_of(Model(Implementation.REFERENCE, Numerics.INVARIANT)) == "invariant"
     assert form_of(Model(Implementation.TRITON, Numerics.INVARIANT)) == "ordered"
+
+
+def test_kernels_that_come_late_are_counted_and_logged_once_each(monkeypatch, caplog):
+    compiles = Compiles()
+    monkeypatch.setattr(compute_form, "COMPILES", compiles)
+    for name in ("a", "b", "a"):
+        compiles.loaded(None, 0, name, {}, "hash")
+    model = Model(Implementation.REFERENCE)
+    report = compute_report(model, Quantization.NONE)
+    assert (report.num_kernels_starting, report.num_kernels_serving, list(report.late_kernels)) == (3, 0, [])
+    assert not caplog.records
+    compiles.serve()
+    for name in ("c", "a", "c"):
+        compiles.loaded(None, 0, name, {}, "hash")
+    report = compute_report(model, Quantization.NONE)
+    assert (report.num_kernels_starting, report.num_kernels_serving) == (3, 3)
+    assert list(report.late_kernels) == ["a", "c"]
+    assert [record.args for record in caplog.records] == [("c",), ("a",)]
+
+
+def test_triton_tells_of_each_binary_once():
+    compiles = Compiles()
+    compiles.listen()
+    compiles.listen()
+    try:
+        knobs.runtime.kernel_load_end_hook(None, 0, "a", {}, "hash")
+    finally:
+        knobs.runtime.kernel_load_end_hook.remove(compiles.loaded)
+    assert compiles.num_starting == 1
 
 
 def test_what_fell_back_is_counted(monkeypatch):

@@ -1,0 +1,112 @@
+"""Passes of a model over padding, in every size class that serving meets: what they launch is compiled then, not later.
+
+Which form of a kernel is launched follows from shapes alone: rows of a step, rows of a sequence, width of the block
+tables. Forms change at powers of two, or between them; so each class is represented by powers of two, by one and a half
+times those, and by the limits themselves. Positions lie at the beginning of tables that name nothing but the scratch
+block: a pass over wide tables reads as little as one over narrow ones, and no sequence's KV is touched.
+
+Legend: B sequences, Q rows of each, T tokens, W entries of a block table.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from baton.core.sampling import SamplingParams
+from baton.engine.batch import DecodeRows, PrefillChunk, prefill_inputs
+from baton.engine.graph_key import default_widths
+from baton.engine.passes import EagerPasses, ignore_layer
+from baton.kvcache.allocator import BlockTable
+from baton.kvcache.pool import KVPool
+from baton.model.model import Model
+
+_GREEDY = SamplingParams(temperature=0.0)
+_WIDTHS_LEN = (1024, 4096)  # positions from which on other forms of attention may pay
+_MAX_TOKENS = 16_384  # of a pass: beyond, nothing is another form than there
+_MAX_CHUNKS_TOKENS = 2048  # of several chunks together, which differ from one only in how many there are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """What steps there may be.
+
+    Attributes:
+        num_tokens: of one step at most: a chunk's, or of all chunks together.
+        num_sequences: of one step at most.
+        context_len: positions of a sequence at most.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    context_len: int
+
+
+def classes(most: int) -> tuple[int, ...]:
+    """Sizes from 1 to `most` that stand for all of these."""
+    found, power = {most}, 1
+    while power < most:
+        found |= {power, min(power * 3 // 2, most)}
+        power *= 2
+    return tuple(sorted(found))
+
+
+def prefill_shapes(reach: Reach, block_size: int) -> Iterator[tuple[int, int, int]]:
+    """(chunks, tokens of each, entries of a table): one chunk, and as many as fit."""
+    last = -(-reach.context_len // block_size)
+    for length in classes(min(reach.num_tokens, reach.context_len, _MAX_TOKENS)):
+        least = -(-length // block_size)
+        widths = {least, last, *(-(-bound // block_size) for bound in _WIDTHS_LEN)}
+        most = max(1, min(reach.num_tokens, _MAX_CHUNKS_TOKENS) // length)
+        for count in sorted({1, min(reach.num_sequences, most)}):
+            for width in sorted(width for width in widths if least <= width <= last):
+                yield count, length, width
+
+
+def decode_shapes(reach: Reach, block_size: int) -> Iterator[tuple[int, int]]:
+    """(sequences, entries of a table)."""
+    for width in default_widths(-(-reach.context_len // block_size)):
+        for count in classes(reach.num_sequences):
+            yield count, width
+
+
+@torch.inference_mode()
+def warm_up_prefill_passes(model: Model, pool: KVPool, reach: Reach) -> None:
+    """Trunk and MTP head over chunks."""
+    has_mtp = pool.layout.num_layers > model.config.num_layers
+    for count, length, width in prefill_shapes(reach, pool.layout.block_size):
+        inputs = prefill_inputs([_chunk(length, pool)] * count, pool)
+        tables_BW = inputs.batch.block_tables_BM.new_full((count, width), pool.num_blocks)
+        batch = replace(inputs.batch, block_tables_BM=tables_BW)
+        hidden_TD = model.trunk(inputs.token_ids_T, batch, pool, ignore_layer)
+        if has_mtp:
+            model.mtp(inputs.next_token_ids_T, hidden_TD, batch, pool, ignore_layer)
+
+
+@torch.inference_mode()
+def warm_up_decode_passes(model: Model, pool: KVPool, reach: Reach, num_draft_tokens: int) -> None:
+    """Those of a step with each number of drafts."""
+    for count, width in decode_shapes(reach, pool.layout.block_size):
+        first_B = torch.zeros(count, dtype=torch.int64, device=pool.device)
+        tables_BW = first_B.new_full((count, width), pool.num_blocks)
+        rows = DecodeRows(block_tables_BM=tables_BW, limit_B=first_B + 1, draft_cap_B=first_B)
+        bound = min(width * pool.layout.block_size, reach.context_len)
+        for num_drafts in range(num_draft_tokens, -1, -1):
+            passes = EagerPasses(model, pool, rows, bound, None, first_B, num_drafts + 1)
+            ids_BQ = first_B.new_zeros(count, num_drafts + 1)
+            hidden_TD = passes.verify(ids_BQ, first_B)
+            if num_draft_tokens:
+                entries_TD = passes.draft_prefill(ids_BQ, hidden_TD, first_B)
+                passes.draft(first_B, entries_TD[:: num_drafts + 1], first_B)
+
+
+def _chunk(length: int, pool: KVPool) -> PrefillChunk:
+    block_size = pool.layout.block_size
+    return PrefillChunk(
+        prompt_token_ids=(0,) * length,
+        start=0,
+        length=length,
+        table=BlockTable((pool.num_blocks,) * -(-length // block_size), block_size),
+        sampling=_GREEDY,
+        draft_cap=0,
+    )

@@ -1,0 +1,82 @@
+"""What is launched before a worker serves is all that serving launches; and the sizes that stand for others."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from baton.engine.pass_warm_up import Reach, classes, decode_shapes, prefill_shapes
+
+REACH = Reach(num_tokens=2048, num_sequences=12, context_len=8200)
+LIMIT_S = 300
+
+
+def launches(num_rounds, *names):
+    """What `kernel_launches` says, by model; Triton's interpreter, in which tests are, compiles nothing."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-P", "-m", "baton.tests.engine.kernel_launches", str(num_rounds), *names]
+    text = subprocess.run(
+        command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S
+    ).stdout  # fmt: skip
+    return {found["model"]: found for found in map(json.loads, text.splitlines())}
+
+
+@pytest.mark.fast
+def test_sizes_stand_for_all_up_to_the_most():
+    assert classes(1) == (1,)
+    assert classes(2) == (1, 2)
+    assert classes(7) == (1, 2, 3, 4, 6, 7)
+    for most in range(1, 100):
+        found = classes(most)
+        assert (found[0], found[-1]) == (1, most)
+        assert all(above <= below * 2 for below, above in pairwise(found))
+
+
+@pytest.mark.fast
+def test_prefill_shapes_fit_their_steps_and_reach_every_limit():
+    found = list(prefill_shapes(REACH, 16))
+    assert len(found) == len(set(found))
+    for count, length, width in found:
+        assert count <= REACH.num_sequences
+        assert count * length <= REACH.num_tokens
+        assert width * 16 >= length
+        assert width <= -(-REACH.context_len // 16)
+    for place, most in enumerate((12, 2048, 513)):
+        assert max(shape[place] for shape in found) == most
+    assert {(1, 1, 1), (12, 1, 513), (1, 16, 64), (1, 2048, 256)} <= set(found)
+
+
+@pytest.mark.fast
+def test_a_chunk_is_never_longer_than_the_context():
+    found = list(prefill_shapes(Reach(num_tokens=1 << 24, num_sequences=1, context_len=40), 16))
+    assert max(length for _, length, _ in found) == 40
+    assert {count for count, _, _ in found} == {1}
+    found = list(prefill_shapes(Reach(num_tokens=1 << 24, num_sequences=1, context_len=1 << 20), 64))
+    assert max(length for _, length, _ in found) == 16_384, "nothing is another form beyond, and memory is short"
+
+
+@pytest.mark.fast
+def test_decode_shapes_reach_every_limit():
+    found = list(decode_shapes(REACH, 16))
+    assert {count for count, _ in found} == {1, 2, 3, 4, 6, 8, 12}
+    assert {width for _, width in found} == {16, 32, 64, 128, 256, 512, 513}
+
+
+def test_no_step_launches_what_the_warm_up_did_not():
+    found = launches(2, "dense", "moe", "not warmed")
+    for name in ("dense", "moe"):
+        assert sum(found[name]["warm"].values()) > 80
+        assert not found[name]["late"], name
+    assert not found["not warmed"]["warm"]
+    assert len(found["not warmed"]["late"]) >= 15, "what the others are spared"
+
+
+@pytest.mark.slow
+def test_no_step_of_any_kind_of_model_does():
+    found = launches(8)
+    late = {name: its["late"] for name, its in found.items() if name != "not warmed"}
+    assert len(late) >= 9
+    assert not any(late.values()), late
