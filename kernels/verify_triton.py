@@ -90,7 +90,7 @@ def launch_after(token_ids_BQ, accepted_len_B, length_B, results) -> None:
 def _own_choice(
     logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R, values,
     ids, rates, forced_len, sequence, usable, V, num_chunks,
-    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Drafts that are the target's own choice, or stand because somebody wants it so, and the choice after them."""
     is_made_up = (law == FORCE) | (law == SYNTHETIC)
@@ -100,7 +100,7 @@ def _own_choice(
         stop = first
     chosen_P = choose(
         logits, row_stride, edited, edited_row, sequence, seed, choice, position, bound_R, last_R, values, ids,
-        temperature, first, stop, V, num_chunks, Q, EDITED, BOUNDED, M, P,
+        temperature, first, stop, V, num_chunks, Q, EDITED, BOUNDED, M, P, N,
     )  # fmt: skip
     place_P = tl.arange(0, P)
     accepted = first
@@ -162,7 +162,7 @@ def _decide_kernel(
     else:
         accepted, last = _own_choice(
             logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R,
-            values, ids, rates, forced_len, sequence, usable, V, num_chunks, Q, EDITED, BOUNDED, M, P,
+            values, ids, rates, forced_len, sequence, usable, V, num_chunks, Q, EDITED, BOUNDED, M, P, N,
         )  # fmt: skip
     for place in tl.static_range(Q):
         token = tl.where(place == accepted, last, 0)
