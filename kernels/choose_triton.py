@@ -209,7 +209,7 @@ def scan_kernel(
     is_greedy = temperature <= 0.0
     by_chance = (law == REJECT) | (law == BLOCK)
     scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
-    W: tl.constexpr = 24 if N >= 32 else 3 * (N // 4)  # `race_triton.num_words`
+    W: tl.constexpr = 32 if N >= 32 else N  # `race_triton.num_words`
     while chunk < stop:
         token_X4 = blocks_of(chunk * N, N)
         if EDITED:
@@ -295,7 +295,7 @@ def choose(
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The target's own token of a sequence's rows from `first` to `usable`, int32 [P], P being Q or more."""
-    W: tl.constexpr = 24 if N >= 32 else 3 * (N // 4)
+    W: tl.constexpr = 32 if N >= 32 else N
     place_P, place_P1 = tl.arange(0, P), tl.arange(0, P)[:, None]
     row_P1 = sequence * Q + tl.minimum(place_P1, Q - 1)
     is_read_P1 = (place_P1 >= first) & (place_P1 <= usable)

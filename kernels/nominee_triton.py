@@ -74,7 +74,7 @@ def rescan(
     V, EDITED: tl.constexpr, N: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """What the scan would leave of each chunk if it saw only what stays; one program walks the row."""
-    W: tl.constexpr = 24 if N >= 32 else 3 * (N // 4)
+    W: tl.constexpr = 32 if N >= 32 else N
     for chunk in range(num_chunks):
         token_X4 = blocks_of(chunk * N, N)
         x_X4 = row_tokens(logits, base, edited, source, token_X4, V, EDITED)

@@ -1,6 +1,6 @@
 """The race of logits and noise in a chunk of a row: who may win it, and how well anybody else may do at most.
 
-The scan does not compute scores but bounds of them (`noise_triton.quick_bound`), as whole numbers that are in order and
+The scan does not compute scores but bounds of them (`noise_triton.log2_count`), as whole numbers that are in order and
 end with a block's place. A chunk has W groups of blocks, each of which lies in one warp, so that no warp waits for
 another: of each group it leaves the two blocks whose bounds are largest, and the largest bound of all others. Whoever
 decides computes the scores of the best two blocks of a chunk as the reference does, and knows from the bounds of what
@@ -15,7 +15,7 @@ Legend: N tokens of a chunk, X blocks of four, W groups of T times S blocks, M c
 import triton
 import triton.language as tl
 
-from baton.kernels.noise_triton import philox, quick_bound
+from baton.kernels.noise_triton import log2_count, philox
 from baton.kernels.variant import Variant
 
 NO_BLOCK = tl.constexpr(0x1FFFFFFF)  # beyond any vocabulary
@@ -33,8 +33,8 @@ def variants() -> list[Variant]:
 
 
 def num_words(chunk: int) -> int:
-    """How many int32 the race leaves of a chunk."""
-    return 3 * min(_GROUPS, chunk // 4)
+    """How many int32 the race leaves of a chunk: of each group its two nominees, and what others do at most, twice."""
+    return 4 * min(_GROUPS, chunk // 4)
 
 
 @triton.jit
@@ -50,20 +50,22 @@ def store_race(x_X4, best, scale, first_block, seed, choice, position, words, N:
     word_0X, word_1X, word_2X, word_3X = philox(
         first_block + place_X, position, choice, tl.full([], 0, tl.int32), seed, QUICK
     )  # fmt: skip
-    bound_0X = (x_0X - best) * scale + quick_bound(word_0X, QUICK)
-    bound_1X = (x_1X - best) * scale + quick_bound(word_1X, QUICK)
-    bound_2X = (x_2X - best) * scale + quick_bound(word_2X, QUICK)
-    bound_3X = (x_3X - best) * scale + quick_bound(word_3X, QUICK)
+    bound_0X = (x_0X - best) * scale - log2_count(word_0X, QUICK)
+    bound_1X = (x_1X - best) * scale - log2_count(word_1X, QUICK)
+    bound_2X = (x_2X - best) * scale - log2_count(word_2X, QUICK)
+    bound_3X = (x_3X - best) * scale - log2_count(word_3X, QUICK)
     bound_X = tl.maximum(tl.maximum(bound_0X, bound_1X), tl.maximum(bound_2X, bound_3X)) + _START
     bits_X = tl.minimum(tl.maximum(bound_X, 0.0), _MOST).to(tl.int32, bitcast=True)
     index_X = (place_X // (W * S)) * S + place_X % S
     key_TWS = tl.reshape((bits_X & -(T * S)) | index_X, [T, W, S])
-    word_W = words + tl.arange(0, W)
-    for index in tl.static_range(3):
-        most_W = tl.max(tl.max(key_TWS, axis=0), axis=1)
-        tl.store(word_W + index * W, most_W)
-        if index < 2:
-            key_TWS = tl.where(key_TWS == most_W[None, :, None], 0, key_TWS)
+    first_W = tl.max(tl.max(key_TWS, axis=0), axis=1)
+    key_TWS = tl.where(key_TWS == first_W[None, :, None], 0, key_TWS)
+    second_W = tl.max(tl.max(key_TWS, axis=0), axis=1)
+    key_TWS = tl.where(key_TWS == second_W[None, :, None], 0, key_TWS)
+    rest_W = tl.max(tl.max(key_TWS, axis=0), axis=1)
+    # All at once, as each store waits for all warps.
+    word_W22 = tl.join(tl.join(first_W, rest_W), tl.join(second_W, rest_W))
+    tl.store(words + tl.arange(0, 4 * W), tl.reshape(word_W22, [4 * W]))
 
 
 @triton.jit
@@ -74,9 +76,9 @@ def store_winner(words, row, num_chunks, token, M: tl.constexpr, N: tl.constexpr
     chunk_M1, word_1W = tl.arange(0, M)[:, None], tl.arange(0, 4 * W)[None, :]
     place = token % N // 4
     key = 0x42800000 | (place // (W * S) * S + place % S)  # a bound of 64
-    is_its_MW = (chunk_M1 == token // N) & (word_1W == place // S % W)
-    at_MW = words + (row * num_chunks + chunk_M1) * (3 * W) + word_1W
-    tl.store(at_MW, tl.where(is_its_MW, key, 0), mask=(chunk_M1 < num_chunks) & (word_1W < 3 * W))
+    is_its_MW = (chunk_M1 == token // N) & (word_1W == place // S % W * 4)
+    at_MW = words + (row * num_chunks + chunk_M1) * (4 * W) + word_1W
+    tl.store(at_MW, tl.where(is_its_MW, key, 0), mask=chunk_M1 < num_chunks)
 
 
 @triton.jit
@@ -86,10 +88,10 @@ def nominated(words, row_P1, is_read_P1, num_chunks, M: tl.constexpr, P: tl.cons
     S: tl.constexpr = 32 if N // 4 >= 32 * W else N // 4 // W
     T: tl.constexpr = N // 4 // (W * S)
     chunk_1M1, word_11W = tl.arange(0, M)[None, :, None], tl.arange(0, 2 * W)[None, None, :]
-    at_PM1 = words + (row_P1[:, :, None] * num_chunks + chunk_1M1) * (3 * W)
+    at_PM1 = words + (row_P1[:, :, None] * num_chunks + chunk_1M1) * (4 * W)
     is_there_PM1 = is_read_P1[:, :, None] & (chunk_1M1 < num_chunks)
-    key_PMW = tl.load(at_PM1 + word_11W, mask=is_there_PM1, other=-1)
-    rest_PMW = tl.load(at_PM1 + 2 * W + tl.arange(0, W)[None, None, :], mask=is_there_PM1, other=0)
+    key_PMW = tl.load(at_PM1 + word_11W // 2 * 4 + word_11W % 2, mask=is_there_PM1, other=-1)
+    rest_PMW = tl.load(at_PM1 + 2 + tl.arange(0, W)[None, None, :] * 4, mask=is_there_PM1, other=0)
     first_PM, word_PM = tl.max(key_PMW, axis=2, return_indices=True)
     block_0PM = _block_of(first_PM, word_PM, N, W, S, T)
     key_PMW = tl.where(word_11W == word_PM[:, :, None], -1, key_PMW)
@@ -108,7 +110,7 @@ def _block_of(key_PM, word_PM, N: tl.constexpr, W: tl.constexpr, S: tl.constexpr
     """The block that a key of a group stands for."""
     index_PM = key_PM & (T * S - 1)
     first_PM = tl.arange(0, key_PM.shape[1])[None, :] * (N // 4)
-    block_PM = first_PM + (index_PM // S) * (W * S) + (word_PM % W) * S + index_PM % S
+    block_PM = first_PM + (index_PM // S) * (W * S) + (word_PM // 2) * S + index_PM % S
     return tl.where(key_PM < 0, NO_BLOCK, block_PM)
 
 
