@@ -34,7 +34,7 @@ REJECT = tl.constexpr(1)  # `kernels.choice.Law`
 BLOCK = tl.constexpr(2)
 FORCE = tl.constexpr(3)
 SYNTHETIC = tl.constexpr(4)
-_AGAIN = tl.constexpr(1024)  # tokens of a chunk that is raced again, at a time
+_AGAIN = tl.constexpr(512)  # tokens of a chunk that is raced again, at a time
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
@@ -178,6 +178,17 @@ def blocks_of(start, N: tl.constexpr):
     return start + tl.arange(0, N // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
 
 
+@triton.jit
+def _widened(x_N, PAIRS: tl.constexpr):
+    """The same numbers, float32; of bfloat16 two at a time, which the compiler would first take apart."""
+    if PAIRS and x_N.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x_N], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x_N.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["edited", "edited_row", "rates", "forced_len", "maxima", "num_chunks", "span"])
 def scan_kernel(
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
@@ -186,6 +197,7 @@ def scan_kernel(
     EDITED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """What each chunk of a row is worth; see the module."""
+    PAIRS: tl.constexpr = QUICK and not (HAS_K or HAS_P or HAS_MIN)  # which have no register to spare
     row, chunk = tl.program_id(0), tl.program_id(1) * span
     sequence, place = row // Q, row % Q
     base = row.to(tl.int64) * row_stride
@@ -193,7 +205,7 @@ def scan_kernel(
     limit = tl.minimum(V, stop * N)
     if not EDITED:
         # Under way before anything is known of the row: to wait for that first would cost as much time again.
-        raw_X4 = raw_tokens(logits, base, blocks_of(chunk * N, N), limit)
+        x_X4 = _widened(raw_tokens(logits, base, blocks_of(chunk * N, N), limit), PAIRS)
     temperature = tl.load(temperature_B + sequence).to(tl.float32)
     seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
     position = tl.load(position_B + sequence) + place
@@ -216,7 +228,6 @@ def scan_kernel(
             x_X4 = row_tokens(logits, base, edited, source, token_X4, V, EDITED)
         else:
             # The next chunk is on its way while this one is looked at, in half as many registers as buffers would take.
-            x_X4 = raw_X4.to(tl.float32)
             raw_X4 = raw_tokens(logits, base, token_X4 + N, limit)
         out = row * num_chunks + chunk
         best = tl.max(x_X4)
@@ -233,6 +244,8 @@ def scan_kernel(
             # Of the k likeliest, few as they are, the bounds hold the race.
             if (not by_chance) & (top_k <= 0):
                 store_race(x_X4, best, scale, chunk * (N // 4), seed, choice, position, ids + out * W, N, QUICK)
+        if not EDITED:
+            x_X4 = _widened(raw_X4, PAIRS)
         chunk += 1
 
 

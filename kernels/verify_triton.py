@@ -15,6 +15,7 @@ from baton.kernels.row_triton import num_usable
 from baton.kernels.variant import Variant
 
 DECIDE_WARPS = 16
+DECIDE_REGISTERS = 64  # so that two programs share a multiprocessor; to race a chunk again, seldom, would take more
 POST_ROWS = 128
 
 
@@ -75,6 +76,7 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
         token_ids_BQ, accepted_len_B, accepted_len_B if counts_Q is None else counts_Q, vocab_size, num_columns,
         num_chunks, **flags, LAWS=not none, CHANCE=by_chance, COUNTED=counts_Q is not None,
         N=chunk, num_warps=DECIDE_WARPS,
+        **({"maxnreg": DECIDE_REGISTERS} if choose_triton.is_quick() else {}),
     )  # fmt: skip
 
 
@@ -206,7 +208,9 @@ def variants() -> list[Variant]:
                 constants=constants,
                 aligned=ALIGNED,
                 num_warps=DECIDE_WARPS,
-                max_registers=255,
+                max_registers=DECIDE_REGISTERS,
+                may_spill=True,
+                options={"maxnreg": DECIDE_REGISTERS},
             )
         )
     names = ("token_ids", "accepted_len", "length", "last_token", "new_length", "last_row")
