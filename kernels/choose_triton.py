@@ -95,6 +95,7 @@ def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
         vocab_size,
         num_chunks,
         span,
+        int(not none and (drafts.rates_K is not None or drafts.forced_len > 0)),
         **cut_flags(rows),
         Q=num_rows,
         LAWS=not none,
@@ -189,10 +190,12 @@ def _widened(x_N, PAIRS: tl.constexpr):
         return x_N.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["edited", "edited_row", "rates", "forced_len", "maxima", "num_chunks", "span"])
-def scan_kernel(
+@triton.jit(
+    do_not_specialize=["edited", "edited_row", "rates", "forced_len", "maxima", "num_chunks", "span", "may_skip"]
+)
+def scan_kernel(  # noqa: C901
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
-    top_k_B, top_p_B, min_p_B, rates, forced_len, values, ids, maxima, V, num_chunks, span,
+    top_k_B, top_p_B, min_p_B, rates, forced_len, values, ids, maxima, V, num_chunks, span, may_skip,
     HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr, Q: tl.constexpr, LAWS: tl.constexpr,
     EDITED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
@@ -203,9 +206,16 @@ def scan_kernel(
     base = row.to(tl.int64) * row_stride
     stop = tl.minimum(chunk + span, num_chunks)
     limit = tl.minimum(V, stop * N)
+    law = 0
     if not EDITED:
-        # Under way before anything is known of the row: to wait for that first would cost as much time again.
-        x_X4 = _widened(raw_tokens(logits, base, blocks_of(chunk * N, N), limit), PAIRS)
+        # Under way before anything is known of the row: to wait for that first would cost as much time again. But where
+        # drafts may stand because somebody wants it so, most of their rows are not read: there the law comes first.
+        first_limit = limit
+        if LAWS:
+            if may_skip > 0:
+                law = tl.load(law_B + sequence)
+                first_limit = tl.where((law == FORCE) | (law == SYNTHETIC), 0, limit)
+        raw_X4 = raw_tokens(logits, base, blocks_of(chunk * N, N), first_limit)
     temperature = tl.load(temperature_B + sequence).to(tl.float32)
     seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
     position = tl.load(position_B + sequence) + place
@@ -213,7 +223,6 @@ def scan_kernel(
     if EDITED:
         source = tl.load(edited_row + row)
     top_k, _, _, is_cut = cuts_of(top_k_B, top_p_B, min_p_B, sequence, V, HAS_K, HAS_P, HAS_MIN)
-    law = 0
     if LAWS:
         law = tl.load(law_B + sequence)
     if not is_read(law, place, forced_len, rates, drafts, cap, sequence, position_B, Q, LAWS, P):
@@ -222,6 +231,11 @@ def scan_kernel(
     by_chance = (law == REJECT) | (law == BLOCK)
     scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
     W: tl.constexpr = 32 if N >= 32 else N  # `race_triton.num_words`
+    if not EDITED:
+        if LAWS:
+            if first_limit < limit:
+                raw_X4 = raw_tokens(logits, base, blocks_of(chunk * N, N), limit)
+        x_X4 = _widened(raw_X4, PAIRS)
     while chunk < stop:
         token_X4 = blocks_of(chunk * N, N)
         if EDITED:
@@ -383,7 +397,7 @@ def variants() -> list[Variant]:
             Variant(
                 name=f"token_scan {dtype} Q={num_rows}{' cut' if cut else ''}{'' if quick else ' portable'}",
                 kernel=scan_kernel,
-                types={"logits": f"*{dtype}", **types, **CUT_TYPES, "span": "i32"},
+                types={"logits": f"*{dtype}", **types, **CUT_TYPES, "span": "i32", "may_skip": "i32"},
                 constants=constants,
                 aligned=ALIGNED,
                 num_warps=SCAN_WARPS,

@@ -1,4 +1,4 @@
-"""The race of a row from bounds of noise: whoever wins is found, though it was not nominated, and is the reference's."""
+"""The race of a row from bounds of noise: the winner is the reference's, though it was not nominated."""
 
 import numpy as np
 import pytest
@@ -8,10 +8,10 @@ from baton.kernels import choose_triton, race_triton
 from baton.kernels.choice import ChoiceRows, EditedRows, Law
 from baton.kernels.draft_rows import DraftRows
 from baton.kernels.implementation import Implementation
-from baton.kernels.noise import Purpose, gumbel, uniform
+from baton.kernels.noise import Purpose, gumbel
 from baton.kernels.sample import sample
 from baton.kernels.verify import verify
-from baton.tests.kernels.choosing import drawn_rows, small_tiles  # noqa: F401
+from baton.tests.kernels.choosing import small_tiles  # noqa: F401
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE
 SLOW = pytest.mark.slow
@@ -42,8 +42,8 @@ def rows_of(seeds, temperature=1.0, **cut):
     )
 
 
-def noise_of(seed, vocab_size):
-    key = (torch.tensor([seed]), torch.tensor([0]), torch.tensor([7]))
+def noise_of(seed, vocab_size, position=7):
+    key = (torch.tensor([seed]), torch.tensor([0]), torch.tensor([position]))
     return gumbel(*key, Purpose.SAMPLE, vocab_size, torch.float32)[0]
 
 
@@ -52,9 +52,17 @@ def check(logits_BV, rows, edited=None):
     assert sample(logits_BV, rows, edited=edited, implementation=TRITON).tolist() == wanted_B.tolist()
 
 
-def by_score(score_V):
-    """Logits that have (nearly) these scores with the noise of seed 5, -inf where there is none."""
-    return torch.where(torch.isnan(score_V), -torch.inf, score_V - noise_of(5, len(score_V)))
+def scores_of(blocks, winner):
+    """Scores of a token of some blocks of the second chunk; the winner's is a little above."""
+    score_V = torch.full((3 * CHUNK + 5,), torch.nan)
+    for block in blocks:
+        score_V[CHUNK + 4 * block + block % 4] = 2.0 + (0.01 if block == winner else 0.0)
+    return score_V
+
+
+def by_score(score_V, seed=5, position=7):
+    """Logits that have (nearly) these scores with this noise, -inf where there is none."""
+    return torch.where(torch.isnan(score_V), -torch.inf, score_V - noise_of(seed, len(score_V), position))
 
 
 @pytest.mark.parametrize("blocks", [(1, 2, 3), (1, 3, 5, 7, 9), (0, 1, 8, 9, 14, 15)])
@@ -62,10 +70,7 @@ def test_any_block_of_a_chunk_may_win(monkeypatch, blocks):
     """Scores that differ by little, so that bounds say nothing of their order; every block wins once."""
     races = Races(monkeypatch)
     for winner in blocks:
-        score_V = torch.full((3 * CHUNK + 5,), torch.nan)
-        for block in blocks:
-            score_V[CHUNK + 4 * block + block % 4] = 2.0 + (0.01 if block == winner else 0.0)
-        logits_1V = by_score(score_V)[None]
+        logits_1V = by_score(scores_of(blocks, winner))[None]
         rows = rows_of([5])
         assert int(sample(logits_1V, rows, implementation=REFERENCE)[0]) == CHUNK + 4 * winner + winner % 4
         check(logits_1V, rows)
@@ -128,7 +133,7 @@ def test_masses_of_a_quarter_in_one_chunk(monkeypatch, edited):
 
 @pytest.mark.parametrize("top_p", [0.4, *(pytest.param(p, marks=SLOW) for p in (0.1, 0.7, 0.95))])
 def test_the_first_of_a_cut_row_are_cut_away_in_one_chunk(top_p):
-    """A crowd of unlikely tokens in one chunk, which lead the race as often as not, and what stays is elsewhere, too."""
+    """A crowd of unlikely tokens in one chunk, which lead the race as often as not."""
     generator = torch.Generator().manual_seed(int(top_p * 100))
     logits_BV = torch.randn(8, 4 * CHUNK, generator=generator) * 0.05
     logits_BV[:, CHUNK : 2 * CHUNK] -= 0.2
@@ -140,9 +145,8 @@ def test_the_first_of_a_cut_row_are_cut_away_in_one_chunk(top_p):
 @pytest.mark.fast
 def test_the_bound_of_a_word_is_no_less_than_its_noise():
     """In float64, as its docstring says, with the word's half left out."""
-    word_N = np.unique(np.concatenate([np.geomspace(1, 2**32 - 1, 4001).astype(np.int64), [0, 2**32 - 2, 2**31]]))
-    noise_N = -np.log(-np.log((word_N + 0.5) * 2.0**-32)) / np.log(2)
-    count_N = 2**32 - 1 - word_N
+    count_N = np.unique(np.concatenate([np.geomspace(1, 2**32 - 1, 4001).astype(np.int64), [0, 2**32 - 2, 2**31]]))
+    noise_N = -np.log(-np.log1p(-(count_N + 0.5) * 2.0**-32)) / np.log(2)
     with np.errstate(divide="ignore"):
         bound_N = 32 - np.log2(count_N.astype(np.float64))
     assert (bound_N >= noise_N - 1e-12).all()
@@ -173,31 +177,19 @@ def test_what_the_scan_leaves_bounds_every_score():
 
 
 def test_rows_of_drafts_are_raced_again_each_for_itself(monkeypatch):
+    """The noise of each row is that of its own place, and the winner another block of the chunk in each."""
     races = Races(monkeypatch)
-    logits_BQV = torch.full((4, 3, 2 * CHUNK), -50.0)
-    logits_BQV[..., 2:64:4] = 0.0
-    rows = drawn_rows(torch.Generator().manual_seed(2), [1.0, 0.5, 2.0, 0.0])
-    choices = [sample(logits_BQV[:, place], _later(rows, place), implementation=REFERENCE) for place in range(3)]
+    logits_BQV = torch.stack(
+        [by_score(scores_of((1, 3, 5, 7, 9), winner), 5, 7 + place) for place, winner in enumerate((7, 1, 9))]
+    )[None].repeat(3, 1, 1)
+    choices_1Q = CHUNK + 4 * torch.tensor([[7, 1, 9]]) + 1
+    choices_1Q[0, 0] += 2  # the place of block 7's token
     drafts = DraftRows(
-        ids_BK=torch.stack(choices[:2], dim=1),
-        cap_B=torch.full((4,), 2),
-        law_B=torch.full((4,), Law.MATCH, dtype=torch.int32),
+        ids_BK=choices_1Q[:, :2].repeat(3, 1),
+        cap_B=torch.tensor([2, 1, 0]),
+        law_B=torch.full((3,), Law.MATCH, dtype=torch.int32),
     )
-    found = verify(logits_BQV, rows, drafts, implementation=TRITON)
-    assert found.token_ids_BQ.tolist() == torch.stack(choices, dim=1).tolist()
+    found = verify(logits_BQV, rows_of([5] * 3), drafts, implementation=TRITON)
+    wanted_BQ = choices_1Q.repeat(3, 1).tril()[[2, 1, 0]]
+    assert found.token_ids_BQ.tolist() == wanted_BQ.tolist()
     assert races.count > 0
-
-
-def _later(rows, place):
-    return ChoiceRows(
-        temperature_B=rows.temperature_B,
-        seed_B=rows.seed_B,
-        choice_B=rows.choice_B,
-        position_B=rows.position_B + place,
-    )
-
-
-def test_a_uniform_and_its_noise_belong_together():
-    key = (torch.tensor([3]), torch.tensor([0]), torch.tensor([7]))
-    draw_V = uniform(*key, Purpose.SAMPLE, 9)[0]
-    assert torch.equal(-(-draw_V.log()).log(), gumbel(*key, Purpose.SAMPLE, 9, torch.float64)[0])
