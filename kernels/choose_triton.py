@@ -3,8 +3,8 @@
 `scan_kernel` leaves a few numbers of each chunk of a row: the largest logit, its token, the sum of exponentials, or
 some blocks of four tokens that may win the race of logits and noise (`race_triton`); of a row that may be cut, the
 largest logit of each group of tokens too, from which `bounds_triton` goes on. Noise is made there and forgotten: what
-it nominates is raced again in `choose`, by the reference's arithmetic, and so are whole chunks where others might do
-as well by their bounds, which is seldom. So how the noise was approximated shows in no token.
+it nominates is raced again in `choose`, by the reference's arithmetic, and so is, where others might do as well by
+their bounds, which is seldom, all among which they are. So how the noise was approximated shows in no token.
 
 A chunk is worth the same wherever it is computed: chunks are of one size whatever the batch, sums over them have one
 order, and a program takes as many neighbours as keep the device busy. A sequence's tokens so depend on itself alone.
@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from baton.kernels.noise_triton import gumbel, quick_exp2, uniform
-from baton.kernels.race_triton import from_row, least_reach, nominated, num_words, store_race
-from baton.kernels.row_triton import cuts_of, num_usable, raw_tokens, row_tokens
+from baton.kernels.race_triton import from_row, least_reach, nominated, num_words, store_race, tokens_of_group
+from baton.kernels.row_triton import cuts_of, num_usable, raw_tokens, row_tokens, widened
 from baton.kernels.variant import Variant
 
 CHUNK = 4096
@@ -34,7 +34,6 @@ REJECT = tl.constexpr(1)  # `kernels.choice.Law`
 BLOCK = tl.constexpr(2)
 FORCE = tl.constexpr(3)
 SYNTHETIC = tl.constexpr(4)
-_AGAIN = tl.constexpr(512)  # tokens of a chunk that is raced again, at a time
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
@@ -179,17 +178,6 @@ def blocks_of(start, N: tl.constexpr):
     return start + tl.arange(0, N // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
 
 
-@triton.jit
-def _widened(x_N, PAIRS: tl.constexpr):
-    """The same numbers, float32; of bfloat16 two at a time, which the compiler would first take apart."""
-    if PAIRS and x_N.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x_N], dtype=tl.float32, is_pure=True, pack=2
-        )
-    else:
-        return x_N.to(tl.float32)
-
-
 @triton.jit(
     do_not_specialize=["edited", "edited_row", "rates", "forced_len", "maxima", "num_chunks", "span", "may_skip"]
 )
@@ -235,7 +223,7 @@ def scan_kernel(  # noqa: C901
         if LAWS:
             if first_limit < limit:
                 raw_X4 = raw_tokens(logits, base, blocks_of(chunk * N, N), limit)
-        x_X4 = _widened(raw_X4, PAIRS)
+        x_X4 = widened(raw_X4, PAIRS)
     while chunk < stop:
         token_X4 = blocks_of(chunk * N, N)
         if EDITED:
@@ -259,7 +247,7 @@ def scan_kernel(  # noqa: C901
             if (not by_chance) & (top_k <= 0):
                 store_race(x_X4, best, scale, chunk * (N // 4), seed, choice, position, ids + out * W, N, QUICK)
         if not EDITED:
-            x_X4 = _widened(raw_X4, PAIRS)
+            x_X4 = widened(raw_X4, PAIRS)
         chunk += 1
 
 
@@ -296,23 +284,19 @@ def raced(
 
 @triton.jit
 def _race_again(
-    logits, base, edited, source, row, chunk, best, temperature, seed, choice, position, bound_R, last_R, V, most,
+    logits, base, edited, source, row, token_N, best, temperature, seed, choice, position, bound_R, last_R, V, most,
     found,
-    EDITED: tl.constexpr, BOUNDED: tl.constexpr, N: tl.constexpr,
+    EDITED: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """The best of a chunk's tokens and one that was found elsewhere."""
-    STEP: tl.constexpr = N if N < _AGAIN else _AGAIN
-    for start in tl.range(0, N, STEP, num_stages=1):
-        token_N = chunk * N + start + tl.arange(0, STEP)
-        score_N = raced(
-            logits, base, edited, source, row, token_N, best, temperature, seed, choice, position, bound_R, last_R, V,
-            EDITED, BOUNDED,
-        )  # fmt: skip
-        top = tl.max(score_N)
-        token = tl.min(tl.where(score_N == top, token_N, V))
-        found = tl.where(top > most, token, tl.where(top == most, tl.minimum(found, token), found))
-        most = tl.maximum(most, top)
-    return most, found
+    """The best of some tokens and one that was found elsewhere."""
+    score_N = raced(
+        logits, base, edited, source, row, token_N, best, temperature, seed, choice, position, bound_R, last_R, V,
+        EDITED, BOUNDED,
+    )  # fmt: skip
+    top = tl.max(score_N)
+    token = tl.min(tl.where(score_N == top, token_N, V))
+    found = tl.where(top > most, token, tl.where(top == most, tl.minimum(found, token), found))
+    return tl.maximum(most, top), found
 
 
 @triton.jit
@@ -322,7 +306,7 @@ def choose(
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The target's own token of a sequence's rows from `first` to `usable`, int32 [P], P being Q or more."""
-    W: tl.constexpr = 32 if N >= 32 else N
+    WORDS: tl.constexpr = 32 if N >= 32 else N
     place_P, place_P1 = tl.arange(0, P), tl.arange(0, P)[:, None]
     row_P1 = sequence * Q + tl.minimum(place_P1, Q - 1)
     is_read_P1 = (place_P1 >= first) & (place_P1 <= usable)
@@ -333,11 +317,11 @@ def choose(
     best_P1 = tl.max(best_PM, axis=1)[:, None]
     found_P = tl.max((row_P1 * 0).to(tl.int32), axis=1)
     if temperature <= 0.0:
-        id_PM = tl.load(ids + out_PM * W, mask=is_there_PM, other=V - 1)
+        id_PM = tl.load(ids + out_PM * WORDS, mask=is_there_PM, other=V - 1)
         found_P = tl.min(tl.where(best_PM == best_P1, id_PM, V - 1), axis=1)
     else:
         best_P1 = tl.maximum(best_P1, -3.0e38)
-        token_PX, rest_PM = nominated(ids, row_P1, is_read_P1, num_chunks, M, P, N)
+        token_PX, rest_PMW = nominated(ids, row_P1, is_read_P1, num_chunks, M, P, N)
         source_P1 = row_P1 * 0 - 1
         if EDITED:
             source_P1 = tl.load(edited_row + row_P1)
@@ -348,27 +332,28 @@ def choose(
         most_P = tl.max(score_PX, axis=1)
         found_P = tl.min(tl.where((score_PX == most_P[:, None]) & (token_PX < V), token_PX, V - 1), axis=1)
         found_P = tl.where(tl.max(best_PM, axis=1) > float("-inf"), found_P, 0)
-        # Chunks of which what was not nominated might do as well.
-        rest_PM = from_row(rest_PM, best_PM, best_P1, temperature)
-        at_PM = place_P1 * M + chunk_1M
-        open_PM = (best_PM > float("-inf")) & (rest_PM >= least_reach(most_P)[:, None])
-        at = tl.min(tl.where(open_PM, at_PM, P * M))
-        while at < P * M:
-            place, chunk = at // M, at % M
+        # Groups of blocks among which others might do as well.
+        W: tl.constexpr = rest_PMW.shape[2]
+        rest_PMW = from_row(rest_PMW, best_PM, best_P1, temperature)
+        at_PMW = (place_P1[:, :, None] * M + chunk_1M[:, :, None]) * W + tl.arange(0, W)[None, None, :]
+        open_PMW = (rest_PMW > float("-inf")) & (rest_PMW >= least_reach(most_P)[:, None, None])
+        at = tl.min(tl.where(open_PMW, at_PMW, P * M * W))
+        while at < P * M * W:
+            place = at // W // M
             row = sequence * Q + place
             source = -1
             if EDITED:
                 source = tl.load(edited_row + row)
             most, found = _race_again(
-                logits, row.to(tl.int64) * row_stride, edited, source, row, chunk,
+                logits, row.to(tl.int64) * row_stride, edited, source, row, tokens_of_group(at // W % M, at % W, N),
                 tl.max(tl.where(place_P1 == place, best_P1, float("-inf"))), temperature, seed, choice,
                 position + place, bound_R, last_R, V, tl.max(tl.where(place_P == place, most_P, float("-inf"))),
-                tl.max(tl.where(place_P == place, found_P, 0)), EDITED, BOUNDED, N,
+                tl.max(tl.where(place_P == place, found_P, 0)), EDITED, BOUNDED,
             )  # fmt: skip
             most_P = tl.where(place_P == place, most, most_P)
             found_P = tl.where(place_P == place, found, found_P)
-            open_PM = open_PM & (at_PM != at) & (rest_PM >= least_reach(most_P)[:, None])
-            at = tl.min(tl.where(open_PM, at_PM, P * M))
+            open_PMW = open_PMW & (at_PMW != at) & (rest_PMW >= least_reach(most_P)[:, None, None])
+            at = tl.min(tl.where(open_PMW, at_PMW, P * M * W))
     return found_P
 
 

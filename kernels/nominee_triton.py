@@ -136,13 +136,13 @@ def settle(
 ):  # fmt: skip
     """The best nominee that top-p and min-p leave, as a bound that ends with it; and whether it is certain."""
     row_11 = tl.zeros([1, 1], tl.int32) + row
-    token_1X, rest_1M = nominated(ids, row_11, row_11 >= 0, num_chunks, M, 1, N)
+    token_1X, rest_1MW = nominated(ids, row_11, row_11 >= 0, num_chunks, M, 1, N)
     token_X = tl.reshape(token_1X, [8 * M])
     x_X = row_tokens(logits, base, edited, source, token_X, V, EDITED)
     noise_X = gumbel(token_X, position, choice, tl.full([], 0, tl.int32), seed)
     score_X = tl.where(x_X > float("-inf"), tl.div_rn(x_X - best, temperature) + noise_X, float("-inf"))
     _, best_M = row_best(values, row, num_chunks, M)
-    rest = tl.max(from_row(rest_1M, best_M[None, :], best, temperature))  # what was not nominated does no better
+    rest = tl.max(from_row(rest_1MW, best_M[None, :], best, temperature))  # what was not nominated does no better
     need = tl.where(top_p < 1.0, top_p * whole, float("inf"))
     bound, last, score = tl.full([], float("-inf"), tl.float32), V, tl.full([], float("-inf"), tl.float32)
     index = 0

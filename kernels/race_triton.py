@@ -83,7 +83,7 @@ def store_winner(words, row, num_chunks, token, M: tl.constexpr, N: tl.constexpr
 
 @triton.jit
 def nominated(words, row_P1, is_read_P1, num_chunks, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr):
-    """The tokens of the best two blocks of each chunk, [P, 8 M]; and the bounds of all others, [P, M]."""
+    """The tokens of the best two blocks of each chunk, [P, 8 M]; and the bounds of all others, [P, M, W]."""
     W: tl.constexpr = 8 if N >= 32 else N // 4
     S: tl.constexpr = 32 if N // 4 >= 32 * W else N // 4 // W
     T: tl.constexpr = N // 4 // (W * S)
@@ -98,11 +98,22 @@ def nominated(words, row_P1, is_read_P1, num_chunks, M: tl.constexpr, P: tl.cons
     second_PM, word_PM = tl.max(key_PMW, axis=2, return_indices=True)
     block_1PM = _block_of(second_PM, word_PM, N, W, S, T)
     key_PMW = tl.where(word_11W == word_PM[:, :, None], -1, key_PMW)
-    rest_PM = tl.maximum(tl.max(rest_PMW, axis=2), tl.maximum(tl.max(key_PMW, axis=2), 0))
+    left_PMW = tl.max(tl.reshape(key_PMW, [P, M, W, 2]), axis=3)
+    rest_PMW = tl.maximum(tl.maximum(rest_PMW, left_PMW), 0)
     block_PM2 = tl.join(block_0PM, block_1PM)
     token_PX4 = tl.reshape(block_PM2, [P, 2 * M])[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    rest_PM = (rest_PM | (T * S - 1)).to(tl.float32, bitcast=True) - _OFFSET
-    return tl.reshape(token_PX4, [P, 8 * M]), rest_PM
+    rest_PMW = (rest_PMW | (T * S - 1)).to(tl.float32, bitcast=True) - _OFFSET
+    return tl.reshape(token_PX4, [P, 8 * M]), rest_PMW
+
+
+@triton.jit
+def tokens_of_group(chunk, group, N: tl.constexpr):
+    """The tokens of a group of a chunk."""
+    W: tl.constexpr = 8 if N >= 32 else N // 4
+    S: tl.constexpr = 32 if N // 4 >= 32 * W else N // 4 // W
+    place_N = tl.arange(0, N // W)
+    block_N = place_N // (4 * S) * (W * S) + group * S + place_N // 4 % S
+    return chunk * N + block_N * 4 + place_N % 4
 
 
 @triton.jit
@@ -115,11 +126,11 @@ def _block_of(key_PM, word_PM, N: tl.constexpr, W: tl.constexpr, S: tl.constexpr
 
 
 @triton.jit
-def from_row(rest_PM, best_PM, best_P1, temperature):
-    """Bounds of chunks, counted from the row's largest logit as scores are; -inf of chunks without any token."""
-    scale = _LOG2_E / tl.maximum(temperature, 1e-30)
+def from_row(rest_PMW, best_PM, best_P1, temperature):
+    """Bounds of groups, counted from the row's largest logit as scores are; -inf of chunks without any token."""
     is_any_PM = best_PM > float("-inf")
-    return tl.where(is_any_PM, rest_PM + tl.where(is_any_PM, best_PM - best_P1, 0.0) * scale, float("-inf"))
+    shift_PM = tl.where(is_any_PM, best_PM - best_P1, 0.0) * (_LOG2_E / tl.maximum(temperature, 1e-30))
+    return tl.where(is_any_PM[:, :, None], rest_PMW + shift_PM[:, :, None], float("-inf"))
 
 
 @triton.jit
