@@ -387,6 +387,7 @@ def variants() -> list[Variant]:
                 aligned=ALIGNED,
                 num_warps=SCAN_WARPS,
                 max_registers=SCAN_REGISTERS[2 if dtype == "bf16" else 4],
+                may_spill=cut,  # a few numbers of a chunk with some compilers: a program less would cost more
                 options={"maxnreg": SCAN_REGISTERS[2 if dtype == "bf16" else 4]},
                 on_amd=not quick,
             )
