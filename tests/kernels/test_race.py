@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from baton.kernels import choose_triton, race_triton
 from baton.kernels.choice import ChoiceRows, EditedRows, Law
 from baton.kernels.draft_rows import DraftRows
 from baton.kernels.implementation import Implementation
 from baton.kernels.noise import Purpose, gumbel
+from baton.kernels.race_triton import tokens_of_group
 from baton.kernels.sample import sample
 from baton.kernels.verify import verify
 from baton.tests.kernels.choosing import small_tiles  # noqa: F401
@@ -65,7 +68,9 @@ def by_score(score_V, seed=5, position=7):
     return torch.where(torch.isnan(score_V), -torch.inf, score_V - noise_of(seed, len(score_V), position))
 
 
-@pytest.mark.parametrize("blocks", [(1, 2, 3), (1, 3, 5, 7, 9), (0, 1, 8, 9, 14, 15)])
+@pytest.mark.parametrize(
+    "blocks", [(1, 3, 5, 7, 9), pytest.param((0, 1, 8, 9, 14, 15), marks=SLOW), pytest.param((1, 2, 3), marks=SLOW)]
+)
 def test_any_block_of_a_chunk_may_win(monkeypatch, blocks):
     """Scores that differ by little, so that bounds say nothing of their order; every block wins once."""
     races = Races(monkeypatch)
@@ -75,6 +80,45 @@ def test_any_block_of_a_chunk_may_win(monkeypatch, blocks):
         assert int(sample(logits_1V, rows, implementation=REFERENCE)[0]) == CHUNK + 4 * winner + winner % 4
         check(logits_1V, rows)
     assert races.count > 0
+
+
+@pytest.mark.parametrize("blocks", [(5, 6, 37, 300, 1023), pytest.param((64, 65, 66, 67, 96, 320, 576), marks=SLOW)])
+def test_any_block_of_a_chunk_of_full_size_may_win(monkeypatch, blocks):
+    """Groups of several lanes and turns, as kernels have them; blocks of one group and of others."""
+    monkeypatch.setattr(choose_triton, "CHUNK", 4096)
+    monkeypatch.setattr(choose_triton, "GROUP", 32)
+    races = Races(monkeypatch)
+    logits_BV, wanted = [], []
+    for winner in blocks:
+        score_V = torch.full((2 * 4096 + 300,), torch.nan)
+        for block in blocks:
+            score_V[4096 + 4 * block + block % 4] = 2.0 + (0.01 if block == winner else 0.0)
+        logits_BV.append(by_score(score_V))
+        wanted.append(4096 + 4 * winner + winner % 4)
+    rows = rows_of([5] * len(blocks))
+    assert sample(torch.stack(logits_BV), rows, implementation=TRITON).tolist() == wanted
+    assert races.count > 0
+    flat_BV = torch.randn(4, 4096 + 4000, generator=torch.Generator().manual_seed(9)).bfloat16()
+    check(flat_BV, rows_of(range(4)))
+
+
+@pytest.mark.fast
+def test_groups_of_a_chunk_have_each_token_once():
+    for chunk, num_tokens in ((4096, 512), (64, 8), (16, 4)):
+        found = [_group_of(chunk, group) for group in range(chunk // num_tokens)]
+        assert sorted(token for tokens in found for token in tokens) == list(range(3 * chunk, 4 * chunk))
+
+
+@triton.jit
+def _group_kernel(found, group, N: tl.constexpr):
+    token_N = tokens_of_group(3, group, N)
+    tl.store(found + tl.arange(0, token_N.shape[0]), token_N)
+
+
+def _group_of(chunk, group):
+    found = torch.full((max(4, chunk // 8),), -1, dtype=torch.int32)
+    _group_kernel[(1,)](found, group, N=chunk)
+    return found.tolist()
 
 
 def test_a_winner_far_above_its_bounds_rivals_needs_no_second_race(monkeypatch):
@@ -114,7 +158,7 @@ def test_tokens_are_the_references_at_any_temperature(kind, temperature):
         check(logits_BV.to(dtype), rows_of(range(6), temperature))
 
 
-@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize("edited", [True, pytest.param(False, marks=SLOW)])
 def test_masses_of_a_quarter_in_one_chunk(monkeypatch, edited):
     """Four blocks, or eight, with the same mass: half of the winners have rivals that their bounds do not rule out."""
     races = Races(monkeypatch)
@@ -131,7 +175,7 @@ def test_masses_of_a_quarter_in_one_chunk(monkeypatch, edited):
     assert races.count < 12
 
 
-@pytest.mark.parametrize("top_p", [0.4, *(pytest.param(p, marks=SLOW) for p in (0.1, 0.7, 0.95))])
+@pytest.mark.parametrize("top_p", [pytest.param(p, marks=SLOW) for p in (0.1, 0.4, 0.7, 0.95)])
 def test_the_first_of_a_cut_row_are_cut_away_in_one_chunk(top_p):
     """A crowd of unlikely tokens in one chunk, which lead the race as often as not."""
     generator = torch.Generator().manual_seed(int(top_p * 100))
