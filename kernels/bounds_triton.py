@@ -21,7 +21,8 @@ import triton.language as tl
 from baton.kernels import choose_triton
 from baton.kernels.border_triton import behind_list, groups_that_reach, lane_bound, least_of, of_few, of_list, total_of
 from baton.kernels.choose_triton import BLOCK, CHUNK, CUT_TYPES, GROUP, REJECT, TYPES, is_read, masses
-from baton.kernels.nominee_triton import race_of_list, rescan, settle, store_choice, sums_of_list
+from baton.kernels.nominee_triton import race_of_list, rescan, settle, sums_of_list
+from baton.kernels.race_triton import store_winner
 from baton.kernels.row_triton import cuts_of, row_tokens
 from baton.kernels.variant import Variant
 
@@ -195,7 +196,7 @@ def _bounds_kernel(  # noqa: C901
     temperature = tl.maximum(temperature, 1e-30)
     best, mass_M = masses(values, row, num_chunks, temperature, M)
     if best == float("-inf"):
-        store_choice(ids, row, num_chunks, 0, M)
+        store_winner(ids, row, num_chunks, 0, M, N)
         return
     base = row.to(tl.int64) * row_stride
     source = -1
@@ -227,7 +228,7 @@ def _bounds_kernel(  # noqa: C901
             token = race_of_list(
                 listed_x, listed_id, count, bound, last, best, temperature, seed, choice, position, A
             )  # fmt: skip
-            store_choice(ids, row, num_chunks, token, M)
+            store_winner(ids, row, num_chunks, token, M, N)
     else:
         if HAS_MIN:
             if (min_p > 0.0) & (top_p < 1.0):
@@ -238,8 +239,8 @@ def _bounds_kernel(  # noqa: C901
         is_settled = tl.full([], 0, tl.int1)
         if (not by_chance) & (top_k <= 0):
             bound, last, is_settled = settle(
-                logits, base, edited, source, ids, row, num_chunks, V, best, temperature, top_p, least, whole, seed,
-                choice, position, EDITED, M, T, STAGES, QUICK,
+                logits, base, edited, source, values, ids, row, num_chunks, V, best, temperature, top_p, least, whole,
+                seed, choice, position, EDITED, M, N, T, STAGES, QUICK,
             )  # fmt: skip
         if not is_settled:
             bound, last = behind_list(

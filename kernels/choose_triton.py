@@ -1,9 +1,10 @@
 """The scan of rows of logits, and the target's own choice from what it leaves.
 
-`scan_kernel` leaves a few numbers of each chunk of a row: the largest logit, its token, the sum of exponentials, or the
-two blocks of four tokens that do best in the race of logits and noise; of a row that may be cut, the largest logit of
-each group of tokens too, from which `bounds_triton` goes on. Noise is made there and forgotten: what it nominates is
-raced again in `choose`, by the reference's arithmetic, so how the noise was approximated shows in no token.
+`scan_kernel` leaves a few numbers of each chunk of a row: the largest logit, its token, the sum of exponentials, or
+some blocks of four tokens that may win the race of logits and noise (`race_triton`); of a row that may be cut, the
+largest logit of each group of tokens too, from which `bounds_triton` goes on. Noise is made there and forgotten: what
+it nominates is raced again in `choose`, by the reference's arithmetic, and so is, where others might do as well by
+their bounds, which is seldom, all among which they are. So how the noise was approximated shows in no token.
 
 A chunk is worth the same wherever it is computed: chunks are of one size whatever the batch, sums over them have one
 order, and a program takes as many neighbours as keep the device busy. A sequence's tokens so depend on itself alone.
@@ -18,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels.noise_triton import gumbel, philox, quick_exp2, quick_race, uniform
-from baton.kernels.row_triton import cuts_of, num_usable, raw_tokens, row_tokens
+from baton.kernels.noise_triton import gumbel, quick_exp2, uniform
+from baton.kernels.race_triton import from_row, least_reach, nominated, num_words, store_race, tokens_of_group
+from baton.kernels.row_triton import cuts_of, num_usable, raw_tokens, row_tokens, widened
 from baton.kernels.variant import Variant
 
 CHUNK = 4096
@@ -32,7 +34,6 @@ REJECT = tl.constexpr(1)  # `kernels.choice.Law`
 BLOCK = tl.constexpr(2)
 FORCE = tl.constexpr(3)
 SYNTHETIC = tl.constexpr(4)
-NO_BLOCK = tl.constexpr(0x1FFFFFFF)  # beyond any vocabulary
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
@@ -42,7 +43,7 @@ class Scan:
 
     Attributes:
         values: float32 [R, M, 2]; the largest logit, and the sum of exponentials counted from it.
-        ids: int32 [R, M, 2]; blocks of the race, or the likeliest token.
+        ids: int32 [R, M, W]; what `race_triton` leaves of the race, or the likeliest token.
         maxima: float32 [R, M, N / G], of rows that are cut; None where no row is.
     """
 
@@ -67,7 +68,7 @@ def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
     device, count = logits_BQV.device, num_sequences * num_rows
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     values = torch.empty(count, num_chunks, 2, dtype=torch.float32, device=device)
-    ids = torch.empty(count, num_chunks, 2, dtype=torch.int32, device=device)
+    ids = torch.empty(count, num_chunks, num_words(CHUNK), dtype=torch.int32, device=device)
     maxima = None
     if rows.truncates:
         maxima = torch.empty(count, num_chunks, CHUNK // GROUP, dtype=torch.float32, device=device)
@@ -93,6 +94,7 @@ def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
         vocab_size,
         num_chunks,
         span,
+        int(not none and (drafts.rates_K is not None or drafts.forced_len > 0)),
         **cut_flags(rows),
         Q=num_rows,
         LAWS=not none,
@@ -176,42 +178,32 @@ def blocks_of(start, N: tl.constexpr):
     return start + tl.arange(0, N // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
 
 
-@triton.jit
-def store_race(x_X4, best, scale, first_block, seed, choice, position, ids, N: tl.constexpr, QUICK: tl.constexpr):
-    """Nominate the two blocks of a chunk that do best; `best` is finite."""
-    even_XX, odd_XX = tl.split(tl.reshape(x_X4, [N // 4, 2, 2]))
-    x_0X, x_2X = tl.split(even_XX)
-    x_1X, x_3X = tl.split(odd_XX)
-    block_X = first_block + tl.arange(0, N // 4)
-    word_0X, word_1X, word_2X, word_3X = philox(block_X, position, choice, tl.full([], 0, tl.int32), seed, QUICK)
-    score_0X = (x_0X - best) * scale + quick_race(word_0X, QUICK)
-    score_1X = (x_1X - best) * scale + quick_race(word_1X, QUICK)
-    score_2X = (x_2X - best) * scale + quick_race(word_2X, QUICK)
-    score_3X = (x_3X - best) * scale + quick_race(word_3X, QUICK)
-    score_X = tl.maximum(tl.maximum(score_0X, score_1X), tl.maximum(score_2X, score_3X))
-    first = tl.min(tl.where(score_X == tl.max(score_X), block_X, NO_BLOCK))
-    score_X = tl.where(block_X == first, float("-inf"), score_X)
-    second = tl.min(tl.where(score_X == tl.max(score_X), block_X, NO_BLOCK))
-    tl.store(ids, first)
-    tl.store(ids + 1, second)
-
-
-@triton.jit(do_not_specialize=["edited", "edited_row", "rates", "forced_len", "maxima", "num_chunks", "span"])
-def scan_kernel(
+@triton.jit(
+    do_not_specialize=["edited", "edited_row", "rates", "forced_len", "maxima", "num_chunks", "span", "may_skip"]
+)
+def scan_kernel(  # noqa: C901
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
-    top_k_B, top_p_B, min_p_B, rates, forced_len, values, ids, maxima, V, num_chunks, span,
+    top_k_B, top_p_B, min_p_B, rates, forced_len, values, ids, maxima, V, num_chunks, span, may_skip,
     HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr, Q: tl.constexpr, LAWS: tl.constexpr,
     EDITED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """What each chunk of a row is worth; see the module."""
+    PAIRS: tl.constexpr = QUICK and not (HAS_K or HAS_P or HAS_MIN)  # which have no register to spare
     row, chunk = tl.program_id(0), tl.program_id(1) * span
     sequence, place = row // Q, row % Q
     base = row.to(tl.int64) * row_stride
     stop = tl.minimum(chunk + span, num_chunks)
     limit = tl.minimum(V, stop * N)
+    law = 0
     if not EDITED:
-        # Under way before anything is known of the row: to wait for that first would cost as much time again.
-        raw_X4 = raw_tokens(logits, base, blocks_of(chunk * N, N), limit)
+        # Under way before anything is known of the row: to wait for that first would cost as much time again. But where
+        # drafts may stand because somebody wants it so, most of their rows are not read: there the law comes first.
+        first_limit = limit
+        if LAWS:
+            if may_skip > 0:
+                law = tl.load(law_B + sequence)
+                first_limit = tl.where((law == FORCE) | (law == SYNTHETIC), 0, limit)
+        raw_X4 = raw_tokens(logits, base, blocks_of(chunk * N, N), first_limit)
     temperature = tl.load(temperature_B + sequence).to(tl.float32)
     seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
     position = tl.load(position_B + sequence) + place
@@ -219,7 +211,6 @@ def scan_kernel(
     if EDITED:
         source = tl.load(edited_row + row)
     top_k, _, _, is_cut = cuts_of(top_k_B, top_p_B, min_p_B, sequence, V, HAS_K, HAS_P, HAS_MIN)
-    law = 0
     if LAWS:
         law = tl.load(law_B + sequence)
     if not is_read(law, place, forced_len, rates, drafts, cap, sequence, position_B, Q, LAWS, P):
@@ -227,19 +218,24 @@ def scan_kernel(
     is_greedy = temperature <= 0.0
     by_chance = (law == REJECT) | (law == BLOCK)
     scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
+    W: tl.constexpr = 32 if N >= 32 else N  # `race_triton.num_words`
+    if not EDITED:
+        if LAWS:
+            if first_limit < limit:
+                raw_X4 = raw_tokens(logits, base, blocks_of(chunk * N, N), limit)
+        x_X4 = widened(raw_X4, PAIRS)
     while chunk < stop:
         token_X4 = blocks_of(chunk * N, N)
         if EDITED:
             x_X4 = row_tokens(logits, base, edited, source, token_X4, V, EDITED)
         else:
             # The next chunk is on its way while this one is looked at, in half as many registers as buffers would take.
-            x_X4 = raw_X4.to(tl.float32)
             raw_X4 = raw_tokens(logits, base, token_X4 + N, limit)
         out = row * num_chunks + chunk
         best = tl.max(x_X4)
         tl.store(values + 2 * out, best)
         if is_greedy:
-            tl.store(ids + 2 * out, tl.min(tl.where(x_X4 == best, token_X4, V - 1)))
+            tl.store(ids + out * W, tl.min(tl.where(x_X4 == best, token_X4, V - 1)))
         else:
             best = tl.maximum(best, -3.0e38)
             if is_cut:
@@ -249,7 +245,9 @@ def scan_kernel(
                 tl.store(values + 2 * out + 1, tl.sum(quick_exp2((x_X4 - best) * scale, QUICK)))
             # Of the k likeliest, few as they are, the bounds hold the race.
             if (not by_chance) & (top_k <= 0):
-                store_race(x_X4, best, scale, chunk * (N // 4), seed, choice, position, ids + 2 * out, N, QUICK)
+                store_race(x_X4, best, scale, chunk * (N // 4), seed, choice, position, ids + out * W, N, QUICK)
+        if not EDITED:
+            x_X4 = widened(raw_X4, PAIRS)
         chunk += 1
 
 
@@ -272,44 +270,90 @@ def masses(values, row, num_chunks, temperature, M: tl.constexpr):
 
 
 @triton.jit
+def raced(
+    logits, base, edited, source, row, token_N, best, temperature, seed, choice, position, bound_R, last_R, V,
+    EDITED: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """The scores of tokens, as the reference has them; -inf of those that a cut leaves out. `best` is finite."""
+    x_N = row_tokens(logits, base, edited, source, token_N, V, EDITED)
+    kept_N = is_kept(x_N, token_N, bound_R, last_R, row, BOUNDED) & (token_N < V)
+    noise_N = gumbel(token_N, position, choice, tl.full([], 0, tl.int32), seed)
+    scaled_N = tl.div_rn(x_N - best, tl.zeros_like(x_N) + tl.maximum(temperature, 1e-30))
+    return tl.where(kept_N, scaled_N + noise_N, float("-inf"))
+
+
+@triton.jit
+def _race_again(
+    logits, base, edited, source, row, token_N, best, temperature, seed, choice, position, bound_R, last_R, V, most,
+    found,
+    EDITED: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """The best of some tokens and one that was found elsewhere."""
+    score_N = raced(
+        logits, base, edited, source, row, token_N, best, temperature, seed, choice, position, bound_R, last_R, V,
+        EDITED, BOUNDED,
+    )  # fmt: skip
+    top = tl.max(score_N)
+    token = tl.min(tl.where(score_N == top, token_N, V))
+    found = tl.where(top > most, token, tl.where(top == most, tl.minimum(found, token), found))
+    return tl.maximum(most, top), found
+
+
+@triton.jit
 def choose(
     logits, row_stride, edited, edited_row, sequence, seed, choice, position, bound_R, last_R, values, ids,
     temperature, first, usable, V, num_chunks,
-    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The target's own token of a sequence's rows from `first` to `usable`, int32 [P], P being Q or more."""
-    place_P1 = tl.arange(0, P)[:, None]
+    WORDS: tl.constexpr = 32 if N >= 32 else N
+    place_P, place_P1 = tl.arange(0, P), tl.arange(0, P)[:, None]
     row_P1 = sequence * Q + tl.minimum(place_P1, Q - 1)
     is_read_P1 = (place_P1 >= first) & (place_P1 <= usable)
     chunk_1M = tl.arange(0, M)[None, :]
-    at_PM = 2 * (row_P1 * num_chunks + chunk_1M)
+    out_PM = row_P1 * num_chunks + chunk_1M
     is_there_PM = is_read_P1 & (chunk_1M < num_chunks)
-    best_PM = tl.load(values + at_PM, mask=is_there_PM, other=float("-inf"))
+    best_PM = tl.load(values + 2 * out_PM, mask=is_there_PM, other=float("-inf"))
     best_P1 = tl.max(best_PM, axis=1)[:, None]
     found_P = tl.max((row_P1 * 0).to(tl.int32), axis=1)
     if temperature <= 0.0:
-        id_PM = tl.load(ids + at_PM, mask=is_there_PM, other=V - 1)
+        id_PM = tl.load(ids + out_PM * WORDS, mask=is_there_PM, other=V - 1)
         found_P = tl.min(tl.where(best_PM == best_P1, id_PM, V - 1), axis=1)
     else:
-        place_1X = tl.arange(0, 8 * M)[None, :]
-        chunk_1X = place_1X // 8
-        at_PX = 2 * (row_P1 * num_chunks + chunk_1X) + (place_1X // 4) % 2
-        block_PX = tl.load(ids + at_PX, mask=is_read_P1 & (chunk_1X < num_chunks), other=NO_BLOCK)
-        token_PX = tl.minimum(block_PX, NO_BLOCK) * 4 + place_1X % 4
+        best_P1 = tl.maximum(best_P1, -3.0e38)
+        token_PX, rest_PMW = nominated(ids, row_P1, is_read_P1, num_chunks, M, P, N)
         source_P1 = row_P1 * 0 - 1
         if EDITED:
             source_P1 = tl.load(edited_row + row_P1)
-        base_P1 = row_P1.to(tl.int64) * row_stride
-        x_PX = row_tokens(logits, base_P1, edited, source_P1, token_PX, V, EDITED)
-        kept_PX = is_kept(x_PX, token_PX, bound_R, last_R, row_P1, BOUNDED) & (token_PX < V)
-        noise_PX = gumbel(token_PX, position + place_P1, choice, tl.full([], 0, tl.int32), seed)
-        score_PX = (
-            tl.div_rn(x_PX - tl.maximum(best_P1, -3.0e38), tl.zeros_like(x_PX) + tl.maximum(temperature, 1e-30))
-            + noise_PX
-        )
-        score_PX = tl.where(kept_PX, score_PX, float("-inf"))
-        is_best_PX = score_PX == tl.max(score_PX, axis=1)[:, None]
-        found_P = tl.min(tl.where(is_best_PX & (token_PX < V), token_PX, V - 1), axis=1)
+        score_PX = raced(
+            logits, row_P1.to(tl.int64) * row_stride, edited, source_P1, row_P1, token_PX, best_P1, temperature, seed,
+            choice, position + place_P1, bound_R, last_R, V, EDITED, BOUNDED,
+        )  # fmt: skip
+        most_P = tl.max(score_PX, axis=1)
+        found_P = tl.min(tl.where((score_PX == most_P[:, None]) & (token_PX < V), token_PX, V - 1), axis=1)
+        found_P = tl.where(tl.max(best_PM, axis=1) > float("-inf"), found_P, 0)
+        # Groups of blocks among which others might do as well.
+        W: tl.constexpr = rest_PMW.shape[2]
+        rest_PMW = from_row(rest_PMW, best_PM, best_P1, temperature)
+        at_PMW = (place_P1[:, :, None] * M + chunk_1M[:, :, None]) * W + tl.arange(0, W)[None, None, :]
+        open_PMW = (rest_PMW > float("-inf")) & (rest_PMW >= least_reach(most_P)[:, None, None])
+        at = tl.min(tl.where(open_PMW, at_PMW, P * M * W))
+        while at < P * M * W:
+            place = at // W // M
+            row = sequence * Q + place
+            source = -1
+            if EDITED:
+                source = tl.load(edited_row + row)
+            most, found = _race_again(
+                logits, row.to(tl.int64) * row_stride, edited, source, row, tokens_of_group(at // W % M, at % W, N),
+                tl.max(tl.where(place_P1 == place, best_P1, float("-inf"))), temperature, seed, choice,
+                position + place, bound_R, last_R, V, tl.max(tl.where(place_P == place, most_P, float("-inf"))),
+                tl.max(tl.where(place_P == place, found_P, 0)), EDITED, BOUNDED,
+            )  # fmt: skip
+            most_P = tl.where(place_P == place, most, most_P)
+            found_P = tl.where(place_P == place, found, found_P)
+            open_PMW = open_PMW & (at_PMW != at) & (rest_PMW >= least_reach(most_P)[:, None, None])
+            at = tl.min(tl.where(open_PMW, at_PMW, P * M * W))
     return found_P
 
 
@@ -338,11 +382,12 @@ def variants() -> list[Variant]:
             Variant(
                 name=f"token_scan {dtype} Q={num_rows}{' cut' if cut else ''}{'' if quick else ' portable'}",
                 kernel=scan_kernel,
-                types={"logits": f"*{dtype}", **types, **CUT_TYPES, "span": "i32"},
+                types={"logits": f"*{dtype}", **types, **CUT_TYPES, "span": "i32", "may_skip": "i32"},
                 constants=constants,
                 aligned=ALIGNED,
                 num_warps=SCAN_WARPS,
                 max_registers=SCAN_REGISTERS[2 if dtype == "bf16" else 4],
+                may_spill=cut,  # a few numbers of a chunk with some compilers: a program less would cost more
                 options={"maxnreg": SCAN_REGISTERS[2 if dtype == "bf16" else 4]},
                 on_amd=not quick,
             )

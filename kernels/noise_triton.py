@@ -1,7 +1,7 @@
 """Philox words and Gumbel noise inside kernels: the numbers of `kernels.noise`, never a tensor of them in memory.
 
 Words are exact. There are two forms of the noise: `gumbel` is the reference's arithmetic (float64, then rounded to
-float32), for the few tokens that may win; `quick_race` is good to some 1e-5 and finds these few among all.
+float32), for the few tokens that may win; `log2_count` gives a bound of it, which finds these few among all.
 
 Shapes: any, N here; four tokens share one Philox block.
 """
@@ -95,13 +95,11 @@ def quick_exp2(x_N, QUICK: tl.constexpr):
 
 
 @triton.jit
-def quick_race(word_N, QUICK: tl.constexpr):
-    """About the noise of a word over ln 2, but for a constant; float32, to some 1e-4.
+def log2_count(word_N, QUICK: tl.constexpr):
+    """32 less a bound of a word's noise over ln 2, float32; -inf for one word of 2^32.
 
-    It is counted from u = 1, where the large noise is, so that nothing cancels there.
+    With 1 - u = r the noise is -ln(-ln(1 - r)), and -ln(1 - r) >= r: so it is at most -ln r, which takes one logarithm,
+    and nothing cancels where noise is large. The two differ by r / 2 there, and much only where noise is small. Of r,
+    which is (count + 1/2) / 2^32, the half is left out, too, which only adds to the bound.
     """
-    count_N = (word_N ^ 0xFFFFFFFF).to(tl.float32)
-    rest_N = count_N * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 1 - u
-    left_N = tl.maximum(1.0 - count_N * 2.3283064365386963e-10, 1.1641532182693481e-10)
-    near_N = rest_N * (1.4426950 + rest_N * 0.7213475)
-    return -_log2(tl.where(rest_N < 0.00390625, near_N, -_log2(left_N, QUICK)), QUICK)
+    return _log2((word_N ^ 0xFFFFFFFF).to(tl.float32), QUICK)

@@ -5,19 +5,19 @@ known to say which of the nominated tokens stays: a token does if those before i
 of the mass. So the best few are held against the row, four to a pass, and the first that stays is the row's; most
 often it is the first of all. It is certain unless a chunk might have nominated more.
 
-Shapes: N tokens of a tile or chunk, X nominated tokens, T listed tokens of a tile, M chunks of a row.
+Shapes: N tokens of a chunk, X nominated tokens, T tokens of a tile, M chunks of a row.
 """
 
 import triton
 import triton.language as tl
 
-from baton.kernels.choose_triton import NO_BLOCK, blocks_of, store_race
+from baton.kernels.choose_triton import blocks_of, row_best
 from baton.kernels.noise_triton import gumbel, quick_exp2
+from baton.kernels.race_triton import from_row, least_reach, nominated, store_race
 from baton.kernels.row_triton import row_tokens
 from baton.kernels.variant import Variant
 
 _ROUNDS = tl.constexpr(4)
-_CLOSE = tl.constexpr(1e-3)  # ten times what the scan's quick noise may be off
 
 
 def variants() -> list[Variant]:
@@ -40,16 +40,6 @@ def race_of_list(listed_x, listed_id, count, bound, last, best, temperature, see
         found = tl.where(top > most, tl.min(tl.where(score_T == top, id_T, 0x7FFFFFFF)), found)
         most = tl.maximum(most, top)
     return found
-
-
-@triton.jit
-def store_choice(ids, row, num_chunks, token, M: tl.constexpr):
-    """Nominate one token of a row and none else."""
-    chunk_M = tl.arange(0, M)
-    block_M = tl.where(chunk_M == 0, token // 4, NO_BLOCK)
-    at_M = ids + 2 * (row * num_chunks + chunk_M)
-    tl.store(at_M, block_M, mask=chunk_M < num_chunks)
-    tl.store(at_M + 1, block_M, mask=chunk_M < num_chunks)
 
 
 @triton.jit
@@ -84,6 +74,7 @@ def rescan(
     V, EDITED: tl.constexpr, N: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """What the scan would leave of each chunk if it saw only what stays; one program walks the row."""
+    W: tl.constexpr = 32 if N >= 32 else N
     for chunk in range(num_chunks):
         token_X4 = blocks_of(chunk * N, N)
         x_X4 = row_tokens(logits, base, edited, source, token_X4, V, EDITED)
@@ -96,7 +87,7 @@ def rescan(
         if by_chance:
             tl.store(values + 2 * out + 1, tl.sum(quick_exp2((x_X4 - best) * scale, QUICK)))
         else:
-            store_race(x_X4, best, scale, chunk * (N // 4), seed, choice, position, ids + 2 * out, N, QUICK)
+            store_race(x_X4, best, scale, chunk * (N // 4), seed, choice, position, ids + out * W, N, QUICK)
 
 
 @triton.jit
@@ -139,20 +130,19 @@ def _masses_before(
 
 @triton.jit
 def settle(
-    logits, base, edited, source, ids, row, num_chunks, V, best, temperature, top_p, least, whole, seed, choice,
-    position, EDITED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, QUICK: tl.constexpr,
+    logits, base, edited, source, values, ids, row, num_chunks, V, best, temperature, top_p, least, whole, seed, choice,
+    position, EDITED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+    QUICK: tl.constexpr,
 ):  # fmt: skip
     """The best nominee that top-p and min-p leave, as a bound that ends with it; and whether it is certain."""
-    place_X = tl.arange(0, 8 * M)
-    chunk_X, is_second_X = place_X // 8, (place_X // 4) % 2
-    at_X = ids + 2 * (row * num_chunks + chunk_X) + is_second_X
-    block_X = tl.load(at_X, mask=chunk_X < num_chunks, other=NO_BLOCK)
-    token_X = tl.minimum(block_X, NO_BLOCK) * 4 + place_X % 4
+    row_11 = tl.zeros([1, 1], tl.int32) + row
+    token_1X, rest_1MW = nominated(ids, row_11, row_11 >= 0, num_chunks, M, 1, N)
+    token_X = tl.reshape(token_1X, [8 * M])
     x_X = row_tokens(logits, base, edited, source, token_X, V, EDITED)
     noise_X = gumbel(token_X, position, choice, tl.full([], 0, tl.int32), seed)
     score_X = tl.where(x_X > float("-inf"), tl.div_rn(x_X - best, temperature) + noise_X, float("-inf"))
-    # What was not nominated does no better than the second block of its chunk, but for the noise that nominated.
-    rest = tl.max(tl.where(is_second_X == 1, score_X, float("-inf")))
+    _, best_M = row_best(values, row, num_chunks, M)
+    rest = tl.max(from_row(rest_1MW, best_M[None, :], best, temperature))  # what was not nominated does no better
     need = tl.where(top_p < 1.0, top_p * whole, float("inf"))
     bound, last, score = tl.full([], float("-inf"), tl.float32), V, tl.full([], float("-inf"), tl.float32)
     index = 0
@@ -164,7 +154,7 @@ def settle(
         if top_p < 1.0:
             sum_0, sum_1, sum_2, sum_3 = _masses_before(
                 logits, base, edited, source, V, best, temperature, least, x_0, x_1, x_2, x_3, id_0, id_1, id_2, id_3,
-                EDITED, N, STAGES, QUICK,
+                EDITED, T, STAGES, QUICK,
             )  # fmt: skip
         else:
             sum_0, sum_1, sum_2, sum_3 = (
@@ -179,4 +169,4 @@ def settle(
         stays = stays_0 | stays_1 | stays_2 | stays_3
         score = tl.where(stays, score, float("-inf"))
         index = tl.where(stays, _ROUNDS, index + 1)
-    return bound, last, (score > float("-inf")) & (score >= rest + _CLOSE)
+    return bound, last, (score > float("-inf")) & (rest < least_reach(score))

@@ -21,6 +21,17 @@ def raw_tokens(logits, base, token_N, limit):
 
 
 @triton.jit
+def widened(x_N, PAIRS: tl.constexpr):
+    """The same numbers, float32; of bfloat16 two at a time, which the compiler would first take apart."""
+    if PAIRS and x_N.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x_N], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x_N.to(tl.float32)
+
+
+@triton.jit
 def row_tokens(logits, base, edited, source, token_N, V, EDITED: tl.constexpr):
     """The logits of these tokens, float32; -inf beyond V. `source` is the row's place among edited ones, or -1."""
     inside_N = token_N < V

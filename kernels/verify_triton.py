@@ -17,7 +17,10 @@ from baton.kernels.residual_triton import TYPES_DRAWN
 from baton.kernels.row_triton import num_usable
 from baton.kernels.variant import Variant
 
-DECIDE_WARPS = {False: 16, True: 8}  # by whether any sequence is judged by chance: warps repeat what all of them need
+# By whether any sequence is judged by chance: all warps repeat what a sequence needs once.
+DECIDE_WARPS = {False: 16, True: 8}
+# So that two programs share a multiprocessor; to race a part of a chunk again, seldom, would take more.
+DECIDE_REGISTERS = {False: 64, True: 128}
 POST_ROWS = 128
 
 
@@ -77,6 +80,7 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
         token_ids_BQ, accepted_len_B, accepted_len_B if counts_Q is None else counts_Q, vocab_size, num_columns,
         num_chunks, **flags, LAWS=not none, CHANCE=by_chance, COUNTED=counts_Q is not None,
         QUICK=choose_triton.is_quick(), num_warps=DECIDE_WARPS[by_chance], **dependent_launch(device),
+        **({"maxnreg": DECIDE_REGISTERS[by_chance]} if choose_triton.is_quick() else {}),
     )  # fmt: skip
 
 
@@ -92,7 +96,7 @@ def launch_after(token_ids_BQ, accepted_len_B, length_B, results) -> None:
 def _own_choice(
     logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R, values,
     ids, rates, forced_len, sequence, usable, V, num_chunks,
-    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Drafts that are the target's own choice, or stand because somebody wants it so, and the choice after them."""
     is_made_up = (law == FORCE) | (law == SYNTHETIC)
@@ -102,7 +106,7 @@ def _own_choice(
         stop = first
     chosen_P = choose(
         logits, row_stride, edited, edited_row, sequence, seed, choice, position, bound_R, last_R, values, ids,
-        temperature, first, stop, V, num_chunks, Q, EDITED, BOUNDED, M, P,
+        temperature, first, stop, V, num_chunks, Q, EDITED, BOUNDED, M, P, N,
     )  # fmt: skip
     place_P = tl.arange(0, P)
     accepted = first
@@ -156,7 +160,7 @@ def _decide_kernel(
     else:
         accepted, last = _own_choice(
             logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R,
-            values, ids, rates, forced_len, sequence, usable, V, num_chunks, Q, EDITED, BOUNDED, M, P,
+            values, ids, rates, forced_len, sequence, usable, V, num_chunks, Q, EDITED, BOUNDED, M, P, N,
         )  # fmt: skip
     for place in tl.static_range(Q):
         token = tl.where(place == accepted, last, 0)
@@ -206,7 +210,9 @@ def variants() -> list[Variant]:
                 constants=constants,
                 aligned=(*ALIGNED, "probs", "t2d"),
                 num_warps=DECIDE_WARPS[by_chance],
-                max_registers=255,
+                max_registers=DECIDE_REGISTERS[by_chance] if early else 255,
+                may_spill=True,
+                options={"maxnreg": DECIDE_REGISTERS[by_chance]} if early else {},
                 on_amd=not early,
             )
         )

@@ -78,8 +78,12 @@ def _drafts(device: torch.device, batch: int, num_drafts: int, vocab_size: int, 
     if not by_chance:
         ids_BK = torch.randint(0, vocab_size, (batch, num_drafts), device=device)
         return DraftRows(
-            ids_BK=ids_BK, cap_B=cap_B, law_B=law_B.to(device), rates_K=rates_K, forced_len=num_drafts
-        )  # fmt: skip
+            ids_BK=ids_BK,
+            cap_B=cap_B,
+            law_B=law_B.to(device),
+            rates_K=rates_K if Law.SYNTHETIC in laws else None,  # as serving, which has them of these laws alone
+            forced_len=num_drafts if Law.FORCE in laws else 0,
+        )
     d2t_C = torch.arange(HEAD, device=device) * vocab_size // HEAD
     t2d_V = torch.full((vocab_size,), -1, device=device).index_copy(0, d2t_C, torch.arange(HEAD, device=device))
     has_probs = [place % len(laws) in PROBS_AT for place in range(batch)]

@@ -109,6 +109,17 @@ def test_flat_rows_and_rows_of_equals_get_the_references_tokens(count, top_p, mi
     assert sample(logits_BV, rows).tolist() == wanted_B.tolist()
 
 
+@pytest.mark.parametrize("num_equal", [3, 4, 8, 64])
+@pytest.mark.parametrize("count", [3, 200])
+def test_rows_whose_mass_lies_in_one_chunk_get_the_references_tokens(count, num_equal):
+    """What was nominated may not be what wins; then some of the chunk is raced again."""
+    logits_BV = torch.full((count, VOCAB), -30.0, device=CUDA).bfloat16()
+    logits_BV[:, 8192 + 4 * torch.arange(num_equal, device=CUDA)] = 0.0
+    rows = rows_of(count)
+    wanted_B = sample(logits_BV, rows, implementation=REFERENCE)
+    assert sample(logits_BV, rows).tolist() == wanted_B.tolist()
+
+
 @pytest.mark.parametrize("vocab_size", [VOCAB, 50_257, 1_001])
 def test_what_a_program_takes_changes_no_bit(monkeypatch, vocab_size):
     logits_BQV = torch.randn(8, 1, vocab_size, device=CUDA, generator=generator(5)).mul_(4).bfloat16()
