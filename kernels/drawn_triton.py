@@ -91,7 +91,7 @@ def pick(
         if place < usable:
             token = tl.load(drafts + sequence * (Q - 1) + place).to(tl.int32)
             if probs_row >= 0:
-                weight_M = tl.load(left + row * num_chunks + chunk_M, mask=is_there_M, other=0.0)
+                weight_M = tl.load(left + row * num_chunks + chunk_M, mask=is_there_M, other=0.0).to(tl.float64)
             else:
                 draft = token
                 source = -1
@@ -134,6 +134,20 @@ def pick(
 
 
 @triton.jit
+def _points(
+    logits, row_stride, edited, edited_row, drafts, temperature, bound_R, last_R, values, probs, t2d, sequence, usable,
+    draw_P, V, C, num_chunks,
+    Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """How many drafts that are point masses stand; the largest logit and the mass of each row."""
+    p_P, q_P, best_P, total_P = chances_of(
+        logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, -1, t2d, sequence, usable,
+        temperature, V, C, num_chunks, Q, EDITED, BOUNDED, 0, M, P,
+    )  # fmt: skip
+    return accepted_one_by_one(p_P, q_P, draw_P, usable, P), best_P, total_P
+
+
+@triton.jit
 def drawn(
     logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R, values,
     probs, probs_row, t2d, left, chances, sequence, usable, V, C, num_chunks,
@@ -144,21 +158,26 @@ def drawn(
     temperature = tl.maximum(temperature, 1e-30)
     draw_P = draws_of(seed, choice, position, P)
     reach = tl.full([], 1.0, tl.float64)
-    if probs_row >= 0:
-        at_P = chances + sequence * (3 * P) + tl.arange(0, P)
-        said_P, best_P, total_P = tl.load(at_P), tl.load(at_P + P).to(tl.float32), tl.load(at_P + 2 * P)
-        if law == BLOCK:
-            accepted, reach = accepted_as_block(
-                said_P, draw_P, left, sequence, usable, num_chunks, Q, M, P
-            )  # fmt: skip
+    if PROBS > 0:
+        if probs_row >= 0:
+            at_P = chances + sequence * (3 * P) + tl.arange(0, P)
+            said_P, best_P, total_P = tl.load(at_P), tl.load(at_P + P).to(tl.float32), tl.load(at_P + 2 * P)
+            if law == BLOCK:
+                accepted, reach = accepted_as_block(
+                    said_P, draw_P, left, sequence, usable, num_chunks, Q, M, P
+                )  # fmt: skip
+            else:
+                accepted = tl.max(said_P).to(tl.int32)
         else:
-            accepted = tl.max(said_P).to(tl.int32)
+            accepted, best_P, total_P = _points(
+                logits, row_stride, edited, edited_row, drafts, temperature, bound_R, last_R, values, probs, t2d,
+                sequence, usable, draw_P, V, C, num_chunks, Q, EDITED, BOUNDED, M, P,
+            )  # fmt: skip
     else:
-        p_P, q_P, best_P, total_P = chances_of(
-            logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, sequence,
-            usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, 0, M, P,
+        accepted, best_P, total_P = _points(
+            logits, row_stride, edited, edited_row, drafts, temperature, bound_R, last_R, values, probs, t2d, sequence,
+            usable, draw_P, V, C, num_chunks, Q, EDITED, BOUNDED, M, P,
         )  # fmt: skip
-        accepted = accepted_one_by_one(p_P, q_P, draw_P, usable, P)
     last = pick(
         logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, left, sequence,
         accepted, at_place(best_P, accepted, P), at_place(total_P, accepted, P), usable, reach, temperature,

@@ -195,6 +195,7 @@ def variants() -> list[Variant]:
     found = []
     for num_rows, by_chance, probs, early in (
         (4, True, 2, True),
+        (4, True, 0, True),
         (4, True, 0, False),
         (4, False, 0, True),
         (1, False, 0, True),
@@ -202,11 +203,13 @@ def variants() -> list[Variant]:
         constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "BOUNDED": True, "PROBS": probs}
         constants |= {"CHANCE": by_chance, "COUNTED": num_rows > 1, "M": 64, "P": num_rows, "N": CHUNK}
         constants |= {"QUICK": early, "EARLY": early}
+        absent = {} if probs else {"left": "*fp32", "chances": "*fp32", "t2d": "*i32"}  # something else in their places
+        kind = f"{' by chance' * by_chance}{' head' * (probs > 0)}{' portable' * (not early)}"
         found.append(
             Variant(
-                name=f"token_decision bf16 Q={num_rows}{' by chance' * by_chance}{' portable' * (not early)}",
+                name=f"token_decision bf16 Q={num_rows}{kind}",
                 kernel=_decide_kernel,
-                types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, **own},
+                types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, **own, **absent},
                 constants=constants,
                 aligned=(*ALIGNED, "probs", "t2d"),
                 num_warps=DECIDE_WARPS[by_chance],
