@@ -230,7 +230,7 @@ def _checked(plan: Plan | None, weight: Fp8Weight) -> Plan | None:
         is_step = plan.groups in ((1, 2, 4) if plan.copied else (1, 2))
         divides = is_step and num_groups % plan.groups == 0 and plan.splits <= num_groups // plan.groups
         require(divides, "plan", f"cuts {num_groups} groups into {plan.splits} parts, steps of {plan.groups}")
-        widths = (16, 32, 64, GROUP_LEN) if plan.swap else (64, GROUP_LEN)
+        widths = (16, 32, 64, GROUP_LEN) if plan.swap else (32, 64, GROUP_LEN)
         require(plan.BN in widths, "plan", f"has tiles of {plan.BN} rows of the weight, not one of {widths}")
     return plan
 

@@ -34,7 +34,7 @@ class Plan:
     Attributes:
         swap: whether the weight's rows are the rows of the tensor cores' tiles.
         BM: tokens of a tile.
-        BN: rows of the weight of a tile, 64 or 128; with swapped operands also 16 or 32.
+        BN: rows of the weight of a tile, 32, 64 or 128; with swapped operands also 16.
         groups: of 128 columns in a step, 1 or 2, or 4 if scales are copied; must divide those of K.
         stages: steps under way at once.
         warps: of a program.

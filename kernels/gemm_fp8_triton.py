@@ -318,7 +318,9 @@ def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False) -> V
     integers = (
         "num_rows", "N", "K", "a_stride", "a_scale_stride", "w_scale_stride", "c_stride", "num_splits", "num_works",
     )  # fmt: skip
-    is_low = plan.BN < 64 or plan.BM < 16  # float8 instructions are for larger tiles: these multiply as float16
+    is_low = plan.swap and (
+        plan.BN < 64 or plan.BM < 16
+    )  # float8 instructions are for larger tiles: these multiply as float16
     types = {
         "a": "*bf16" if is_wide else "*fp8e4nv",
         "a_scales": "*fp32",
@@ -372,6 +374,7 @@ def variants() -> list[Variant]:
         replace(_variant(invariant_plan(4096, 4096)), shapes=("64x64x32",)),
         _variant(Plan(stages=6, pdl=False), is_capped=True),
         _variant(Plan(BN=32, groups=2, stages=6, copied=True)),
+        _variant(Plan(swap=False, BM=64, BN=32, stages=10, tma=True)),
         _variant(Plan(groups=2, stages=4, splits=2, tma=True, pdl=True)),
     ):
         found[variant.name] = variant

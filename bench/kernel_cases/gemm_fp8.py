@@ -181,6 +181,26 @@ _TILES: Mapping[int, Sequence[Plan]] = {
         Plan(swap=False, BM=128, BN=128, groups=1, stages=4, warps=8, tma=True),
     ),
 }
+# Where tokens fill an instruction anyway, tiles of few rows of the weight occupy all multiprocessors without splits.
+_PLAIN_TILES: Mapping[int, Sequence[Plan]] = {
+    **dict.fromkeys(
+        (16, 32, 64),
+        (
+            Plan(swap=False, BM=64, BN=32, groups=1, stages=10, tma=True),
+            Plan(swap=False, BM=64, BN=32, groups=2, stages=5, tma=True),
+            Plan(swap=False, BM=64, BN=32, groups=1, stages=10),
+            Plan(swap=False, BM=64, BN=64, groups=1, stages=6, tma=True),
+            Plan(swap=False, BM=64, BN=128, groups=1, stages=5, tma=True),
+            Plan(swap=False, BM=64, BN=128, groups=2, stages=3, warps=8, tma=True),
+        ),
+    ),
+    128: (
+        Plan(swap=False, BM=128, BN=32, groups=1, stages=8, warps=8, tma=True),
+        Plan(swap=False, BM=64, BN=64, groups=1, stages=6, tma=True),
+        Plan(swap=False, BM=128, BN=64, groups=1, stages=6, warps=8, tma=True),
+        Plan(swap=False, BM=128, BN=128, groups=1, stages=5, warps=8, tma=True),
+    ),
+}
 _LARGE_TILES = (
     Plan(swap=False, BM=128, BN=128, stages=4, warps=8),
     Plan(swap=False, BM=128, BN=128, stages=4, warps=8, tma=True),
@@ -209,10 +229,12 @@ def _with_splits(tile: Plan, size: int, N: int, K: int) -> list[Plan]:
 def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, object]]:
     if size > FEW_ROWS:
         return [_LIBRARY, *[tile.row() for tile in _LARGE_TILES]]
-    plans = [plan for tile in _TILES[size] for plan in _with_splits(tile, size, N, K)]
+    tiles = (*_TILES[size], *_PLAIN_TILES.get(size, ()))
+    plans = [plan for tile in tiles for plan in _with_splits(tile, size, N, K)]
+    late = [replace(plan, pdl=False).row() for plan in plans]
     if kernel == "gemm_fp8":
-        return [plan.row() for plan in plans] + ([_LIBRARY] if size == 128 else [])
-    fused = [replace(plan, fused=True) for plan in plans if size <= 32]
+        return [*[plan.row() for plan in plans], *late, *([_LIBRARY] if size == 128 else [])]
+    fused = [replace(plan, fused=True) for plan in plans if size <= 32 and plan.swap]
     inside = [plan.row() for plan in fused if _shared_bytes(plan) < _SHARED_BYTES]
     return [
         *inside,

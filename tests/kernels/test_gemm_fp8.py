@@ -80,6 +80,7 @@ PLANS = [
     Plan(BM=16, BN=64, splits=5, tma=True, copied=True),
     Plan(BM=64, BN=128, groups=2, tma=True),
     Plan(swap=False, BM=16, BN=128, splits=4),
+    Plan(swap=False, BM=64, BN=32, tma=True, groups=2),
     Plan(swap=False, BM=32, BN=64, tma=True, groups=2, copied=True),
     Plan(BM=16, BN=64, fused=True, splits=2),
     Plan(BM=16, BN=128, fused=True, tma=True, groups=2),
