@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_refused_by_name():
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("plan", [Plan(splits=3), Plan(groups=4), Plan(swap=False, BN=32), Plan(BN=48)], ids=str)
+@pytest.mark.parametrize("plan", [Plan(splits=3), Plan(groups=4), Plan(swap=False, BN=16), Plan(BN=48)], ids=str)
 def test_a_plan_that_cannot_be_is_refused_by_name(plan):
     x, weight = data(3, 64, 512 if plan.groups == 4 else 256)
     with pytest.raises(KernelArgumentInvalid, match=r"^plan:"):
