@@ -77,7 +77,7 @@ def serve(
     drain_grace_s: Annotated[float | None, _option("streams of a drained worker move after this  [10]")] = None,
     quarantine_deaths: Annotated[Count, _option("refuse a request that was at so many deaths; 0: none  [2]")] = None,
     quarantine_s: Annotated[float | None, _option("how long it is refused  [600]")] = None,
-    start_timeout_s: Annotated[float | None, _option("workers must report within this  [120]")] = None,
+    start_timeout_s: Annotated[float | None, _option("workers must report within this  [600]")] = None,
     worker_threads: Annotated[Count, _option("torch threads per worker on a CPU  [1]")] = None,
     log_format: Annotated[Text, _option("text|json: of every process's log  [text]")] = None,
     trace_file: Annotated[Text, _option("append spans to this file: OTLP as JSON lines")] = None,

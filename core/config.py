@@ -150,7 +150,7 @@ class ServeConfig(BaseModel):
         2, ge=0, le=8, description="deaths of workers before a request that was there is refused; 0 refuses none"
     )
     quarantine_s: float = Field(600.0, gt=0, le=MAX_TIMEOUT_S, description="how long it is refused")
-    start_timeout_s: float = Field(120.0, gt=0, le=MAX_TIMEOUT_S, description="workers must report within this")
+    start_timeout_s: float = Field(600.0, gt=0, le=MAX_TIMEOUT_S, description="workers must report within this")
     worker_threads: int = Field(1, ge=1, le=256, description="torch threads per worker on a CPU")
     log_format: LogFormat = Field("text", description="of every process's log: text, or json, one object a line")
     trace_file: str = Field("", description="append spans to this file, OTLP as JSON lines")

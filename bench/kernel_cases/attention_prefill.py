@@ -151,7 +151,7 @@ def works() -> list[Work]:
     found += [Work(_label(_CHUNKS[rows]), _CHUNKS[rows], kv_dtype=_FP8) for rows in (*_LARGE, 16)]
     found.append(Work("mixed 8", _MIXED, kv_dtype=_FP8))
     found += [Work(_label(chunks), chunks) for chunks in _SHORT[1:4]] + [Work("mixed 3", _SHORT[4])]
-    found.append(Work("tiny", ((20, 0), (3, 40)), 4, 2, 32, torch.float32, torch.float32))
+    found.append(Work("tiny", ((20, 0), (3, 40)), 4, 2, 32))
     return found
 
 
