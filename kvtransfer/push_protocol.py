@@ -137,7 +137,7 @@ class PushProtocol:
         transfer.is_confirmed = False
         self._num_adopted += 1
         transfer.resume_round = self._num_adopted * ROUNDS & MAX_U32
-        self._rules.by_landing[peer.kv_address, grant.landing_id] = transfer
+        self._rules.by_landing[transfer.landing_key] = transfer
         return self._begin(transfer, now_s)
 
     def pushed(self, attempt: AttemptKey, layer: int, first: int, count: int, digest: int, now_s: float) -> Actions:

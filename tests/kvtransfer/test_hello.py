@@ -10,7 +10,7 @@ from baton.core.request import AttemptKey
 from baton.kvcache.layout import LayerLayout, PayloadKind
 from baton.kvtransfer.landing_actions import SendControl as Reply
 from baton.kvtransfer.landing_protocol import LandingProtocol
-from baton.kvtransfer.messages import control_of, encode_control, layout_message, parse_control
+from baton.kvtransfer.messages import control_of, encode_control, layout_message, parse_control, wire_attempt
 from baton.kvtransfer.push_actions import (
     DecodePeer,
     Denied,
@@ -18,6 +18,7 @@ from baton.kvtransfer.push_actions import (
     Granted,
     GrantInfo,
     OpenLane,
+    PushDrained,
     PushFailed,
     SendControl,
 )
@@ -151,6 +152,13 @@ class Pushing:
         peer = DecodePeer("d", "d", epoch)
         return self.protocol.reserve(key, peer, prompt_len=3, capacity_len=4, wait_s=wait_s, now_s=now_s)
 
+    def granted(self, key, epoch):
+        """The first landing of a life, as that counts."""
+        fields = {"landing_id": 1, "credit_bytes": 1 << 20, "lease_ms": 2000, "lane": "shm", "blocks": [4, 5]}
+        grant = kv_pb2.Grant(attempt=wire_attempt(key), epoch=epoch, **fields)
+        actions = self.protocol.on_control("d", control_of(grant), 0.5)
+        return any(isinstance(action, Granted) for action in actions)
+
     def meet(self):
         """The life 1, over shared memory, without any transfer that is left."""
         self.reply_to(self.reserve())
@@ -200,6 +208,23 @@ def test_a_life_that_was_not_met_yet_is_asked_for_and_served(is_busy):
     (reserve,) = push.protocol.lane_opened("d", "shm", 0.5)
     assert reserve.control.reserve.peer_epoch == 2
     assert [transfer.attempt for transfer in push.protocol.transfers()] == [OTHER]
+
+
+def test_lives_count_their_landings_alike():
+    """A write into the first landing of a life that died is still going on when the next life grants its first."""
+    push = Pushing()
+    push.reply_to(push.reserve())
+    push.protocol.lane_opened("d", "shm", 0.0)
+    assert push.granted(KEY, epoch=1)
+    push.protocol.hold(KEY)
+    actions = push.reply_to(push.reserve(0.5, OTHER, epoch=2), 0.5, epoch=2)
+    assert PushFailed(KEY, "the decode worker restarted") in actions
+    push.protocol.lane_opened("d", "shm", 0.5)
+    assert push.granted(OTHER, epoch=2)
+    assert push.protocol.unhold(KEY) == [PushDrained(KEY)]
+    deadline_s = push.protocol.write_deadline_s(OTHER)
+    push.protocol.on_control("d", control_of(kv_pb2.Lease(epoch=2, landing_ids=[1])), 1.5)
+    assert push.protocol.write_deadline_s(OTHER) == pytest.approx(deadline_s + 1.0)
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
