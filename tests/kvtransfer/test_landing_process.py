@@ -127,10 +127,10 @@ def test_it_lands_restarts_after_a_kill_and_leaves_nothing(make_worker, make_pre
     assert worker.blocks.num_free == worker.blocks.num_blocks
 
 
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_its_next_life_serves_a_prefill_worker_that_did_not_notice(make_pair, is_busy):
+@pytest.mark.parametrize(("is_busy", "listens"), [(False, True), (True, True), (False, False)])
+def test_its_next_life_serves_a_prefill_worker_that_did_not_notice(make_pair, is_busy, listens):
     """The router hears of it first. What it reserves there must not fail for what the prefill worker does not know."""
-    pair = make_pair("process", heartbeat_s=1.0, lease_s=20.0)  # HELLOs are rare
+    pair = make_pair("process", heartbeat_s=1.0, lease_s=60.0)  # HELLOs are rare
     before = pair.hand_over(9, request_id="before")
     pair.wait_for(Sealed, before)
     pair.wait_for(Acked, before)
@@ -138,9 +138,14 @@ def test_its_next_life_serves_a_prefill_worker_that_did_not_notice(make_pair, is
         pair.wait_for(Granted, pair.reserve(9, "busy"))
     host = pair.landing._host
     os.kill(host.pid, signal.SIGKILL)
-    wait_until(lambda: (pair.turn(), host.num_lives == 2)[1], "a life that listens", 30.0)
+    is_there = (lambda: host.num_lives == 2) if listens else (lambda: host.epoch != D_EPOCH)
+    wait_until(lambda: (pair.turn(), is_there())[1], "no other life", 60.0)
     pair.peer = DecodePeer("d0", pair.landing.address, pair.landing.epoch)
-    after = pair.hand_over(22, request_id="after", wait_s=15.0)
+    after = pair.reserve(22, "after", wait_s=60.0)
+    wait_until(lambda: (pair.turn(), pair.find((Granted, PushFailed), after))[1], "no answer", 60.0)
+    assert pair.find(Granted, after), pair.find(PushFailed, after).reason
+    pair.compute(after)
+    pair.commit(after)
     pair.wait_for(Acked, after)
     pair.wait_for(Sealed, after)
     assert torch.equal(pair.rows(pair.target, pair.landed_tables[after], 22), sent(pair, after))
