@@ -222,7 +222,12 @@ class LandingService:
 
     @property
     def epoch(self) -> int:
-        """Of the present life: what prefill workers must name."""
+        """Of the present life: what prefill workers must name.
+
+        It is known before that life listens: who reserves in between asks at the last address until it is answered,
+        and need not try again. If that port is taken meanwhile, nothing answers, or somebody else does: the attempt
+        fails, and `address` is the new one as soon as there is one.
+        """
         return self._host.epoch
 
     @property

@@ -115,17 +115,13 @@ class PushInbox:
         transfer.lease_s = transfer.grant.lease_s
         transfer.progress.renew(now_s)
         transfer.is_told = True
-        rules.by_landing[address, grant.landing_id] = transfer
+        rules.by_landing[transfer.landing_key] = transfer
         return [Granted(transfer.attempt, transfer.grant)]
 
     def _grant_problem(self, transfer: Transfer, peer: PushPeer) -> str:
         grant = transfer.grant
         assert grant is not None
-        if (
-            not grant.landing_id
-            or not grant.lease_s
-            or (transfer.peer.kv_address, grant.landing_id) in (self._rules.by_landing)
-        ):
+        if not grant.landing_id or not grant.lease_s or transfer.landing_key in self._rules.by_landing:
             return f"the decode worker granted landing {grant.landing_id} with a lease of {grant.lease_s} s"
         if grant.lane != transfer.lane:
             return f"lane {transfer.lane} was asked for and {grant.lane[:32]!r} granted"
@@ -141,7 +137,7 @@ class PushInbox:
         return self._rules.end(transfer, Denied(transfer.attempt, deny.reason, deny.detail))
 
     def _on_ack(self, address: str, peer: PushPeer, ack: kv_pb2.CommitAck, now_s: float) -> Actions:
-        transfer = self._rules.by_landing.get((address, ack.landing_id))
+        transfer = self._rules.by_landing.get((address, peer.epoch, ack.landing_id))
         if transfer is None or transfer.state is not TransferState.COMMITTING or transfer.num_writes:
             return []
         self._rules.totals.acked(transfer, now_s)
@@ -149,7 +145,7 @@ class PushInbox:
 
     def _on_nack(self, address: str, peer: PushPeer, nack: kv_pb2.CommitNack, now_s: float) -> Actions:
         rules = self._rules
-        transfer = rules.by_landing.get((address, nack.landing_id))
+        transfer = rules.by_landing.get((address, peer.epoch, nack.landing_id))
         if transfer is None or transfer.state is not TransferState.COMMITTING:
             return []
         rules.named(transfer, now_s)
@@ -165,7 +161,7 @@ class PushInbox:
 
     def _on_have(self, address: str, peer: PushPeer, have: kv_pb2.Have, now_s: float) -> Actions:
         rules = self._rules
-        transfer = rules.by_landing.get((address, have.landing_id))
+        transfer = rules.by_landing.get((address, peer.epoch, have.landing_id))
         if transfer is None or transfer.state not in (TransferState.PUSHING, TransferState.COMMITTING):
             return []
         rules.named(transfer, now_s)
@@ -181,7 +177,7 @@ class PushInbox:
     def _on_credit(self, address: str, peer: PushPeer, credit: kv_pb2.Credit, now_s: float) -> Actions:
         rules = self._rules
         for entry in credit.landings:
-            transfer = rules.by_landing.get((address, entry.landing_id))
+            transfer = rules.by_landing.get((address, peer.epoch, entry.landing_id))
             if transfer is None or entry.charged_bytes <= transfer.credited_bytes:
                 continue
             rules.named(transfer, now_s)
@@ -193,7 +189,7 @@ class PushInbox:
 
     def _on_lease(self, address: str, peer: PushPeer, lease: kv_pb2.Lease, now_s: float) -> Actions:
         for landing_id in lease.landing_ids:
-            transfer = self._rules.by_landing.get((address, landing_id))
+            transfer = self._rules.by_landing.get((address, peer.epoch, landing_id))
             if transfer is not None:
                 self._rules.named(transfer, now_s)
         return []

@@ -26,7 +26,8 @@ class PushPeers:
             peer.used_s = now_s
         if is_heartbeat:
             # Also without transfers: the decode worker may have a question about one that ended.
-            if now_s - peer.hello_s >= self._config.heartbeat_s * (HELLO_HEARTBEATS if peer.epoch else 1):
+            is_met = peer.epoch and all(transfer.peer.epoch == peer.epoch for transfer in live)
+            if now_s - peer.hello_s >= self._config.heartbeat_s * (HELLO_HEARTBEATS if is_met else 1):
                 actions.append(rules.hello(address, now_s))
             if live and peer.epoch:
                 ids = [transfer.landing_id for transfer in live if transfer.landing_id]

@@ -137,7 +137,7 @@ class PushProtocol:
         transfer.is_confirmed = False
         self._num_adopted += 1
         transfer.resume_round = self._num_adopted * ROUNDS & MAX_U32
-        self._rules.by_landing[peer.kv_address, grant.landing_id] = transfer
+        self._rules.by_landing[transfer.landing_key] = transfer
         return self._begin(transfer, now_s)
 
     def pushed(self, attempt: AttemptKey, layer: int, first: int, count: int, digest: int, now_s: float) -> Actions:
@@ -309,9 +309,11 @@ class PushProtocol:
         known = rules.peers.get(peer.kv_address)
         if known is None:
             known = rules.peers[peer.kv_address] = PushPeer(LastSign(now_s), now_s)
-        elif not rules.active_on(peer.kv_address) and known.heard.silence_s(now_s) > self._config.lease_s:
-            known.forget_life()  # out of touch: it may have forgotten us, or be another life
-            known.heard.renew(now_s)
+        elif not rules.active_on(peer.kv_address):
+            is_silent = known.heard.silence_s(now_s) > self._config.lease_s
+            if is_silent or known.epoch not in (0, peer.epoch):
+                known.forget_life()  # out of touch: it may have forgotten us, or be another life
+                known.heard.renew(now_s)
         known.used_s = now_s
         rules.transfers[attempt] = transfer
         return transfer
@@ -319,9 +321,8 @@ class PushProtocol:
     def _begin(self, transfer: Transfer, now_s: float) -> Actions:
         rules, address = self._rules, transfer.peer.kv_address
         known = rules.peers[address]
-        if known.epoch == 0:
+        if known.epoch != transfer.peer.epoch:
+            # Not met yet, or whoever named this life is ahead of us or behind: the answer says which, and that decides.
             is_waiting = now_s - known.hello_s < self._config.heartbeat_s
             return [] if is_waiting else [rules.hello(address, now_s)]
-        if known.epoch != transfer.peer.epoch:
-            return rules.fail(transfer, "the decode worker restarted", now_s)
         return rules.connected(transfer, now_s) if known.lane else []

@@ -41,7 +41,7 @@ class PushRules:
 
     def __init__(self, identity: PushIdentity, layout: KVLayout, config: KVTransferConfig) -> None:
         self.transfers: dict[AttemptKey, Transfer] = {}
-        self.by_landing: dict[tuple[str, int], Transfer] = {}
+        self.by_landing: dict[tuple[str, int, int], Transfer] = {}  # by `Transfer.landing_key`
         self.peers: dict[str, PushPeer] = {}
         self.num_bytes_resent = 0
         self.totals = PushTotals()
@@ -235,8 +235,8 @@ class PushRules:
         address = transfer.peer.kv_address
         self.write_off(transfer)
         del self.transfers[transfer.attempt]
-        if self.by_landing.get((address, transfer.landing_id)) is transfer:
-            del self.by_landing[address, transfer.landing_id]
+        if self.by_landing.get(transfer.landing_key) is transfer:
+            del self.by_landing[transfer.landing_key]
         actions = self._stop(transfer) if isinstance(event, Acked) else []
         actions.append(event)
         if transfer.abort is not None:

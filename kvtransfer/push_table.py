@@ -90,6 +90,11 @@ class Transfer:
         return self.grant.landing_id if self.grant is not None else 0
 
     @property
+    def landing_key(self) -> tuple[str, int, int]:
+        """Which landing: every life of a decode worker counts its own from 1."""
+        return self.peer.kv_address, self.peer.epoch, self.landing_id
+
+    @property
     def in_flight_bytes(self) -> int:
         """Charged bytes that no credit has come back for."""
         return self.charged_bytes - self.credited_bytes

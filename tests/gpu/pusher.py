@@ -62,7 +62,7 @@ class Pusher:
                 if event.attempt == key and type(event).__name__ in kinds:
                     if type(event).__name__ == "PushDrained":
                         self.allocator.release(self.tables.pop(key))
-                    return type(event).__name__, getattr(event, "reason", "")
+                    return type(event).__name__, getattr(event, "detail", getattr(event, "reason", ""))
             time.sleep(0.0005)
         raise TimeoutError(f"none of {kinds} for {key}: {self.events[-5:]}")
 
@@ -87,7 +87,9 @@ class Pusher:
 
     def hand_over(self, key, prompt_len, chunk_len, slow_ms=0):
         """Everything after the reservation."""
-        self.wait(["Granted"], key)
+        kind, reason = self.wait(["Granted", "Denied", "PushFailed"], key)
+        if kind != "Granted":
+            return kind, reason
         for first in range(0, prompt_len, chunk_len):
             self.step(key, first, min(chunk_len, prompt_len - first), slow_ms)
         self.commit(key)

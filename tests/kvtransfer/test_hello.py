@@ -1,6 +1,7 @@
 """Who may talk to whom, by which lanes, and what is said to those who may not."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -9,8 +10,18 @@ from baton.core.request import AttemptKey
 from baton.kvcache.layout import LayerLayout, PayloadKind
 from baton.kvtransfer.landing_actions import SendControl as Reply
 from baton.kvtransfer.landing_protocol import LandingProtocol
-from baton.kvtransfer.messages import control_of, encode_control, layout_message, parse_control
-from baton.kvtransfer.push_actions import DecodePeer, Denied, Granted, OpenLane, PushFailed, SendControl
+from baton.kvtransfer.messages import control_of, encode_control, layout_message, parse_control, wire_attempt
+from baton.kvtransfer.push_actions import (
+    DecodePeer,
+    Denied,
+    DropPeer,
+    Granted,
+    GrantInfo,
+    OpenLane,
+    PushDrained,
+    PushFailed,
+    SendControl,
+)
 from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.proto import kv_pb2
@@ -18,7 +29,6 @@ from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT
 
 pytestmark = pytest.mark.fast
 KEY = AttemptKey("a", 1)
-PEER = DecodePeer("d", "d", 1)
 OFFERS = [kv_pb2.LaneOffer(lane="raw"), kv_pb2.LaneOffer(lane="shm"), kv_pb2.LaneOffer(lane="nixl")]
 
 
@@ -138,8 +148,22 @@ class Pushing:
         reply = kv_pb2.HelloReply(layout=layout_message(LAYOUT), **{**fields, **changes})
         return self.protocol.on_control("d", control_of(reply), now_s)
 
-    def reserve(self, now_s=0.0, key=KEY):
-        return self.protocol.reserve(key, PEER, prompt_len=3, capacity_len=4, wait_s=9.0, now_s=now_s)
+    def reserve(self, now_s=0.0, key=KEY, epoch=1, wait_s=9.0):
+        peer = DecodePeer("d", "d", epoch)
+        return self.protocol.reserve(key, peer, prompt_len=3, capacity_len=4, wait_s=wait_s, now_s=now_s)
+
+    def granted(self, key, epoch):
+        """The first landing of a life, as that counts."""
+        fields = {"landing_id": 1, "credit_bytes": 1 << 20, "lease_ms": 2000, "lane": "shm", "blocks": [4, 5]}
+        grant = kv_pb2.Grant(attempt=wire_attempt(key), epoch=epoch, **fields)
+        actions = self.protocol.on_control("d", control_of(grant), 0.5)
+        return any(isinstance(action, Granted) for action in actions)
+
+    def meet(self):
+        """The life 1, over shared memory, without any transfer that is left."""
+        self.reply_to(self.reserve())
+        self.protocol.lane_opened("d", "shm", 0.0)
+        self.protocol.abort(KEY, "met", 0.0)
 
 
 def test_a_reserve_waits_for_the_lane_and_names_it():
@@ -159,6 +183,101 @@ def test_a_refusal_denies_at_once_and_the_next_request_asks_again():
     assert actions == [Denied(KEY, kv_pb2.Deny.LAYOUT, "KVP version 9, here 1")]
     again = push.reserve(1.0, AttemptKey("b", 1))
     assert [action.control.WhichOneof("message") for action in again] == ["hello"]
+
+
+def kinds(actions):
+    return [action.control.WhichOneof("message") for action in actions if isinstance(action, SendControl)]
+
+
+OTHER = AttemptKey("b", 1)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_life_that_was_not_met_yet_is_asked_for_and_served(is_busy):
+    """Whoever reserves heard of it before this side did."""
+    push = Pushing()
+    push.meet()
+    if is_busy:
+        push.reserve(0.0, AttemptKey("old", 1))
+    asked = push.reserve(0.5, OTHER, epoch=2)
+    assert kinds(asked) == ["hello"]
+    actions = push.reply_to(asked, 0.5, epoch=2)
+    failed = [(action.attempt.request_id, action.reason) for action in actions if isinstance(action, PushFailed)]
+    assert failed == [("old", "the decode worker restarted")] * is_busy
+    assert actions[-1] == OpenLane("d", 2, "here", ())
+    (reserve,) = push.protocol.lane_opened("d", "shm", 0.5)
+    assert reserve.control.reserve.peer_epoch == 2
+    assert [transfer.attempt for transfer in push.protocol.transfers()] == [OTHER]
+
+
+def test_lives_count_their_landings_alike():
+    """A write into the first landing of a life that died is still going on when the next life grants its first."""
+    push = Pushing()
+    push.reply_to(push.reserve())
+    push.protocol.lane_opened("d", "shm", 0.0)
+    assert push.granted(KEY, epoch=1)
+    push.protocol.hold(KEY)
+    actions = push.reply_to(push.reserve(0.5, OTHER, epoch=2), 0.5, epoch=2)
+    assert PushFailed(KEY, "the decode worker restarted") in actions
+    push.protocol.lane_opened("d", "shm", 0.5)
+    assert push.granted(OTHER, epoch=2)
+    assert push.protocol.unhold(KEY) == [PushDrained(KEY)]
+    deadline_s = push.protocol.write_deadline_s(OTHER)
+    push.protocol.on_control("d", control_of(kv_pb2.Lease(epoch=2, landing_ids=[1])), 1.5)
+    assert push.protocol.write_deadline_s(OTHER) == pytest.approx(deadline_s + 1.0)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_life_gone_by_is_refused_by_the_one_that_answers(is_busy):
+    push = Pushing()
+    push.meet()
+    if is_busy:
+        push.reserve(0.0, AttemptKey("present", 1))
+    actions = push.reply_to(push.reserve(0.5, OTHER, epoch=2), 0.5)
+    assert PushFailed(OTHER, "the decode worker restarted") in actions
+    assert [transfer.attempt.request_id for transfer in push.protocol.transfers()] == ["present"] * is_busy
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_life_that_does_not_answer_is_asked_again_with_every_heartbeat_and_given_up(is_busy):
+    push = Pushing()
+    push.meet()
+    if is_busy:
+        push.reserve(0.0, AttemptKey("old", 1))
+    now_s, asked_s = CONFIG.lease_s / 2, []
+    actions = push.reserve(now_s, OTHER, epoch=2, wait_s=100.0)
+    start_s = now_s
+    while PushFailed(OTHER, f"nothing heard from the decode worker for {CONFIG.lease_s} s") not in actions:
+        if "hello" in kinds(actions):
+            asked_s.append(now_s)
+        assert "reserve" not in [a.control.WhichOneof("message") for a in actions if is_for(a, OTHER)]
+        now_s += 0.05
+        assert now_s < start_s + CONFIG.lease_s + 0.1
+        actions = push.protocol.tick(now_s)
+    assert DropPeer("d") in actions
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked_s)]
+    assert max(gaps) < 2 * CONFIG.heartbeat_s
+
+
+def is_for(action, key):
+    return isinstance(action, SendControl) and action.control.reserve.attempt.request_id == key.request_id
+
+
+def test_other_ranks_ask_for_a_life_that_granted_and_was_not_met_yet():
+    push = Pushing(rank=1, size=2)
+    grant = GrantInfo(
+        d_epoch=1, landing_id=3, credit_bytes=1 << 20, lease_s=2.0, lane="shm", blocks=(4, 5), block_size=2
+    )
+    asked = push.protocol.adopt(KEY, DecodePeer("d", "d", 1), prompt_len=3, grant=grant, now_s=0.0)
+    push.reply_to(asked)
+    push.protocol.lane_opened("d", "shm", 0.0)
+    later = dataclasses.replace(grant, d_epoch=2)
+    asked = push.protocol.adopt(OTHER, DecodePeer("d", "d", 2), prompt_len=3, grant=later, now_s=0.5)
+    assert kinds(asked) == ["hello"]
+    actions = push.reply_to(asked, 0.5, epoch=2)
+    assert [action.attempt for action in actions if isinstance(action, PushFailed)] == [KEY]
+    (resume,) = push.protocol.lane_opened("d", "shm", 0.5)
+    assert (resume.control.resume.epoch, resume.control.resume.landing_id) == (2, 3)
 
 
 @pytest.mark.parametrize(

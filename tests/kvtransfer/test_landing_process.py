@@ -22,7 +22,7 @@ from baton.kvtransfer.landing import Drained, LandingFailed, ReserveWanted, Seal
 from baton.kvtransfer.life_file import LifeFile
 from baton.kvtransfer.messages import wire_attempt
 from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.push import DecodePeer, Granted, PushFailed
+from baton.kvtransfer.push import Acked, DecodePeer, Granted, PushFailed
 from baton.kvtransfer.span import Span
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout, rows
@@ -127,6 +127,31 @@ def test_it_lands_restarts_after_a_kill_and_leaves_nothing(make_worker, make_pre
     assert worker.blocks.num_free == worker.blocks.num_blocks
 
 
+@pytest.mark.parametrize(("is_busy", "listens"), [(False, True), (True, True), (False, False)])
+def test_its_next_life_serves_a_prefill_worker_that_did_not_notice(make_pair, is_busy, listens):
+    """The router hears of it first. What it reserves there must not fail for what the prefill worker does not know."""
+    pair = make_pair("process", heartbeat_s=1.0, lease_s=60.0)  # HELLOs are rare
+    before = pair.hand_over(9, request_id="before")
+    pair.wait_for(Sealed, before)
+    pair.wait_for(Acked, before)
+    if is_busy:
+        pair.wait_for(Granted, pair.reserve(9, "busy"))
+    host = pair.landing._host
+    os.kill(host.pid, signal.SIGKILL)
+    is_there = (lambda: host.num_lives == 2) if listens else (lambda: host.epoch != D_EPOCH)
+    wait_until(lambda: (pair.turn(), is_there())[1], "no other life", 60.0)
+    pair.peer = DecodePeer("d0", pair.landing.address, pair.landing.epoch)
+    after = pair.reserve(22, "after", wait_s=60.0)
+    wait_until(lambda: (pair.turn(), pair.find((Granted, PushFailed), after))[1], "no answer", 60.0)
+    assert pair.find(Granted, after), pair.find(PushFailed, after).reason
+    pair.compute(after)
+    pair.commit(after)
+    pair.wait_for(Acked, after)
+    pair.wait_for(Sealed, after)
+    assert torch.equal(pair.rows(pair.target, pair.landed_tables[after], 22), sent(pair, after))
+    assert [event.attempt.request_id for _, event in pair.events if isinstance(event, PushFailed)] == ["busy"] * is_busy
+
+
 def test_nothing_is_lost_silently_when_it_is_killed_at_any_moment(make_pair):
     pair = make_pair("process", num_blocks=256, heartbeat_s=0.05, lease_s=0.6, max_landing_deaths=100)
     rng = random.Random(5)
@@ -144,7 +169,7 @@ def test_nothing_is_lost_silently_when_it_is_killed_at_any_moment(make_pair):
     thread.start()
     num_sealed = num_failed = 0
     try:
-        # Attempts fail at once while nobody listens, so it is time that is limited, not their number.
+        # Attempts may fail fast while lives end, so it is time that is limited, not their number.
         deadline_s = time.monotonic() + 120.0
         for index in itertools.count():
             if (len(kills) >= 6 and num_sealed >= 5) or time.monotonic() > deadline_s:
