@@ -21,7 +21,7 @@ from baton.cluster.table import format_table
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError
 
-REQUEST_TIMEOUT_S = 25.0
+REQUEST_TIMEOUT_S = 60.0
 REFERENCE_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 4.0  # two leases
 LONG_PROMPT_LEN = 512
