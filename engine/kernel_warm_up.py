@@ -1,8 +1,8 @@
 """Every kernel that serving launches, compiled before a worker says that it is ready, so that no stream waits for it.
 
-Two parts: the model's passes (`pass_warm_up`), and here what lies between them: tokens chosen from logits, with every
-cut, edit, grammar and report that requests may ask for, for each number of drafts, by the functions of the steps
-themselves. What is compiled after all, later, `kernels.compiles` counts and tells.
+Two parts: the model's passes (`pass_warm_up`), and here what lies between them: sequences placed in slots, and tokens
+chosen from logits, with every cut, edit, grammar and report that requests may ask for, for each number of drafts, by
+the functions of the steps themselves. What is compiled after all, later, `kernels.compiles` counts and tells.
 
 Legend: B sequences, K draft tokens, Q = K + 1 rows, F prompts that end, V vocabulary, D hidden size.
 """
@@ -27,6 +27,7 @@ from baton.engine.sampler import SamplingRows, looks_ahead
 from baton.engine.sampling_table import rows_of
 from baton.engine.slots import DecodeState
 from baton.engine.verify import Verifier
+from baton.kernels.fused_copy import fused_copy
 from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
@@ -49,6 +50,7 @@ _ASKED: tuple[dict[str, Any], ...] = (
     *({"temperature": 0.0, "logprobs": num_top} for num_top in (0, 1)),
 )
 _GREEDY: dict[str, Any] = {"temperature": 0.0}
+_COPY_LIMIT_S = 60.0
 
 
 def warm_up_prefill(model: Model, pool: KVPool, reach: Reach) -> None:
@@ -61,10 +63,18 @@ def warm_up_prefill(model: Model, pool: KVPool, reach: Reach) -> None:
 
 def warm_up_decode(model: Model, pool: KVPool, reach: Reach, verifier: Verifier, num_draft_tokens: int) -> None:
     """For decode steps of any size, with up to so many drafts; all ranks at the same time."""
+    _place(pool.device)
     if is_compiled(model):
         warm_up_decode_passes(model, pool, reach, num_draft_tokens)
     if is_needed(model):
         warm_up_steps(model, verifier, num_draft_tokens)
+
+
+def _place(device: torch.device) -> None:
+    """As a sequence comes to its slot, which is by a kernel on every GPU, whoever computes the model."""
+    number = torch.zeros(1, dtype=torch.int64, device=device)
+    running = fused_copy([(number, torch.zeros_like(number))], device)
+    running.wait(_COPY_LIMIT_S)
 
 
 def is_compiled(model: Model) -> bool:

@@ -28,12 +28,13 @@ from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.core.sampling import SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
-from baton.engine import kernel_warm_up
+from baton.engine import kernel_warm_up, slots
 from baton.engine.decode import DecodeRunner
 from baton.engine.pass_warm_up import Reach
 from baton.engine.passes import ignore_layer
 from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
-from baton.kernels import attention_prefill_hopper_triton
+from baton.kernels import attention_prefill_hopper_triton, fused_copy_triton
+from baton.kernels.fused_copy import RunningCopies
 from baton.kernels.implementation import Implementation
 from baton.kernels.launcher import Launcher
 from baton.kvcache.allocator import BlockTable
@@ -107,6 +108,14 @@ def forget():
             found._forms.clear()
 
 
+def _copy(pairs, device):
+    """`fused_copy` as on a GPU, and done: what follows reads what was placed."""
+    fused_copy_triton.launch(torch.zeros(len(pairs), 3, dtype=torch.int64), 8)
+    for target, source in pairs:
+        target.copy_(source)
+    return RunningCopies((), (), None)
+
+
 def stub():
     """Nothing is compiled; what would be written by kernels is zeros."""
     driver.set_active(_Hopper())
@@ -115,6 +124,7 @@ def stub():
     torch.empty_like = lambda x, **options: torch.zeros_like(x, **options)
     torch.Tensor.new_empty = lambda x, *sizes, **options: x.new_zeros(*sizes, **options)
     attention_prefill_hopper_triton._multiprocessors = lambda index: 132
+    slots.fused_copy = kernel_warm_up.fused_copy = _copy
     kernel_warm_up.is_compiled = lambda model: True
     kernel_warm_up.is_needed = lambda model: model.choosing is not None
 
