@@ -211,9 +211,7 @@ def launch(
     num_kv_heads, block_size = key_NHSD.shape[1:3]
     group, num_sequences = num_heads // num_kv_heads, block_tables_BM.shape[0]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    num_parts = most_pieces(num_shares, num_sequences) * num_queries * num_heads
-    parts = torch.empty(num_parts, head_dim, dtype=torch.float32, device=query.device)
-    part_logs = torch.empty(num_parts, dtype=torch.float32, device=query.device)
+    parts, part_logs = make_parts(query, num_shares, num_sequences, num_queries)
     # What stands for tensors that are not there is never touched.
     scales = (part_logs, part_logs) if key_scale is None else (key_scale, value_scale)
     positions = starts_E if positions_BQ is None else positions_BQ
@@ -224,7 +222,6 @@ def launch(
     on_nvidia = torch.version.hip is None
     pdl = how.pdl and query.is_cuda and on_nvidia
     limit = {"maxnreg": how.registers} if how.registers and query.is_cuda and on_nvidia else {}
-    step, merge_warps = merge_shape(num_shares, head_dim, fixed_len=False)
     with torch.cuda.device_of(query):
         attend_share_kernel[(num_kv_heads * triton.cdiv(num_queries * group, how.rows), num_shares)](
             query, key_NHSD, value_NHSD, block_tables_BM, positions, starts_E if varlen else positions, *scales, plan,
@@ -237,13 +234,45 @@ def launch(
             VIA_SHARED=scaled and on_nvidia, VARLEN=varlen, PDL=pdl, STAGES=how.stages,
             num_warps=how.warps, num_stages=how.stages, **limit,
         )  # fmt: skip
+    merge(
+        parts, part_logs, starts_E, plan, out, num_queries=num_queries, num_shares=num_shares,
+        num_sequences=num_sequences, pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def make_parts(
+    query: torch.Tensor, num_shares: int, num_sequences: int, num_queries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of the rows of all pieces there can be, [pieces, Q, A, D] float32, and of the logarithms of weights."""
+    num_heads, head_dim = query.shape[-2:]
+    num_rows = most_pieces(num_shares, num_sequences) * num_queries * num_heads
+    parts = torch.empty(num_rows, head_dim, dtype=torch.float32, device=query.device)
+    return parts, torch.empty(num_rows, dtype=torch.float32, device=query.device)
+
+
+def merge(
+    parts: torch.Tensor,
+    part_logs: torch.Tensor,
+    starts_E: torch.Tensor | None,
+    plan: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    num_queries: int,
+    num_shares: int,
+    num_sequences: int,
+    pdl: bool = False,
+) -> None:
+    """Add the pieces of every row up, those of sequences of one piece left as they are."""
+    num_heads, head_dim = out.shape[-2:]
+    step, num_warps = merge_shape(num_shares, head_dim, fixed_len=False)
+    with torch.cuda.device_of(out):
         merge_share_kernel[(num_queries * num_heads, num_sequences)](
-            parts, part_logs, starts_E if varlen else positions, plan, out, num_heads,
+            parts, part_logs, plan if starts_E is None else starts_E, plan, out, num_heads,
             begins_at(num_shares, num_sequences),
-            D=head_dim, PARTS=step, VARLEN=varlen, PDL=pdl, num_warps=merge_warps,
+            D=head_dim, PARTS=step, VARLEN=starts_E is not None, PDL=pdl, num_warps=num_warps,
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
-    return out
 
 
 _INTEGERS = (

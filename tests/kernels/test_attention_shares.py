@@ -306,7 +306,33 @@ def test_which_chunks_are_divided(is_better, lens, bound, heads):
     num_heads, num_kv_heads, head_dim = heads
     query = torch.empty(sum(lens), num_heads, head_dim, device="meta")
     key = torch.empty(1, num_kv_heads, 16, head_dim, device="meta")
-    assert attention_short_chunks.is_better(query, key, len(lens), bound, max(lens)) == is_better
+    assert attention_short_chunks.is_better(query, key, len(lens), bound, max(lens), False) == is_better
+
+
+TRADES = {"GROUPS": 2, "BN": 128, "STAGES": 2, "TURNS": False, "PIN": False, "PERSISTENT": False, "slots": 132}
+
+
+@pytest.mark.fast
+def test_a_row_for_hopper_divides_longer_chunks_there_and_is_passed_over_elsewhere(monkeypatch):
+    query = torch.empty(512, 16, 256, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(1, 2, 16, 256, dtype=torch.bfloat16, device="meta")
+    assert not attention_short_chunks.is_better(query, key, 1, 32768, 512, True)
+    monkeypatch.setattr(attention_short_chunks.tuning, "find", lambda *_: TRADES)
+    assert attention_short_chunks.is_better(query, key, 1, 32768, 512, True)
+    assert not attention_short_chunks.is_better(query, key, 1, 32768, 512, False)
+    assert not attention_short_chunks.is_better(query, key, 1, 2048, 512, True)
+    sequences = Sequences([(3, 40), (2, 30)], heads=(2, 2))
+    found = sequences.run(options=TRADES)  # no GPU: by the loops of decode steps
+    assert relative_error(found, sequences.wanted()) < 4e-3
+    asked = []
+    hopper = attention_short_chunks.attention_prefill_hopper_triton
+    monkeypatch.setattr(hopper, "fits", lambda *_: True)
+    monkeypatch.setattr(hopper, "launch_shares", lambda *places, **others: asked.append((places, others)))
+    sequences.run(options=TRADES)
+    (places, others) = asked[0]
+    assert (others["num_queries"], others["num_shares"], others["options"]) == (3, 66, TRADES)
+    positions = [-(-length // TRADES["BN"]) for length in sequences.contexts]
+    assert places[-1][66].item() == sum(positions)  # pieces
 
 
 def widened(sequences, scales, index_dtype=torch.int64):
