@@ -137,7 +137,7 @@ _SHORT_FORMS: Mapping[int, Sequence[tuple[int, bool, int, int, int]]] = {
         (32, False, 2, 4, 6),
     ),
 }
-_SHORT_SIZES = (8192, 32_768, 131_072)  # of a sequence of 4,096 and of 16 of 1,024, for few KV heads
+_SHORT_SIZES = (8192, 32_768, 65_536, 131_072)  # of a sequence of 4,096, and of 16 of 1,024
 _MAX_CANDIDATES = 40
 
 
@@ -214,7 +214,7 @@ def _tuned_shapes() -> list[tuple[Shape, bool]]:
     shapes += [Shape(*HEADS[1], *size, q) for q in (1, 4) for size in sizes]
     more_sizes = ((1, 4096), (16, 1024), (64, 4096), (256, 1024), (256, 8192))
     shapes += [Shape(*HEADS[2], *size, q) for q in (1, 4) for size in (*sizes, *more_sizes)]
-    shapes += [Shape(*HEADS[1], 256, 8192, 4), Shape(*HEADS[2], 64, 4096, 8)]
+    shapes += [Shape(*HEADS[1], 256, 8192, 4), Shape(*HEADS[1], 16, 1024, 4), Shape(*HEADS[2], 64, 4096, 8)]
     shapes += [Shape(*heads, *size, 8) for heads in HEADS[1:] for size in sizes]
     float8_sizes = ((1, 1024), (16, 8192), (64, 8192))
     shapes += [Shape(*HEADS[0], *size, 1, True) for size in float8_sizes]
