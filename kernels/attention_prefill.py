@@ -133,11 +133,13 @@ class _Kind:
         in_triton: not by torch's reference.
         can_divide: the form for short chunks takes them.
         can_widen: the form for Hopper takes what comes of their KV if that is widened.
+        on_hopper: that form takes them as they are.
     """
 
     in_triton: bool
     can_divide: bool = False
     can_widen: bool = False
+    on_hopper: bool = False
 
 
 _FORMS: Memo[_Form] = Memo()  # of the layers of one step
@@ -215,7 +217,8 @@ def _kind(
         and attention_prefill_hopper_triton.fits_size(query_TAD.device.index, head_dim, block_size)
     )
     can_divide = attention_short_chunks.fits(query_TAD, key_NHSD, value_NHSD, key_scale)
-    return _Kind(in_triton=True, can_divide=can_divide, can_widen=can_widen)
+    on_hopper = attention_prefill_hopper_triton.fits(query_TAD, key_NHSD, value_NHSD)
+    return _Kind(in_triton=True, can_divide=can_divide, can_widen=can_widen, on_hopper=on_hopper)
 
 
 def _form(
@@ -285,7 +288,7 @@ def _is_short(
     bound = num_columns * key_NHSD.shape[2]
     if not kind.can_divide:
         return False
-    return attention_short_chunks.is_better(query_TAD, key_NHSD, num_sequences, bound, max_query_len)
+    return attention_short_chunks.is_better(query_TAD, key_NHSD, num_sequences, bound, max_query_len, kind.on_hopper)
 
 
 def _find_options(

@@ -10,121 +10,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from baton.kernels.attention_prefill_copies_triton import find_piece, find_tile, produce, tile_of
 from baton.kernels.variant import Variant
 
-_ANY = ["starts", "contexts", "num_tiles", "num_rounds", "table_stride", "num_sequences", "scale"]
+_ANY = [
+    "starts", "contexts", "plan", "part_logs", "num_tiles", "num_rounds", "num_queries", "table_stride",
+    "num_sequences", "scale",
+]  # fmt: skip
 _LOG2_E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _find(starts, contexts, num_sequences, tile, G: gl.constexpr, BM: gl.constexpr):
-    """The sequence that has this tile, its start, its rows, its keys, and the first row of the tile.
-
-    By halves: of the sequences' first tiles, which grow, the last that is not above this one.
-    """
-    low = 0
-    high = num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        start = gl.load(starts + middle).to(gl.int32)
-        below = start * G // BM + middle <= tile
-        low = gl.where(below, middle, low)
-        high = gl.where(below, high, middle)
-    start = gl.load(starts + low).to(gl.int32)
-    query_len = gl.load(starts + low + 1).to(gl.int32) - start
-    context_len = gl.load(contexts + low).to(gl.int32)
-    return low, start, query_len, context_len, (tile - (start * G // BM + low)) * BM
-
-
-@gluon.jit
-def _tile_of(round, num_tiles, H: gl.constexpr):
-    """Which tile and head a program does in a round: large ones first, forth and back, so that all do as much."""
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    place = gl.where(round % 2 == 1, programs - 1 - place, place)
-    index = round * programs + place
-    return (num_tiles * H - 1 - index) // H, index % H, index < num_tiles * H
-
-
-@gluon.jit
-def _copy(source, rows, pieces, full, stage, D: gl.constexpr, BN: gl.constexpr, S: gl.constexpr):
-    """The boxes of a tile of K or V, by TMA."""
-    blocks: gl.constexpr = BN // S
-    halves: gl.constexpr = D // 64
-    mbarrier.expect(full.index(stage), BN * D * 2)
-    for half in gl.static_range(halves):
-        for b in gl.static_range(blocks):
-            piece = pieces.index((stage * halves + half) * blocks + b)
-            tma.async_copy_global_to_shared(source, [rows[b], half * 64], full.index(stage), piece)
-
-
-@gluon.jit
-def _load_end(
-    value, table, pieces, full, stage, first, context_len, last_block, block_rows, head_row,
-    D: gl.constexpr, BN: gl.constexpr, S: gl.constexpr, ROW: gl.constexpr, WORDS: gl.constexpr,
-):  # fmt: skip
-    """The tile of V that reaches past the sequence's end, zero there."""
-    blocks: gl.constexpr = BN // S
-    halves: gl.constexpr = D // 64
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    slot_S = gl.arange(0, S, gl.SliceLayout(1, layout))
-    column_C = gl.arange(0, 64, gl.SliceLayout(0, layout))
-    for place in range(blocks):
-        block = gl.load(table + gl.minimum(first // S + place, last_block) * WORDS)
-        row = (block * block_rows + head_row).to(gl.int64)
-        is_there_S1 = ((first + place * S + slot_S) < context_len)[:, None]
-        at_SC = (slot_S * ROW)[:, None] + column_C[None, :]
-        for half in gl.static_range(halves):
-            piece_SC = gl.load(value + row * ROW + half * 64 + at_SC, mask=is_there_S1, other=0.0)
-            pieces.index((stage * halves + half) * blocks + place).store(piece_SC)
-    fence_async_shared()
-    mbarrier.arrive(full.index(stage), count=1)
-
-
-@gluon.jit
-def _produce(
-    keys, values, value, key_pieces, value_pieces, key_full, key_empty, value_full, value_empty,
-    tables, starts, contexts, num_sequences, num_tiles, num_rounds, table_stride, block_rows, head_rows,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, ROW: gl.constexpr, WORDS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The warp that copies: K and V of every tile, from the last that a program's rows see down to position 0."""
-    blocks: gl.constexpr = BN // S
-    count = 0
-    for round in range(num_rounds):
-        tile, head, exists = _tile_of(round, num_tiles, H)
-        if exists:
-            sequence, _, query_len, context_len, first_row = _find(starts, contexts, num_sequences, tile, G, BM)
-            if first_row < query_len * G:
-                table = tables + sequence.to(gl.int64) * table_stride
-                first_position = context_len - query_len
-                last = first_position + (gl.minimum(first_row + BM, query_len * G) - 1) // G
-                num_steps = last // BN + 1
-                last_block = last // S
-                for step in range(num_steps):
-                    at = num_steps - 1 - step
-                    stage = count % STAGES
-                    parity = ((count // STAGES) & 1) ^ 1
-                    rows = ()
-                    for b in gl.static_range(blocks):
-                        block = gl.load(table + gl.minimum(at * blocks + b, last_block) * WORDS)
-                        rows = rows + (block * block_rows + head * head_rows,)  # noqa: RUF005
-                    mbarrier.wait(key_empty.index(stage), parity)
-                    _copy(keys, rows, key_pieces, key_full, stage, D, BN, S)
-                    mbarrier.wait(value_empty.index(stage), parity)
-                    if (at + 1) * BN <= context_len:
-                        _copy(values, rows, value_pieces, value_full, stage, D, BN, S)
-                    else:
-                        _load_end(
-                            value, table, value_pieces, value_full, stage, at * BN, context_len, last_block,
-                            block_rows, head * head_rows, D, BN, S, ROW, WORDS,
-                        )  # fmt: skip
-                    count += 1
 
 
 @gluon.jit
@@ -240,78 +137,162 @@ def _end(value_tiles, value_full, value_empty, weight_RN, mixed_RD, count, STAGE
 
 
 @gluon.jit
+def _attend(
+    query, query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
+    start, query_len, first_position, first_row, low, high, head, query_stride, query_head_stride, factor, count,
+    WHICH: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr, PIN: gl.constexpr,
+):  # fmt: skip
+    """The 64 rows' sums over tiles `high` - 1 down to `low`, of which there is one: of values, of weights, and maxima.
+
+    Last, how many tiles were taken before and now.
+    """
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    mixture: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    # Tiles that all rows of both warpgroups see to their ends; the first is masked even if it is one.
+    num_masked = gl.maximum(high - gl.maximum((first_position + first_row // G + 1) // BN, low), 1)
+    row_R = first_row + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, wide))
+    column_D = gl.arange(0, D, gl.SliceLayout(0, wide))
+    is_row_R1 = (row_R < query_len * G)[:, None]
+    at_R = (start + row_R // G).to(gl.int64) * query_stride + (head * G + row_R % G) * query_head_stride
+    query_RD = gl.load(query + at_R[:, None] + column_D[None, :], mask=is_row_R1, other=0.0)
+    query_tile.store(query_RD)
+    fence_async_shared()
+    own_R = first_row + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, scores))
+    position_R = first_position + own_R // G
+    maximum_R = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+    total_R = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
+    mixed_RD = gl.zeros([64, D], gl.float32, mixture)
+    weight_RN, maximum_R, total_R = _begin(
+        query_tile, key_tiles, key_full, key_empty, turns, maximum_R, total_R, position_R,
+        (high - 1) * BN, factor, count, WHICH, BN, D, STAGES, TURNS,
+    )  # fmt: skip
+    count += 1
+    for step in range(1, num_masked):
+        weight_RN, mixed_RD, maximum_R, total_R = _step(
+            query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
+            weight_RN, mixed_RD, maximum_R, total_R, position_R, (high - 1 - step) * BN, factor,
+            count, WHICH, BN, D, STAGES, TURNS, PIN, True,
+        )  # fmt: skip
+        count += 1
+    for _ in range(num_masked, high - low):
+        weight_RN, mixed_RD, maximum_R, total_R = _step(
+            query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
+            weight_RN, mixed_RD, maximum_R, total_R, position_R, 0, factor,
+            count, WHICH, BN, D, STAGES, TURNS, PIN, False,
+        )  # fmt: skip
+        count += 1
+    mixed_RD = _end(value_tiles, value_full, value_empty, weight_RN, mixed_RD, count, STAGES)
+    return mixed_RD, total_R, maximum_R, count
+
+
+@gluon.jit
+def _store(
+    mixed_RD, output, query_tile, start, query_len, first_row, head, output_stride, output_head_stride,
+    WHICH: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Results, through the place of the queries, which nobody reads any more, to rows of whole sectors."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    query_tile.store(mixed_RD.to(query_tile.dtype))
+    result_RD = query_tile.load(wide)
+    row_R = first_row + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, wide))
+    column_D = gl.arange(0, D, gl.SliceLayout(0, wide))
+    is_row_R1 = (row_R < query_len * G)[:, None]
+    at_R = (start + row_R // G).to(gl.int64) * output_stride + (head * G + row_R % G) * output_head_stride
+    gl.store(output + at_R[:, None] + column_D[None, :], result_RD, mask=is_row_R1)
+
+
+@gluon.jit
+def _store_logs(part_logs, log_R, piece, num_queries, query_len, first_row, head, WHICH: gl.constexpr,
+                H: gl.constexpr, G: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+    """The logarithms of a piece's weights, [pieces, Q, A]."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    row_R = first_row + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, scores))
+    at_R = (piece * num_queries + row_R // G) * (H * G) + head * G + row_R % G
+    gl.store(part_logs + at_R, log_R, mask=row_R < query_len * G)
+
+
+@gluon.jit
 def _consume(
-    query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
-    starts, contexts, num_sequences, num_tiles, num_rounds,
+    query, output, parts, part_logs, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
+    turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds, num_queries,
     query_stride, query_head_stride, output_stride, output_head_stride, factor, WHICH: gl.constexpr,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, PIN: gl.constexpr,
+    TURNS: gl.constexpr, PIN: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that has 64 rows of every tile of the program."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     mixture: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     query_tile = query_tiles.index(WHICH)
     count = 0
-    for round in range(num_rounds):
-        tile, head, exists = _tile_of(round, num_tiles, H)
-        if exists:
-            _, start, query_len, context_len, first_row = _find(starts, contexts, num_sequences, tile, G, BM)
+    if PLANNED:
+        head = gl.program_id(0) % H
+        share = plan + gl.program_id(1)
+        for piece in range(gl.load(share), gl.load(share + 1)):
+            _, low, end, start, query_len, context_len, first_row = find_piece(piece, plan, starts, BM, H)
             if first_row < query_len * G:
                 first_position = context_len - query_len
                 last = first_position + (gl.minimum(first_row + BM, query_len * G) - 1) // G
-                num_steps = last // BN + 1
-                # Tiles that all rows of both warpgroups see to their ends; the first is masked even if it is one.
-                num_masked = gl.maximum(num_steps - (first_position + first_row // G + 1) // BN, 1)
-                row_R = first_row + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, wide))
-                column_D = gl.arange(0, D, gl.SliceLayout(0, wide))
-                is_row_R1 = (row_R < query_len * G)[:, None]
-                at_R = (start + row_R // G).to(gl.int64) * query_stride + (head * G + row_R % G) * query_head_stride
-                query_RD = gl.load(query + at_R[:, None] + column_D[None, :], mask=is_row_R1, other=0.0)
-                query_tile.store(query_RD)
-                fence_async_shared()
-                own_R = first_row + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, scores))
-                position_R = first_position + own_R // G
-                maximum_R = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
-                total_R = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
-                mixed_RD = gl.zeros([64, D], gl.float32, mixture)
-                weight_RN, maximum_R, total_R = _begin(
-                    query_tile, key_tiles, key_full, key_empty, turns, maximum_R, total_R, position_R,
-                    (num_steps - 1) * BN, factor, count, WHICH, BN, D, STAGES, TURNS,
-                )  # fmt: skip
-                count += 1
-                for step in range(1, num_masked):
-                    weight_RN, mixed_RD, maximum_R, total_R = _step(
-                        query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
-                        weight_RN, mixed_RD, maximum_R, total_R, position_R, (num_steps - 1 - step) * BN, factor,
-                        count, WHICH, BN, D, STAGES, TURNS, PIN, True,
+                high = gl.minimum(end, last // BN + 1)
+                if high > low:
+                    mixed_RD, total_R, maximum_R, count = _attend(
+                        query, query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
+                        start, query_len, first_position, first_row, low, high, head, query_stride, query_head_stride,
+                        factor, count, WHICH, G, D, BN, STAGES, TURNS, PIN,
                     )  # fmt: skip
-                    count += 1
-                for _ in range(num_masked, num_steps):
-                    weight_RN, mixed_RD, maximum_R, total_R = _step(
-                        query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
-                        weight_RN, mixed_RD, maximum_R, total_R, position_R, 0, factor,
-                        count, WHICH, BN, D, STAGES, TURNS, PIN, False,
+                    is_seen_R = total_R > 0
+                    total_R = gl.where(is_seen_R, total_R, 1.0)
+                    mixed_RD = mixed_RD / gl.convert_layout(total_R, gl.SliceLayout(1, mixture))[:, None]
+                    # Loaded again, for registers are short.
+                    _, low, end, start, query_len, context_len, first_row = find_piece(piece, plan, starts, BM, H)
+                    if (low == 0) & (end * BN >= context_len):
+                        _store(
+                            mixed_RD, output, query_tile, start, query_len, first_row, head, output_stride,
+                            output_head_stride, WHICH, G, D,
+                        )  # fmt: skip
+                    else:
+                        log_R = gl.where(is_seen_R, maximum_R * factor + gl.log2(total_R), float("-inf"))
+                        _store_logs(
+                            part_logs, log_R, piece, num_queries, query_len, first_row, head, WHICH, H, G, BN
+                        )  # fmt: skip
+                        row_R = first_row + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, mixture))
+                        column_D = gl.arange(0, D, gl.SliceLayout(0, mixture))
+                        at_R = (piece * num_queries + row_R // G) * (H * G) + head * G + row_R % G
+                        is_row_R1 = (row_R < query_len * G)[:, None]
+                        gl.store(parts + at_R.to(gl.int64)[:, None] * D + column_D[None, :], mixed_RD, mask=is_row_R1)
+                else:
+                    nothing_R = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+                    _store_logs(part_logs, nothing_R, piece, num_queries, query_len, first_row, head, WHICH, H, G, BN)
+    else:
+        for round in range(num_rounds):
+            tile, head, exists = tile_of(round, num_tiles, H)
+            if exists:
+                _, start, query_len, context_len, first_row = find_tile(starts, contexts, num_sequences, tile, G, BM)
+                if first_row < query_len * G:
+                    first_position = context_len - query_len
+                    last = first_position + (gl.minimum(first_row + BM, query_len * G) - 1) // G
+                    mixed_RD, total_R, maximum_R, count = _attend(
+                        query, query_tile, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty, turns,
+                        start, query_len, first_position, first_row, 0, last // BN + 1, head, query_stride,
+                        query_head_stride, factor, count, WHICH, G, D, BN, STAGES, TURNS, PIN,
                     )  # fmt: skip
-                    count += 1
-                mixed_RD = _end(value_tiles, value_full, value_empty, weight_RN, mixed_RD, count, STAGES)
-                mixed_RD = mixed_RD / gl.convert_layout(total_R, gl.SliceLayout(1, mixture))[:, None]
-                # Through the place of the queries, which nobody reads any more, to rows of whole sectors.
-                query_tile.store(mixed_RD.to(query_tile.dtype))
-                result_RD = query_tile.load(wide)
-                row_R = first_row + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, wide))
-                is_row_R1 = (row_R < query_len * G)[:, None]
-                at_R = (start + row_R // G).to(gl.int64) * output_stride + (head * G + row_R % G) * output_head_stride
-                gl.store(output + at_R[:, None] + column_D[None, :], result_RD, mask=is_row_R1)
+                    mixed_RD = mixed_RD / gl.convert_layout(total_R, gl.SliceLayout(1, mixture))[:, None]
+                    _store(
+                        mixed_RD, output, query_tile, start, query_len, first_row, head, output_stride,
+                        output_head_stride, WHICH, G, D,
+                    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_ANY)
 def prefill_kernel(
-    query, keys, values, value, output, tables, starts, contexts,
+    query, keys, values, value, output, parts, part_logs, tables, starts, contexts, plan,
     query_stride, query_head_stride, output_stride, output_head_stride, block_rows, head_rows,
-    num_tiles: gl.int32, num_rounds: gl.int32, table_stride: gl.int32, num_sequences: gl.int32, scale: gl.float32,
+    num_tiles: gl.int32, num_rounds: gl.int32, num_queries: gl.int32, table_stride: gl.int32, num_sequences: gl.int32,
+    scale: gl.float32,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, ROW: gl.constexpr, WORDS: gl.constexpr,
     GROUPS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, PIN: gl.constexpr,
+    PLANNED: gl.constexpr,
 ) -> None:  # fmt: skip
     """Tiles of rows of a KV head; specialized on the strides of a model, never on what a step changes."""
     kind: gl.constexpr = query.dtype.element_ty
@@ -342,21 +323,23 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
-                    turns, starts, contexts, num_sequences, num_tiles, num_rounds,
+                    query, output, parts, part_logs, query_tiles, key_tiles, value_tiles, key_full, key_empty,
+                    value_full, value_empty, turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds,
+                    num_queries,
                     query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(0),
-                    H, G, D, BM, BN, STAGES, TURNS, PIN,
+                    H, G, D, BM, BN, STAGES, TURNS, PIN, PLANNED,
                 )),
                 (_consume, (
-                    query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
-                    turns, starts, contexts, num_sequences, num_tiles, num_rounds,
+                    query, output, parts, part_logs, query_tiles, key_tiles, value_tiles, key_full, key_empty,
+                    value_full, value_empty, turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds,
+                    num_queries,
                     query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(1),
-                    H, G, D, BM, BN, STAGES, TURNS, PIN,
+                    H, G, D, BM, BN, STAGES, TURNS, PIN, PLANNED,
                 )),
-                (_produce, (
+                (produce, (
                     keys, values, value, key_pieces, value_pieces, key_full, key_empty, value_full, value_empty,
-                    tables, starts, contexts, num_sequences, num_tiles, num_rounds, table_stride, block_rows, head_rows,
-                    H, G, D, S, ROW, WORDS, BM, BN, STAGES,
+                    tables, starts, contexts, plan, num_sequences, num_tiles, num_rounds, table_stride, block_rows,
+                    head_rows, H, G, D, S, ROW, WORDS, BM, BN, STAGES, PLANNED,
                 )),
             ],
             [4, 1],
@@ -366,27 +349,30 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
-                    turns, starts, contexts, num_sequences, num_tiles, num_rounds,
+                    query, output, parts, part_logs, query_tiles, key_tiles, value_tiles, key_full, key_empty,
+                    value_full, value_empty, turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds,
+                    num_queries,
                     query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(0),
-                    H, G, D, BM, BN, STAGES, TURNS, PIN,
+                    H, G, D, BM, BN, STAGES, TURNS, PIN, PLANNED,
                 )),
                 (_consume, (
-                    query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
-                    turns, starts, contexts, num_sequences, num_tiles, num_rounds,
+                    query, output, parts, part_logs, query_tiles, key_tiles, value_tiles, key_full, key_empty,
+                    value_full, value_empty, turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds,
+                    num_queries,
                     query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(1),
-                    H, G, D, BM, BN, STAGES, TURNS, PIN,
+                    H, G, D, BM, BN, STAGES, TURNS, PIN, PLANNED,
                 )),
                 (_consume, (
-                    query, output, query_tiles, key_tiles, value_tiles, key_full, key_empty, value_full, value_empty,
-                    turns, starts, contexts, num_sequences, num_tiles, num_rounds,
+                    query, output, parts, part_logs, query_tiles, key_tiles, value_tiles, key_full, key_empty,
+                    value_full, value_empty, turns, starts, contexts, plan, num_sequences, num_tiles, num_rounds,
+                    num_queries,
                     query_stride, query_head_stride, output_stride, output_head_stride, factor, gl.constexpr(2),
-                    H, G, D, BM, BN, STAGES, TURNS, PIN,
+                    H, G, D, BM, BN, STAGES, TURNS, PIN, PLANNED,
                 )),
-                (_produce, (
+                (produce, (
                     keys, values, value, key_pieces, value_pieces, key_full, key_empty, value_full, value_empty,
-                    tables, starts, contexts, num_sequences, num_tiles, num_rounds, table_stride, block_rows, head_rows,
-                    H, G, D, S, ROW, WORDS, BM, BN, STAGES,
+                    tables, starts, contexts, plan, num_sequences, num_tiles, num_rounds, table_stride, block_rows,
+                    head_rows, H, G, D, S, ROW, WORDS, BM, BN, STAGES, PLANNED,
                 )),
             ],
             [4, 4, 1],

@@ -1,10 +1,10 @@
 """How attention over paged KV is divided where sequences are of different lengths: by work, on the device.
 
-A *share* is a run of tiles of one sequence that one program takes. Shares are about equally long whatever sequences
-they are of: as long as makes the wanted number of them of all sequences together. The lengths are on the device, so
-the division is made there, by one small kernel; the host knows only how many shares there can be, which is the grid.
-A division holds for every layer of a pass, which attends to the same positions: `SharePlans` keeps it from layer to
-layer. It refuses to keep anything longer than its pass: lengths may change in place.
+A *share* is what one program takes: a run of tiles of all sequences, one after the other. All shares are of the same
+length, the one that makes as many as are wanted, whatever the sequences' lengths. What a share has of one sequence is a
+*piece*. The lengths are on the device, so the division is made there, by one small kernel; the host knows how many
+shares there are, which is the grid. A division holds for every layer of a pass, which attends to the same positions:
+`SharePlans` keeps it from layer to layer. It refuses to keep anything longer than its pass: lengths may change.
 
 Legend: B sequences, Q rows of each, E = B + 1.
 """
@@ -22,7 +22,7 @@ class Division:
 
     Attributes:
         tile: positions of a tile.
-        num_shares: wanted, of one KV head and one tile of rows.
+        num_shares: of one KV head and one tile of rows.
         max_context_len: bound of every length.
     """
 

@@ -1,13 +1,13 @@
-"""The Triton kernels of attention that is divided by work: one attends to a share, one adds shares up.
+"""The Triton kernels of attention that is divided by work: one attends to a share, one adds pieces up.
 
-See `attention_shares` for what a share is. The rows are those of a decode step, [B, Q], or chunks of prompts that lie
+See `attention_shares` for what these are. The rows are those of a decode step, [B, Q], or chunks of prompts that lie
 one after the other (VARLEN): then row i of a sequence of n rows stands at position context - n + i. A program takes the
-rows of one KV head of one sequence, or a tile of them, and one share; what it does with it is what `attention_decode`
-does with a part. A sequence of one share has its result at once; of several, they are added up in order of positions.
+rows of one KV head, or a tile of them, and one share; what it does with each of its pieces is what `attention_decode`
+does with a part. A sequence of one piece has its result at once; of several, they are added up in order of positions.
 
-The plan, which says whose share is which, comes from `attention_share_plan_triton`.
+The plan, which says whose piece is which, comes from `attention_share_plan_triton`.
 
-Shapes: T keys of a tile, R rows (padded), D head size, C shares of a step of the sum.
+Shapes: T keys of a tile, R rows (padded), D head size, C pieces of a step of the sum.
 """
 
 import torch
@@ -19,54 +19,37 @@ from baton.kernels.attention_decode_triton import STRIDE_UNIT, attend_tiles
 from baton.kernels.attention_float8_triton import BITS_SCALE, attend_apart, attend_together
 from baton.kernels.attention_merge_triton import add_parts, merge_shape
 from baton.kernels.attention_plan import Options
-from baton.kernels.attention_share_plan_triton import ENTRY_LEN, num_entries
+from baton.kernels.attention_share_plan_triton import PIECE_LEN, begins_at, most_pieces
 from baton.kernels.variant import Variant
 
-_ENTRY_LEN = tl.constexpr(ENTRY_LEN)
+_PIECE_LEN = tl.constexpr(PIECE_LEN)
 _UNIT = tl.constexpr(STRIDE_UNIT)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tables", "positions", "starts", "key_scale", "value_scale", "plan", "table_stride", "position_stride_b",
-        "position_stride_q", "query_stride_b", "query_stride_q", "query_stride_a", "key_stride_n", "key_stride_h",
-        "num_queries", "group", "scale_stride", "scale",
-    ]
-)  # fmt: skip
-def attend_share_kernel(
-    query, key, value, tables, positions, starts, key_scale, value_scale, plan, out, parts, part_logs,
-    scale: tl.float32, table_stride: tl.int32, position_stride_b: tl.int32, position_stride_q: tl.int32,
-    query_stride_b: tl.int32, query_stride_q: tl.int32, query_stride_a: tl.int32, key_stride_n: tl.int32,
-    key_stride_h: tl.int32, scale_stride: tl.int32, num_queries: tl.int32, group: tl.int32,
+@triton.jit
+def _attend_piece(
+    query, key, value, tables, positions, starts, key_scale, value_scale, out, parts, part_logs, piece, entry,
+    scale, table_stride, position_stride_b, position_stride_q, query_stride_b, query_stride_q,
+    query_stride_a, key_stride_n, key_stride_h, scale_stride, num_queries, group,
     D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     SWAP: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, APART: tl.constexpr, VIA_SHARED: tl.constexpr,
-    VARLEN: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    VARLEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV heads times tiles of rows, shares).
-
-    A share that is a whole sequence goes to `out` [B, Q, A, D], or [rows of all, A, D]; any other to `parts`
-    [shares, Q, A, D], and the logarithms of its weights to `part_logs` [shares, Q, A].
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    share = tl.program_id(1)
-    sequence = tl.load(plan + share * _ENTRY_LEN)
-    if sequence < 0:
-        return
-    first = tl.load(plan + share * _ENTRY_LEN + 1)
-    end = tl.load(plan + share * _ENTRY_LEN + 2)
-    context_len = tl.load(plan + share * _ENTRY_LEN + 3)
+    """What a share has of one sequence, for a tile of its rows; `entry` is where the plan says what."""
+    sequence = tl.load(entry)
+    first = tl.load(entry + 1)
+    end = tl.load(entry + 2)
+    context_len = tl.load(entry + 3)
     row_tiles = tl.cdiv(num_queries * group, ROWS)
     head, row_tile = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
-    row_R = row_tile * ROWS + tl.arange(0, ROWS)
+    # `piece` is never negative, which the compiler does not know: else it would keep what follows from piece to piece.
+    row_R = row_tile * ROWS + tl.arange(0, ROWS) + tl.minimum(piece, 0)
     query_R, head_R = row_R // group, head * group + row_R % group
     own_queries = num_queries
     if VARLEN:
         start = tl.load(starts + sequence).to(tl.int32)
         own_queries = tl.load(starts + sequence + 1).to(tl.int32) - start
-        if row_tile * ROWS >= own_queries * group:
-            return
         position_R = tl.where(query_R < own_queries, context_len - own_queries + query_R, -1)
         query += start.to(tl.int64) * (query_stride_q.to(tl.int64) * _UNIT)
     else:
@@ -114,33 +97,81 @@ def attend_share_kernel(
     if SCALED:
         share_R *= tl.load(value_scale + head * scale_stride)
     mixed_RD = mixed_RD * share_R[:, None]
-    # `end` is never negative, which the compiler does not know: else it would keep the places of rows through the loop.
-    row_R = row_tile * ROWS + tl.arange(0, ROWS) + tl.minimum(end, 0)
+    # Loaded again, for registers are short: what the places follow from need not be kept while the tiles are walked.
+    sequence = tl.load(entry)
+    first = tl.load(entry + 1)
+    is_whole = (first == 0) & (tl.load(entry + 2) == tl.cdiv(tl.load(entry + 3), TILE))
+    own_queries = num_queries
+    if VARLEN:
+        start = tl.load(starts + sequence).to(tl.int32)
+        own_queries = tl.load(starts + sequence + 1).to(tl.int32) - start
+    row_R = row_tile * ROWS + tl.arange(0, ROWS) + tl.minimum(first, 0)
     is_row_R = row_R < own_queries * group
     num_heads = tl.num_programs(0) // row_tiles * group
     head_R = head * group + row_R % group
     column_D = tl.arange(0, D)
-    if (first == 0) & (end == tl.cdiv(context_len, TILE)):
-        start = tl.load(starts + sequence).to(tl.int32) if VARLEN else sequence * num_queries
+    if is_whole:
+        start = start if VARLEN else sequence * num_queries
         out_R = (start + row_R // group).to(tl.int64) * num_heads + head_R
         tl.store(out + out_R[:, None] * D + column_D[None, :], mixed_RD, mask=is_row_R[:, None])
     else:
-        part_R = (share * num_queries + row_R // group) * num_heads + head_R
+        part_R = (piece * num_queries + row_R // group) * num_heads + head_R
         tl.store(parts + part_R.to(tl.int64)[:, None] * D + column_D[None, :], mixed_RD, mask=is_row_R[:, None])
         tl.store(part_logs + part_R, log_R, mask=is_row_R)
 
 
-@triton.jit(do_not_specialize=["starts", "plan", "num_heads", "num_entries"])
+@triton.jit(
+    do_not_specialize=[
+        "tables", "positions", "starts", "key_scale", "value_scale", "plan", "table_stride", "position_stride_b",
+        "position_stride_q", "query_stride_b", "query_stride_q", "query_stride_a", "key_stride_n", "key_stride_h",
+        "num_queries", "group", "scale_stride", "scale",
+    ]
+)  # fmt: skip
+def attend_share_kernel(
+    query, key, value, tables, positions, starts, key_scale, value_scale, plan, out, parts, part_logs,
+    scale: tl.float32, table_stride: tl.int32, position_stride_b: tl.int32, position_stride_q: tl.int32,
+    query_stride_b: tl.int32, query_stride_q: tl.int32, query_stride_a: tl.int32, key_stride_n: tl.int32,
+    key_stride_h: tl.int32, scale_stride: tl.int32, num_queries: tl.int32, group: tl.int32,
+    D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    SWAP: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, APART: tl.constexpr, VIA_SHARED: tl.constexpr,
+    VARLEN: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (KV heads times tiles of rows, shares).
+
+    A piece that is a whole sequence goes to `out` [B, Q, A, D], or [rows of all, A, D]; any other to `parts`
+    [pieces, Q, A, D], and the logarithms of its weights to `part_logs` [pieces, Q, A].
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    share = tl.program_id(1)
+    pieces = plan + tl.num_programs(1) + 1
+    row_tile = tl.program_id(0) % tl.cdiv(num_queries * group, ROWS)
+    for piece in tl.range(tl.load(plan + share), tl.load(plan + share + 1), num_stages=1):
+        entry = pieces + piece * _PIECE_LEN
+        own_queries = num_queries
+        if VARLEN:
+            sequence = tl.load(entry)
+            own_queries = (tl.load(starts + sequence + 1) - tl.load(starts + sequence)).to(tl.int32)
+        if row_tile * ROWS < own_queries * group:
+            _attend_piece(
+                query, key, value, tables, positions, starts, key_scale, value_scale, out, parts, part_logs, piece,
+                entry, scale, table_stride, position_stride_b, position_stride_q, query_stride_b, query_stride_q,
+                query_stride_a, key_stride_n, key_stride_h, scale_stride, num_queries, group,
+                D, BLOCK, JOINED, TILE, ROWS, SWAP, SCALED, DIRECT, APART, VIA_SHARED, VARLEN, STAGES,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["starts", "plan", "num_heads", "begins_at"])
 def merge_share_kernel(
-    parts, part_logs, starts, plan, out, num_heads: tl.int32, num_entries: tl.int32,
+    parts, part_logs, starts, plan, out, num_heads: tl.int32, begins_at: tl.int32,
     D: tl.constexpr, PARTS: tl.constexpr, VARLEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows of a sequence, sequences): the shares of a row, in order; nothing for a sequence of one share."""
+    """Grid (rows of a sequence, sequences): a row's pieces in order; zero if it has none, nothing of one."""
     row, sequence = tl.program_id(0), tl.program_id(1)
     num_rows = tl.num_programs(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    begins = plan + num_entries * _ENTRY_LEN + sequence
+    begins = plan + begins_at + sequence
     begin = tl.load(begins)
     count = tl.load(begins + 1) - begin
     if count == 1:
@@ -179,10 +210,8 @@ def launch(
     num_heads, head_dim = query.shape[-2:]
     num_kv_heads, block_size = key_NHSD.shape[1:3]
     group, num_sequences = num_heads // num_kv_heads, block_tables_BM.shape[0]
-    entries = num_entries(num_shares, num_sequences)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    parts = torch.empty(entries * num_queries * num_heads, head_dim, dtype=torch.float32, device=query.device)
-    part_logs = torch.empty(len(parts), dtype=torch.float32, device=query.device)
+    parts, part_logs = make_parts(query, num_shares, num_sequences, num_queries)
     # What stands for tensors that are not there is never touched.
     scales = (part_logs, part_logs) if key_scale is None else (key_scale, value_scale)
     positions = starts_E if positions_BQ is None else positions_BQ
@@ -193,9 +222,8 @@ def launch(
     on_nvidia = torch.version.hip is None
     pdl = how.pdl and query.is_cuda and on_nvidia
     limit = {"maxnreg": how.registers} if how.registers and query.is_cuda and on_nvidia else {}
-    step, merge_warps = merge_shape(num_shares, head_dim, fixed_len=False)
     with torch.cuda.device_of(query):
-        attend_share_kernel[(num_kv_heads * triton.cdiv(num_queries * group, how.rows), entries)](
+        attend_share_kernel[(num_kv_heads * triton.cdiv(num_queries * group, how.rows), num_shares)](
             query, key_NHSD, value_NHSD, block_tables_BM, positions, starts_E if varlen else positions, *scales, plan,
             out, parts, part_logs, scale, block_tables_BM.stride(0), *position_strides,
             *(stride // STRIDE_UNIT for stride in query_strides),
@@ -206,12 +234,45 @@ def launch(
             VIA_SHARED=scaled and on_nvidia, VARLEN=varlen, PDL=pdl, STAGES=how.stages,
             num_warps=how.warps, num_stages=how.stages, **limit,
         )  # fmt: skip
+    merge(
+        parts, part_logs, starts_E, plan, out, num_queries=num_queries, num_shares=num_shares,
+        num_sequences=num_sequences, pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def make_parts(
+    query: torch.Tensor, num_shares: int, num_sequences: int, num_queries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of the rows of all pieces there can be, [pieces, Q, A, D] float32, and of the logarithms of weights."""
+    num_heads, head_dim = query.shape[-2:]
+    num_rows = most_pieces(num_shares, num_sequences) * num_queries * num_heads
+    parts = torch.empty(num_rows, head_dim, dtype=torch.float32, device=query.device)
+    return parts, torch.empty(num_rows, dtype=torch.float32, device=query.device)
+
+
+def merge(
+    parts: torch.Tensor,
+    part_logs: torch.Tensor,
+    starts_E: torch.Tensor | None,
+    plan: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    num_queries: int,
+    num_shares: int,
+    num_sequences: int,
+    pdl: bool = False,
+) -> None:
+    """Add the pieces of every row up, those of sequences of one piece left as they are."""
+    num_heads, head_dim = out.shape[-2:]
+    step, num_warps = merge_shape(num_shares, head_dim, fixed_len=False)
+    with torch.cuda.device_of(out):
         merge_share_kernel[(num_queries * num_heads, num_sequences)](
-            parts, part_logs, starts_E if varlen else positions, plan, out, num_heads, entries,
-            D=head_dim, PARTS=step, VARLEN=varlen, PDL=pdl, num_warps=merge_warps,
+            parts, part_logs, plan if starts_E is None else starts_E, plan, out, num_heads,
+            begins_at(num_shares, num_sequences),
+            D=head_dim, PARTS=step, VARLEN=starts_E is not None, PDL=pdl, num_warps=num_warps,
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
-    return out
 
 
 _INTEGERS = (
@@ -257,7 +318,7 @@ def _merge_variants(varlen: bool) -> list[Variant]:
                 "plan": "*i32",
                 "out": "*bf16",
                 "num_heads": "i32",
-                "num_entries": "i32",
+                "begins_at": "i32",
             },
             constants={"D": head_dim, "PARTS": 32, "VARLEN": varlen, "PDL": False},
             aligned=("parts", "part_logs", "out"),

@@ -1,8 +1,9 @@
 """Short chunks of prompts over long prefixes: `attention_prefill` where tiles of rows are too few to fill a GPU.
 
 A chunk of 16 rows over 8,192 positions is one tile of rows for each KV head, and one program would walk over all
-positions. Here the positions are divided, too (`attention_shares`), at the price of two more small launches. It refuses
-to divide where a row's result must not depend on the batch: shares follow from the lengths of all sequences.
+positions. Here the positions are divided, too (`attention_shares`), at the price of two more small launches: by the
+loops of decode steps, or where the table says so by the form for Hopper, whose products are faster. It refuses to
+divide where a row's result must not depend on the batch: shares follow from the lengths of all sequences.
 
 Legend: as in `attention_prefill`.
 """
@@ -12,7 +13,13 @@ from typing import Any
 
 import torch
 
-from baton.kernels import attention_plan, attention_shares, attention_shares_triton, tuning
+from baton.kernels import (
+    attention_plan,
+    attention_prefill_hopper_triton,
+    attention_shares,
+    attention_shares_triton,
+    tuning,
+)
 from baton.kernels.attention_decode_triton import STRIDE_UNIT
 from baton.kernels.attention_plan import Options
 from baton.kernels.attention_shares import SharePlans
@@ -23,6 +30,7 @@ _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", _FP8: "fp8"}
 _TILE_ROWS = 128  # of the forms that do not divide positions
 _MAX_PROGRAMS = 96  # of those, up to which most multiprocessors stand idle or wait for memory that others could ask for
 _MAX_WIDE_PROGRAMS = 33  # the same for chunks of several tiles of ours, whose products are not as fast as theirs
+_MAX_HOPPER_PROGRAMS = 66  # the same where the form for Hopper divides: two shares for every multiprocessor pair
 _OUR_ROWS = 64
 _MIN_BLOCK_SIZE = 16  # of decode steps, whose loops these are
 _MIN_CONTEXT_LEN = 1024  # bound from which on the division's launches, and what is written between them, pay
@@ -34,7 +42,9 @@ def is_ours(options: Mapping[str, Any]) -> bool:
     return "slots" in options
 
 
-def is_better(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, num_sequences: int, bound: int, longest: int) -> bool:
+def is_better(
+    query_TAD: torch.Tensor, key_NHSD: torch.Tensor, num_sequences: int, bound: int, longest: int, on_hopper: bool
+) -> bool:
     """Whether undivided programs would be few, by what the host knows: sequences, positions and rows of one."""
     num_tokens, num_heads, _ = query_TAD.shape
     num_kv_heads = key_NHSD.shape[1]
@@ -42,6 +52,8 @@ def is_better(query_TAD: torch.Tensor, key_NHSD: torch.Tensor, num_sequences: in
     num_tiles = min(num_tokens * group // _TILE_ROWS + num_sequences, num_sequences * -(-longest * group // _TILE_ROWS))
     is_wide = longest * group > _OUR_ROWS
     least, most = (_MIN_WIDE_CONTEXT_LEN, _MAX_WIDE_PROGRAMS) if is_wide else (_MIN_CONTEXT_LEN, _MAX_PROGRAMS)
+    if is_wide and on_hopper and _is_for_hopper(_row(longest, group, query_TAD.shape[2], key_NHSD)):
+        most = _MAX_HOPPER_PROGRAMS
     return bound >= least and num_tiles * num_kv_heads <= most
 
 
@@ -79,17 +91,25 @@ def attend(
     num_heads, head_dim = query_TAD.shape[1:]
     num_kv_heads, block_size = key_NHSD.shape[1:3]
     group = num_heads // num_kv_heads
-    num_rows = max_query_len * group
-    how = _options(max_query_len, group, head_dim, key_NHSD, options)
+    row = _row(max_query_len, group, head_dim, key_NHSD) if options is None else options
+    hopper = attention_prefill_hopper_triton
+    on_hopper = _is_for_hopper(row) and hopper.fits(query_TAD, key_NHSD, value_NHSD)
+    how = None if on_hopper else _options(max_query_len * group, head_dim, key_NHSD, row)
+    tile_rows, tile = (hopper.ROWS * row["GROUPS"], row["BN"]) if how is None else (how.rows, how.tile)
     wanted = attention_shares.division(
-        slots=how.slots,
-        num_programs=num_kv_heads * -(-num_rows // how.rows),
-        tile=how.tile,
+        slots=row["slots"] if how is None else how.slots,
+        num_programs=num_kv_heads * -(-max_query_len * group // tile_rows),
+        tile=tile,
         max_context_len=block_tables_BM.shape[1] * block_size,
     )
+    plan = plans.find(context_lens_B, query_starts_E, wanted)
+    if how is None:
+        return hopper.launch_shares(
+            query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, plan,
+            num_queries=max_query_len, scale=scale, num_shares=wanted.num_shares, options=row,
+        )  # fmt: skip
     return attention_shares_triton.launch(
-        query_TAD, key_NHSD, value_NHSD, block_tables_BM, None, query_starts_E, key_scale, value_scale,
-        plans.find(context_lens_B, query_starts_E, wanted),
+        query_TAD, key_NHSD, value_NHSD, block_tables_BM, None, query_starts_E, key_scale, value_scale, plan,
         num_queries=max_query_len, scale=scale, num_shares=wanted.num_shares, how=how,
     )  # fmt: skip
 
@@ -99,12 +119,18 @@ def shape_of(max_query_len: int, group: int, head_dim: int, kv_dtype: torch.dtyp
     return f"{attention_plan.table_shape(max_query_len * group, head_dim, _KINDS[kv_dtype])} G={group}"
 
 
-def _options(
-    max_query_len: int, group: int, head_dim: int, key_NHSD: torch.Tensor, given: Mapping[str, Any] | None
-) -> Options:
-    if given is None:
-        shape = shape_of(max_query_len, group, head_dim, key_NHSD.dtype)
-        given = tuning.find(NAME, shape, max_query_len, key_NHSD.device.index)
-    if given is not None:
-        return attention_plan.options_of_row(given)
-    return attention_plan.default_options(max_query_len * group, head_dim, key_NHSD.element_size())
+def _row(max_query_len: int, group: int, head_dim: int, key_NHSD: torch.Tensor) -> Mapping[str, Any]:
+    """Of the tuned table; empty if it has none."""
+    shape = shape_of(max_query_len, group, head_dim, key_NHSD.dtype)
+    return tuning.find(NAME, shape, max_query_len, key_NHSD.device.index) or {}
+
+
+def _is_for_hopper(row: Mapping[str, Any]) -> bool:
+    return attention_prefill_hopper_triton.is_ours(row)
+
+
+def _options(num_rows: int, head_dim: int, key_NHSD: torch.Tensor, row: Mapping[str, Any]) -> Options:
+    """Of the loops of decode steps: as the row says, or by rule."""
+    if row and not _is_for_hopper(row):
+        return attention_plan.options_of_row(row)
+    return attention_plan.default_options(num_rows, head_dim, key_NHSD.element_size())

@@ -11,7 +11,7 @@ import torch
 
 from baton.kernels import kv_widen_triton
 
-MAX_BYTES = 1 << 29  # of what is made for one layer
+MAX_BYTES = 1 << 30  # of what is made for one layer
 MIN_QUERY_LEN = 256  # the longest chunk's rows from which on it pays
 
 

@@ -129,6 +129,7 @@ class Batch:
 _MIXED = ((2048, 0), (1, 3000), (1024, 4096), (300, 8192), (16, 16384), (777, 1234), (128, 12000), (2048, 6000))
 _LARGE = 8192, 2048, 512
 _MAX_SHORT_LEN = 128
+_FEW_ROWS = 16  # of a KV head, which would leave most of a tile of the form for Hopper empty
 _CHUNKS = {8192: ((8192, 0),), 2048: ((2048, 6144),), 512: ((512, 32256),), 16: ((16, 8192),) * 8}
 _ONE_ROW = ((1, 8192),)
 _HEADS = ((32, 8, 128), (32, 4, 128), (16, 2, 256))
@@ -274,33 +275,48 @@ _TRADES = {
 # K and V on the left, stages, warps, and programs of a multiprocessor that are wanted.
 _SHARES: Mapping[bool, Sequence[tuple[int, int, bool, int, int, int]]] = {
     False: (
-        (64, 0, False, 3, 4, 1), (64, 0, False, 3, 4, 2), (64, 0, False, 3, 4, 4), (64, 0, False, 2, 4, 3),
-        (128, 0, False, 2, 4, 1), (128, 0, False, 3, 8, 1), (32, 0, False, 4, 4, 3), (64, 32, True, 3, 4, 2),
-        (64, 0, True, 3, 4, 2), (64, 32, False, 3, 4, 2), (64, 32, False, 3, 4, 4),
+        (64, 0, False, 3, 4, 1), (64, 0, False, 3, 4, 2), (128, 0, False, 2, 4, 1), (32, 0, False, 4, 4, 2),
+        (32, 0, False, 4, 4, 3), (64, 32, True, 3, 4, 2), (64, 0, True, 3, 4, 2), (64, 32, False, 3, 4, 3),
     ),
     True: (
-        (64, 0, False, 2, 8, 1), (64, 0, False, 2, 8, 2), (32, 0, False, 3, 8, 1), (32, 0, False, 3, 8, 2),
-        (64, 32, False, 3, 8, 1), (32, 32, False, 3, 4, 2), (64, 32, True, 3, 8, 1),
+        (64, 0, False, 2, 8, 1), (64, 0, False, 2, 8, 2), (32, 0, False, 3, 8, 1), (64, 32, False, 3, 8, 1),
+        (32, 32, False, 3, 4, 2), (64, 32, True, 3, 8, 1),
     ),
 }  # fmt: skip
+# The same of the form for Hopper: its turns, and programs.
+_HOPPER_SHARES = ((False, 1), (True, 1), (False, 2), (True, 2))
+
+
+def _short_candidates(work: Work, longest: int) -> list[Mapping[str, object]]:
+    """Of both forms; of the one for Hopper alone where tiles are many for the other."""
+    num_rows = longest * work.num_heads // work.num_kv_heads
+    is_wide = work.head_dim > 128
+    found: list[Mapping[str, object]] = [
+        {
+            "tile": tile, "rows": own_rows or rows_of_program(num_rows), "swap": swap, "stages": stages,
+            "warps": warps, "slots": 132 * each, "shares": True, "pdl": True,
+            **({"registers": 168} if (own_rows, swap, warps) == (32, False, 8) else {}),
+        }
+        for tile, own_rows, swap, stages, warps, each in _SHARES[is_wide]
+        if longest <= _MAX_SHORT_LEN
+    ]  # fmt: skip
+    if work.kv_dtype == work.dtype and num_rows > _FEW_ROWS:
+        trades = _trades(64 if is_wide else 128, 2, pin=False)
+        found += [{**trades, "TURNS": turns, "slots": 132 * each} for turns, each in _HOPPER_SHARES]
+    return found
 
 
 def _short_points() -> list[TuningPoint]:
-    """Few short chunks over long prefixes."""
-    works = [Work(_label(chunks), chunks, *heads) for heads in _HEADS for chunks in (_SHORT[0], _SHORT[3])]
-    works += [Work(_label(_SHORT[0]), _SHORT[0], *_HEADS[0], _FP8), Work(_label(_ONE_ROW), _ONE_ROW)]
+    """Few short chunks over long prefixes; those that one row of the table is for are timed together."""
+    groups = [[Work(_label(chunks), chunks, *heads)] for heads in _HEADS for chunks in (_SHORT[0], _SHORT[3])]
+    groups[0] += [Work(_label(_SHORT[1]), _SHORT[1]), Work("mixed 3", _SHORT[4])]
+    groups[1].append(Work(_label(_SHORT[2]), _SHORT[2]))
+    groups.append([Work(_label(_CHUNKS[512]), _CHUNKS[512], *_HEADS[2])])
+    groups += [[Work(_label(_SHORT[0]), _SHORT[0], *_HEADS[0], _FP8)], [Work(_label(_ONE_ROW), _ONE_ROW)]]
     points = []
-    for work in works:
+    for works_of_row in groups:
+        work = works_of_row[0]
         longest = max(rows for rows, _ in work.chunks)
-        num_rows = longest * work.num_heads // work.num_kv_heads
-        candidates = [
-            {
-                "tile": tile, "rows": own_rows or rows_of_program(num_rows), "swap": swap, "stages": stages,
-                "warps": warps, "slots": 132 * each, "shares": True, "pdl": pdl,
-            }
-            for tile, own_rows, swap, stages, warps, each in _SHARES[work.head_dim > 128]
-            for pdl in (False, True)
-        ]  # fmt: skip
         points.append(
             TuningPoint(
                 kernel=attention_short_chunks.NAME,
@@ -308,20 +324,21 @@ def _short_points() -> list[TuningPoint]:
                     longest, work.num_heads // work.num_kv_heads, work.head_dim, work.kv_dtype
                 ),
                 size=longest,
-                candidates=candidates,
-                set_bytes=work.num_bytes,
-                prepare=partial(_prepare_candidate, work),
+                candidates=_short_candidates(work, longest),
+                set_bytes=sum(each.num_bytes for each in works_of_row),
+                prepare=partial(_prepare_candidate, works_of_row),
+                may_spill=attention_prefill_hopper_triton.is_ours,
             )
         )
     return points
 
 
 def _prepare_candidate(
-    work: Work, device: torch.device, num_sets: int, options: Mapping[str, object]
+    works_of_row: Sequence[Work], device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
-    if attention_short_chunks.is_ours(options):
+    if attention_short_chunks.is_ours(options) and not attention_prefill_hopper_triton.is_ours(options):
         Options(**options)  # type: ignore[arg-type]  # a row that is none fails here
-    return [Batch(work, device).ours(options=options) for _ in range(num_sets)]
+    return [Batch(work, device).ours(options=options) for _ in range(num_sets) for work in works_of_row]
 
 
 def tuning() -> list[TuningPoint]:
@@ -343,7 +360,7 @@ def tuning() -> list[TuningPoint]:
                 *_CANDIDATES[work.head_dim > 128],
             ),
             set_bytes=work.num_bytes,
-            prepare=partial(_prepare_candidate, work),
+            prepare=partial(_prepare_candidate, [work]),
             may_spill=attention_prefill_hopper_triton.is_ours,
         )
         for work in works

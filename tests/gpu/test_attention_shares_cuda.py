@@ -117,6 +117,35 @@ def test_a_graph_of_two_layers_replays_other_lengths_and_nothing_waits(num_queri
         assert torch.equal(captured[0], captured[1])
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="for Hopper alone"
+)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 2, 256), (14, 2, 64)], ids=str)
+@pytest.mark.parametrize(
+    "chunks",
+    [((16, 4000),) * 4, ((1, 2000), (0, 0), (40, 3000), (3, 0)), ((300, 9000),), ((700, 0), (1, 5000), (64, 64))],
+    ids=len,
+)
+def test_short_chunks_by_the_form_for_hopper(chunks, heads):
+    batch = Batch(Work("", chunks, *heads), CUDA)
+    wanted = attention_prefill(
+        batch.query_TAD.float(), batch.key_NHSD.float(), batch.value_NHSD.float(), batch.tables_BM, batch.starts_E,
+        batch.contexts_B, max_query_len=max(batch.query_lens), implementation=Implementation.REFERENCE,
+    )  # fmt: skip
+    trades = {"GROUPS": 2, "BN": 128 if heads[2] <= 128 else 64, "STAGES": 2, "PIN": False, "PERSISTENT": False}
+    for slots in (1, 132, 500, 3000):
+        for turns in (False, True):
+            call = batch.ours(options={**trades, "TURNS": turns, "slots": slots})
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                found = call()
+                again = [call() for _ in range(5)]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            close(found, wanted)
+            assert all(torch.equal(one, found) for one in again)
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize(

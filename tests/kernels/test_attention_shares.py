@@ -15,7 +15,7 @@ from baton.kernels import (
     kv_widen,
 )
 from baton.kernels.attention_plan import rows_of_program
-from baton.kernels.attention_share_plan_triton import ENTRY_LEN, num_entries
+from baton.kernels.attention_share_plan_triton import PIECE_LEN, begins_at, most_pieces
 from baton.kernels.attention_shares import SharePlans
 from baton.kernels.implementation import Implementation
 from baton.kernels.memo import Memo
@@ -35,37 +35,35 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def shares_of(lens, starts, *, tile, num_shares, bound=1 << 20):
-    """The shares of each sequence, as (first tile, end tile), having checked all else that a plan has."""
+def pieces_of(lens, starts, *, tile, num_shares, bound=1 << 20):
+    """Each share's pieces as (sequence, first tile, end tile, length), having checked all else that a plan has."""
     wanted = attention_shares.Division(tile=tile, num_shares=num_shares, max_context_len=bound)
     plan = attention_shares.make_plan(lens, starts, wanted)
     num_sequences = lens.shape[0]
-    entries = num_entries(num_shares, num_sequences)
-    begins = plan[entries * ENTRY_LEN :].tolist()
-    shares = plan[: entries * ENTRY_LEN].view(entries, ENTRY_LEN).tolist()
-    assert len(begins) == num_sequences + 1
+    most, begins_of_sequences = most_pieces(num_shares, num_sequences), begins_at(num_shares, num_sequences)
+    begins = plan[: num_shares + 1].tolist()
+    pieces = plan[num_shares + 1 : begins_of_sequences].view(most, PIECE_LEN).tolist()
     assert begins[0] == 0
-    assert all(share[0] == -1 for share in shares[begins[-1] :])
-    found = []
-    for sequence in range(num_sequences):
-        own = shares[begins[sequence] : begins[sequence + 1]]
-        assert {share[0] for share in own} == {sequence}
-        assert len({share[3] for share in own}) == 1
-        found.append(([tuple(share[1:3]) for share in own], own[0][3]))
-    return found
+    assert begins == sorted(begins)
+    of_sequences = plan[begins_of_sequences:].tolist()
+    assert len(of_sequences) == num_sequences + 1
+    assert of_sequences[-1] == begins[-1]
+    for sequence, (begin, end) in enumerate(itertools.pairwise(of_sequences)):
+        assert {piece[0] for piece in pieces[begin:end]} <= {sequence}
+    return [[tuple(piece) for piece in pieces[begin:end]] for begin, end in itertools.pairwise(begins)]
 
 
-def check_division(lens, found, tile, num_shares):
-    """Every tile once and in order, no share longer than an equal one, and none empty but an empty sequence's."""
+def check_division(lens, shares, tile, num_shares):
+    """Every tile once and in order, and no share longer than an equal one, but for the last."""
     tiles = [-(-length // tile) for length in lens]
     each = max(1, -(-sum(tiles) // num_shares))
-    for length, num_tiles, (shares, told) in zip(lens, tiles, found, strict=True):
-        assert told == length
-        assert shares[0][0] == 0
-        assert shares[-1][1] == num_tiles
-        assert all(one[1] == other[0] for one, other in itertools.pairwise(shares))
-        assert all(0 < end - first <= each for first, end in shares) or (num_tiles == 0 and len(shares) == 1)
-        assert len(shares) == max(1, -(-num_tiles // each))
+    assert len(shares) == num_shares
+    line = [(sequence, index) for sequence, count in enumerate(tiles) for index in range(count)]
+    for share, pieces in enumerate(shares):
+        assert all(first < end and length == lens[sequence] for sequence, first, end, length in pieces)
+        assert len({sequence for sequence, *_ in pieces}) == len(pieces)
+        taken = [(sequence, index) for sequence, first, end, _ in pieces for index in range(first, end)]
+        assert taken == line[share * each : (share + 1) * each]
 
 
 @pytest.mark.fast
@@ -78,10 +76,10 @@ def test_plans_of_drawn_lengths(seed):
     positions = ends[:, None] - num_queries + torch.arange(num_queries, dtype=ends.dtype)
     positions = torch.where(ends[:, None] == 0, -1, positions)
     positions = positions[:, torch.randperm(num_queries)]  # nothing is said about their order
-    check_division(lens, shares_of(positions, None, tile=tile, num_shares=num_shares), tile, num_shares)
+    check_division(lens, pieces_of(positions, None, tile=tile, num_shares=num_shares), tile, num_shares)
     starts = torch.cat([torch.zeros(1), (ends > 0).cumsum(0) * 3]).to(ends.dtype)  # no rows, no length
     spoiled = torch.where(ends == 0, 10**6, ends)
-    check_division(lens, shares_of(spoiled, starts, tile=tile, num_shares=num_shares), tile, num_shares)
+    check_division(lens, pieces_of(spoiled, starts, tile=tile, num_shares=num_shares), tile, num_shares)
 
 
 def test_a_plan_of_more_sequences_and_shares_than_are_looked_at_and_written_together(monkeypatch):
@@ -89,13 +87,13 @@ def test_a_plan_of_more_sequences_and_shares_than_are_looked_at_and_written_toge
     monkeypatch.setattr(attention_share_plan_triton, "_WRITTEN", 8)
     lens = [5, 4000, *(17 * (index % 7) for index in range(9))]
     positions = torch.tensor(lens)[:, None] - 1
-    check_division(lens, shares_of(positions, None, tile=16, num_shares=50), 16, 50)
+    check_division(lens, pieces_of(positions, None, tile=16, num_shares=50), 16, 50)
 
 
 @pytest.mark.fast
 def test_a_plan_keeps_to_the_bound_and_to_sequences_there_are():
     positions = torch.tensor([[10**12], [-(2**62)], [3]])
-    found = shares_of(positions, None, tile=16, num_shares=4, bound=100)
+    found = pieces_of(positions, None, tile=16, num_shares=4, bound=100)
     check_division([100, 0, 4], found, 16, 4)
 
 
@@ -157,6 +155,13 @@ def test_one_huge_and_many_tiny(options):
         lambda: problem.run(options), problem.query, problem.key, problem.value, problem.tables, problem.positions
     )
     problem.check(out)
+
+
+def test_shares_that_span_sequences():
+    """Fewer shares than sequences: each has several, and parts of others."""
+    problem = Problem((150, 4, 64, 20), 1)
+    for slots in (1, 2, 6):
+        problem.check(problem.run(SHARES | {"slots": slots * problem.num_kv_heads}))
 
 
 def test_sequences_that_see_nothing_are_zero_and_nobodys_business():
@@ -301,7 +306,33 @@ def test_which_chunks_are_divided(is_better, lens, bound, heads):
     num_heads, num_kv_heads, head_dim = heads
     query = torch.empty(sum(lens), num_heads, head_dim, device="meta")
     key = torch.empty(1, num_kv_heads, 16, head_dim, device="meta")
-    assert attention_short_chunks.is_better(query, key, len(lens), bound, max(lens)) == is_better
+    assert attention_short_chunks.is_better(query, key, len(lens), bound, max(lens), False) == is_better
+
+
+TRADES = {"GROUPS": 2, "BN": 128, "STAGES": 2, "TURNS": False, "PIN": False, "PERSISTENT": False, "slots": 132}
+
+
+@pytest.mark.fast
+def test_a_row_for_hopper_divides_longer_chunks_there_and_is_passed_over_elsewhere(monkeypatch):
+    query = torch.empty(512, 16, 256, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(1, 2, 16, 256, dtype=torch.bfloat16, device="meta")
+    assert not attention_short_chunks.is_better(query, key, 1, 32768, 512, True)
+    monkeypatch.setattr(attention_short_chunks.tuning, "find", lambda *_: TRADES)
+    assert attention_short_chunks.is_better(query, key, 1, 32768, 512, True)
+    assert not attention_short_chunks.is_better(query, key, 1, 32768, 512, False)
+    assert not attention_short_chunks.is_better(query, key, 1, 2048, 512, True)
+    sequences = Sequences([(3, 40), (2, 30)], heads=(2, 2))
+    found = sequences.run(options=TRADES)  # no GPU: by the loops of decode steps
+    assert relative_error(found, sequences.wanted()) < 4e-3
+    asked = []
+    hopper = attention_short_chunks.attention_prefill_hopper_triton
+    monkeypatch.setattr(hopper, "fits", lambda *_: True)
+    monkeypatch.setattr(hopper, "launch_shares", lambda *places, **others: asked.append((places, others)))
+    sequences.run(options=TRADES)
+    (places, others) = asked[0]
+    assert (others["num_queries"], others["num_shares"], others["options"]) == (3, 66, TRADES)
+    positions = [-(-length // TRADES["BN"]) for length in sequences.contexts]
+    assert places[-1][66].item() == sum(positions)  # pieces
 
 
 def widened(sequences, scales, index_dtype=torch.int64):
