@@ -110,15 +110,16 @@ def _tuned(length: int, device: torch.device, *rest: bool) -> tuple[int, Constan
 
 
 @triton.jit
-def store_groups(value_RNC, out, at_RNC, scale, at_RN, is_there_RNC, is_there_RN, is_real_RN):
-    """Store groups in float8 and their scales; those that are not real as zeros with scale 1."""
-    largest_RN = tl.maximum(tl.max(tl.abs(value_RNC), axis=2), _SMALLEST)
-    scale_RN = largest_RN * (1.0 / _LARGEST)
-    inverse_RN = tl.div_rn(tl.full(scale_RN.shape, 1.0, tl.float32), scale_RN)
+def store_groups(value, out, at, scale, at_scale, is_there, is_group_there, is_group_real):
+    """Store groups, which lie along the last dimension, in float8 and their scales; what is not real with scale 1."""
+    AXIS: tl.constexpr = len(value.shape) - 1
+    largest = tl.maximum(tl.max(tl.abs(value), axis=AXIS), _SMALLEST)
+    scales = largest * (1.0 / _LARGEST)
+    inverse = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
     # The conversion saturates, and keeps NaN.
-    quantized_RNC = (value_RNC * tl.expand_dims(inverse_RN, 2)).to(tl.float8e4nv)
-    tl.store(out + at_RNC, quantized_RNC, mask=is_there_RNC)
-    tl.store(scale + at_RN, tl.where(is_real_RN, scale_RN, 1.0), mask=is_there_RN)
+    quantized = (value * tl.expand_dims(inverse, AXIS)).to(tl.float8e4nv)
+    tl.store(out + at, quantized, mask=is_there)
+    tl.store(scale + at_scale, tl.where(is_group_real, scales, 1.0), mask=is_group_there)
 
 
 # What differs from step to step, and from tensor to tensor of one shape, must not compile anything.
