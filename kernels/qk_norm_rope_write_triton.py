@@ -23,6 +23,7 @@ import triton.language as tl
 from baton.kernels import tuning
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.prefetch_triton import prefetch_vector
 from baton.kernels.variant import Variant
 
 # Where angles come from.
@@ -389,6 +390,8 @@ def _qk_kernel(
     # A gated query head brings its gate along, which stays where it is.
     SPAN: tl.constexpr = 2 * E if GATED else E
     if EARLY:
+        prefetch_vector(query_weight, E)
+        prefetch_vector(key_weight, E)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if place < QUERY_PROGRAMS:

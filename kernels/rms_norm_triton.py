@@ -19,6 +19,7 @@ from baton.kernels import tuning
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.fp8_groups import DTYPE, GROUP_LEN, LARGEST, SMALLEST
 from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.prefetch_triton import prefetch_vector
 from baton.kernels.variant import Variant
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -136,6 +137,7 @@ def _norm_kernel(
     is_column = column_1NC < D
     is_real = (row_R11 < num_rows) & is_column
     if EARLY:
+        prefetch_vector(weight, D)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x_RNC = tl.load(x + row_R11 * x_stride + column_1NC, mask=is_real, other=0.0)
@@ -172,6 +174,8 @@ def _norm_kernel(
         is_there = (row_R11 < num_padded) & is_column
         at_RN = group_1N.to(tl.int64) * num_padded + row_R1
         wide_RNC = tl.where(is_real, value_RNC.to(tl.float32), 0.0)  # 0 times a weight may be -0
+        # Vectors of 16 bytes of float8 would take values from thread to thread, through shared memory.
+        at_RNC = tl.max_contiguous(at_RNC, [1, 1, 8])
         store_groups(wide_RNC, out, at_RNC, scale, at_RN, is_there, is_group, row_R1 < num_rows)
     else:
         tl.store(out + at_RNC, value_RNC, mask=is_real)
