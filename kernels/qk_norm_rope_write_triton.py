@@ -450,7 +450,7 @@ def _variant(
         constants=shape | plain | flags,
         aligned=(*pointers, *strides),
         num_warps=chosen["num_warps"],
-        max_registers=128,
+        max_registers=168,
         max_shared_bytes=4096,
         on_amd=not early,
     )

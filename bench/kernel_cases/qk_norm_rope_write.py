@@ -174,7 +174,7 @@ def tuning() -> list[TuningPoint]:
         if shape.num_kv % (2 * least) == 0:
             forms += [(2 * least, 1, 1), (2 * least, 1, 2), (2 * least, 2, 2), (2 * least, 2, 1)]
         else:
-            forms += [(2 * least, 1, 2), (least, 8, 1)]
+            forms += [(2 * least, 1, 2), (2 * least, 2, 2)]
         for num_tokens in (64, 512, 2048, 8192):
             candidates: list[dict[str, object]] = [
                 {"heads": heads, "tiles": tiles, "num_warps": num_warps} for heads, tiles, num_warps in forms
