@@ -22,26 +22,15 @@ import triton.language as tl
 
 from baton.kernels import tuning
 from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.head_halves_triton import half_len, load_halves, store_halves
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.prefetch_triton import prefetch_vector
+from baton.kernels.rope_angles_triton import BY_POSITION, BY_TOKEN, FREQUENCIES, load_angles
 from baton.kernels.variant import Variant
 
-# Where angles come from.
-FREQUENCIES = 0  # position times inverse frequency
-BY_POSITION = 1  # rows of tables that a position picks
-BY_TOKEN = 2  # one row of the tables for each token
-
-_BY_POSITION = tl.constexpr(BY_POSITION)
-_BY_TOKEN = tl.constexpr(BY_TOKEN)
-_FREQUENCIES = tl.constexpr(FREQUENCIES)
 _POOL_TYPES = {torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv"}
 _THREAD_LEN = 8  # 16 bytes of bfloat16
 _QUERY, _KEY, _VALUE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # kinds of heads
-
-
-def half_len(head_dim: int) -> int:
-    """Columns of half a head in a tile."""
-    return triton.next_power_of_2(-(-head_dim // 2))
 
 
 def rule(num_kv: int, head_dim: int) -> dict[str, Any]:
@@ -176,118 +165,12 @@ def _tuned(
 
 
 @triton.jit
-def _sine_cosine(angle):
-    """Both of float32 angles, within 2 units of the last place; reduced in float64, which holds for any position."""
-    quarter = tl.floor(angle.to(tl.float64) * 0.6366197723675814 + 0.5)
-    rest = (angle.to(tl.float64) - quarter * 1.5707963267948966).to(tl.float32)
-    turn = quarter.to(tl.int64).to(tl.int32) & 3
-    square = rest * rest
-    sine = rest + rest * square * (-1.6666654611e-1 + square * (8.3321608736e-3 - square * 1.9515295891e-4))
-    cosine = 4.166664568298827e-2 + square * (-1.388731625493765e-3 + square * 2.443315711809948e-5)
-    cosine = 1.0 - 0.5 * square + square * square * cosine
-    is_odd = (turn & 1) == 1
-    turned_sine = tl.where(is_odd, cosine, sine)
-    turned_cosine = tl.where(is_odd, sine, cosine)
-    turned_sine = tl.where(turn >= 2, -turned_sine, turned_sine)
-    return turned_sine, tl.where((turn == 1) | (turn == 2), -turned_cosine, turned_cosine)
-
-
-@triton.jit
-def _position(
-    positions, stride, token, pair, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, AXES: tl.constexpr,
-    ALTERNATING: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Of each pair: of its own axis (time, height, width), where a token has three."""
-    position = tl.load(positions + token) + tl.zeros(pair.shape, tl.int64)
-    if AXES == 3:
-        height = tl.load(positions + stride + token)
-        width = tl.load(positions + 2 * stride + token)
-        if ALTERNATING:
-            is_height = (pair % 3 == 1) & (pair < 3 * HEIGHT)
-            is_width = (pair % 3 == 2) & (pair < 3 * WIDTH)
-        else:
-            is_height = (pair >= PAIRS - HEIGHT - WIDTH) & (pair < PAIRS - WIDTH)
-            is_width = pair >= PAIRS - WIDTH
-        position = tl.where(is_width, width, tl.where(is_height, height, position))
-    return position
-
-
-@triton.jit
 def _normed(x, scale, weight, PLUS_ONE: tl.constexpr):
     """Float32 of what is rounded to the dtype of `x`."""
     wide = x.to(tl.float32) * scale
     if PLUS_ONE:
         return (wide * (1.0 + weight.to(tl.float32))).to(x.dtype).to(tl.float32)
     return (wide.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype).to(tl.float32)
-
-
-@triton.jit
-def _columns(pair_1J, E: tl.constexpr, ROTARY: tl.constexpr):
-    """Columns of both halves: what turns together, then the rest in two parts."""
-    HALF: tl.constexpr = (E + 1) // 2
-    left_1J = tl.where(pair_1J < ROTARY // 2, pair_1J, pair_1J + ROTARY // 2)
-    right_1J = pair_1J + tl.where(pair_1J < ROTARY // 2, ROTARY // 2, HALF)
-    if (ROTARY // 2) % 8 == 0 and HALF % 8 == 0:
-        left_1J = tl.max_contiguous(tl.multiple_of(left_1J, [1, 8]), [1, 8])
-        right_1J = tl.max_contiguous(tl.multiple_of(right_1J, [1, 8]), [1, 8])
-    return left_1J, right_1J
-
-
-@triton.jit
-def _load_halves(at, is_head_A1, pair_1J, A: tl.constexpr, E: tl.constexpr, ROTARY: tl.constexpr,
-                 INTERLEAVED: tl.constexpr):  # fmt: skip
-    """[A, J] each, from pointers [A, 1] to heads, or one pointer that all heads have."""
-    J: tl.constexpr = pair_1J.shape[1]
-    if INTERLEAVED:
-        column_1D = tl.arange(0, 2 * J)[None, :]
-        at_AD = tl.broadcast_to(at + column_1D, [A, 2 * J])
-        both_AD = tl.load(at_AD, mask=is_head_A1 & (column_1D < E), other=0.0)
-        left_AJ, right_AJ = tl.split(tl.reshape(both_AD, [A, J, 2]))
-    else:
-        left_1J, right_1J = _columns(pair_1J, E, ROTARY)
-        # Addresses are spread over rows, so that every thread loads what it needs.
-        at_left_AJ = tl.broadcast_to(at + left_1J, [A, J])
-        at_right_AJ = tl.broadcast_to(at + right_1J, [A, J])
-        left_AJ = tl.load(at_left_AJ, mask=is_head_A1 & (pair_1J < (E + 1) // 2), other=0.0)
-        right_AJ = tl.load(at_right_AJ, mask=is_head_A1 & (pair_1J < (E + 1) // 2) & (right_1J < E), other=0.0)
-    return left_AJ, right_AJ
-
-
-@triton.jit
-def _store_halves(at_A1, is_head_A1, pair_1J, left_AJ, right_AJ, E: tl.constexpr, ROTARY: tl.constexpr,
-                  INTERLEAVED: tl.constexpr):  # fmt: skip
-    """To pointers to heads, in their dtype."""
-    J: tl.constexpr = pair_1J.shape[1]
-    if INTERLEAVED:
-        column_1D = tl.arange(0, 2 * J)[None, :]
-        both_AD = tl.reshape(tl.join(left_AJ, right_AJ), [left_AJ.shape[0], 2 * J])
-        tl.store(at_A1 + column_1D, both_AD.to(at_A1.dtype.element_ty), mask=is_head_A1 & (column_1D < E))
-    else:
-        left_1J, right_1J = _columns(pair_1J, E, ROTARY)
-        is_left = is_head_A1 & (pair_1J < (E + 1) // 2)
-        tl.store(at_A1 + left_1J, left_AJ.to(at_A1.dtype.element_ty), mask=is_left)
-        tl.store(at_A1 + right_1J, right_AJ.to(at_A1.dtype.element_ty), mask=is_left & (right_1J < E))
-
-
-@triton.jit
-def _angles(
-    first, second, angle_stride, token, positions, position_stride, pair_1J, A: tl.constexpr, ROTARY: tl.constexpr,
-    ANGLES: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, AXES: tl.constexpr, ALTERNATING: tl.constexpr,
-):  # fmt: skip
-    """Cosines and sines of a token: [1, J] where they are computed, [A, J] where every thread loads its own."""
-    position = token
-    if ANGLES != _BY_TOKEN:
-        position = _position(
-            positions, position_stride, token, pair_1J, HEIGHT, WIDTH, AXES, ALTERNATING, ROTARY // 2
-        )  # fmt: skip
-    if ANGLES == _FREQUENCIES:
-        angle_1J = position.to(tl.float32) * tl.load(first + pair_1J, mask=pair_1J < ROTARY // 2, other=0.0)
-        sine, cosine = _sine_cosine(angle_1J)
-    else:
-        at_AJ = tl.broadcast_to(position * angle_stride + pair_1J, [A, pair_1J.shape[1]])
-        cosine = tl.load(first + at_AJ, mask=pair_1J < ROTARY // 2, other=1.0)
-        sine = tl.load(second + at_AJ, mask=pair_1J < ROTARY // 2, other=0.0)
-    return cosine, sine
 
 
 @triton.jit
@@ -317,7 +200,7 @@ def _take_tiles(
     all_heads: tl.constexpr = PER * A == HEADS
     lefts, rights, slots_of, cosines, sines = (), (), (), (), ()
     if KIND == _QUERY or KIND == _KEY:
-        weight_left_AJ, weight_right_AJ = _load_halves(
+        weight_left_AJ, weight_right_AJ = load_halves(
             weight, tl.full([A, 1], True, tl.int1), pair_1J, A, E, ROTARY, INTERLEAVED
         )  # fmt: skip
     for tile in tl.static_range(TILES):
@@ -327,13 +210,13 @@ def _take_tiles(
         if TOKENS > 1:
             is_head_A1 = is_head_A1 & (token < num_tokens)
         row = qkv + token.to(tl.int64) * qkv_stride + FROM
-        left_AJ, right_AJ = _load_halves(row + head_A1 * SPAN, is_head_A1, pair_1J, A, E, ROTARY, INTERLEAVED)
+        left_AJ, right_AJ = load_halves(row + head_A1 * SPAN, is_head_A1, pair_1J, A, E, ROTARY, INTERLEAVED)
         lefts, rights = lefts + (left_AJ,), rights + (right_AJ,)  # noqa: RUF005
         safe = tl.minimum(token, num_tokens - 1) if TOKENS > 1 else token
         if KIND != _QUERY:
             slots_of = slots_of + (tl.load(slots + safe).to(tl.int64),)  # noqa: RUF005
         if KIND != _VALUE and (tile == 0 or not SHARED):
-            cosine, sine = _angles(
+            cosine, sine = load_angles(
                 first, second, angle_stride, safe.to(tl.int64), positions, position_stride, pair_1J, A, ROTARY, ANGLES,
                 HEIGHT, WIDTH, AXES, ALTERNATING,
             )  # fmt: skip
@@ -370,7 +253,7 @@ def _take_tiles(
                 # What was rounded to the model's dtype is scaled and rounded again.
                 inverse_A1 = _inverse(scale, head_A1, is_head_A1, SCALES)
                 left_AJ, right_AJ = left_AJ.to(tl.float32) * inverse_A1, right_AJ.to(tl.float32) * inverse_A1
-        _store_halves(at_A1, is_head_A1, pair_1J, left_AJ, right_AJ, E, ROTARY, INTERLEAVED)
+        store_halves(at_A1, is_head_A1, pair_1J, left_AJ, right_AJ, E, ROTARY, INTERLEAVED)
 
 
 @triton.jit(do_not_specialize=["positions", "position_stride", "slots", "key_scale", "value_scale", "num_tokens"])

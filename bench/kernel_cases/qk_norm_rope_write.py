@@ -11,10 +11,12 @@ from baton.bench.kept_result import kept
 from baton.bench.kernel_baselines import torch_compiled
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import qk_norm_rope_write_triton as in_triton
+from baton.kernels.head_halves_triton import half_len
 from baton.kernels.kv_write import kv_write
 from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.rms_norm import rms_norm
 from baton.kernels.rope import rope, rope_angles, rope_inverse_frequencies
+from baton.kernels.rope_angles_triton import BY_TOKEN
 
 _ROWS = (1, 8, 64, 512, 2048, 8192)
 _EPS = 1e-6
@@ -88,7 +90,7 @@ class _Set:
         return in_triton.launch(
             self.qkv_TX,
             (self.weight_D, self.weight_D, _EPS),
-            (in_triton.BY_TOKEN, *self.tables),
+            (BY_TOKEN, *self.tables),
             None,
             self.slots_T,
             self.layer,
@@ -169,7 +171,7 @@ def tuning() -> list[TuningPoint]:
     """
     found = []
     for shape in (_8B, _30B, _35B):
-        least = 32 * 8 // in_triton.half_len(shape.head_dim)
+        least = 32 * 8 // half_len(shape.head_dim)
         forms = [(least, 1, 1), (least, 2, 1), (least, 4, 1)]
         if shape.num_kv % (2 * least) == 0:
             forms += [(2 * least, 1, 1), (2 * least, 1, 2), (2 * least, 2, 2), (2 * least, 2, 1)]

@@ -6,6 +6,7 @@ import torch
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels import qk_norm_rope_write_triton as in_triton
 from baton.kernels import tuning
+from baton.kernels.head_halves_triton import half_len
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv_write import kv_write
 from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
@@ -176,7 +177,7 @@ def test_a_heads_squares_are_added_alike_in_every_division():
     for shape, sizes in found.items():
         head_dim = int(shape.split("/")[2])
         for options in sizes.values():
-            assert options["heads"] * in_triton.half_len(head_dim) >= 32 * 8 * options["num_warps"], shape
+            assert options["heads"] * half_len(head_dim) >= 32 * 8 * options["num_warps"], shape
     for head_dim in (16, 96, 128, 256):
         assert 1 <= in_triton.rule(2, head_dim)["heads"] <= 2
 
