@@ -1,10 +1,12 @@
 """Kernels that begin while the one before them on the stream still runs, and wait inside for what it wrote.
 
 A launch costs about a microsecond, as much as a norm of a few rows. Hopper can have programs resident before their
-input is there: such a kernel waits for everything before it prior to its first access to memory, and then lets the
-next one in, which waits in turn; so never more than one stands waiting. All it takes is an option of the launch and two
-instructions, and a kernel that knows nothing of it may come before or after. Earlier GPUs, other vendors' and the
-interpreter do without.
+input is there: such a kernel waits for everything before it prior to its first access to memory (it may have weights
+fetched to the cache), and then lets the next one in, which waits in turn; so never more than one stands waiting. All it
+takes is an option of the launch and two instructions, and a kernel that knows nothing of it may come before or after.
+Earlier GPUs, other vendors' and the interpreter do without.
+
+Where programs are many, what is won is little, and each of them pays for its wait: tuned tables say so by `early`.
 """
 
 import functools

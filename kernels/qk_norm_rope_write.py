@@ -24,6 +24,7 @@ from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.kv_write import kv_write
 from baton.kernels.memo import Memo, signature
 from baton.kernels.rms_norm import rms_norm
+from baton.kernels.rope_angles_triton import BY_POSITION, BY_TOKEN, FREQUENCIES
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64)
@@ -115,10 +116,10 @@ def qk_norm_rope_write(
     if not uses:
         return _reference(qkv_TX, norms, rotation, slots_T, pool, num_query, positions, gated)
     if rotation.inverse_F is not None:
-        angles = (in_triton.FREQUENCIES, rotation.inverse_F, rotation.inverse_F)
+        angles = (FREQUENCIES, rotation.inverse_F, rotation.inverse_F)
     else:
         assert rotation.tables is not None
-        angles = (in_triton.BY_TOKEN if positions is None else in_triton.BY_POSITION, *rotation.tables)
+        angles = (BY_TOKEN if positions is None else BY_POSITION, *rotation.tables)
     return in_triton.launch(
         qkv_TX,
         (norms.query_D, norms.key_D, norms.eps),

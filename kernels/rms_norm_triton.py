@@ -19,6 +19,7 @@ from baton.kernels import tuning
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.fp8_groups import DTYPE, GROUP_LEN, LARGEST, SMALLEST
 from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.prefetch_triton import prefetch_vector
 from baton.kernels.variant import Variant
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -110,15 +111,16 @@ def _tuned(length: int, device: torch.device, *rest: bool) -> tuple[int, Constan
 
 
 @triton.jit
-def store_groups(value_RNC, out, at_RNC, scale, at_RN, is_there_RNC, is_there_RN, is_real_RN):
-    """Store groups in float8 and their scales; those that are not real as zeros with scale 1."""
-    largest_RN = tl.maximum(tl.max(tl.abs(value_RNC), axis=2), _SMALLEST)
-    scale_RN = largest_RN * (1.0 / _LARGEST)
-    inverse_RN = tl.div_rn(tl.full(scale_RN.shape, 1.0, tl.float32), scale_RN)
+def store_groups(value, out, at, scale, at_scale, is_there, is_group_there, is_group_real):
+    """Store groups, which lie along the last dimension, in float8 and their scales; what is not real with scale 1."""
+    AXIS: tl.constexpr = len(value.shape) - 1
+    largest = tl.maximum(tl.max(tl.abs(value), axis=AXIS), _SMALLEST)
+    scales = largest * (1.0 / _LARGEST)
+    inverse = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
     # The conversion saturates, and keeps NaN.
-    quantized_RNC = (value_RNC * tl.expand_dims(inverse_RN, 2)).to(tl.float8e4nv)
-    tl.store(out + at_RNC, quantized_RNC, mask=is_there_RNC)
-    tl.store(scale + at_RN, tl.where(is_real_RN, scale_RN, 1.0), mask=is_there_RN)
+    quantized = (value * tl.expand_dims(inverse, AXIS)).to(tl.float8e4nv)
+    tl.store(out + at, quantized, mask=is_there)
+    tl.store(scale + at_scale, tl.where(is_group_real, scales, 1.0), mask=is_group_there)
 
 
 # What differs from step to step, and from tensor to tensor of one shape, must not compile anything.
@@ -135,6 +137,7 @@ def _norm_kernel(
     is_column = column_1NC < D
     is_real = (row_R11 < num_rows) & is_column
     if EARLY:
+        prefetch_vector(weight, D)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x_RNC = tl.load(x + row_R11 * x_stride + column_1NC, mask=is_real, other=0.0)
@@ -171,6 +174,8 @@ def _norm_kernel(
         is_there = (row_R11 < num_padded) & is_column
         at_RN = group_1N.to(tl.int64) * num_padded + row_R1
         wide_RNC = tl.where(is_real, value_RNC.to(tl.float32), 0.0)  # 0 times a weight may be -0
+        # Vectors of 16 bytes of float8 would take values from thread to thread, through shared memory.
+        at_RNC = tl.max_contiguous(at_RNC, [1, 1, 8])
         store_groups(wide_RNC, out, at_RNC, scale, at_RN, is_there, is_group, row_R1 < num_rows)
     else:
         tl.store(out + at_RNC, value_RNC, mask=is_real)

@@ -1,6 +1,9 @@
 """Which experts a token is sent to, as a Triton kernel: one program of one warp for a token, nothing but registers.
 
-Chosen by repeated maximum, the lowest index among equals. Shapes: E experts in G groups of S (padded to powers of two),
+Chosen by repeated maximum, the lowest index among equals. Maxima are of integers that are in the order of the numbers:
+one instruction of the warp's, where a maximum of floats takes five exchanges, one after the other.
+
+Shapes: E experts in G groups of S (padded to powers of two),
 K chosen.
 """
 
@@ -17,6 +20,20 @@ from baton.kernels.variant import Variant
 
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 _NONE = tl.constexpr(float("-inf"))
+_LAST = tl.constexpr(-(1 << 31))  # comes after all numbers
+
+
+@triton.jit
+def _ordered(x):
+    """Float32 without NaN as int32 of the same order; both zeros are one."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _number(order):
+    """The float32 that `_ordered` made this of."""
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -69,7 +86,7 @@ def _select_kernel(
         score_GS = 1.0 / (1.0 + tl.exp(-logit_GS))
         choice_GS = score_GS
     else:
-        largest = tl.maximum(tl.max(logit_GS), -_LARGEST)  # finite, whatever the row holds
+        largest = tl.maximum(_number(tl.max(_ordered(logit_GS))), -_LARGEST)  # finite, whatever the row holds
         score_GS = tl.exp(logit_GS - largest)
         whole = tl.sum(score_GS)
         score_GS = score_GS / tl.where(whole > 0.0, whole, 1.0)
@@ -77,27 +94,25 @@ def _select_kernel(
     if BIAS:
         choice_GS = score_GS + tl.load(bias + expert_GS, mask=is_expert_GS, other=0.0)
         choice_GS = tl.where(choice_GS == choice_GS, choice_GS, _NONE)
-    # What is no expert is told from an expert at -inf by its index, which is larger.
-    choice_GS = tl.where(is_expert_GS, choice_GS, _NONE)
     if KEPT < GROUPS:
-        choice_GS = _keep_groups(choice_GS, KEPT, G, S)
-    choice_N = tl.reshape(choice_GS, [G * S])
-    score_N = tl.reshape(tl.where(is_expert_GS, score_GS, 0.0), [G * S])
-    is_free_N = tl.reshape(is_expert_GS, [G * S])
+        choice_GS = _keep_groups(tl.where(is_expert_GS, choice_GS, _NONE), KEPT, G, S)
+    # What is no expert comes after an expert at -inf; so does one that is chosen already.
+    order_N = tl.reshape(tl.where(is_expert_GS, _ordered(choice_GS), _LAST), [G * S])
+    score_N = tl.reshape(tl.where(is_expert_GS, score_GS, 0.0), [G * S]).to(tl.int32, bitcast=True)
     its_N = tl.arange(0, G * S)
     its_K = tl.arange(0, KP)
     weight_K = tl.zeros([KP], dtype=tl.float32)
     chosen_K = tl.zeros([KP], dtype=tl.int32)
     total = 0.0
     for choice in tl.static_range(K):
-        best = tl.max(choice_N, axis=0)
-        place = tl.min(tl.where(is_free_N & (choice_N == best), its_N, G * S), axis=0)
-        score = tl.sum(tl.where(its_N == place, score_N, 0.0), axis=0)
+        best = tl.max(order_N, axis=0)
+        place = tl.min(tl.where(order_N == best, its_N, G * S), axis=0)
+        # No score is negative, so the bits of all are in order, too.
+        score = tl.max(tl.where(its_N == place, score_N, 0), axis=0).to(tl.float32, bitcast=True)
         total += score
         weight_K = tl.where(its_K == choice, score, weight_K)
         chosen_K = tl.where(its_K == choice, place // S * SIZE + place % S, chosen_K)
-        is_free_N = is_free_N & (its_N != place)
-        choice_N = tl.where(its_N == place, _NONE, choice_N)
+        order_N = tl.where(its_N == place, _LAST, order_N)
     if RENORMALISE:
         weight_K = weight_K / tl.where(total > 0.0, total, 1.0)
     at_K = token * K + its_K

@@ -11,10 +11,12 @@ from baton.bench.kept_result import kept
 from baton.bench.kernel_baselines import torch_compiled
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels import qk_norm_rope_write_triton as in_triton
+from baton.kernels.head_halves_triton import half_len
 from baton.kernels.kv_write import kv_write
 from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.rms_norm import rms_norm
 from baton.kernels.rope import rope, rope_angles, rope_inverse_frequencies
+from baton.kernels.rope_angles_triton import BY_TOKEN
 
 _ROWS = (1, 8, 64, 512, 2048, 8192)
 _EPS = 1e-6
@@ -84,11 +86,11 @@ class _Set:
             self.qkv_TX, norms, rotation, self.slots_T, pool, num_query=self.shape.num_query, gated=self.shape.gated
         )
 
-    def launch(self, options: Mapping[str, object] | None, early: bool) -> torch.Tensor:
+    def launch(self, options: Mapping[str, object] | None, early: bool | None) -> torch.Tensor:
         return in_triton.launch(
             self.qkv_TX,
             (self.weight_D, self.weight_D, _EPS),
-            (in_triton.BY_TOKEN, *self.tables),
+            (BY_TOKEN, *self.tables),
             None,
             self.slots_T,
             self.layer,
@@ -155,37 +157,40 @@ def cases() -> list[KernelCase]:
     ]
 
 
-def _prepare_tuning(shape: Shape, device: torch.device, num_sets: int, options: Mapping[str, object]) -> Sequence[Call]:
-    """Few tokens as often as costs what many cost: one choice serves both, so that bits do not depend on it."""
-    few, many = ([_Set(shape, num_tokens, device) for _ in range(num_sets)] for num_tokens in (16, 2048))
-
-    def both(small: Call, large: Call) -> None:
-        for _ in range(8):
-            small()
-        large()
-
-    return [
-        partial(both, kept(partial(small.launch, options, True)), kept(partial(large.launch, options, True)))
-        for small, large in zip(few, many, strict=True)
-    ]
+def _prepare_tuning(
+    shape: Shape, num_tokens: int, device: torch.device, num_sets: int, options: Mapping[str, object]
+) -> Sequence[Call]:
+    sets = [_Set(shape, num_tokens, device) for _ in range(num_sets)]
+    return [kept(partial(one.launch, options, None)) for one in sets]
 
 
 def tuning() -> list[TuningPoint]:
-    """Heads of a program, and its warps."""
-    candidates = [
-        {"heads": heads, "num_warps": num_warps}
-        for heads in (2, 4, 8, 16, 32)
-        for num_warps in (1, 2, 4, 8)
-        if 4 <= heads * 128 // (32 * num_warps) <= 32
-    ]
-    return [
-        TuningPoint(
-            kernel="qk_norm_rope_write",
-            shape=shape.name,
-            size=0,
-            candidates=candidates,
-            set_bytes=shape.num_bytes(2048),
-            prepare=partial(_prepare_tuning, shape),
-        )
-        for shape in (_8B, _30B, _35B)
-    ]
+    """Heads of a tile, tiles of a program, its warps; any gives the same bits. Whether to begin early where it may not.
+
+    A tile has a vector of 16 bytes of each half for every thread, or two.
+    """
+    found = []
+    for shape in (_8B, _30B, _35B):
+        least = 32 * 8 // half_len(shape.head_dim)
+        forms = [(least, 1, 1), (least, 2, 1), (least, 4, 1)]
+        if shape.num_kv % (2 * least) == 0:
+            forms += [(2 * least, 1, 1), (2 * least, 1, 2), (2 * least, 2, 2), (2 * least, 2, 1)]
+        else:
+            forms += [(2 * least, 1, 2), (2 * least, 2, 2)]
+        for num_tokens in (64, 512, 2048, 8192):
+            candidates: list[dict[str, object]] = [
+                {"heads": heads, "tiles": tiles, "num_warps": num_warps} for heads, tiles, num_warps in forms
+            ]
+            if num_tokens > 512:
+                candidates = [one | {"early": early} for one in candidates for early in (True, False)]
+            found.append(
+                TuningPoint(
+                    kernel="qk_norm_rope_write",
+                    shape=shape.name,
+                    size=num_tokens,
+                    candidates=candidates,
+                    set_bytes=shape.num_bytes(num_tokens),
+                    prepare=partial(_prepare_tuning, shape, num_tokens),
+                )
+            )
+    return found

@@ -64,6 +64,19 @@ def _prepare_tile(
 def tuning() -> list[TuningPoint]:
     """Tiles for few rows, which must be spread, and for many, which must come in long lines."""
     small = [(rows, groups, 1) for rows in (1, 2, 4) for groups in (1, 2)] + [(8, 2, 2), (8, 4, 4)]
+    small += [(1, 8, 4), (2, 4, 4), (4, 2, 4), (4, 4, 8), (1, 4, 1)]
+    middle = [
+        (8, 4, 4),
+        (8, 4, 8),
+        (8, 2, 4),
+        (8, 2, 2),
+        (4, 4, 4),
+        (4, 2, 2),
+        (4, 4, 2),
+        (4, 8, 8),
+        (2, 8, 4),
+        (8, 1, 2),
+    ]
     large = [(8, 4, 4), (8, 2, 2), (16, 2, 4), (16, 4, 4), (16, 4, 8), (32, 1, 4), (32, 2, 8), (4, 8, 4), (8, 8, 8)]
     return [
         TuningPoint(
@@ -72,7 +85,7 @@ def tuning() -> list[TuningPoint]:
             size=size,
             candidates=[
                 {"ROWS": rows, "GROUPS": groups, "num_warps": num_warps}
-                for rows, groups, num_warps in (small if size <= 64 else large)
+                for rows, groups, num_warps in (small if size <= 64 else middle if size <= 512 else large)
             ],
             set_bytes=_num_bytes(size, 4096),
             prepare=partial(_prepare_tile, size, 4096),

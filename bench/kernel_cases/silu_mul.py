@@ -87,31 +87,34 @@ def cases() -> list[KernelCase]:
 
 
 def _prepare_tuning(
-    num_rows: int, length: int, device: torch.device, num_sets: int, options: Mapping[str, object]
+    num_rows: int, length: int, quantize: bool, device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
-    launch = partial(silu_mul_triton.launch, num_rows_E=None, num_padded=None, quantize=False, options=options)
+    launch = partial(silu_mul_triton.launch, num_rows_E=None, num_padded=None, quantize=quantize, options=options)
     return [kept(partial(launch, _inputs(device, num_rows, length))) for _ in range(num_sets)]
 
 
 def tuning() -> list[TuningPoint]:
-    """Pieces of rows; any gives the same bits."""
-    whole = [(piece, num_warps) for piece in (512, 1024, 2048, 4096) for num_warps in (1, 2, 4, 8, 16)]
-    candidates = [
-        {"piece": piece, "num_warps": num_warps}
-        for piece, num_warps in whole
-        if 4 <= piece // (32 * num_warps) <= 32  # values of a thread
-    ]
-    small = [{"piece": 256, "num_warps": num_warps} for num_warps in (1, 2)]
-    small += [{"piece": 1024, "num_warps": num_warps} for num_warps in (2, 4)]
-    points = [(length, num_rows) for length in (12_288, 768) for num_rows in (64, 512, 8192)]
-    return [
-        TuningPoint(
-            kernel="silu_mul_fused",
-            shape=str(length),
-            size=num_rows,
-            candidates=candidates if length > 1024 else small,
-            set_bytes=_num_bytes(num_rows, length, False),
-            prepare=partial(_prepare_tuning, num_rows, length),
+    """Groups of a program, its warps, and whether to begin early where it may not pay; any gives the same bits."""
+    small = [(2, 1), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (16, 4), (16, 8)]
+    large = [(8, 2), (8, 4), (16, 2), (16, 4), (16, 8), (32, 4), (32, 8)]
+    points = [(12_288, quantize, num_rows) for quantize in (False, True) for num_rows in (64, 512, 8192)]
+    points += [(768, False, 512), (768, False, 65_536)]
+    found = []
+    for length, quantize, num_rows in points:
+        candidates: list[dict[str, object]] = [
+            {"groups": groups, "num_warps": num_warps}
+            for groups, num_warps in (small if num_rows * length < 1 << 21 else large)
+        ]
+        if num_rows > 512:
+            candidates = [one | {"early": early} for one in candidates for early in (True, False)]
+        found.append(
+            TuningPoint(
+                kernel="silu_mul_fused",
+                shape=f"{length} fp8" if quantize else str(length),
+                size=num_rows,
+                candidates=candidates,
+                set_bytes=_num_bytes(num_rows, length, quantize),
+                prepare=partial(_prepare_tuning, num_rows, length, quantize),
+            )
         )
-        for length, num_rows in points
-    ]
+    return found

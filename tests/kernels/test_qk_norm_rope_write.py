@@ -5,6 +5,8 @@ import torch
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels import qk_norm_rope_write_triton as in_triton
+from baton.kernels import tuning
+from baton.kernels.head_halves_triton import half_len
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv_write import kv_write
 from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
@@ -168,10 +170,36 @@ def test_a_row_depends_on_itself_alone(counts):
 
 
 @pytest.mark.fast
-def test_what_a_token_is_divided_into_is_decided_by_the_shape():
-    assert in_triton.options_of(32, 8, 128, CPU) == in_triton.options_of(32, 8, 128, CPU)
+def test_a_heads_squares_are_added_alike_in_every_division():
+    """Every thread has a whole vector of a half, so that which threads share a head does not follow from a tile."""
+    found = tuning.table()["qk_norm_rope_write"]
+    assert len(found) >= 3
+    for shape, sizes in found.items():
+        head_dim = int(shape.split("/")[2])
+        for options in sizes.values():
+            assert options["heads"] * half_len(head_dim) >= 32 * 8 * options["num_warps"], shape
     for head_dim in (16, 96, 128, 256):
-        assert in_triton.rule(head_dim)["heads"] >= 4
+        assert 1 <= in_triton.rule(2, head_dim)["heads"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((8, 2, 16), {"heads": 2, "tiles": 4, "num_warps": 1}),
+        ((5, 3, 32), {"heads": 2, "tiles": 2, "num_warps": 2}),
+        ((6, 1, 16), {"heads": 4, "tiles": 2, "num_warps": 1}),
+        ((6, 6, 16), {"heads": 1, "tiles": 4, "num_warps": 1}),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_any_division_gives_the_same(heads, options, num_tokens, monkeypatch):
+    case = Case(num_tokens, heads)
+    case.slots_T[num_tokens // 2] = -1
+    wanted = case.compute(TRITON)
+    monkeypatch.setattr(in_triton, "_tuned", lambda num_tokens, *rest: in_triton._of_options(
+        tuple(options.items()), *rest))  # fmt: skip
+    for one, other in zip(case.compute(TRITON), wanted, strict=True):
+        assert same_bits(one, other)
 
 
 def test_only_the_slots_are_written_and_each_once():

@@ -56,13 +56,13 @@ def test_a_row_depends_on_itself_alone(counts):
         assert same_bits(found.scale, whole.scale[:, cut])
 
 
-def test_any_division_into_pieces_gives_the_same():
+def test_any_division_into_programs_gives_the_same():
     gate_up_TJ = values(3, 1536)
     wanted = silu_mul_triton.launch(gate_up_TJ, None, 5, quantize=True)
-    for piece, num_warps in ((128, 1), (256, 2), (512, 4), (1024, 4)):
-        options = {"piece": piece, "num_warps": num_warps}
+    for groups, num_warps in ((1, 1), (2, 2), (4, 4), (8, 4), (32, 8)):
+        options = {"groups": groups, "num_warps": num_warps}
         found = silu_mul_triton.launch(gate_up_TJ, None, 5, quantize=True, options=options)
-        assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True)), piece
+        assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True)), groups
 
 
 def test_float8_is_as_if_made_afterwards():
@@ -88,9 +88,9 @@ def test_rows_that_an_expert_lacks_are_neither_read_nor_written(quantize, dtype)
     guards = Guards()
     out_EMI = guards.empty(5, 4, 384, dtype=torch.float8_e4m3fn if quantize else torch.bfloat16)
     scale_EGM = guards.empty(5, 3, 4, dtype=torch.float32)
-    silu_mul_triton._silu_mul_kernel[(20, 2)](
-        gate_up_EMJ, gate_up_EMJ.stride(0), gate_up_EMJ.stride(1), num_rows_E, out_EMI, scale_EGM, 4, 4, I=384, N=2,
-        C=128, MASK=True, QUANTIZE=quantize, EARLY=False,
+    silu_mul_triton._silu_mul_kernel[(2, 5)](
+        gate_up_EMJ, gate_up_EMJ.stride(0), gate_up_EMJ.stride(1), num_rows_E, out_EMI, scale_EGM, 4, 4, I=384, G=3,
+        N=2, C=128, MASK=True, QUANTIZE=quantize, PTX=False, EARLY=False,
     )  # fmt: skip
     guards.check()
     by_call = silu_mul_fused(gate_up_EMJ, num_rows_E=num_rows_E, quantize=quantize, implementation=TRITON)
@@ -117,9 +117,9 @@ def test_strides_guards_and_two_runs():
     assert same_bits(found, wanted)
     guards = Guards()
     out_TI = guards.empty(5, 300)
-    silu_mul_triton._silu_mul_kernel[(5, 2)](
-        gate_up_TJ, 0, gate_up_TJ.stride(0), out_TI, out_TI, out_TI, 5, 5, I=300, N=2, C=128, MASK=False,
-        QUANTIZE=False, EARLY=False,
+    silu_mul_triton._silu_mul_kernel[(8,)](
+        gate_up_TJ, 0, gate_up_TJ.stride(0), out_TI, out_TI, out_TI, 5, 5, I=300, G=3, N=2, C=128, MASK=False,
+        QUANTIZE=False, PTX=False, EARLY=False,
     )  # fmt: skip
     guards.check()
     assert same_bits(out_TI[:, :256], wanted[:, :256])
