@@ -43,6 +43,10 @@ class Plan:
         tma: whether the weight is read by the copy engine of a multiprocessor (descriptors).
         fused: whether activations in bfloat16 are quantized as they are loaded, not by a launch of its own.
         pdl: whether the product's programs start before the launch before it has ended.
+        workers: warpgroups that multiply while other warps copy (`kernels.gemm_fp8_hopper_triton`), 1 or 2; 0: all
+            warps do everything.
+        depth: groups whose products a worker has in the tensor cores at once.
+        ahead: groups of the weight past the stages that are asked for before the launch before has ended.
     """
 
     swap: bool = True
@@ -56,6 +60,9 @@ class Plan:
     tma: bool = False
     fused: bool = False
     pdl: bool = True
+    workers: int = 0
+    depth: int = 2
+    ahead: int = 0
 
     def row(self) -> dict[str, Any]:
         """As it stands in a table."""
