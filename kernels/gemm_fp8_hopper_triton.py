@@ -9,7 +9,8 @@ The copying warp fills all stages with the weight before it waits for the launch
 and can ask for more of it to come to the L2 cache meanwhile. Two warpgroups have 64 rows of the tile each, or, if the
 tile has no more, take turns with groups of 128 columns, and add their sums at the end, in one order.
 
-It is written in Gluon, which Triton's interpreter cannot run: `fits` says where it may be used.
+It is written in Gluon, which Triton's interpreter cannot run: `fits` says where it may be used. Splits are for tiles
+that fill a multiprocessor: it refuses them where a second program has place beside the first (`is_form`).
 """
 
 # mypy: ignore-errors
@@ -23,15 +24,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.fp8_weight import Fp8Weight
-from baton.kernels.gemm_fp8_plan import Plan
+from baton.kernels.gemm_fp8_plan import TABLES, Plan
 from baton.kernels.gemm_fp8_trades_triton import gemm_kernel
 from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.tuning import table
 from baton.kernels.variant import Variant
 
 _LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 _SHARED_BYTES = 227 << 10  # of a multiprocessor, for programs
 _RESERVED_BYTES = 1 << 10  # of each program
 _REGISTERS = 1 << 16
+_ALIGNMENT = 16
 
 
 @functools.cache
@@ -41,9 +44,41 @@ def _is_hopper(device_index: int | None) -> bool:
     return torch.cuda.get_device_capability(device_index)[0] == 9
 
 
-def fits(a_MK: torch.Tensor) -> bool:
-    """Whether this form can do it: on Hopper, compiled, with rows that TMA can take."""
-    return _is_hopper(a_MK.device.index) and a_MK.stride(0) % 16 == 0 and a_MK.data_ptr() % 16 == 0
+def fits(weight: Fp8Weight, a_MK: torch.Tensor | None = None) -> bool:
+    """Whether this form can do it: on Hopper, compiled, with rows that TMA can take.
+
+    Args:
+        weight: what is multiplied with.
+        a_MK: float8; None: a new tensor without gaps.
+    """
+    values = weight.values_NK
+    if not _is_hopper(values.device.index) or values.data_ptr() % _ALIGNMENT != 0:
+        return False
+    if a_MK is None:
+        return True
+    stride = a_MK.stride(0)
+    return a_MK.data_ptr() % _ALIGNMENT == 0 and stride % _ALIGNMENT == 0 and stride >= weight.num_inputs
+
+
+def is_form(plan: Plan) -> bool:
+    """Whether there is such a program."""
+    rows, columns = (plan.BN, plan.BM) if plan.swap else (plan.BM, plan.BN)
+    turns = plan.workers * 64 // rows if rows in (64, 128) else 0  # of the workers with the same rows
+    return (
+        (rows, plan.workers) in ((64, 1), (64, 2), (128, 2))
+        and columns in (16, 32, 64, 128)
+        and 1 <= plan.depth * turns <= plan.stages
+        and plan.ahead >= 0
+        and (plan.groups, plan.fused) == (1, False)
+        and shared_bytes(plan) + _RESERVED_BYTES <= _SHARED_BYTES
+        and (plan.splits == 1 or programs_at_once(plan) == 1)
+    )
+
+
+def num_counters(plan: Plan, num_rows: int, num_outputs: int) -> int:
+    """That a launch wants."""
+    halves = (plan.BN if plan.swap else plan.BM) // 64
+    return -(-num_rows // plan.BM) * -(-num_outputs // plan.BN) * halves if plan.splits > 1 else 0
 
 
 def _boxes(plan: Plan) -> tuple[int, int]:
@@ -57,7 +92,7 @@ def shared_bytes(plan: Plan) -> int:
     """That a program takes, or a few more."""
     rows, columns = (plan.BN, plan.BM) if plan.swap else (plan.BM, plan.BN)
     joined = 64 * columns * 4 if plan.workers > rows // 64 else 0
-    return plan.stages * (128 * (plan.BM + plan.BN) + 4 * plan.BM + 16) + joined + 256
+    return plan.stages * (128 * (plan.BM + plan.BN) + 4 * plan.BM + 16) + joined + 384
 
 
 def programs_at_once(plan: Plan) -> int:
@@ -107,8 +142,13 @@ def launch(
         c_MN.stride(0),
         plan.splits,
     )
-    with torch.cuda.device_of(c_MN):
-        _launch_gemm((num_programs,), arguments, _launch_constants(plan, c_MN.device))
+    device = c_MN.device
+    constants = _launch_constants(plan, device)
+    if device.index is None or device.index == torch.cuda.current_device():
+        _launch_gemm((num_programs,), arguments, constants)
+        return
+    with torch.cuda.device(device):
+        _launch_gemm((num_programs,), arguments, constants)
 
 
 def _described(weight: Fp8Weight, box: int) -> TensorDescriptor:
@@ -186,11 +226,14 @@ def variant(plan: Plan) -> Variant:
 
 
 def variants() -> list[Variant]:
-    """One of each kind of tile."""
+    """What the tables launch, each once; and one of each kind of tile."""
+    rows = [row for name in TABLES for sizes in table().get(name, {}).values() for row in sizes.values()]
+    plans = [Plan(**row) for row in rows if row.get("workers")]
     found: dict[str, Variant] = {}
     for plan in (
-        Plan(swap=False, BM=64, BN=32, stages=16, workers=2),
-        Plan(swap=False, BM=64, BN=32, stages=8, workers=1),
+        *plans,
+        Plan(swap=False, BM=64, BN=32, stages=8, workers=2),
+        Plan(swap=False, BM=64, BN=32, stages=8, workers=1, ahead=64),
         Plan(swap=False, BM=64, BN=64, stages=12, workers=2, splits=2),
         Plan(swap=False, BM=128, BN=64, stages=8, workers=2),
         Plan(BM=16, BN=64, stages=20, workers=1, depth=4),

@@ -12,6 +12,7 @@ from typing import Any
 from baton.kernels.arguments import require
 from baton.kernels.tuning import find
 
+TABLES = ("gemm_fp8", "linear_fp8")
 SIZES = (8, 16, 32, 64, 128, 1024, 4096)  # rows that are tuned for
 FEW_ROWS = 128  # up to here both tables are tuned, beyond it only that of the product
 _NUM_PROGRAMS = 264  # two for each multiprocessor of an H200
