@@ -170,7 +170,6 @@ _TILES: Mapping[int, Sequence[Plan]] = {
         _trades(64, 32, 8, 2, 2),
         _trades(64, 32, 8, 2, 1),
         _trades(64, 64, 5, 2, 1),
-        _trades(64, 64, 5, 2, 1, swap=True),
         _trades(64, 128, 4, 2, 1, swap=True),
     ),
     128: (
@@ -181,7 +180,6 @@ _TILES: Mapping[int, Sequence[Plan]] = {
         _trades(64, 128, 8, 2, 2, swap=True),
         _trades(128, 128, 6, 2, 1),
         _trades(64, 64, 5, 2, 1),
-        _trades(64, 64, 5, 2, 1, swap=True),
         _trades(128, 64, 4, 2, 1),
         _trades(128, 32, 5, 2, 2),
     ),
