@@ -5,6 +5,7 @@
 each group's product in the tensor cores, scaled and added in float32. `gemm_fp8` takes activations that are quantized,
 `linear_fp8` takes them in bfloat16 and quantizes in the same call, to the same bits. For few rows the operands change
 sides (`swap_ab`); where the table or the rule says so, many rows go to the library's product (`kernels.scaled_mm`).
+On Hopper few rows may take a form of their own (`kernels.gemm_fp8_hopper_triton`).
 
 With `invariant` a row's result depends on that row alone, bit for bit: tile, splits and order are the weight's.
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.kernels import gemm_fp8_triton
+from baton.kernels import gemm_fp8_hopper_triton, gemm_fp8_triton
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8_plan import Plan, SwapAB, invariant_plan, plan_of, rule
@@ -94,7 +95,8 @@ def gemm_fp8(
         require_tensor("scales_GM", scales_GM, [groups, len(a_MK)], [torch.float32], a_MK.device)
         require_rows("scales_GM", scales_GM)
         _check_out(out_MN, len(a_MK), weight, num_sms)
-        way = _way("gemm_fp8", len(a_MK), weight, swap_ab, num_sms, invariant, plan, implementation)
+        can_tma = gemm_fp8_hopper_triton.fits(weight, a_MK)
+        way = _way("gemm_fp8", len(a_MK), weight, swap_ab, num_sms, invariant, plan, implementation, can_tma)
         _PRODUCTS.keep(key, way)
     if way.is_empty:
         return _out(out_MN, 0, weight)
@@ -143,7 +145,8 @@ def linear_fp8(
         require_tensor("x_MK", x_MK, [None, weight.num_inputs], [torch.bfloat16], weight.values_NK.device)
         require_rows("x_MK", x_MK)
         _check_out(out_MN, len(x_MK), weight, num_sms)
-        way = _way("linear_fp8", len(x_MK), weight, swap_ab, num_sms, invariant, plan, implementation)
+        can_tma = gemm_fp8_hopper_triton.fits(weight)
+        way = _way("linear_fp8", len(x_MK), weight, swap_ab, num_sms, invariant, plan, implementation, can_tma)
         _LINEARS.keep(key, way)
     if way.is_empty:
         return _out(out_MN, 0, weight)
@@ -199,13 +202,25 @@ def _way(
     invariant: bool,
     plan: Plan | None,
     implementation: Implementation,
+    can_tma: bool,
 ) -> _Way:
     """By sizes, device and what the caller wants; the rest of the checks."""
     device = weight.values_NK.device
     if num_rows == 0 or not _uses_triton(device, implementation):
         return _Way(num_rows == 0, False, None)
-    plan = _checked(plan, weight) or _chosen(table, num_rows, weight, swap_ab, num_sms, invariant)
+    if plan is not None:
+        _check_plan(plan, weight)
+        is_able = not plan.workers or _has_trades(plan, num_rows, weight, num_sms, can_tma)
+        require(is_able, "plan", "has workers: on sm_90 only, of aligned rows, without num_sms, splits of few rows")
+    else:
+        plan = _chosen(table, num_rows, weight, swap_ab, num_sms, invariant, can_tma)
     return _Way(False, True, plan)
+
+
+def _has_trades(plan: Plan, num_rows: int, weight: Fp8Weight, num_sms: int | None, can_tma: bool) -> bool:
+    """Whether a plan with workers can be carried out here."""
+    num_counters = gemm_fp8_hopper_triton.num_counters(plan, num_rows, weight.num_outputs)
+    return can_tma and num_sms is None and num_counters <= gemm_fp8_triton.MAX_TILES
 
 
 def _check_out(out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight, num_sms: int | None) -> None:
@@ -223,16 +238,16 @@ def _out(out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight) -> torch
     return torch.empty(num_rows, weight.num_outputs, dtype=torch.bfloat16, device=weight.values_NK.device)
 
 
-def _checked(plan: Plan | None, weight: Fp8Weight) -> Plan | None:
-    """The plan that was given, if it computes all of K."""
-    if plan is not None:
-        num_groups = weight.num_inputs // GROUP_LEN
-        is_step = plan.groups in ((1, 2, 4) if plan.copied else (1, 2))
-        divides = is_step and num_groups % plan.groups == 0 and plan.splits <= num_groups // plan.groups
-        require(divides, "plan", f"cuts {num_groups} groups into {plan.splits} parts, steps of {plan.groups}")
-        widths = (16, 32, 64, GROUP_LEN) if plan.swap else (32, 64, GROUP_LEN)
-        require(plan.BN in widths, "plan", f"has tiles of {plan.BN} rows of the weight, not one of {widths}")
-    return plan
+def _check_plan(plan: Plan, weight: Fp8Weight) -> None:
+    """That the plan that was given computes all of K."""
+    num_groups = weight.num_inputs // GROUP_LEN
+    is_step = plan.groups in ((1, 2, 4) if plan.copied else (1, 2))
+    divides = is_step and num_groups % plan.groups == 0 and plan.splits <= num_groups // plan.groups
+    require(divides, "plan", f"cuts {num_groups} groups into {plan.splits} parts, steps of {plan.groups}")
+    widths = (16, 32, 64, GROUP_LEN) if plan.swap else (32, 64, GROUP_LEN)
+    require(plan.BN in widths, "plan", f"has tiles of {plan.BN} rows of the weight, not one of {widths}")
+    is_form = not plan.workers or gemm_fp8_hopper_triton.is_form(plan)
+    require(is_form, "plan", f"has {plan.workers} workers for tiles, stages, depth or splits that are not for them")
 
 
 @functools.cache
@@ -249,7 +264,13 @@ def _uses_triton(device: torch.device, implementation: Implementation) -> bool:
 
 
 def _chosen(
-    table: str, num_rows: int, weight: Fp8Weight, swap_ab: SwapAB | str, num_sms: int | None, invariant: bool
+    table: str,
+    num_rows: int,
+    weight: Fp8Weight,
+    swap_ab: SwapAB | str,
+    num_sms: int | None,
+    invariant: bool,
+    can_tma: bool,
 ) -> Plan | None:
     """The plan; None: the library's product, which can be neither capped nor invariant."""
     names = [item.value for item in SwapAB]
@@ -257,17 +278,20 @@ def _chosen(
     require(is_known, "swap_ab", f"is {swap_ab!r}, not one of {names}")
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
     device = weight.values_NK.device
+    can_swap = _capability(device)[0] == _HOPPER[0]
     plan = plan_of(
         table,
         num_rows,
         num_outputs,
         num_inputs,
         SwapAB(swap_ab),
-        can_swap=_capability(device)[0] == _HOPPER[0],
+        can_swap=can_swap,
         device_index=device.index,
     )
     if invariant:
         return invariant_plan(num_outputs, num_inputs)
+    if plan is not None and plan.workers and not _has_trades(plan, num_rows, weight, num_sms, can_tma):
+        return rule(num_rows, num_outputs, num_inputs, swap=can_swap and SwapAB(swap_ab) is not SwapAB.OFF)
     if plan is None and (num_sms is not None or device.type != "cuda"):
         return rule(num_rows, num_outputs, num_inputs, swap=False)
     return plan
@@ -295,5 +319,8 @@ def _multiplied(
         a_MK, scales_GM = a_MK[:num_rows], scales_GM[:, :num_rows]
     out_MN = _out(out_MN, num_rows, weight)
     counters = (workspace or default_workspace(a_MK.device)).counters
-    gemm_fp8_triton.launch(a_MK, scales_GM, weight, out_MN, plan, counters, num_sms=num_sms)
+    if plan.workers:
+        gemm_fp8_hopper_triton.launch(a_MK, scales_GM, weight, out_MN, plan, counters)
+    else:
+        gemm_fp8_triton.launch(a_MK, scales_GM, weight, out_MN, plan, counters, num_sms=num_sms)
     return out_MN

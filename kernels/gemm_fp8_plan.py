@@ -12,6 +12,7 @@ from typing import Any
 from baton.kernels.arguments import require
 from baton.kernels.tuning import find
 
+TABLES = ("gemm_fp8", "linear_fp8")
 SIZES = (8, 16, 32, 64, 128, 1024, 4096)  # rows that are tuned for
 FEW_ROWS = 128  # up to here both tables are tuned, beyond it only that of the product
 _NUM_PROGRAMS = 264  # two for each multiprocessor of an H200
@@ -43,6 +44,10 @@ class Plan:
         tma: whether the weight is read by the copy engine of a multiprocessor (descriptors).
         fused: whether activations in bfloat16 are quantized as they are loaded, not by a launch of its own.
         pdl: whether the product's programs start before the launch before it has ended.
+        workers: warpgroups that multiply while other warps copy (`kernels.gemm_fp8_hopper_triton`), 1 or 2; 0: all
+            warps do everything.
+        depth: groups whose products a worker has in the tensor cores at once.
+        ahead: groups of the weight past the stages that are asked for before the launch before has ended.
     """
 
     swap: bool = True
@@ -56,6 +61,9 @@ class Plan:
     tma: bool = False
     fused: bool = False
     pdl: bool = True
+    workers: int = 0
+    depth: int = 2
+    ahead: int = 0
 
     def row(self) -> dict[str, Any]:
         """As it stands in a table."""

@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.fp8_weight import Fp8Weight
-from baton.kernels.gemm_fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB, invariant_plan, plan_of
+from baton.kernels.gemm_fp8_plan import FEW_ROWS, SIZES, TABLES, Plan, SwapAB, invariant_plan, plan_of
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.prefetch_triton import prefetch
 from baton.kernels.quantize_fp8_triton import quantize_tile
@@ -358,14 +358,14 @@ def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False) -> V
 def variants() -> list[Variant]:
     """What the tables and the rules launch for the shapes that are measured, in each form once."""
     shapes = {(4096, 4096), (24576, 4096)}
-    shapes |= {tuple(map(int, shape.split("x"))) for name in _TABLES for shape in table().get(name, {})}
+    shapes |= {tuple(map(int, shape.split("x"))) for name in TABLES for shape in table().get(name, {})}
     found = {}
-    for name in _TABLES:
+    for name in TABLES:
         is_linear = name == "linear_fp8"
         for N, K in sorted(shapes):
             for size in (size for size in SIZES if size <= FEW_ROWS):
                 plan = plan_of(name, size, N, K, SwapAB.AUTO, can_swap=True, device_index=None)
-                if plan is not None:
+                if plan is not None and not plan.workers:
                     variant = _variant(plan, is_wide=is_linear and plan.fused)
                     found[variant.name] = variant
     plain = plan_of("gemm_fp8", 4096, 4096, 4096, SwapAB.OFF, can_swap=True, device_index=None)
@@ -379,6 +379,3 @@ def variants() -> list[Variant]:
     ):
         found[variant.name] = variant
     return list(found.values())
-
-
-_TABLES = ("gemm_fp8", "linear_fp8")

@@ -16,6 +16,7 @@ from baton.bench.kernel_baselines_gemm import BlockScaled, deep_gemm
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
+from baton.kernels.gemm_fp8_hopper_triton import is_form
 from baton.kernels.gemm_fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB, plan_of
 from baton.kernels.quantize_fp8 import GROUP_LEN, quantize_fp8
 from baton.kernels.scaled_mm import Library
@@ -27,9 +28,7 @@ SHAPES = (
 _SMALL = (1, 4, 8, 16, 32, 64, 128)
 _LARGE = (1024, 4096)
 _LARGE_SHAPES = SHAPES[:4]
-# Programs that are aimed at by cutting K: one, two and three for each multiprocessor of an H200.
-_PROGRAMS = (132, 264, 396)
-_SHARED_BYTES = 227 << 10  # of a multiprocessor
+_MIN_GROUPS = 4  # of 128 columns, of a split
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,69 +137,56 @@ def cases() -> list[KernelCase]:
     ]
 
 
-# Tiles to choose from, by the rows that they are for. Stages times bytes of a step are what a program has under way.
+def _trades(BM: int, BN: int, stages: int, workers: int, depth: int, *, swap: bool = False) -> Plan:
+    return Plan(swap=swap, BM=BM, BN=BN, stages=stages, workers=workers, depth=depth)
+
+
+# Tiles to choose from, by the rows that they are for: of the form for Hopper alone, whose stages are either all that a
+# multiprocessor has place for, or half of it, so that programs of the next launch may be there already. What was tuned
+# before stands in the table, and is one more.
 _TILES: Mapping[int, Sequence[Plan]] = {
-    8: (
-        Plan(BM=8, BN=32, groups=2, stages=8, copied=True),
-        Plan(BM=8, BN=32, groups=4, stages=4, copied=True),
-        Plan(BM=8, BN=64, groups=1, stages=6, copied=True),
-        Plan(BM=8, BN=64, groups=2, stages=4, copied=True),
-        Plan(BM=8, BN=128, groups=2, stages=3, warps=8, tma=True),
-    ),
-    16: (
-        Plan(BM=16, BN=16, groups=4, stages=6, copied=True),
-        Plan(BM=16, BN=32, groups=2, stages=8, copied=True),
-        Plan(BM=16, BN=32, groups=4, stages=4, copied=True),
-        Plan(BM=16, BN=32, groups=2, stages=8, tma=True),
-        Plan(BM=16, BN=64, groups=1, stages=6),
-        Plan(BM=16, BN=64, groups=1, stages=6, copied=True),
-        Plan(BM=16, BN=64, groups=2, stages=4),
-        Plan(BM=16, BN=64, groups=2, stages=4, tma=True),
-        Plan(BM=16, BN=64, groups=2, stages=8, tma=True),
-        Plan(BM=16, BN=128, groups=1, stages=5),
-        Plan(BM=16, BN=128, groups=2, stages=3, warps=8, tma=True),
-    ),
-    32: (
-        Plan(BM=32, BN=32, groups=2, stages=6, copied=True),
-        Plan(BM=32, BN=64, groups=1, stages=6),
-        Plan(BM=32, BN=64, groups=2, stages=4, tma=True),
-        Plan(BM=32, BN=128, groups=1, stages=5, warps=8),
-        Plan(BM=32, BN=128, groups=2, stages=3, warps=8, tma=True),
-    ),
-    64: (
-        Plan(BM=64, BN=64, groups=1, stages=5),
-        Plan(BM=64, BN=64, groups=2, stages=3, tma=True),
-        Plan(BM=64, BN=128, groups=1, stages=4, warps=8),
-        Plan(BM=64, BN=128, groups=1, stages=4, warps=8, tma=True),
-    ),
-    128: (
-        Plan(BM=64, BN=128, groups=1, stages=4, warps=8),
-        Plan(BM=64, BN=128, groups=1, stages=4, warps=8, tma=True),
-        Plan(BM=128, BN=128, groups=1, stages=4, warps=8, tma=True),
-        Plan(swap=False, BM=64, BN=128, groups=1, stages=4, warps=4),
-        Plan(swap=False, BM=128, BN=128, groups=1, stages=4, warps=8, tma=True),
-    ),
-}
-# Where tokens fill an instruction anyway, tiles of few rows of the weight occupy all multiprocessors without splits.
-_PLAIN_TILES: Mapping[int, Sequence[Plan]] = {
     **dict.fromkeys(
-        (16, 32, 64),
+        (8, 16),
         (
-            Plan(swap=False, BM=64, BN=32, groups=1, stages=10, tma=True),
-            Plan(swap=False, BM=64, BN=32, groups=2, stages=5, tma=True),
-            Plan(swap=False, BM=64, BN=32, groups=1, stages=10),
-            Plan(swap=False, BM=64, BN=64, groups=1, stages=6, tma=True),
-            Plan(swap=False, BM=64, BN=128, groups=1, stages=5, tma=True),
-            Plan(swap=False, BM=64, BN=128, groups=2, stages=3, warps=8, tma=True),
+            _trades(16, 64, 20, 1, 4, swap=True),
+            _trades(16, 64, 20, 2, 2, swap=True),
+            _trades(16, 128, 11, 2, 4, swap=True),
+            _trades(16, 64, 10, 2, 2, swap=True),
+            _trades(16, 128, 5, 2, 4, swap=True),
         ),
     ),
+    32: (
+        _trades(32, 64, 16, 2, 2, swap=True),
+        _trades(32, 128, 10, 2, 2, swap=True),
+        _trades(64, 64, 12, 2, 2),
+        _trades(32, 64, 8, 2, 2, swap=True),
+        _trades(32, 128, 5, 2, 2, swap=True),
+    ),
+    64: (
+        _trades(64, 64, 12, 2, 2),
+        _trades(64, 64, 12, 2, 2, swap=True),
+        _trades(64, 128, 8, 2, 1),
+        _trades(64, 32, 16, 2, 1),
+        _trades(64, 32, 8, 2, 2),
+        _trades(64, 32, 8, 2, 1),
+        _trades(64, 64, 5, 2, 1),
+        _trades(64, 128, 4, 2, 1, swap=True),
+    ),
     128: (
-        Plan(swap=False, BM=128, BN=32, groups=1, stages=8, warps=8, tma=True),
-        Plan(swap=False, BM=64, BN=64, groups=1, stages=6, tma=True),
-        Plan(swap=False, BM=128, BN=64, groups=1, stages=6, warps=8, tma=True),
-        Plan(swap=False, BM=128, BN=128, groups=1, stages=5, warps=8, tma=True),
+        _trades(64, 64, 12, 2, 2),
+        _trades(128, 64, 8, 2, 2),
+        _trades(64, 128, 8, 2, 1),
+        _trades(128, 32, 10, 2, 2),
+        _trades(64, 128, 8, 2, 2, swap=True),
+        _trades(128, 128, 6, 2, 1),
+        _trades(64, 64, 5, 2, 1),
+        _trades(128, 64, 4, 2, 1),
+        _trades(128, 32, 5, 2, 2),
     ),
 }
+_SPLITS = (1, 2, 4)  # that are tried where tiles alone leave multiprocessors idle
+_FEW_TILES = 100
+_MOST = 12  # candidates of few rows
 _LARGE_TILES = (
     Plan(swap=False, BM=128, BN=128, stages=4, warps=8),
     Plan(swap=False, BM=128, BN=128, stages=4, warps=8, tma=True),
@@ -209,39 +195,35 @@ _LARGE_TILES = (
 _LIBRARY: Mapping[str, object] = {"library": True}
 
 
-def _shared_bytes(tile: Plan) -> int:
-    """That a program takes, about."""
-    return tile.stages * tile.groups * GROUP_LEN * (tile.BN + (2 if tile.fused else 1) * tile.BM)
-
-
 def _with_splits(tile: Plan, size: int, N: int, K: int) -> list[Plan]:
     """The tile with each number of splits that is worth a try at a shape."""
-    num_steps = K // GROUP_LEN // tile.groups
-    if K // GROUP_LEN % tile.groups:
-        return []
     num_tiles = -(-N // tile.BN) * -(-size // tile.BM)
-    wanted = {max(1, programs // num_tiles) for programs in _PROGRAMS}
-    if _shared_bytes(tile) > _SHARED_BYTES // 2:  # fills a multiprocessor alone
-        wanted = {1, max(1, _PROGRAMS[0] // num_tiles)}
-    return [Plan(**{**tile.row(), "splits": splits}) for splits in sorted(wanted) if splits <= max(1, num_steps // 2)]
+    splits = [number for number in _SPLITS if number == 1 or number * _MIN_GROUPS <= K // GROUP_LEN]
+    if num_tiles >= _FEW_TILES:
+        splits = splits[:1]
+    plans = [replace(tile, splits=number) for number in splits]
+    return [plan for plan in plans if is_form(plan)]
 
 
 def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, object]]:
+    """For few rows `linear_fp8` has its own plan of before, and that of the product: tune the product first."""
     if size > FEW_ROWS:
         return [_LIBRARY, *[tile.row() for tile in _LARGE_TILES]]
-    tiles = (*_TILES[size], *_PLAIN_TILES.get(size, ()))
-    plans = [plan for tile in tiles for plan in _with_splits(tile, size, N, K)]
-    late = [replace(plan, pdl=False).row() for plan in plans]
-    if kernel == "gemm_fp8":
-        return [*[plan.row() for plan in plans], *late, *([_LIBRARY] if size == 128 else [])]
-    fused = [replace(plan, fused=True) for plan in plans if size <= 32 and plan.swap]
-    inside = [plan.row() for plan in fused if _shared_bytes(plan) < _SHARED_BYTES]
-    return [
-        *inside,
-        *[plan.row() for plan in plans],
-        replace(plans[0], pdl=False).row(),
-        *([_LIBRARY] if size == 128 else []),
-    ]
+    before = _row_of(kernel, size, N, K)
+    if kernel == "linear_fp8":
+        product = _row_of("gemm_fp8", size, N, K)
+        found = [before, product if product.get("library") else {**product, "fused": False}]
+        return found[:1] if found[0] == found[1] else found
+    plans = [plan for tile in _TILES[size] for plan in _with_splits(tile, size, N, K)]
+    plans.sort(key=lambda plan: plan.splits == 4)  # the least likely are left out
+    rows = [before, *[plan.row() for plan in plans[: _MOST - 1]]]
+    return [row for place, row in enumerate(rows) if row not in rows[:place]]
+
+
+def _row_of(kernel: str, size: int, N: int, K: int) -> Mapping[str, object]:
+    """What is used now, with all of its fields."""
+    plan = plan_of(kernel, size, N, K, SwapAB.AUTO, can_swap=True, device_index=None)
+    return _LIBRARY if plan is None else plan.row()
 
 
 def _prepare_candidate(

@@ -33,10 +33,12 @@ from baton.engine.decode import DecodeRunner
 from baton.engine.pass_warm_up import Reach
 from baton.engine.passes import ignore_layer
 from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
-from baton.kernels import attention_prefill_hopper_triton, fused_copy_triton
+from baton.kernels import attention_prefill_hopper_triton, fused_copy_triton, gemm_fp8_hopper_triton, gemm_fp8_plan
 from baton.kernels.fused_copy import RunningCopies
+from baton.kernels.gemm_fp8_plan import Plan
 from baton.kernels.implementation import Implementation
 from baton.kernels.launcher import Launcher
+from baton.kernels.tuning import find
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
@@ -116,6 +118,16 @@ def _copy(pairs, device):
     return RunningCopies((), (), None)
 
 
+def _row_with_workers(table, shape, size, device_index):
+    """For the products that give as much as they take, which no table has, and at most 128 rows."""
+    outputs, inputs = shape.split("x")
+    if outputs != inputs or size > gemm_fp8_plan.FEW_ROWS:
+        return find(table, shape, size, device_index)
+    if size <= 16:
+        return Plan(stages=20, workers=2, splits=2).row()
+    return Plan(swap=False, BM=64, BN=32 if size <= 64 else 64, stages=8, workers=2).row()
+
+
 def stub():
     """Nothing is compiled; what would be written by kernels is zeros."""
     driver.set_active(_Hopper())
@@ -125,6 +137,8 @@ def stub():
     torch.Tensor.new_empty = lambda x, *sizes, **options: x.new_zeros(*sizes, **options)
     attention_prefill_hopper_triton._multiprocessors = lambda index: 132
     slots.fused_copy = kernel_warm_up.fused_copy = _copy
+    gemm_fp8_hopper_triton._is_hopper = lambda index: True
+    gemm_fp8_plan.find = _row_with_workers
     kernel_warm_up.is_compiled = lambda model: True
     kernel_warm_up.is_needed = lambda model: model.choosing is not None
 

@@ -1,5 +1,7 @@
 """Products with a float8 weight: the kernel in the interpreter in all its forms, the reference, the choice of plans."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from baton.kernels import gemm_fp8 as module
 from baton.kernels import gemm_fp8_triton
 from baton.kernels.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm_fp8 import Workspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
+from baton.kernels.gemm_fp8_hopper_triton import is_form, num_counters, programs_at_once
 from baton.kernels.gemm_fp8_plan import Plan, SwapAB, invariant_plan, plan_of, rule, splits_of
 from baton.kernels.implementation import Implementation
 from baton.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
@@ -252,6 +255,67 @@ def test_the_table_decides_and_may_name_the_library(monkeypatch):
     rows["gemm_fp8"]["512x256"]["64"] = Plan(BM=64, BN=128).row()
     assert chosen(100) == Plan(BM=64, BN=128)
     assert chosen(500) is None, "what was tuned for few rows says nothing of many"
+
+
+@pytest.mark.fast
+def test_plans_with_workers_are_for_hopper_and_rows_that_it_can_copy(monkeypatch):
+    plan = Plan(swap=False, BM=64, BN=32, stages=8, workers=2)
+    monkeypatch.setattr("baton.kernels.gemm_fp8_plan.find", lambda *_: plan.row())
+    launched = []
+    monkeypatch.setattr(module.gemm_fp8_triton, "launch", lambda *arguments, **_: launched.append(arguments[4]))
+    monkeypatch.setattr(module.gemm_fp8_hopper_triton, "launch", lambda *arguments: launched.append(arguments[4]))
+    x, weight = data(20, 64, 256)
+    a, scales = quantize_fp8(x)
+    linear_fp8(x, weight, implementation=TRITON)
+    assert launched.pop() == rule(20, 64, 256, swap=True), "Triton's interpreter cannot run it"
+    with pytest.raises(KernelArgumentInvalid, match=r"^plan:"):
+        linear_fp8(x, weight, plan=plan, implementation=TRITON)
+    monkeypatch.setattr(module.gemm_fp8_hopper_triton, "_is_hopper", lambda _: True)
+    _, weight = data(20, 72, 256)  # none of what was decided is about it
+    linear_fp8(x, weight, implementation=TRITON)
+    assert launched.pop() == plan
+    gemm_fp8(a, scales, weight, implementation=TRITON)
+    assert launched.pop() == plan
+    gemm_fp8(torch.cat([a, a[:, :8]], 1)[:, :256], scales, weight, implementation=TRITON)
+    assert launched.pop() == rule(20, 72, 256, swap=True), "rows are not 16 bytes apart"
+    gemm_fp8(a, scales, weight, num_sms=4, implementation=TRITON)
+    assert launched.pop() == rule(20, 72, 256, swap=True)
+    linear_fp8(x, weight, invariant=True, implementation=TRITON)
+    assert launched.pop() == invariant_plan(72, 256)
+    monkeypatch.setattr(module, "_capability", lambda _: (8, 9))
+    _, weight = data(20, 80, 256)
+    linear_fp8(x, weight, implementation=TRITON)
+    assert launched.pop().workers == 2, "what the device is, is asked in one place"
+    monkeypatch.setattr(module.gemm_fp8_hopper_triton, "_is_hopper", lambda _: False)
+    _, weight = data(20, 88, 256)
+    linear_fp8(x, weight, implementation=TRITON)
+    assert launched.pop() == rule(20, 88, 256, swap=False)
+    assert not launched
+
+
+@pytest.mark.fast
+def test_which_plans_with_workers_there_are():
+    plan = Plan(swap=False, BM=64, BN=32, stages=16, workers=2)
+    assert is_form(plan)
+    assert is_form(replace(plan, splits=4))
+    half = replace(plan, stages=8)
+    assert (programs_at_once(plan), programs_at_once(half)) == (1, 2)
+    assert is_form(half)
+    for other in (
+        replace(half, splits=2),
+        replace(plan, stages=18),
+        replace(plan, stages=3),
+        replace(plan, workers=3),
+        replace(plan, BM=128, stages=8, workers=1),
+        replace(plan, BM=32),
+        replace(plan, groups=2),
+        replace(plan, fused=True),
+        replace(plan, depth=0),
+    ):
+        assert not is_form(other), other
+    assert num_counters(plan, 65, 100) == 0
+    assert num_counters(replace(plan, splits=2), 65, 100) == 2 * 4
+    assert num_counters(replace(plan, BM=128, stages=10, splits=2), 65, 100) == 4 * 2
 
 
 @pytest.mark.fast
