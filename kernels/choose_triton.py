@@ -19,15 +19,17 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels.noise_triton import gumbel, quick_exp2, uniform
-from baton.kernels.race_triton import from_row, least_reach, nominated, num_words, store_race, tokens_of_group
-from baton.kernels.row_triton import cuts_of, num_usable, raw_tokens, row_tokens, widened
+from baton.kernels.chunk_triton import look, race_pairs, raw_chunk
+from baton.kernels.noise_triton import gumbel, uniform
+from baton.kernels.race_triton import from_row, least_reach, nominated, num_words, tokens_of_group
+from baton.kernels.row_triton import cuts_of, num_usable, row_tokens
 from baton.kernels.variant import Variant
 
 CHUNK = 4096
 GROUP = 32
 SCAN_WARPS = 8
 SCAN_REGISTERS = {2: 64, 4: 80}  # by bytes of a logit: so that four or three programs share a multiprocessor
+AHEAD = 2  # chunks that are on their way while one is looked at, where no race needs the registers
 PROGRAMS = 132 * 24  # of a launch, that it is worth starting; more only take turns
 
 REJECT = tl.constexpr(1)  # `kernels.choice.Law`
@@ -62,6 +64,12 @@ def span_of(num_rows: int, num_chunks: int) -> int:
     return min(num_chunks, max(1, num_rows * num_chunks // PROGRAMS))
 
 
+def _has_pairs(logits_BQV) -> bool:
+    """Whether logits can be read two at a time."""
+    is_even = not (logits_BQV.shape[2] | logits_BQV.stride(0) | logits_BQV.stride(1)) & 1
+    return logits_BQV.dtype == torch.bfloat16 and is_even and logits_BQV.data_ptr() % 4 == 0
+
+
 def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
     """The scan of all rows that may be read; `drafts` are None where each sequence has one row."""
     num_sequences, num_rows, vocab_size = logits_BQV.shape
@@ -74,6 +82,7 @@ def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
         maxima = torch.empty(count, num_chunks, CHUNK // GROUP, dtype=torch.float32, device=device)
     none, seed_B = drafts is None, rows.seed_B
     span = span_of(count, num_chunks)
+    has_pairs = _has_pairs(logits_BQV) and edited is None and not rows.truncates
     scan_kernel[(count, triton.cdiv(num_chunks, span))](
         logits_BQV,
         logits_BQV.stride(0 if num_rows == 1 else 1),
@@ -99,6 +108,8 @@ def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
         Q=num_rows,
         LAWS=not none,
         EDITED=edited is not None,
+        PAIRS=has_pairs,
+        AHEAD=AHEAD if has_pairs else 1,
         P=triton.next_power_of_2(num_rows),
         N=CHUNK,
         G=GROUP,
@@ -172,23 +183,17 @@ def is_kept(x_N, token_N, bound_R, last_R, row, BOUNDED: tl.constexpr):
     return kept_N
 
 
-@triton.jit
-def blocks_of(start, N: tl.constexpr):
-    """The tokens of a chunk, in blocks of four: [X, 4]."""
-    return start + tl.arange(0, N // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-
-
 @triton.jit(
     do_not_specialize=["edited", "edited_row", "rates", "forced_len", "maxima", "num_chunks", "span", "may_skip"]
 )
-def scan_kernel(  # noqa: C901
+def scan_kernel(
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
     top_k_B, top_p_B, min_p_B, rates, forced_len, values, ids, maxima, V, num_chunks, span, may_skip,
     HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr, Q: tl.constexpr, LAWS: tl.constexpr,
-    EDITED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, QUICK: tl.constexpr,
+    EDITED: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    G: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     """What each chunk of a row is worth; see the module."""
-    PAIRS: tl.constexpr = QUICK and not (HAS_K or HAS_P or HAS_MIN)  # which have no register to spare
     row, chunk = tl.program_id(0), tl.program_id(1) * span
     sequence, place = row // Q, row % Q
     base = row.to(tl.int64) * row_stride
@@ -203,7 +208,7 @@ def scan_kernel(  # noqa: C901
             if may_skip > 0:
                 law = tl.load(law_B + sequence)
                 first_limit = tl.where((law == FORCE) | (law == SYNTHETIC), 0, limit)
-        raw_X4 = raw_tokens(logits, base, blocks_of(chunk * N, N), first_limit)
+        raw_XT = raw_chunk(logits, base, chunk * N, first_limit, PAIRS, N)
     temperature = tl.load(temperature_B + sequence).to(tl.float32)
     seed, choice = tl.load(seed_B + sequence), tl.load(choice_B + sequence)
     position = tl.load(position_B + sequence) + place
@@ -215,40 +220,31 @@ def scan_kernel(  # noqa: C901
         law = tl.load(law_B + sequence)
     if not is_read(law, place, forced_len, rates, drafts, cap, sequence, position_B, Q, LAWS, P):
         return
+    if EDITED:
+        raw_XT = 0  # whatever: each chunk is loaded when it is looked at
+    elif LAWS:
+        if first_limit < limit:
+            raw_XT = raw_chunk(logits, base, chunk * N, limit, PAIRS, N)
     is_greedy = temperature <= 0.0
     by_chance = (law == REJECT) | (law == BLOCK)
     scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
-    W: tl.constexpr = 32 if N >= 32 else N  # `race_triton.num_words`
-    if not EDITED:
-        if LAWS:
-            if first_limit < limit:
-                raw_X4 = raw_tokens(logits, base, blocks_of(chunk * N, N), limit)
-        x_X4 = widened(raw_X4, PAIRS)
-    while chunk < stop:
-        token_X4 = blocks_of(chunk * N, N)
-        if EDITED:
-            x_X4 = row_tokens(logits, base, edited, source, token_X4, V, EDITED)
-        else:
-            # The next chunk is on its way while this one is looked at, in half as many registers as buffers would take.
-            raw_X4 = raw_tokens(logits, base, token_X4 + N, limit)
-        out = row * num_chunks + chunk
-        best = tl.max(x_X4)
-        tl.store(values + 2 * out, best)
-        if is_greedy:
-            tl.store(ids + out * W, tl.min(tl.where(x_X4 == best, token_X4, V - 1)))
-        else:
-            best = tl.maximum(best, -3.0e38)
-            if is_cut:
-                maximum_G = tl.max(tl.reshape(x_X4, [N // G, G]), axis=1)
-                tl.store(maxima + out.to(tl.int64) * (N // G) + tl.arange(0, N // G), maximum_G)
-            if by_chance | is_cut:
-                tl.store(values + 2 * out + 1, tl.sum(quick_exp2((x_X4 - best) * scale, QUICK)))
-            # Of the k likeliest, few as they are, the bounds hold the race.
-            if (not by_chance) & (top_k <= 0):
-                store_race(x_X4, best, scale, chunk * (N // 4), seed, choice, position, ids + out * W, N, QUICK)
-        if not EDITED:
-            x_X4 = widened(raw_X4, PAIRS)
-        chunk += 1
+    if not PAIRS:
+        # Of the k likeliest, few as they are, the bounds hold the race.
+        look(
+            logits, row, base, edited, source, chunk, stop, limit, V, num_chunks, raw_XT, is_greedy, is_cut,
+            by_chance | is_cut, scale, (not by_chance) & (top_k <= 0), seed, choice, position, values, ids, maxima,
+            EDITED, HAS_K or HAS_P or HAS_MIN, True, False, 1, N, G, QUICK,
+        )  # fmt: skip
+    elif is_greedy | by_chance:
+        look(
+            logits, row, base, edited, source, chunk, stop, limit, V, num_chunks, raw_XT, is_greedy, False, by_chance,
+            scale, False, seed, choice, position, values, ids, maxima, False, False, False, True, AHEAD, N, G, QUICK,
+        )  # fmt: skip
+    else:
+        race_pairs(
+            logits, row, base, chunk, stop, limit, num_chunks, raw_XT, scale, seed, choice, position, values, ids, N,
+            QUICK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -378,6 +374,7 @@ def variants() -> list[Variant]:
     ):  # fmt: skip
         constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "N": CHUNK, "G": GROUP, "P": num_rows}
         constants |= {"HAS_K": cut, "HAS_P": cut, "HAS_MIN": False, "QUICK": quick}
+        constants |= {"PAIRS": not cut, "AHEAD": 1 if cut else AHEAD}
         found.append(
             Variant(
                 name=f"token_scan {dtype} Q={num_rows}{' cut' if cut else ''}{'' if quick else ' portable'}",
@@ -387,7 +384,7 @@ def variants() -> list[Variant]:
                 aligned=ALIGNED,
                 num_warps=SCAN_WARPS,
                 max_registers=SCAN_REGISTERS[2 if dtype == "bf16" else 4],
-                may_spill=cut,  # a few numbers of a chunk with some compilers: a program less would cost more
+                may_spill=True,  # a few numbers of a row with some compilers: a program less would cost more
                 options={"maxnreg": SCAN_REGISTERS[2 if dtype == "bf16" else 4]},
                 on_amd=not quick,
             )

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from baton.kernels.border_triton import groups_that_reach, lane_bound
-from baton.kernels.choose_triton import blocks_of, is_quick, span_of
+from baton.kernels.choose_triton import is_quick, span_of
 from baton.kernels.noise_triton import quick_exp2
-from baton.kernels.row_triton import of_order_key, order_key, raw_tokens, row_tokens
+from baton.kernels.row_triton import blocks_of, of_order_key, order_key, raw_tokens, row_tokens
 from baton.kernels.variant import Variant
 
 CHUNK = 4096

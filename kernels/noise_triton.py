@@ -95,11 +95,11 @@ def quick_exp2(x_N, QUICK: tl.constexpr):
 
 
 @triton.jit
-def log2_count(word_N, QUICK: tl.constexpr):
-    """32 less a bound of a word's noise over ln 2, float32; -inf for one word of 2^32.
+def log2_count(count_N, QUICK: tl.constexpr):
+    """32 less a bound of a word's noise over ln 2, float32, by how many words are above it; -inf for the last of 2^32.
 
     With 1 - u = r the noise is -ln(-ln(1 - r)), and -ln(1 - r) >= r: so it is at most -ln r, which takes one logarithm,
     and nothing cancels where noise is large. The two differ by r / 2 there, and much only where noise is small. Of r,
     which is (count + 1/2) / 2^32, the half is left out, too, which only adds to the bound.
     """
-    return _log2((word_N ^ 0xFFFFFFFF).to(tl.float32), QUICK)
+    return _log2(count_N.to(tl.float32), QUICK)

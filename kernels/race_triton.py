@@ -6,8 +6,9 @@ another: of each group it leaves the two blocks whose bounds are largest, and th
 decides computes the scores of the best two blocks of a chunk as the reference does, and knows from the bounds of what
 is left whether a better one might be there.
 
-A bound, as it is stored, is log2(e) times the score, counted from the chunk's largest logit, plus 32, or more; what
-would be negative is 0, which only adds to it. The bits that a place takes are filled with ones where it is read.
+A bound, as it is stored, is log2(e) times the score, counted from the chunk's largest logit, plus 32, or more, all in
+parts of 128; what would be negative is 0, which only adds to it. The bits that a place takes are filled with ones where
+it is read.
 
 Legend: N tokens of a chunk, X blocks of four, W groups of T times S blocks, M chunks of a row, P rows.
 """
@@ -16,12 +17,12 @@ import triton
 import triton.language as tl
 
 from baton.kernels.noise_triton import log2_count, philox
+from baton.kernels.row_triton import fours
 from baton.kernels.variant import Variant
 
 NO_BLOCK = tl.constexpr(0x1FFFFFFF)  # beyond any vocabulary
 _GROUPS = 8  # as the scan has warps
-_START = tl.constexpr(64.0)  # bounds less this are -log2 of a count, or less
-_MOST = tl.constexpr(127.0)  # above any bound of a count that is not 0
+_UNIT = tl.constexpr(128.0)  # of bounds as they are stored: half of it are those of -log2 of a count of 1
 _OFFSET = tl.constexpr(32.0)  # what is left of it, as noise is that of count / 2^32
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ULPS = tl.constexpr(1.9073486328125e-06)  # 2^-19: see `least_reach`
@@ -38,26 +39,43 @@ def num_words(chunk: int) -> int:
 
 
 @triton.jit
-def store_race(x_X4, best, scale, first_block, seed, choice, position, words, N: tl.constexpr, QUICK: tl.constexpr):
-    """Nominate two blocks of each group of a chunk and leave a bound of the others; `best` is finite."""
+def counts_of(first_block, seed, choice, position, N: tl.constexpr, QUICK: tl.constexpr):
+    """How many words are above those of a chunk's noise: a tensor for each place in a block."""
+    purpose = tl.full([], 0, tl.int32)
+    word_0X, word_1X, word_2X, word_3X = philox(
+        first_block + tl.arange(0, N // 4), position, choice, purpose, seed, QUICK
+    )  # fmt: skip
+    return word_0X ^ 0xFFFFFFFF, word_1X ^ 0xFFFFFFFF, word_2X ^ 0xFFFFFFFF, word_3X ^ 0xFFFFFFFF
+
+
+@triton.jit
+def bound_of(
+    raw_XT, count_0X, count_1X, count_2X, count_3X, best, scale, PAIRS: tl.constexpr, QUICK: tl.constexpr
+):  # fmt: skip
+    """The bound of each block of a chunk; `best` is finite."""
+    x_0X, x_1X, x_2X, x_3X = fours(raw_XT, PAIRS)
+    lag_0X = (best - x_0X) * scale + log2_count(count_0X, QUICK)
+    lag_1X = (best - x_1X) * scale + log2_count(count_1X, QUICK)
+    lag_2X = (best - x_2X) * scale + log2_count(count_2X, QUICK)
+    lag_3X = (best - x_3X) * scale + log2_count(count_3X, QUICK)
+    lag_X = tl.minimum(tl.minimum(lag_0X, lag_1X), tl.minimum(lag_2X, lag_3X))
+    if QUICK:
+        return tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, 0fBC000000, 0f3F000000;", "=f,f", [lag_X], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.minimum(tl.maximum(0.5 - lag_X / _UNIT, 0.0), 1.0)
+
+
+@triton.jit
+def store_nominees(bound_X, words, N: tl.constexpr):
+    """Nominate two blocks of each group of a chunk and leave a bound of the others."""
     W: tl.constexpr = 8 if N >= 32 else N // 4
     S: tl.constexpr = 32 if N // 4 >= 32 * W else N // 4 // W
     T: tl.constexpr = N // 4 // (W * S)
-    even_XX, odd_XX = tl.split(tl.reshape(x_X4, [N // 4, 2, 2]))
-    x_0X, x_2X = tl.split(even_XX)
-    x_1X, x_3X = tl.split(odd_XX)
     place_X = tl.arange(0, N // 4)
-    word_0X, word_1X, word_2X, word_3X = philox(
-        first_block + place_X, position, choice, tl.full([], 0, tl.int32), seed, QUICK
-    )  # fmt: skip
-    bound_0X = (x_0X - best) * scale - log2_count(word_0X, QUICK)
-    bound_1X = (x_1X - best) * scale - log2_count(word_1X, QUICK)
-    bound_2X = (x_2X - best) * scale - log2_count(word_2X, QUICK)
-    bound_3X = (x_3X - best) * scale - log2_count(word_3X, QUICK)
-    bound_X = tl.maximum(tl.maximum(bound_0X, bound_1X), tl.maximum(bound_2X, bound_3X)) + _START
-    bits_X = tl.minimum(tl.maximum(bound_X, 0.0), _MOST).to(tl.int32, bitcast=True)
     index_X = (place_X // (W * S)) * S + place_X % S
-    key_TWS = tl.reshape((bits_X & -(T * S)) | index_X, [T, W, S])
+    key_TWS = tl.reshape((bound_X.to(tl.int32, bitcast=True) & -(T * S)) | index_X, [T, W, S])
     first_W = tl.max(tl.max(key_TWS, axis=0), axis=1)
     key_TWS = tl.where(key_TWS == first_W[None, :, None], 0, key_TWS)
     second_W = tl.max(tl.max(key_TWS, axis=0), axis=1)
@@ -69,13 +87,21 @@ def store_race(x_X4, best, scale, first_block, seed, choice, position, words, N:
 
 
 @triton.jit
+def store_race(raw_XT, best, scale, first_block, seed, choice, position, words, N: tl.constexpr, QUICK: tl.constexpr):
+    """What a chunk of float32 leaves of the race; `best` is finite."""
+    count_0X, count_1X, count_2X, count_3X = counts_of(first_block, seed, choice, position, N, QUICK)
+    bound_X = bound_of(raw_XT, count_0X, count_1X, count_2X, count_3X, best, scale, False, QUICK)
+    store_nominees(bound_X, words, N)
+
+
+@triton.jit
 def store_winner(words, row, num_chunks, token, M: tl.constexpr, N: tl.constexpr):
     """Nominate one token of a row; whoever else is nominated does worse, and the others' bounds are the least."""
     W: tl.constexpr = 8 if N >= 32 else N // 4
     S: tl.constexpr = 32 if N // 4 >= 32 * W else N // 4 // W
     chunk_M1, word_1W = tl.arange(0, M)[:, None], tl.arange(0, 4 * W)[None, :]
     place = token % N // 4
-    key = 0x42800000 | (place // (W * S) * S + place % S)  # a bound of 64
+    key = 0x3F000000 | (place // (W * S) * S + place % S)  # a bound of 32
     is_its_MW = (chunk_M1 == token // N) & (word_1W == place // S % W * 4)
     at_MW = words + (row * num_chunks + chunk_M1) * (4 * W) + word_1W
     tl.store(at_MW, tl.where(is_its_MW, key, 0), mask=chunk_M1 < num_chunks)
@@ -102,7 +128,7 @@ def nominated(words, row_P1, is_read_P1, num_chunks, M: tl.constexpr, P: tl.cons
     rest_PMW = tl.maximum(tl.maximum(rest_PMW, left_PMW), 0)
     block_PM2 = tl.join(block_0PM, block_1PM)
     token_PX4 = tl.reshape(block_PM2, [P, 2 * M])[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    rest_PMW = (rest_PMW | (T * S - 1)).to(tl.float32, bitcast=True) - _OFFSET
+    rest_PMW = (rest_PMW | (T * S - 1)).to(tl.float32, bitcast=True) * _UNIT - _OFFSET
     return tl.reshape(token_PX4, [P, 8 * M]), rest_PMW
 
 

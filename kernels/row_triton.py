@@ -1,12 +1,14 @@
 """What kernels that choose tokens share: a row's logits, the drafts that count, and numbers in order as whole numbers.
 
-Shapes: N tokens.
+Shapes: N tokens, X blocks of four of them, T words of such a block: four numbers, or two pairs.
 """
 
 import triton
 import triton.language as tl
 
 from baton.kernels.variant import Variant
+
+_NO_PAIR = tl.constexpr(-0x7F0080)  # two of bfloat16's -inf
 
 
 def variants() -> list[Variant]:
@@ -21,14 +23,64 @@ def raw_tokens(logits, base, token_N, limit):
 
 
 @triton.jit
-def widened(x_N, PAIRS: tl.constexpr):
-    """The same numbers, float32; of bfloat16 two at a time, which the compiler would first take apart."""
-    if PAIRS and x_N.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x_N], dtype=tl.float32, is_pure=True, pack=2
-        )
+def blocks_of(start, N: tl.constexpr):
+    """The tokens of a chunk, in blocks of four: [X, 4]."""
+    return start + tl.arange(0, N // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def raw_pairs(logits, base, start, limit, N: tl.constexpr):
+    """A chunk's logits in bfloat16 as they are stored, two to an int32, [X, 2]; -inf from a limit on, which is even."""
+    pair_X2 = tl.arange(0, N // 4)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    at_X2 = (logits + (base + start)).to(tl.pointer_type(tl.int32), bitcast=True) + pair_X2
+    if start + N <= limit:  # nearly always: neither a mask nor numbers in its place
+        pair_X2 = tl.load(at_X2)
     else:
-        return x_N.to(tl.float32)
+        pair_X2 = tl.load(at_X2, mask=pair_X2 * 2 < limit - start, other=_NO_PAIR)
+    return pair_X2
+
+
+@triton.jit
+def lower_of(pair_X):
+    """The first token's logit of each pair, float32."""
+    return (pair_X << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def upper_of(pair_X):
+    """The second token's logit of each pair, float32."""
+    return (pair_X & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fours(raw_XT, PAIRS: tl.constexpr):
+    """The logits of each block of four, float32: a tensor for each place in a block."""
+    if PAIRS:
+        pair_0X, pair_1X = tl.split(raw_XT)
+        return lower_of(pair_0X), upper_of(pair_0X), lower_of(pair_1X), upper_of(pair_1X)
+    else:
+        even_X2, odd_X2 = tl.split(tl.reshape(raw_XT, [raw_XT.shape[0], 2, 2]))
+        x_0X, x_2X = tl.split(even_X2)
+        x_1X, x_3X = tl.split(odd_X2)
+        return x_0X, x_1X, x_2X, x_3X
+
+
+@triton.jit
+def _larger_pair(left, right):
+    return tl.inline_asm_elementwise(
+        "max.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def best_of(raw_XT, PAIRS: tl.constexpr, QUICK: tl.constexpr):
+    """The largest logit of a chunk, float32."""
+    if PAIRS and QUICK:
+        pair = tl.reduce(raw_XT, None, _larger_pair)
+        return tl.maximum(lower_of(pair), upper_of(pair))
+    else:
+        x_0X, x_1X, x_2X, x_3X = fours(raw_XT, PAIRS)
+        return tl.max(tl.maximum(tl.maximum(x_0X, x_1X), tl.maximum(x_2X, x_3X)))
 
 
 @triton.jit

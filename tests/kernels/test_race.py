@@ -214,7 +214,7 @@ def test_what_the_scan_leaves_bounds_every_score():
             for place in (group * 2, group * 2 + 1):
                 start = chunk * CHUNK + 4 * place
                 word = max(w for w in (first, second) if group * 2 + w % 2 == place) if place in nominated else rest
-                bound = np.int32(word | 1).view(np.float32) - 32 + float(best_M[chunk] - best_M.max()) / np.log(2)
+                bound = np.int32(word | 1).view(np.float32) * 128 - 32 + float(best_M[chunk] - best_M.max()) / np.log(2)
                 scores = score_V[start : min(start + 4, vocab_size)]
                 assert not len(scores) or bound >= float(scores.max()) - 1e-4
     assert scan.ids.shape == (1, 3, race_triton.num_words(CHUNK))
