@@ -5,6 +5,9 @@ input is there: such a kernel waits for everything before it prior to its first 
 next one in, which waits in turn; so never more than one stands waiting. All it takes is an option of the launch and two
 instructions, and a kernel that knows nothing of it may come before or after. Earlier GPUs, other vendors' and the
 interpreter do without.
+
+Verification goes further: its scan begins when all before it is over and lets the next in at once; and these look, even
+before they wait, at what the scan does not write.
 """
 
 import functools
