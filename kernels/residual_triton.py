@@ -24,7 +24,7 @@ from baton.kernels.variant import Variant
 RESIDUAL_WARPS = 4
 PARTS = 2  # of a chunk, one after the other
 RESIDUAL_REGISTERS = {False: 96, True: 128}  # by whether rows are cut: so that five or four share a multiprocessor
-PROGRAMS = 132 * 6  # of a launch: more would only find the same verdict more often
+PROGRAMS = 132 * 5  # of a launch: more would take turns, and each find the same verdict once more
 SEARCHED = 256
 
 
