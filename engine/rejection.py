@@ -141,7 +141,7 @@ class Proposals:
         is_unusable_SK = torch.arange(ids_SK.shape[1], device=ids_SK.device) >= self.num_usable_S[:, None]
         if self.probs is None:
             return torch.ones(ids_SK.shape, dtype=torch.float64, device=ids_SK.device).masked_fill(is_unusable_SK, 0.0)
-        columns_SK = ids_SK if self.probs.t2d_V is None else self.probs.t2d_V[ids_SK]
+        columns_SK = ids_SK if self.probs.t2d_V is None else self.probs.t2d_V[ids_SK].long()
         q_SK1 = self.vocab.values_at(self.probs.probs_SKC, columns_SK.clamp(min=0)[:, :, None])
         q_SK = q_SK1[:, :, 0].double()
         return q_SK.masked_fill(is_unusable_SK | (columns_SK < 0), 0.0)

@@ -57,7 +57,7 @@ class DraftProbs:
     Attributes:
         probs_SKC: float, over the draft head's columns; a row of zeros stands for no draft. Where ranks share the
             vocabulary, over this rank's tokens.
-        t2d_V: int64, the column of each token, -1 where the head has none; None if columns are tokens.
+        t2d_V: int32 or int64, the column of each token, -1 where the head has none; None if columns are tokens.
     """
 
     probs_SKC: torch.Tensor

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.chunk_triton import look, race_pairs, raw_chunk
+from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.noise_triton import gumbel, uniform
 from baton.kernels.race_triton import from_row, least_reach, nominated, num_words, tokens_of_group
 from baton.kernels.row_triton import cuts_of, num_usable, row_tokens
@@ -29,6 +30,7 @@ CHUNK = 4096
 GROUP = 32
 SCAN_WARPS = 8
 SCAN_REGISTERS = {2: 64, 4: 80}  # by bytes of a logit: so that four or three programs share a multiprocessor
+LETS_NEXT_IN = True  # while its last programs run
 AHEAD = 2  # chunks that are on their way while one is looked at, where no race needs the registers
 PROGRAMS = 132 * 24  # of a launch, that it is worth starting; more only take turns
 
@@ -114,6 +116,7 @@ def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
         N=CHUNK,
         G=GROUP,
         QUICK=is_quick(),
+        EARLY=LETS_NEXT_IN and dependent_launch(device)["EARLY"],  # itself it begins after what was before it
         num_warps=SCAN_WARPS,
         **({} if _INTERPRETED or torch.version.hip else {"maxnreg": SCAN_REGISTERS[logits_BQV.element_size()]}),
     )
@@ -186,14 +189,16 @@ def is_kept(x_N, token_N, bound_R, last_R, row, BOUNDED: tl.constexpr):
 @triton.jit(
     do_not_specialize=["edited", "edited_row", "rates", "forced_len", "maxima", "num_chunks", "span", "may_skip"]
 )
-def scan_kernel(
+def scan_kernel(  # noqa: C901
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
     top_k_B, top_p_B, min_p_B, rates, forced_len, values, ids, maxima, V, num_chunks, span, may_skip,
     HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr, Q: tl.constexpr, LAWS: tl.constexpr,
     EDITED: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-    G: tl.constexpr, QUICK: tl.constexpr,
+    G: tl.constexpr, QUICK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What each chunk of a row is worth; see the module."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # which wait for all of this before they look at what it leaves
     row, chunk = tl.program_id(0), tl.program_id(1) * span
     sequence, place = row // Q, row % Q
     base = row.to(tl.int64) * row_stride
@@ -374,7 +379,7 @@ def variants() -> list[Variant]:
     ):  # fmt: skip
         constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "N": CHUNK, "G": GROUP, "P": num_rows}
         constants |= {"HAS_K": cut, "HAS_P": cut, "HAS_MIN": False, "QUICK": quick}
-        constants |= {"PAIRS": not cut, "AHEAD": 1 if cut else AHEAD}
+        constants |= {"PAIRS": not cut, "AHEAD": 1 if cut else AHEAD, "EARLY": quick}
         found.append(
             Variant(
                 name=f"token_scan {dtype} Q={num_rows}{' cut' if cut else ''}{'' if quick else ' portable'}",

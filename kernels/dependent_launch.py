@@ -7,6 +7,9 @@ takes is an option of the launch and two instructions, and a kernel that knows n
 Earlier GPUs, other vendors' and the interpreter do without.
 
 Where programs are many, what is won is little, and each of them pays for its wait: tuned tables say so by `early`.
+
+Verification goes further: its scan begins when all before it is over and lets the next in at once; and these look, even
+before they wait, at what the scan does not write.
 """
 
 import functools

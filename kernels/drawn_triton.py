@@ -142,7 +142,7 @@ def _points(
     """How many drafts that are point masses stand; the largest logit and the mass of each row."""
     p_P, q_P, best_P, total_P = chances_of(
         logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, -1, t2d, sequence, usable,
-        temperature, V, C, num_chunks, Q, EDITED, BOUNDED, 0, M, P,
+        temperature, V, C, num_chunks, Q, EDITED, BOUNDED, 0, M, P, False,
     )  # fmt: skip
     return accepted_one_by_one(p_P, q_P, draw_P, usable, P), best_P, total_P
 

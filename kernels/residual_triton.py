@@ -4,10 +4,11 @@ Most rows are read once, by the scan, which leaves what is needed to draw from t
 drafts were drawn from probabilities are read again: `residual_kernel` sums what is left over in each of their chunks.
 It has programs for rows of probabilities, not for sequences, lest most of them start for nothing; each finds its
 sequence's verdict from the scan, rather than wait for a launch that tells it. The first of a sequence leaves what it
-found, so that the decision stands on the same numbers.
+found, so that the decision stands on the same numbers. Programs are there while the last of the scan run, and load what
+does not come from it.
 
-Shapes: X blocks of four of the N tokens of a chunk, M chunks of a row and P places of a sequence, rounded up to powers
-of two; S sequences that are looked at together.
+Shapes: X blocks of four of the N tokens of a chunk or H of a part of it, M chunks of a row and P places of a sequence,
+rounded up to powers of two; S sequences that are looked at together.
 """
 
 import triton
@@ -21,8 +22,9 @@ from baton.kernels.row_triton import num_usable, row_tokens
 from baton.kernels.variant import Variant
 
 RESIDUAL_WARPS = 4
-RESIDUAL_REGISTERS = {False: 128, True: 168}  # by whether rows are cut: so that four or three share a multiprocessor
-PROGRAMS = 132 * 6  # of a launch: more would only find the same verdict more often
+PARTS = 2  # of a chunk, one after the other
+RESIDUAL_REGISTERS = {False: 96, True: 128}  # by whether rows are cut: so that five or four share a multiprocessor
+PROGRAMS = 132 * 5  # of a launch: more would take turns, and each find the same verdict once more
 SEARCHED = 256
 
 
@@ -31,7 +33,8 @@ def launch(common, drawn, vocab_size, num_columns, num_chunks, num_sequences, nu
     span = min(num_chunks, triton.cdiv(num_rows_of_probs * num_chunks, PROGRAMS))
     residual_kernel[(triton.cdiv(num_chunks, span), num_rows_of_probs)](
         *common, *drawn, vocab_size, num_columns, num_chunks, num_sequences, span, **flags,
-        QUICK=choose_triton.is_quick(), S=SEARCHED, num_warps=RESIDUAL_WARPS, **dependent_launch(device),
+        H=flags["N"] // PARTS, QUICK=choose_triton.is_quick(), S=SEARCHED, num_warps=RESIDUAL_WARPS,
+        **dependent_launch(device),
         **({"maxnreg": RESIDUAL_REGISTERS[flags["BOUNDED"]]} if choose_triton.is_quick() else {}),
     )  # fmt: skip
 
@@ -101,17 +104,15 @@ def chances_of(
     logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, sequence, usable,
     temperature, V, C, num_chunks,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
-    P: tl.constexpr,
+    P: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """P and q of each draft, float64, 0 where there is none; the largest logit of each row, and its mass, float64.
 
-    What can be loaded is on its way before it is known which drafts count; what then does not count is anything.
+    What can be loaded is on its way before it is known which drafts count; what then does not count is anything. What
+    the scan did not write, before it is known that the scan is over.
     """
     place_P, chunk_1M = tl.arange(0, P), tl.arange(0, M)[None, :]
     row_P = sequence * Q + tl.minimum(place_P, Q - 1)
-    at_PM = values + 2 * (row_P[:, None] * num_chunks + chunk_1M)
-    best_PM = tl.load(at_PM, mask=chunk_1M < num_chunks, other=float("-inf"))
-    sum_PM = tl.load(at_PM + 1, mask=chunk_1M < num_chunks, other=0.0)
     token_P = tl.load(drafts + sequence * (Q - 1) + place_P, mask=place_P < Q - 1, other=-1).to(tl.int32)
     is_draft_P = place_P < usable
     token_P = tl.where(is_draft_P, token_P, 0x7FFFFFFF)
@@ -123,6 +124,11 @@ def chances_of(
     if PROBS > 0:
         column_P = columns_of(t2d, token_P, V, PROBS)
         q_P = proposed(probs, probs_row, tl.minimum(place_P, Q - 2), column_P, V, C, Q - 1, PROBS).to(tl.float64)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    at_PM = values + 2 * (row_P[:, None] * num_chunks + chunk_1M)
+    best_PM = tl.load(at_PM, mask=chunk_1M < num_chunks, other=float("-inf"))
+    sum_PM = tl.load(at_PM + 1, mask=chunk_1M < num_chunks, other=0.0)
     best_PM = tl.where(place_P[:, None] <= usable, best_PM, float("-inf"))
     best_P = tl.maximum(tl.max(best_PM, axis=1), -3.0e38)
     is_there_PM = best_PM > float("-inf")
@@ -180,19 +186,20 @@ def _sum_rows(
     logits, row_stride, edited, edited_row, drafts, cap, law, is_judged, temperature, seed, choice, position, bound_R,
     last_R, values, probs, probs_row, t2d, left, chances, V, C, num_chunks, sequence, chunk, stop,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
-    P: tl.constexpr, N: tl.constexpr, QUICK: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, H: tl.constexpr, QUICK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of some chunks of a sequence: of the verdict's row if a draft falls; or of each that a block may end in."""
     usable = num_usable(drafts, cap, sequence, Q - 1)
+    draw_P = draws_of(seed, choice, position, P)
     p_P, q_P, best_P, total_P = chances_of(
         logits, row_stride, edited, edited_row, drafts, bound_R, last_R, values, probs, probs_row, t2d, sequence,
-        usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, P,
+        usable, temperature, V, C, num_chunks, Q, EDITED, BOUNDED, PROBS, M, P, EARLY,
     )  # fmt: skip
     first, past = 0, tl.where(is_judged, usable, 0)
     if law == BLOCK:
         before_P, said_P = reach_of(p_P, q_P, Q, P)
     else:
-        first = accepted_one_by_one(p_P, q_P, draws_of(seed, choice, position, P), usable, P)
+        first = accepted_one_by_one(p_P, q_P, draw_P, usable, P)
         past = tl.minimum(first + 1, past)
         before_P, said_P = tl.full([P], 1.0, tl.float64), first + tl.zeros([P], tl.float64)
     if chunk == 0:
@@ -202,17 +209,21 @@ def _sum_rows(
         tl.store(at_P + 2 * P, total_P)
     scale, over_P = 1.4426950408889634 / temperature, (before_P / total_P).to(tl.float32)
     while chunk < stop:
-        token_X4 = fours_of(chunk * N, N)
-        column_X4 = columns_of(t2d, token_X4, V, PROBS)
         place = first
         while place < past:
-            row = sequence * Q + place
-            q_X4 = proposed(probs, probs_row, place, column_X4, V, C, Q - 1, PROBS)
-            weight_X4 = left_over(
-                logits, row_stride, edited, edited_row, bound_R, last_R, row, at_place(best_P, place, P), scale,
-                at_place(over_P, place, P), q_X4, token_X4, V, EDITED, BOUNDED, QUICK,
-            )  # fmt: skip
-            tl.store(left + row * num_chunks + chunk, tl.sum(tl.sum(weight_X4, axis=1).to(tl.float64)))
+            row, start, sum_X = sequence * Q + place, chunk * N, tl.zeros([H // 4], tl.float64)
+            best, over = at_place(best_P, place, P), at_place(over_P, place, P)
+            while start < chunk * N + N:  # part by part, in fewer registers: so that all programs fit at once
+                token_X4 = fours_of(start, H)
+                column_X4 = columns_of(t2d, token_X4, V, PROBS)
+                q_X4 = proposed(probs, probs_row, place, column_X4, V, C, Q - 1, PROBS)
+                weight_X4 = left_over(
+                    logits, row_stride, edited, edited_row, bound_R, last_R, row, best, scale, over, q_X4, token_X4, V,
+                    EDITED, BOUNDED, QUICK,
+                )  # fmt: skip
+                sum_X += tl.sum(weight_X4, axis=1).to(tl.float64)
+                start += H
+            tl.store(left + row * num_chunks + chunk, tl.sum(sum_X))
             place += 1
         chunk += 1
 
@@ -227,12 +238,11 @@ def residual_kernel(
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
     bound_R, last_R, values, probs, probs_row_B, t2d, left, chances, V, C, num_chunks, num_sequences, span,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, PROBS: tl.constexpr, M: tl.constexpr,
-    P: tl.constexpr, N: tl.constexpr, S: tl.constexpr, QUICK: tl.constexpr, EARLY: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, H: tl.constexpr, S: tl.constexpr, QUICK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The weight that drafts leave over in each chunk, for the sequences of one row of probabilities."""
     chunk, probs_row = tl.program_id(0) * span, tl.program_id(1)
     if EARLY:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     sequence = _next_of(probs_row_B, probs_row, -1, num_sequences, S)
     while sequence < num_sequences:
@@ -243,12 +253,14 @@ def residual_kernel(
         _sum_rows(
             logits, row_stride, edited, edited_row, drafts, cap, law, is_judged, tl.maximum(temperature, 1e-30), seed,
             choice, position, bound_R, last_R, values, probs, probs_row, t2d, left, chances, V, C, num_chunks, sequence,
-            chunk, tl.minimum(chunk + span, num_chunks), Q, EDITED, BOUNDED, PROBS, M, P, N, QUICK,
+            chunk, tl.minimum(chunk + span, num_chunks), Q, EDITED, BOUNDED, PROBS, M, P, N, H, QUICK, EARLY,
         )  # fmt: skip
         sequence = _next_of(probs_row_B, probs_row, sequence, num_sequences, S)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # also where there was none: that this launch is over says that the scan is
 
 
-TYPES_DRAWN = {"probs": "*fp32", "probs_row_B": "*i32", "t2d": "*i64", "left": "*fp64", "chances": "*fp64", "C": "i32"}
+TYPES_DRAWN = {"probs": "*fp32", "probs_row_B": "*i32", "t2d": "*i32", "left": "*fp64", "chances": "*fp64", "C": "i32"}
 
 
 def variants() -> list[Variant]:
@@ -257,7 +269,7 @@ def variants() -> list[Variant]:
     for probs, bounded, early in ((1, False, True), (2, False, True), (2, True, True), (2, True, False)):
         registers = RESIDUAL_REGISTERS[bounded]
         constants = {"Q": 4, "EDITED": False, "BOUNDED": bounded, "PROBS": probs, "M": 64, "P": 4}
-        constants |= {"N": CHUNK, "S": SEARCHED, "QUICK": early, "EARLY": early}
+        constants |= {"N": CHUNK, "H": CHUNK // PARTS, "S": SEARCHED, "QUICK": early, "EARLY": early}
         cut, portable = " cut" * bounded, " portable" * (not early)
         found.append(
             Variant(

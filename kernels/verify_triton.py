@@ -132,9 +132,6 @@ def _decide_kernel(
     QUICK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     law, temperature = 0, tl.load(temperature_B + sequence).to(tl.float32)
     if LAWS:
         law = tl.load(law_B + sequence)
@@ -143,6 +140,9 @@ def _decide_kernel(
     probs_row = tl.full([], -1, tl.int32)
     if PROBS > 0:
         probs_row = tl.load(probs_row_B + sequence)
+    if EARLY:  # all of this was there before the scan began
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if law < 0:
         for place in tl.static_range(Q):
             tl.store(token_ids + sequence * Q + place, 0)

@@ -65,9 +65,9 @@ def columns_in_order(head_CD: torch.Tensor, d2t_C: torch.Tensor) -> tuple[torch.
 
 
 def invert_d2t(d2t_C: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The column of each token, int64 [V]; -1 where the draft head has none."""
-    t2d_V = torch.full((vocab_size,), -1, dtype=torch.int64, device=d2t_C.device)
-    t2d_V[d2t_C] = torch.arange(len(d2t_C), device=d2t_C.device)
+    """The column of each token, int32 [V]; -1 where the draft head has none."""
+    t2d_V = torch.full((vocab_size,), -1, dtype=torch.int32, device=d2t_C.device)
+    t2d_V[d2t_C] = torch.arange(len(d2t_C), dtype=torch.int32, device=d2t_C.device)
     return t2d_V
 
 

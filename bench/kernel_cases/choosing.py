@@ -85,7 +85,7 @@ def _drafts(device: torch.device, batch: int, num_drafts: int, vocab_size: int, 
             forced_len=num_drafts if Law.FORCE in laws else 0,
         )
     d2t_C = torch.arange(HEAD, device=device) * vocab_size // HEAD
-    t2d_V = torch.full((vocab_size,), -1, device=device).index_copy(0, d2t_C, torch.arange(HEAD, device=device))
+    t2d_V = torch.full((vocab_size,), -1, device=device).index_copy(0, d2t_C, torch.arange(HEAD, device=device)).int()
     has_probs = [place % len(laws) in PROBS_AT for place in range(batch)]
     row_B = torch.tensor([sum(has_probs[:place]) if has else -1 for place, has in enumerate(has_probs)])
     return DraftRows(

@@ -37,8 +37,8 @@ def batch(seed, count=16, num_drafts=3, num_columns=5000):
     random = generator(seed)
     logits_BQV = torch.randn(count, num_drafts + 1, VOCAB, device=CUDA, generator=random).mul_(5).bfloat16()
     d2t_C = torch.arange(num_columns, device=CUDA) * VOCAB // num_columns
-    t2d_V = torch.full((VOCAB,), -1, device=CUDA)
-    t2d_V[d2t_C] = torch.arange(num_columns, device=CUDA)
+    t2d_V = torch.full((VOCAB,), -1, dtype=torch.int32, device=CUDA)
+    t2d_V[d2t_C] = torch.arange(num_columns, dtype=torch.int32, device=CUDA)
     ids_BK = logits_BQV[:, :num_drafts].argmax(dim=-1)
     ids_BK[::3, 1] = d2t_C[7]
     drafts = DraftRows(

@@ -237,3 +237,26 @@ def test_rows_of_drafts_are_raced_again_each_for_itself(monkeypatch):
     wanted_BQ = choices_1Q.repeat(3, 1).tril()[[2, 1, 0]]
     assert found.token_ids_BQ.tolist() == wanted_BQ.tolist()
     assert races.count > 0
+
+
+@pytest.mark.parametrize(("law", "temperature"), [(Law.MATCH, 0.7), (Law.MATCH, 0.0), (Law.REJECT, 1.3)])
+def test_pairs_of_bfloat16_leave_what_float32_does(monkeypatch, law, temperature):
+    """To a bit, several chunks to a program and the last of them short; -inf among the logits, and rows without any."""
+    monkeypatch.setattr(choose_triton, "PROGRAMS", 4)
+    logits_BQV = torch.randn(3, 2, 5 * CHUNK - 6, generator=torch.Generator().manual_seed(2)).bfloat16()
+    logits_BQV[0, :, ::3] = -torch.inf
+    logits_BQV[1, :, CHUNK : 2 * CHUNK] = -torch.inf
+    logits_BQV[2, 1] = -torch.inf
+    drafts = DraftRows(
+        ids_BK=torch.zeros(3, 1, dtype=torch.int64),
+        cap_B=torch.ones(3, dtype=torch.int64),
+        law_B=torch.full((3,), law, dtype=torch.int32),
+        by_chance=law is Law.REJECT,
+    )
+    pairs, others = (
+        choose_triton.launch_scan(x_BQV, rows_of([5, 6, 7], temperature), drafts, None)
+        for x_BQV in (logits_BQV, logits_BQV.float())
+    )
+    num_values, num_words = 1 + (law is Law.REJECT), 0 if law is Law.REJECT else 1 if temperature == 0 else None
+    assert torch.equal(pairs.values[..., :num_values], others.values[..., :num_values])
+    assert torch.equal(pairs.ids[..., :num_words], others.ids[..., :num_words])

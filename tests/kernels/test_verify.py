@@ -62,7 +62,9 @@ def check(logits_BQV, rows, drafts):
         assert counts_Q.tolist() == torch.bincount(live_B, minlength=len(counts_Q)).tolist()
 
 
-@pytest.mark.parametrize(("seed", "num_drafts", "vocab_size"), [(0, 3, 100), (1, 1, 64), (2, 2, 4), (3, 0, 30)])
+@pytest.mark.parametrize(
+    ("seed", "num_drafts", "vocab_size"), [(0, 3, 100), (1, 1, 64), (2, 2, 4), (3, 0, 30), (4, 1, 71)]
+)
 def test_a_mixed_batch_gets_what_the_engines_verifiers_give(seed, num_drafts, vocab_size):
     check(*mixed(seed, num_drafts, vocab_size))
 
