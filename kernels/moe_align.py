@@ -49,7 +49,7 @@ def moe_align(
     *,
     implementation: Implementation = Implementation.AUTO,
 ) -> Alignment:
-    """Sort choices by expert, in one launch up to 4096 of them and two beyond: no host sync, always the same blocks.
+    """Sort choices by expert: one launch, no host sync, the same blocks for the same choices.
 
     Args:
         expert_TK: int32 or int64 [T, K].

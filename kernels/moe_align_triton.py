@@ -1,17 +1,14 @@
 """Rows sorted by expert in one launch, without a program that waits for another; and, beside it, rows made float8.
 
-Each expert has a program: it counts the ids of all experts, so it knows where its blocks begin, then writes its rows in
-the order they came. That reads the ids once for each program, all in the L2 cache, and needs neither atomics in memory
-nor a second launch. Programs beyond the experts' quantize one token each, which costs nothing while the others count.
+Each expert has a program (at most two share one): it counts the ids of all experts, so it knows where its blocks
+begin, then writes its rows in the order they came. That reads the ids once (more often above one tile of them) for
+each program, all in the L2 cache, and needs neither atomics in memory nor a second launch. Programs beyond the
+experts' quantize one token each, which costs nothing while the others count.
 
-More ids than a tile holds are counted by a launch before, chunk by chunk; then each expert has several programs, which
-take chunks each and know from the counts where their rows go. So no program reads all ids.
-
-Shapes: N = T * K ids, B of them at a time, E experts, F bins, R rows of a block, P chunks.
+Shapes: N = T * K ids, B of them at a time, E experts, F bins, R rows of a block.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -23,9 +20,6 @@ from baton.kernels.variant import Variant
 
 GROUP = 128
 MAX_TILE = 4096  # ids at a time
-MAX_CHUNKS = 32  # that are counted, each by a program
-_COUNTED_TILE = 2048  # ids at a time, of counted chunks
-_COUNTED_PROGRAMS = 1024  # that sort counted ids, about
 _GROUP = tl.constexpr(GROUP)
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(1e-10)
@@ -51,24 +45,7 @@ def _quantize_token(x, x_stride, values, scales, token, D: tl.constexpr, G: tl.c
     tl.store(scales + token.to(tl.int64) * (D // _GROUP) + group_G, scale_G, mask=group_G < D // _GROUP)
 
 
-@triton.jit(do_not_specialize=["num_ids", "chunk_len"])
-def _count_kernel(
-    ids, num_ids: tl.int32, counts, chunk_len: tl.int32, E: tl.constexpr, F: tl.constexpr, B: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:  # fmt: skip
-    """How many ids of a chunk each expert has: int32 [chunks, F]."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    first = tl.program_id(0) * chunk_len
-    count_F = tl.zeros([F], tl.int32)
-    for start in range(first, tl.minimum(first + chunk_len, num_ids), B):
-        id_B = _load_ids(ids, start, num_ids, E, B)
-        count_F += tl.histogram(id_B, F, mask=id_B < E)
-    tl.store(counts + tl.program_id(0) * F + tl.arange(0, F), count_F)
-
-
-@triton.jit(do_not_specialize=["num_ids", "num_blocks", "x_stride", "chunk_len", "num_chunks"])
+@triton.jit(do_not_specialize=["num_ids", "num_blocks", "x_stride"])
 def _align_kernel(
     ids,
     num_ids: tl.int32,
@@ -79,23 +56,19 @@ def _align_kernel(
     x_stride: tl.int64,
     values,
     scales,
-    counts,
-    chunk_len: tl.int32,
-    num_chunks: tl.int32,
     E: tl.constexpr,
     F: tl.constexpr,
     OWN: tl.constexpr,
     R: tl.constexpr,
     B: tl.constexpr,
-    P: tl.constexpr,
-    SLICES: tl.constexpr,
+    MANY: tl.constexpr,
     D: tl.constexpr,
     G: tl.constexpr,
     QUANTIZE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The blocks of OWN experts, or behind them a token. With several SLICES, a program takes P / SLICES chunks."""
-    NUM_COUNTING: tl.constexpr = (E + OWN - 1) // OWN * SLICES
+    """The blocks of OWN experts, or behind them a token. MANY: there are more than B ids, so several tiles."""
+    NUM_COUNTING: tl.constexpr = (E + OWN - 1) // OWN
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -104,39 +77,32 @@ def _align_kernel(
             _quantize_token(x, x_stride, values, scales, tl.program_id(0) - NUM_COUNTING, D, G)
             return
     bin_F = tl.arange(0, F)
-    part = tl.program_id(0) % SLICES
-    if SLICES > 1:
-        chunk_P1 = tl.arange(0, P)[:, None]
-        at_PF = chunk_P1 * F + bin_F[None, :]
-        count_PF = tl.load(counts + at_PF, mask=chunk_P1 < num_chunks, other=0)
-        count_F = tl.sum(count_PF, axis=0)
-        before_F = tl.sum(tl.where(chunk_P1 < part * (P // SLICES), count_PF, 0), axis=0)
-    else:
-        id_B = _load_ids(ids, 0, num_ids, E, B)
-        count_F = tl.histogram(id_B, F, mask=id_B < E)
+    id_B = _load_ids(ids, 0, num_ids, E, B)
+    count_F = tl.histogram(id_B, F, mask=id_B < E)
+    if MANY:
+        for start in range(B, num_ids, B):
+            more_B = _load_ids(ids, start, num_ids, E, B)
+            count_F += tl.histogram(more_B, F, mask=more_B < E)
     blocks_F = (count_F + R - 1) // R
     pad_R = tl.arange(0, R)
     for own in tl.static_range(OWN):
-        expert = tl.program_id(0) // SLICES * OWN + own
+        expert = tl.program_id(0) * OWN + own
         block = tl.sum(tl.where(bin_F < expert, blocks_F, 0))
-        if SLICES > 1:
-            before = block * R + tl.sum(tl.where(bin_F == expert, before_F, 0))
-            first = part * (P // SLICES) * chunk_len
-            for start in range(first, tl.minimum(first + P // SLICES * chunk_len, num_ids), B):
+        count = tl.sum(tl.where(bin_F == expert, count_F, 0))
+        num_own = (count + R - 1) // R
+        _scatter_tile(id_B, 0, expert, rows, block * R, E, B)
+        if MANY:
+            before = block * R + tl.sum((id_B == expert).to(tl.int32))
+            for start in range(B, num_ids, B):
                 more_B = _load_ids(ids, start, num_ids, E, B)
                 _scatter_tile(more_B, start, expert, rows, before, E, B)
                 before += tl.sum((more_B == expert).to(tl.int32))
-        else:
-            _scatter_tile(id_B, 0, expert, rows, block * R, E, B)
-        if part == 0:
-            count = tl.sum(tl.where(bin_F == expert, count_F, 0))
-            num_own = (count + R - 1) // R
-            tl.store(rows + block * R + count + pad_R, -1, mask=count + pad_R < num_own * R)
-            for index in range(0, num_own, R):
-                tl.store(block_expert + block + index + pad_R, expert, mask=index + pad_R < num_own)
-            if expert == E - 1:  # what no expert needs
-                for index in range(block + num_own, num_blocks, R):
-                    tl.store(block_expert + index + pad_R, -1, mask=index + pad_R < num_blocks)
+        tl.store(rows + block * R + count + pad_R, -1, mask=count + pad_R < num_own * R)
+        for index in range(0, num_own, R):
+            tl.store(block_expert + block + index + pad_R, expert, mask=index + pad_R < num_own)
+        if expert == E - 1:  # what no expert needs
+            for index in range(block + num_own, num_blocks, R):
+                tl.store(block_expert + index + pad_R, -1, mask=index + pad_R < num_blocks)
 
 
 @triton.jit
@@ -155,44 +121,30 @@ def launch(
     block_len: int,
     quantized: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """One launch, or two above MAX_TILE ids; `quantized` is (x, its float8 values, their scales), where wanted."""
+    """One launch; `quantized` is (x, its float8 values, their scales), where that is wanted."""
     num_ids = expert_TK.numel()
-    device = expert_TK.device
+    tile = tile_of(num_ids)
     x, values, scales = quantized if quantized is not None else (rows, rows, rows)
     hidden = x.shape[-1] if quantized is not None else GROUP
-    size = min(num_ids, MAX_TILE + 1)  # all that is read of how many there are
-    kept, counting = _constants(num_experts, block_len, tile_of(size), size > MAX_TILE, hidden, quantized is not None,
-                                device)  # fmt: skip
-    fixed = kept.by_name
-    counts, chunk_len, num_chunks = rows, 0, 0
+    num_programs = triton.cdiv(num_experts, own_of(num_experts)) + (x.shape[0] if quantized is not None else 0)
+    arguments = (
+        expert_TK, num_ids, rows, block_expert, block_expert.numel(), x, x.stride(0), values, scales,
+    )  # fmt: skip
+    size = tile if num_ids <= tile else tile + 1  # all that is read of how many there are
+    kept = _constants(num_experts, block_len, size, hidden, quantized is not None, expert_TK.device)
     with torch.cuda.device_of(expert_TK):
-        if counting is not None:
-            tile = fixed["B"]
-            chunk_len = triton.cdiv(triton.cdiv(num_ids, fixed["P"]), tile) * tile
-            num_chunks = triton.cdiv(num_ids, chunk_len)
-            counts = torch.empty(num_chunks, fixed["F"], dtype=torch.int32, device=device)
-            _launch_count((num_chunks,), (expert_TK, num_ids, counts, chunk_len), counting)
-        num_programs = triton.cdiv(num_experts, fixed["OWN"]) * fixed["SLICES"]
-        num_programs += x.shape[0] if quantized is not None else 0
-        arguments = (
-            expert_TK, num_ids, rows, block_expert, block_expert.numel(), x, x.stride(0), values, scales, counts,
-            chunk_len, num_chunks,
-        )  # fmt: skip
         _launch_align((num_programs,), arguments, kept)
 
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    num_experts: int, block_len: int, tile: int, is_counted: bool, hidden: int, quantizes: bool, device: torch.device
-) -> tuple[Constants, Constants | None]:
-    """Of the launch that sorts, and of the one before it that counts, if there is one."""
-    by_name = constants(num_experts, block_len, tile + is_counted, hidden, quantizes)
-    options = {"num_warps": warps_of(by_name["B"]), **dependent_launch(device)}
-    counting = {name: by_name[name] for name in ("E", "F", "B")} | options
-    return Constants(by_name | options), Constants(counting) if is_counted else None
+    num_experts: int, block_len: int, num_ids: int, hidden: int, quantizes: bool, device: torch.device
+) -> Constants:
+    warps = warps_of(tile_of(num_ids))
+    by_name = constants(num_experts, block_len, num_ids, hidden, quantizes) | {"num_warps": warps}
+    return Constants(by_name | dependent_launch(device))
 
 
-_launch_count = Launcher(_count_kernel)
 _launch_align = Launcher(_align_kernel)
 
 
@@ -202,8 +154,8 @@ def tile_of(num_ids: int) -> int:
 
 
 def own_of(num_experts: int) -> int:
-    """Experts of one program: as many programs as a GPU holds at once, about."""
-    return triton.cdiv(num_experts, 512)
+    """Experts of one program: as many programs count as a GPU has multiprocessors, about."""
+    return triton.cdiv(num_experts, 128)
 
 
 def warps_of(tile: int) -> int:
@@ -211,19 +163,16 @@ def warps_of(tile: int) -> int:
     return 4 if tile <= 256 else 8
 
 
-def constants(num_experts: int, block_len: int, num_ids: int, hidden: int, quantizes: bool) -> dict[str, Any]:
-    """The constants of the launch that sorts."""
-    is_counted = num_ids > MAX_TILE
-    own = own_of(num_experts)
-    slices = min(max(_COUNTED_PROGRAMS * own // num_experts, 2), MAX_CHUNKS)
+def constants(num_experts: int, block_len: int, num_ids: int, hidden: int, quantizes: bool) -> dict[str, object]:
+    """The constants of a launch."""
+    tile = tile_of(num_ids)
     return {
         "E": num_experts,
         "F": triton.next_power_of_2(num_experts),
-        "OWN": own,
+        "OWN": own_of(num_experts),
         "R": block_len,
-        "B": _COUNTED_TILE if is_counted else tile_of(num_ids),
-        "P": MAX_CHUNKS,
-        "SLICES": 1 << slices.bit_length() - 1 if is_counted else 1,
+        "B": tile,
+        "MANY": num_ids > tile,
         "D": hidden,
         "G": triton.next_power_of_2(max(1, hidden // GROUP)),
         "QUANTIZE": quantizes,
@@ -243,7 +192,6 @@ def variants() -> list[Variant]:
     ):
         quantizes = hidden > 0
         types = {"num_ids": "i32", "num_blocks": "i32", "x_stride": "i64", "scales": "*fp32", "rows": "*i32"}
-        types |= {"counts": "*i32", "chunk_len": "i32", "num_chunks": "i32"}
         types |= {"ids": "*i32", "block_expert": "*i32", "x": "*bf16", "values": "*fp8e4nv"}
         if not quantizes:
             types |= {"x": "*i32", "values": "*i32", "scales": "*i32"}
@@ -253,24 +201,11 @@ def variants() -> list[Variant]:
                 kernel=_align_kernel,
                 types=types,
                 constants=constants(num_experts, 16, num_ids, hidden or GROUP, quantizes) | {"EARLY": early},
-                aligned=("ids", "rows", "block_expert", "x", "values", "scales", "counts"),
-                num_warps=warps_of(min(tile_of(num_ids), 2048)),
+                aligned=("ids", "rows", "block_expert", "x", "values", "scales"),
+                num_warps=warps_of(tile_of(num_ids)),
                 max_registers=128,
                 max_shared_bytes=49_152,
                 on_amd=not early,  # and gfx942 has another float8
             )
         )
-    found.append(
-        Variant(
-            name="moe_align counts E=256",
-            kernel=_count_kernel,
-            types={"ids": "*i32", "num_ids": "i32", "counts": "*i32", "chunk_len": "i32"},
-            constants={"E": 256, "F": 256, "B": _COUNTED_TILE, "EARLY": True},
-            aligned=("ids", "counts"),
-            num_warps=warps_of(_COUNTED_TILE),
-            max_registers=128,
-            max_shared_bytes=49_152,
-            on_amd=False,
-        )
-    )
     return found
