@@ -294,10 +294,10 @@ def variants() -> list[Variant]:
     for name in ("attention_decode", "attention_prefill_shares"):
         for shape, sizes in tuning.table().get(name, {}).items():
             _, head_dim, kind = attention_plan.read_table_shape(shape)
-            for options in map(attention_plan.options_of_row, sizes.values()):
-                if options.shares:
-                    variant = _attend_variant(head_dim, kind, options, varlen=name != "attention_decode")
-                    found[variant.name] = variant
+            rows = [row for row in sizes.values() if row.get("shares")]  # others are for other forms
+            for options in map(attention_plan.options_of_row, rows):
+                variant = _attend_variant(head_dim, kind, options, varlen=name != "attention_decode")
+                found[variant.name] = variant
     # One that is there before the table has any.
     swapped = attention_plan.default_options(16, 128, 2)
     variant = _attend_variant(128, "bf16", swapped, varlen=False)

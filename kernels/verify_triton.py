@@ -18,7 +18,7 @@ from baton.kernels.row_triton import num_usable
 from baton.kernels.variant import Variant
 
 # By whether any sequence is judged by chance: all warps repeat what a sequence needs once.
-DECIDE_WARPS = {False: 16, True: 8}
+DECIDE_WARPS = {False: 16, True: 16}
 # So that two programs share a multiprocessor; to race a part of a chunk again, seldom, would take more.
 DECIDE_REGISTERS = {False: 64, True: 128}
 POST_ROWS = 128

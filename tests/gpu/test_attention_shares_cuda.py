@@ -168,8 +168,9 @@ def test_short_chunks(chunks, heads, kv_dtype):
         first = call()
         close(first, wanted)
         assert torch.equal(call(), first)
-    if attention_short_chunks.is_better(batch.query_TAD, batch.key_NHSD, len(chunks), bound, longest):
-        close(batch.ours()(), wanted)
+    for on_hopper in (False, True):
+        if attention_short_chunks.is_better(batch.query_TAD, batch.key_NHSD, len(chunks), bound, longest, on_hopper):
+            close(batch.ours()(), wanted)
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (16, 2, 256)], ids=str)
