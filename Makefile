@@ -1,6 +1,8 @@
 # Every target sets up what it needs. RAY_AUTH_MODE: unset, Ray would turn token authentication on.
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
+# Without Python's caches each of the hundreds of processes that tests start would compile the checkout anew.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 BIN := .venv/bin
 # The machines with GPUs have torch and pytest, but no pip to build a .venv with.

@@ -9,6 +9,9 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     # Before anything imports Triton: without a GPU its kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Before anything imports torch, and for every process that tests start: threads of one product that wait for each other
+# sleep. With more processes than cores they would spin for what the others need the cores for.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from baton.kvtransfer import life_file, shared_region
 from baton.tests.model.checkpoints import write_checkpoint

@@ -64,9 +64,12 @@ async def test_dropping_the_iterator_cancels_the_request():
         with BatonClient(running.address) as client:
 
             def leave():
+                text = ""
                 for chunk in client.generate("hi", sampling=GREEDY):
-                    assert chunk.text in ("h", "he", "hel"), "a reader that is behind gets several tokens at once"
-                    break
+                    text += chunk.text  # a reader that is behind gets several tokens at once
+                    assert text in ("h", "he", "hel")
+                    if len(text) > 1:  # the first may come before the decode worker has heard of the request
+                        break
 
             await asyncio.to_thread(leave)
             _, decode = await running.idle()

@@ -32,7 +32,6 @@ from baton.tests.engine.test_sampling_parameters import EOS_IDS, VOCAB, any_para
 from baton.tests.engine.test_verifiers import MODES, Batch, NoHostReads
 from baton.tests.model.together import part_of, together
 
-pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
 NUM_RANKS = (2, 3, 4, 8)  # 11 tokens: none divides them, and the last rank of 8 has none at all
 
@@ -74,6 +73,7 @@ def run_steps(batch, k, data, vocab):
     return made
 
 
+@pytest.mark.fast
 @settings(max_examples=25, deadline=None)
 @given(
     batch=st.lists(sequences, min_size=1, max_size=5),
@@ -111,6 +111,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("kind", ["spread", "ties", "one value", "few tokens"])
@@ -133,6 +134,7 @@ def test_top_k_and_top_p_of_a_wide_vocabulary(kind, cut, dtype):
         assert results == [wanted] * size
 
 
+@pytest.mark.fast
 @settings(max_examples=25, deadline=None)
 @given(data=st.integers(0, 10**6), top_k=st.integers(0, 12), top_p=st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0]))
 def test_borders_that_are_met_exactly(data, top_k, top_p):
@@ -153,6 +155,7 @@ def truncated_part(logits_UQV, top_k_U, top_p_U, limits, vocab):
     return vocab.gather(truncate(part_of(logits_UQV, vocab), top_k_U, top_p_U, vocab, limits))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_keys_have_the_order_of_numbers(dtype):
     info = torch.finfo(dtype)
@@ -165,6 +168,7 @@ def test_keys_have_the_order_of_numbers(dtype):
     assert all(-(1 << num_bits) <= key < 1 << num_bits for key in keys)
 
 
+@pytest.mark.fast
 @settings(max_examples=25, deadline=None)
 @given(data=st.integers(0, 10**6), num_top=st.integers(0, 20), size=st.sampled_from(NUM_RANKS))
 def test_logprobs_against_reference(data, num_top, size):
@@ -189,6 +193,7 @@ def test_logprobs_against_reference(data, num_top, size):
         assert packed[0] == pytest.approx(logprob, abs=1e-12) or logprob == -math.inf
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("size", NUM_RANKS)
 def test_each_rank_makes_the_noise_of_its_own_tokens(size):
     seeds = torch.tensor([3, 1 << 50])
@@ -202,6 +207,7 @@ def test_each_rank_makes_the_noise_of_its_own_tokens(size):
     assert all(torch.equal(result, whole) for result in results)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("size", "multiple"), [(2, 1), (3, 1), (5, 1), (8, 16)])
 def test_a_grammars_bits_are_cut_too(size, multiple):
     generator = torch.Generator().manual_seed(1)
@@ -232,7 +238,7 @@ def cut_inputs(inputs, vocab):
     )
 
 
-@pytest.mark.parametrize(("size", "num_drafts"), [(2, 0), (2, 3), (3, 1), (8, 1)])
+@pytest.mark.parametrize(("size", "num_drafts"), [(2, 0), pytest.param(2, 3, marks=pytest.mark.fast), (3, 1), (8, 1)])
 @pytest.mark.parametrize("config", MODES, ids=lambda config: f"{config.mode.value}-{config.block}")
 def test_every_mode_of_verification(config, size, num_drafts):
     """Mixed batches whose unreadable parts are NaN; nothing is read on the host."""
@@ -253,6 +259,7 @@ def test_every_mode_of_verification(config, size, num_drafts):
         assert torch.equal(verified.token_ids_BQ, wanted.token_ids_BQ)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("values", "num_operations"),
     [
@@ -283,6 +290,7 @@ def test_how_often_ranks_must_tell_each_other(values, num_operations):
     assert meeting.num_operations == [num_operations] * 4
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("asked", "left"),
@@ -312,6 +320,7 @@ def test_a_mask_is_ignored_only_if_it_leaves_no_token_at_any_rank(asked, left, t
         assert len(results[0]) > 1 or len(left) == 1
 
 
+@pytest.mark.fast
 @settings(max_examples=15, deadline=None)
 @given(params=any_params, data=st.integers(0, 10**6))
 def test_a_column_of_no_token_is_never_chosen(params, data):

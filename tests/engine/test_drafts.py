@@ -51,8 +51,7 @@ def accepted_share(k=2, num_requests=24, **sampling):
     return num_accepted / num_drafts, [result.token_ids for result in results]
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.fast)])
 def test_drafts_that_share_the_targets_noise_are_accepted_more_often(k, monkeypatch):
     coupled, tokens = accepted_share(k, temperature=1.0)
 

@@ -52,10 +52,18 @@ def run(requests, **options):
     return engine, results
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("way", ["recompute", "offload"])
 @pytest.mark.parametrize("k", [0, 1, 2, 4])
-@pytest.mark.parametrize("at", [0, 1, 5, 12, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 3, 7, 9, 13))])
+@pytest.mark.parametrize(
+    "at",
+    [
+        0,
+        pytest.param(1, marks=pytest.mark.fast),
+        5,
+        12,
+        *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 3, 7, 9, 13)),
+    ],
+)
 def test_preempted_at_any_token(at, k, way):
     prompts = [(5, 6, 1), tuple(range(17)), (9,)]
     for scheduling, temperature in itertools.product(("async", "sync"), (0.0, 1.0)):
@@ -207,10 +215,9 @@ def test_everybody_ends_in_a_tiny_pool(requests, k, num_positions, block_size, *
         assert result.num_preemptions <= MAX_PREEMPTIONS + scripted
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("scheduling", ["async", "sync"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("k", [0, pytest.param(2, marks=pytest.mark.fast)])
 def test_twenty_requests_under_pressure(k, way, scheduling):
     """12 blocks: two of these would be all of them, so more at once must share, and some must give way."""
     requests = [

@@ -18,10 +18,13 @@ import importlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -36,7 +39,9 @@ import baton
 HOPPER = GPUTarget("cuda", 90, 32)
 AMD = GPUTarget("hip", "gfx942", 64)
 TABLE = Path(__file__).with_name("sass_table.json")
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+CUOBJDUMP, NVDISASM = PROGRAMS / "cuobjdump", PROGRAMS / "nvdisasm"
+INSTRUCTION_BYTES = 16
 COUNTED = ("HGMMA", "QGMMA", "HMMA", "LDGSTS", "UTMALDG", "UBLKCP", "USETMAXREG", "LDL", "STL", "RED", "ATOMG")
 
 
@@ -61,24 +66,55 @@ def compile_for(variant, target, num_warps=None):
     )
 
 
-def facts(variant):
-    """What the code for Hopper has: counts of instructions, registers, shared memory."""
-    compiled = compile_for(variant, HOPPER)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+def code_of(cubin):
+    """What a cubin, which is an ELF file, has in its sections of code."""
+    at, size, num_sections, names = struct.unpack_from("<Q10xHHH", cubin, 40)
+    sections = [struct.unpack_from("<I20xQQ", cubin, at + size * index) for index in range(num_sections)]
+    name_at = sections[names][1]
+    code = [section for section in sections if cubin.startswith(b".text.", name_at + section[0])]
+    assert code, "no code"
+    return b"".join(cubin[begin : begin + length] for _, begin, length in code)
+
+
+def disassembled(codes):
+    """The text of each. All at once: nvdisasm takes a quarter of a second before its first instruction."""
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
         file.flush()
-        command = [CUOBJDUMP, "-sass", "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True)
-    sass = text.stdout + text.stderr
-    found = {name: len(re.findall(rf"\b{name}\b", sass)) for name in COUNTED}
+        done = subprocess.run([NVDISASM, "-b", "SM90a", file.name], capture_output=True, text=True, check=True)
+    lines = re.findall(r"/\*([0-9a-f]+)\*/(.*)", done.stdout)
+    assert [int(at, 16) for at, _ in lines] == list(range(0, sum(map(len, codes)), INSTRUCTION_BYTES))
+    texts = iter(text for _, text in lines)
+    return ["\n".join(islice(texts, len(code) // INSTRUCTION_BYTES)) for code in codes]
+
+
+def num_registers(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.findall(r"REG:(\d+)", text.stdout + text.stderr)[0])
+
+
+def facts(variant, compiled, sass):
+    """What the code for Hopper has: counts of instructions, registers, shared memory."""
+    counts = Counter(re.findall(rf"\b(?:{'|'.join(COUNTED)})\b", sass))
     # Only where they are promised: which there are is a matter of tiles, and for most kernels nobody's concern.
     shapes = sorted(set(re.findall(r"\b[HQ]GMMA\.(\d+x\d+x\d+)", sass))) if variant.shapes else []
     return {
-        **{name: count for name, count in found.items() if count},
+        **{name: counts[name] for name in COUNTED if counts[name]},
         **({"shapes": shapes} if shapes else {}),
-        "registers": int(re.findall(r"REG:(\d+)", sass)[0]),
+        "registers": num_registers(compiled.asm["cubin"]),
         "shared_bytes": compiled.metadata.shared,
     }
+
+
+def facts_of_all(variants):
+    """By name."""
+    with ThreadPoolExecutor(2) as pool:  # ptxas is a process of its own
+        compiled = list(pool.map(lambda variant: compile_for(variant, HOPPER), variants))
+    texts = disassembled([code_of(each.asm["cubin"]) for each in compiled])
+    return {variant.name: facts(variant, *made) for variant, *made in zip(variants, compiled, texts, strict=True)}
 
 
 def broken_promises(variant, found):
@@ -108,8 +144,7 @@ def main():
                 compile_for(variant, AMD)
         json.dump({"triton": triton.__version__, "kernels": [v.name for v in variants if v.on_amd]}, sys.stdout)
         return
-    with ThreadPoolExecutor(2) as pool:  # ptxas and cuobjdump are processes of their own
-        found = dict(zip([variant.name for variant in variants], pool.map(facts, variants), strict=True))
+    found = facts_of_all(variants)
     broken = {variant.name: broken_promises(variant, found[variant.name]) for variant in variants}
     if options.accept:
         table = json.loads(TABLE.read_text()) if TABLE.exists() else {}

@@ -17,7 +17,6 @@ from baton.model.random_weights import RandomTensor, random_tensors
 from baton.model.weights import Cut
 from baton.scripts.model_shape import SHAPES, write_shape
 
-pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
 # A published shape, with every size that costs made small.
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 512, "head_dim": 16, "max_position_embeddings": 256}
@@ -62,6 +61,7 @@ def prompts_of(num, length=20, vocab_size=512):
     return [tuple(torch.randint(vocab_size, (length,), generator=generator).tolist()) for _ in range(num)]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_workers_make_the_same_model_and_its_answers_are_no_single_token(tmp_path, kind):
     path = shape_of(tmp_path, kind)
@@ -74,7 +74,7 @@ def test_two_workers_make_the_same_model_and_its_answers_are_no_single_token(tmp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.fast)])
 def test_deep_models_stay_finite_and_decided(tmp_path, kind, dtype):
     path = shape_of(tmp_path, kind, num_hidden_layers=40)
     model = load(path, dtype=dtype)
@@ -86,6 +86,7 @@ def test_deep_models_stay_finite_and_decided(tmp_path, kind, dtype):
     assert 1.5 < logits.std() < 6.0
 
 
+@pytest.mark.fast
 def test_what_decides_the_numbers_decides_the_identity(tmp_path):
     path = shape_of(tmp_path, "dense")
     hashes = {load(path, seed=seed).config.model_hash for seed in (0, 0, 1)}
@@ -94,6 +95,7 @@ def test_what_decides_the_numbers_decides_the_identity(tmp_path):
     assert load(path).config.model_hash not in hashes
 
 
+@pytest.mark.fast
 def test_random_weights_never_pass_for_the_checkpoint_of_the_directory():
     tiny = Path(__file__).parents[2] / "assets" / "tiny"
     common = {"dtype": torch.float32, "device": CPU, "numerics": Numerics.DEFAULT, "with_mtp": True}
@@ -102,6 +104,7 @@ def test_random_weights_never_pass_for_the_checkpoint_of_the_directory():
     assert not torch.equal(random._lm_head_WD, stored._lm_head_WD)
 
 
+@pytest.mark.fast
 def test_a_tensor_depends_on_its_name_and_the_seed_alone():
     few, many = ({name: (32, 48) for name in names} for names in ("b", "abc"))
     (one,), other = random_tensors(few, torch.float32, CPU, 3).values(), random_tensors(many, torch.float32, CPU, 3)
@@ -112,6 +115,7 @@ def test_a_tensor_depends_on_its_name_and_the_seed_alone():
         assert torch.equal(one.read(cut), one.read().narrow(cut.dim, cut.first, cut.count))
 
 
+@pytest.mark.fast
 def test_a_head_is_made_for_a_model_published_without_one_but_never_for_several(tmp_path):
     path = shape_of(tmp_path / "none", "dense")
     assert "mtp_num_hidden_layers" not in json.loads((path / "config.json").read_text())
@@ -120,6 +124,7 @@ def test_a_head_is_made_for_a_model_published_without_one_but_never_for_several(
         load(shape_of(tmp_path / "two", "dense", mtp_num_hidden_layers=2))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", SHAPES)
 def test_published_shapes_are_served(tmp_path, name):
     from baton.model.config import ModelConfig
