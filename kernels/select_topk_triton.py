@@ -1,8 +1,8 @@
 """Which experts a token is sent to, as a Triton kernel: one program of one warp for a token, nothing but registers.
 
 Chosen by repeated maximum, the lowest index among equals. Maxima are of integers that are in the order of the numbers:
-one instruction of the warp's, where a maximum of floats takes five exchanges, one after the other. Shapes: E experts in G groups of S (padded to powers of two),
-K chosen.
+one instruction of the warp's, where a maximum of floats takes five exchanges, one after the other. Shapes: E experts in
+G groups of S (padded to powers of two), K chosen.
 """
 
 import functools

@@ -209,7 +209,7 @@ async def test_an_error_later_is_an_event_of_the_stream(monkeypatch):
         assert "hello".startswith(text)
         assert failed.value.code == "worker_lost"
         monkeypatch.setattr(reply_module, "HEADERS_WITHIN_S", 0.05)
-        running.script.first_delay_s, running.script.prefill_error = 0.3, NoWorker("late")
+        running.script.first_delay_s, running.script.prefill_error = 2.0, NoWorker("late")
         stream = await client.chat.completions.create(model=MODEL, messages=HI, stream=True)
         with pytest.raises(openai.APIError, match="late"):
             await anext(aiter(stream))
