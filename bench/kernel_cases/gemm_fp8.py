@@ -92,6 +92,7 @@ def _prepare_gemm(M: int, N: int, K: int, device: torch.device, num_sets: int) -
 
     wide = [torch.randn(N, K, device=device, dtype=torch.bfloat16) for _ in sets]
     plan = plan_of("gemm_fp8", M, N, K, SwapAB.AUTO, can_swap=True, device_index=device.index)
+    is_tiny = N * K < 1 << 17 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
     late = {"late": ours(plan=replace(plan, pdl=False))} if plan is not None and plan.pdl else {}
     return {
         "ours": ours(),
@@ -99,10 +100,16 @@ def _prepare_gemm(M: int, N: int, K: int, device: torch.device, num_sets: int) -
         "swap_on": ours(swap_ab=SwapAB.ON),
         "swap_off": ours(swap_ab=SwapAB.OFF),
         "invariant": ours(invariant=True),
+        **{f"hopper_{number}": ours(plan=plan) for number, plan in enumerate(_HOPPER_TINY if is_tiny else ())},
         **_library(sets),
         **deep_gemm([_for_others(data) for data in sets]),
         "bf16": [partial(functional.linear, data.x_MK, wide_NK) for data, wide_NK in zip(sets, wide, strict=True)],
     }
+
+
+# Small enough for what checks accesses to memory; no table has rows of that size.
+_HOPPER_TINY = (Plan(stages=4, workers=2), Plan(swap=False, BM=64, BN=32, stages=16, workers=2, depth=1, splits=2))
+_HOPPER = 9
 
 
 def _prepare_linear(M: int, N: int, K: int, device: torch.device, num_sets: int) -> Systems:
