@@ -31,8 +31,7 @@ GROUP = 32
 SCAN_WARPS = 8
 SCAN_REGISTERS = {2: 64, 4: 80}  # by bytes of a logit: so that four or three programs share a multiprocessor
 LETS_NEXT_IN = True  # while its last programs run
-AHEAD = 2  # chunks that are on their way while one is looked at, where no race needs the registers
-PROGRAMS = 132 * 24  # of a launch, that it is worth starting; more only take turns
+PROGRAMS = 132 * 12  # of a launch, that it is worth starting; more only take turns
 
 REJECT = tl.constexpr(1)  # `kernels.choice.Law`
 BLOCK = tl.constexpr(2)
@@ -111,7 +110,6 @@ def launch_scan(logits_BQV, rows, drafts, edited) -> Scan:
         LAWS=not none,
         EDITED=edited is not None,
         PAIRS=has_pairs,
-        AHEAD=AHEAD if has_pairs else 1,
         P=triton.next_power_of_2(num_rows),
         N=CHUNK,
         G=GROUP,
@@ -193,7 +191,7 @@ def scan_kernel(  # noqa: C901
     logits, row_stride, edited, edited_row, drafts, cap, law_B, temperature_B, seed_B, choice_B, position_B,
     top_k_B, top_p_B, min_p_B, rates, forced_len, values, ids, maxima, V, num_chunks, span, may_skip,
     HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr, Q: tl.constexpr, LAWS: tl.constexpr,
-    EDITED: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    EDITED: tl.constexpr, PAIRS: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     G: tl.constexpr, QUICK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What each chunk of a row is worth; see the module."""
@@ -238,12 +236,12 @@ def scan_kernel(  # noqa: C901
         look(
             logits, row, base, edited, source, chunk, stop, limit, V, num_chunks, raw_XT, is_greedy, is_cut,
             by_chance | is_cut, scale, (not by_chance) & (top_k <= 0), seed, choice, position, values, ids, maxima,
-            EDITED, HAS_K or HAS_P or HAS_MIN, True, False, 1, N, G, QUICK,
+            EDITED, HAS_K or HAS_P or HAS_MIN, True, False, N, G, QUICK,
         )  # fmt: skip
     elif is_greedy | by_chance:
         look(
             logits, row, base, edited, source, chunk, stop, limit, V, num_chunks, raw_XT, is_greedy, False, by_chance,
-            scale, False, seed, choice, position, values, ids, maxima, False, False, False, True, AHEAD, N, G, QUICK,
+            scale, False, seed, choice, position, values, ids, maxima, False, False, False, True, N, G, QUICK,
         )  # fmt: skip
     else:
         race_pairs(
@@ -379,7 +377,7 @@ def variants() -> list[Variant]:
     ):  # fmt: skip
         constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "N": CHUNK, "G": GROUP, "P": num_rows}
         constants |= {"HAS_K": cut, "HAS_P": cut, "HAS_MIN": False, "QUICK": quick}
-        constants |= {"PAIRS": not cut, "AHEAD": 1 if cut else AHEAD, "EARLY": quick}
+        constants |= {"PAIRS": not cut, "EARLY": quick}
         found.append(
             Variant(
                 name=f"token_scan {dtype} Q={num_rows}{' cut' if cut else ''}{'' if quick else ' portable'}",

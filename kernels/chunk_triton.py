@@ -77,24 +77,22 @@ def race_pairs(
 
 
 @triton.jit
-def look(  # noqa: C901
+def look(
     logits, row, base, edited, source, chunk, stop, limit, V, num_chunks, raw_XT, is_greedy, is_cut, is_summed, scale,
     is_raced, seed, choice, position, values, ids, maxima,
-    EDITED: tl.constexpr, CUT: tl.constexpr, RACE: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr,
+    EDITED: tl.constexpr, CUT: tl.constexpr, RACE: tl.constexpr, PAIRS: tl.constexpr,
     N: tl.constexpr, G: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """Chunks of a row, of which the first is there; so many more are on their way while one is looked at."""
+    """Chunks of a row, of which the first is there; the next is on its way while one is looked at."""
     W: tl.constexpr = 32 if N >= 32 else N  # `race_triton.num_words`
     if not (EDITED or PAIRS):
         raw_XT = raw_XT.to(tl.float32)
-    if AHEAD > 1:
-        next_XT = raw_chunk(logits, base, chunk * N + N, limit, PAIRS, N)
     while chunk < stop:
         if EDITED:
             held_XT = row_tokens(logits, base, edited, source, blocks_of(chunk * N, N), V, EDITED)
         else:
             held_XT = raw_XT
-            last_XT = raw_chunk(logits, base, chunk * N + AHEAD * N, limit, PAIRS, N)
+            next_XT = raw_chunk(logits, base, chunk * N + N, limit, PAIRS, N)
         out = row * num_chunks + chunk
         best = best_of(held_XT, PAIRS, QUICK)
         tl.store(values + 2 * out, best)
@@ -111,10 +109,8 @@ def look(  # noqa: C901
             if RACE:
                 if is_raced:
                     store_race(held_XT, best, scale, chunk * (N // 4), seed, choice, position, ids + out * W, N, QUICK)
-        if AHEAD > 1:
-            raw_XT, next_XT = next_XT, last_XT
-        elif PAIRS:
-            raw_XT = last_XT
+        if PAIRS:
+            raw_XT = next_XT
         elif not EDITED:
-            raw_XT = last_XT.to(tl.float32)
+            raw_XT = next_XT.to(tl.float32)
         chunk += 1

@@ -84,6 +84,11 @@ def _library(sets: Sequence[_Set]) -> dict[str, list[Call]]:
     return found
 
 
+# Small enough for what checks accesses to memory; no table has rows of that size.
+_HOPPER_TINY = (Plan(stages=4, workers=2), Plan(swap=False, BM=64, BN=32, stages=16, workers=2, depth=1, splits=2))
+_HOPPER = 9
+
+
 def _prepare_gemm(M: int, N: int, K: int, device: torch.device, num_sets: int) -> Systems:
     sets = _sets(device, num_sets, M, N, K)
 
@@ -105,11 +110,6 @@ def _prepare_gemm(M: int, N: int, K: int, device: torch.device, num_sets: int) -
         **deep_gemm([_for_others(data) for data in sets]),
         "bf16": [partial(functional.linear, data.x_MK, wide_NK) for data, wide_NK in zip(sets, wide, strict=True)],
     }
-
-
-# Small enough for what checks accesses to memory; no table has rows of that size.
-_HOPPER_TINY = (Plan(stages=4, workers=2), Plan(swap=False, BM=64, BN=32, stages=16, workers=2, depth=1, splits=2))
-_HOPPER = 9
 
 
 def _prepare_linear(M: int, N: int, K: int, device: torch.device, num_sets: int) -> Systems:
