@@ -30,7 +30,7 @@ CHUNK = 4096
 GROUP = 32
 SCAN_WARPS = 8
 SCAN_REGISTERS = {2: 64, 4: 80}  # by bytes of a logit: so that four or three programs share a multiprocessor
-LETS_NEXT_IN = True  # while its last programs run
+LETS_NEXT_IN = True  # as soon as all its programs are there
 PROGRAMS = 132 * 12  # of a launch, that it is worth starting; more only take turns
 
 REJECT = tl.constexpr(1)  # `kernels.choice.Law`

@@ -1,8 +1,8 @@
-"""What the scan does to the chunks of a row, one after the other, while the next are on their way.
+"""What the scan does to the chunks of a row, one after the other, while the next is on its way.
 
 Most rows are bfloat16 and neither edited nor cut: of these two logits stay in one register until each is needed alone,
-and the largest is found two at a time. Rows that are raced have a loop of their own, as the noise wants the registers
-that other rows have for more chunks on their way.
+and the largest is found two at a time. Rows that are raced have a loop of their own, which makes the noise of the next
+chunk while that is loaded.
 
 Shapes: N tokens of a chunk, X blocks of four of them, T words of such a block, G tokens of a group.
 """

@@ -9,7 +9,8 @@ Earlier GPUs, other vendors' and the interpreter do without.
 Where programs are many, what is won is little, and each of them pays for its wait: tuned tables say so by `early`.
 
 Verification goes further: its scan begins when all before it is over and lets the next in at once; and these look, even
-before they wait, at what the scan does not write.
+before they wait, at what the scan does not write. Two may stand waiting there. The last of them waits for the one before
+it alone; so each program of that one must wait before it ends, also if it has nothing to do.
 """
 
 import functools

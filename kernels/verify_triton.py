@@ -1,6 +1,6 @@
 """The launches of `kernels.verify`: scan the rows, cut them, sum what drafts leave over, decide; and what follows.
 
-The sums and the decision begin while the launch before them ends (`dependent_launch`).
+The sums and the decision may be there as soon as all programs of the launch before them are (`dependent_launch`).
 
 Shapes: N tokens of a chunk, M chunks of a row, rounded up to a power of two.
 """
@@ -17,9 +17,9 @@ from baton.kernels.residual_triton import TYPES_DRAWN
 from baton.kernels.row_triton import num_usable
 from baton.kernels.variant import Variant
 
-# By whether any sequence is judged by chance: all warps repeat what a sequence needs once.
-DECIDE_WARPS = {False: 16, True: 16}
-# So that two programs share a multiprocessor; to race a part of a chunk again, seldom, would take more.
+DECIDE_WARPS = 16
+# By whether any sequence is judged by chance. If none is, two programs share a multiprocessor; to race a part of a chunk
+# again, seldom, would take more. If any is, one has it alone, which is faster than two of 8 warps at 64 sequences.
 DECIDE_REGISTERS = {False: 64, True: 128}
 POST_ROWS = 128
 
@@ -79,7 +79,7 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
         *common, ids, *by_probs, *choose_triton.made_up_arguments(rows, drafts),
         token_ids_BQ, accepted_len_B, accepted_len_B if counts_Q is None else counts_Q, vocab_size, num_columns,
         num_chunks, **flags, LAWS=not none, CHANCE=by_chance, COUNTED=counts_Q is not None,
-        QUICK=choose_triton.is_quick(), num_warps=DECIDE_WARPS[by_chance], **dependent_launch(device),
+        QUICK=choose_triton.is_quick(), num_warps=DECIDE_WARPS, **dependent_launch(device),
         **({"maxnreg": DECIDE_REGISTERS[by_chance]} if choose_triton.is_quick() else {}),
     )  # fmt: skip
 
@@ -212,7 +212,7 @@ def variants() -> list[Variant]:
                 types={"logits": "*bf16", **TYPES, **TYPES_DRAWN, **own, **absent},
                 constants=constants,
                 aligned=(*ALIGNED, "probs", "t2d"),
-                num_warps=DECIDE_WARPS[by_chance],
+                num_warps=DECIDE_WARPS,
                 max_registers=DECIDE_REGISTERS[by_chance] if early else 255,
                 may_spill=True,
                 options={"maxnreg": DECIDE_REGISTERS[by_chance]} if early else {},
