@@ -314,8 +314,9 @@ def prefill_kernel(
         mbarrier.init(value_full.index(stage), count=1)
         mbarrier.init(key_empty.index(stage), count=GROUPS)
         mbarrier.init(value_empty.index(stage), count=GROUPS)
-    for which in gl.static_range(GROUPS):
-        mbarrier.init(turns.index(which), count=1)
+    if TURNS:  # else its memory is anybody's, who must not find a barrier there
+        for which in gl.static_range(GROUPS):
+            mbarrier.init(turns.index(which), count=1)
     fence_async_shared()
     factor = scale * _LOG2_E
     BM: gl.constexpr = 64 * GROUPS

@@ -30,7 +30,7 @@ _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", _FP8: "fp8"}
 _TILE_ROWS = 128  # of the forms that do not divide positions
 _MAX_PROGRAMS = 96  # of those, up to which most multiprocessors stand idle or wait for memory that others could ask for
 _MAX_WIDE_PROGRAMS = 33  # the same for chunks of several tiles of ours, whose products are not as fast as theirs
-_MAX_HOPPER_PROGRAMS = 66  # the same where the form for Hopper divides: two shares for every multiprocessor pair
+_MAX_HOPPER_PROGRAMS = 66  # the same where the form for Hopper divides: two shares for each of them
 _OUR_ROWS = 64
 _MIN_BLOCK_SIZE = 16  # of decode steps, whose loops these are
 _MIN_CONTEXT_LEN = 1024  # bound from which on the division's launches, and what is written between them, pay
@@ -52,9 +52,10 @@ def is_better(
     num_tiles = min(num_tokens * group // _TILE_ROWS + num_sequences, num_sequences * -(-longest * group // _TILE_ROWS))
     is_wide = longest * group > _OUR_ROWS
     least, most = (_MIN_WIDE_CONTEXT_LEN, _MAX_WIDE_PROGRAMS) if is_wide else (_MIN_CONTEXT_LEN, _MAX_PROGRAMS)
-    if is_wide and on_hopper and _is_for_hopper(_row(longest, group, query_TAD.shape[2], key_NHSD)):
-        most = _MAX_HOPPER_PROGRAMS
-    return bound >= least and num_tiles * num_kv_heads <= most
+    num_programs = num_tiles * num_kv_heads
+    if bound < least or not is_wide or not on_hopper or not most < num_programs <= _MAX_HOPPER_PROGRAMS:
+        return bound >= least and num_programs <= most
+    return _is_for_hopper(_row(longest, group, query_TAD.shape[2], key_NHSD))
 
 
 def fits(

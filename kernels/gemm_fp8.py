@@ -16,6 +16,7 @@ Source: DeepSeek-V3 (section 3.3) for the scheme; swapping operands for small M 
 """
 
 import functools
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +24,14 @@ import torch
 from baton.kernels import gemm_fp8_hopper_triton, gemm_fp8_triton
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.fp8_weight import Fp8Weight
-from baton.kernels.gemm_fp8_plan import Plan, SwapAB, invariant_plan, plan_of, rule
+from baton.kernels.gemm_fp8_plan import FEW_ROWS, Plan, SwapAB, invariant_plan, plan_of, rule
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 from baton.kernels.quantize_fp8 import GROUP_LEN, dequantize_fp8, quantize_fp8_reference, quantize_unchecked
 from baton.kernels.scaled_mm import LIBRARY, ROWS_MULTIPLE
 from baton.kernels.tiles import product_rows
+
+log = logging.getLogger(__name__)
 
 _HOPPER = (9, 0)
 _OLDEST = (8, 9)  # with instructions for float8
@@ -74,7 +77,8 @@ def gemm_fp8(
         weight: what they are multiplied with.
         out_MN: where the result is put, rows may be strided; None: it is allocated.
         swap_ab: "auto": as measured; "on" and "off" force it, "on" only on sm_90.
-        num_sms: programs at most, each of which takes a part of a multiprocessor; None: as many as there are.
+        num_sms: programs at most, each of which takes a part of a multiprocessor; None: as many as there are. The form
+            for Hopper cannot be held to it, and is not taken then.
         invariant: a row's result is independent of the other rows.
         workspace: of the current stream; None: the device's, which is then used on one stream only.
         plan: how to compute, for tuning; None: as tuned.
@@ -291,10 +295,23 @@ def _chosen(
     if invariant:
         return invariant_plan(num_outputs, num_inputs)
     if plan is not None and plan.workers and not _has_trades(plan, num_rows, weight, num_sms, can_tma):
-        return rule(num_rows, num_outputs, num_inputs, swap=can_swap and SwapAB(swap_ab) is not SwapAB.OFF)
+        if can_swap and num_sms is None:
+            _tell_of_rule(num_outputs, num_inputs)
+        is_swapped = can_swap and num_rows <= FEW_ROWS and SwapAB(swap_ab) is not SwapAB.OFF
+        return rule(num_rows, num_outputs, num_inputs, swap=is_swapped)
     if plan is None and (num_sms is not None or device.type != "cuda"):
         return rule(num_rows, num_outputs, num_inputs, swap=False)
     return plan
+
+
+@functools.cache
+def _tell_of_rule(num_outputs: int, num_inputs: int) -> None:
+    log.warning(
+        "a float8 product of %d outputs and %d inputs is computed by rule, not as tuned: its rows do not begin at "
+        "multiples of 16 bytes, or it has more tiles than counters",
+        num_outputs,
+        num_inputs,
+    )
 
 
 def _multiplied(

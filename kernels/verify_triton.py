@@ -18,8 +18,8 @@ from baton.kernels.row_triton import num_usable
 from baton.kernels.variant import Variant
 
 DECIDE_WARPS = 16
-# By whether any sequence is judged by chance. If none is, two programs share a multiprocessor; to race a part of a chunk
-# again, seldom, would take more. If any is, one has it alone, which is faster than two of 8 warps at 64 sequences.
+# By whether any sequence is judged by chance. If none is, two programs share a multiprocessor; to race a part of a
+# chunk again, seldom, would take more. If any is, one has it alone: faster than two of 8 warps at 64 sequences.
 DECIDE_REGISTERS = {False: 64, True: 128}
 POST_ROWS = 128
 

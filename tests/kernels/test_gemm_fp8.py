@@ -8,11 +8,11 @@ import torch
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels import gemm_fp8 as module
-from baton.kernels import gemm_fp8_triton
+from baton.kernels import gemm_fp8_triton, tuning
 from baton.kernels.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm_fp8 import Workspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
 from baton.kernels.gemm_fp8_hopper_triton import is_form, num_counters, programs_at_once
-from baton.kernels.gemm_fp8_plan import Plan, SwapAB, invariant_plan, plan_of, rule, splits_of
+from baton.kernels.gemm_fp8_plan import TABLES, Plan, SwapAB, invariant_plan, plan_of, rule, splits_of
 from baton.kernels.implementation import Implementation
 from baton.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from baton.tests.kernels.harness import Guards, assert_deterministic, bits, poison, relative_error, same_bits, strided
@@ -316,6 +316,20 @@ def test_which_plans_with_workers_there_are():
     assert num_counters(plan, 65, 100) == 0
     assert num_counters(replace(plan, splits=2), 65, 100) == 2 * 4
     assert num_counters(replace(plan, BM=128, stages=10, splits=2), 65, 100) == 4 * 2
+
+
+@pytest.mark.fast
+def test_rows_of_the_table_with_workers_are_such_programs_and_no_split_is_empty():
+    found = 0
+    for name in TABLES:
+        for shape, sizes in tuning.table()[name].items():
+            num_groups = int(shape.split("x")[1]) // 128
+            for row in sizes.values():
+                if row.get("workers"):
+                    assert is_form(Plan(**row)), (name, shape, row)
+                    assert row["splits"] <= num_groups, (name, shape, row)
+                    found += 1
+    assert found > 20
 
 
 @pytest.mark.fast
