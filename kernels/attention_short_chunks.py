@@ -20,6 +20,7 @@ from baton.kernels import (
     attention_shares_triton,
     tuning,
 )
+from baton.kernels.arguments import require
 from baton.kernels.attention_decode_triton import STRIDE_UNIT
 from baton.kernels.attention_plan import Options
 from baton.kernels.attention_shares import SharePlans
@@ -95,6 +96,8 @@ def attend(
     row = _row(max_query_len, group, head_dim, key_NHSD) if options is None else options
     hopper = attention_prefill_hopper_triton
     on_hopper = _is_for_hopper(row) and hopper.fits(query_TAD, key_NHSD, value_NHSD)
+    is_possible = options is None or on_hopper or not _is_for_hopper(options)
+    require(is_possible, "options", "are of the form for Hopper, which cannot take these tensors here")
     how = None if on_hopper else _options(max_query_len * group, head_dim, key_NHSD, row)
     tile_rows, tile = (hopper.ROWS * row["GROUPS"], row["BN"]) if how is None else (how.rows, how.tile)
     wanted = attention_shares.division(

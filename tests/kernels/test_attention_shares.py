@@ -323,7 +323,14 @@ def test_a_row_for_hopper_divides_longer_chunks_there_and_is_passed_over_elsewhe
     assert not attention_short_chunks.is_better(query, key, 1, 32768, 512, False)
     assert not attention_short_chunks.is_better(query, key, 1, 2048, 512, True)
     sequences = Sequences([(3, 40), (2, 30)], heads=(2, 2))
-    found = sequences.run(options=TRADES)  # no GPU: by the loops of decode steps
+    with pytest.raises(KernelArgumentInvalid, match="options"):  # no GPU
+        sequences.run(options=TRADES)
+    ruled, by_rule = [], attention_short_chunks._options
+    with monkeypatch.context() as patch:  # but as a row of the table: by the loops of decode steps
+        patch.setattr(attention_short_chunks, "is_better", lambda *_: True)
+        patch.setattr(attention_short_chunks, "_options", lambda *those: ruled.append(those) or by_rule(*those))
+        found = sequences.run()
+    assert len(ruled) == 1
     assert relative_error(found, sequences.wanted()) < 4e-3
     asked = []
     hopper = attention_short_chunks.attention_prefill_hopper_triton
