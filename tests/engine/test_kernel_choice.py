@@ -2,7 +2,6 @@
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 
@@ -78,15 +77,14 @@ class NarrowToy(ToyModel):
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Several chunks of a small vocabulary; integers that wrap without a word."""
+    """Several chunks of a small vocabulary."""
     monkeypatch.setattr(choose_triton, "CHUNK", 16)
     monkeypatch.setattr(choose_triton, "GROUP", 4)
-    monkeypatch.setattr(logprobs_triton, "CHUNK", 16)
+    for name, value in (("CHUNK", 16), ("GROUP", 4), ("REREAD", 16), ("LISTED", 32)):
+        monkeypatch.setattr(logprobs_triton, name, value)
     monkeypatch.setattr(logit_edits_triton, "CHUNK", 16)
     for name, value in (("TILE", 32), ("LISTED", 32), ("FEW", 16), ("RACED", 16)):
         monkeypatch.setattr(bounds_triton, name, value)
-    with np.errstate(over="ignore", divide="ignore"):
-        yield
 
 
 def generate(choosing, kinds, *, k=3, max_tokens=12, d2t=None, **options):

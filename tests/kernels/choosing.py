@@ -1,6 +1,5 @@
 """Batches for the tests of sampling and verification, and what the engine makes of them."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,8 +22,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(bounds_triton, "FEW", 32)
     monkeypatch.setattr(bounds_triton, "RACED", 32)
     monkeypatch.setattr(residual_triton, "SEARCHED", 4)
-    with np.errstate(over="ignore"):
-        yield
 
 
 def sampling_of(rows):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,13 +21,6 @@ from baton.kernels.decision_reference import (
 )
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def wrapping():
-    """Integers of the interpreter are NumPy's, which wrap, but say so."""
-    with np.errstate(over="ignore"):
-        yield
 
 
 def assert_packed(values, state, number=7):

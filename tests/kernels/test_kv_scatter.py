@@ -27,13 +27,6 @@ NUM_POSITIONS = 70
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def wrapping():
-    """Integers of the interpreter are NumPy's, which wrap, but say so."""
-    with np.errstate(over="ignore"):
-        yield
-
-
 def layout(block_size, *, heads=4, row_len=8, dtype="bfloat16", extra=()):
     return KVLayout(
         model_hash="m", num_layers=2, num_kv_heads=heads, head_dim=row_len, block_size=block_size, dtype=dtype,

@@ -16,13 +16,6 @@ NAN = 0x7F
 EVERY_BFLOAT16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 
 
-@pytest.fixture(autouse=True)
-def wrapping():
-    """Integers of the interpreter are NumPy's, which wrap, but say so; and it multiplies what is no number."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        yield
-
-
 def nearest(values, scale=1.0):
     """The bytes of e4m3 that are nearest, by search among all of them in float64: the even one of two, saturating."""
     grid = torch.arange(NAN, dtype=torch.uint8).view(torch.float8_e4m3fn).double()

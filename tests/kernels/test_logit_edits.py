@@ -1,6 +1,5 @@
 """Edited rows: the kernel and its reference against the engine's bitmask, bias and penalties."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,8 +18,6 @@ pytestmark = pytest.mark.fast
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(logit_edits_triton, "CHUNK", 64)
-    with np.errstate(over="ignore"):
-        yield
 
 
 def batch(num_drafts, vocab_size):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.request import AttemptKey
 from baton.kernels.kv_scatter import PoolAddress
 from baton.kvcache.allocator import BlockTable
@@ -20,13 +21,6 @@ CPU = torch.device("cpu")
 EXTRA = (LayerLayout(PayloadKind.LATENT, 1, 1, 16), LayerLayout(PayloadKind.STATE, 8, 1, 16))
 LEN = 37
 NUM_BLOCKS, NUM_STAGING = 8, 6
-
-
-@pytest.fixture(autouse=True)
-def wrapping():
-    """Integers of the interpreter are NumPy's, which wrap, but say so."""
-    with np.errstate(over="ignore"):
-        yield
 
 
 class Ranks:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.config import KVTransferConfig
 from baton.core.errors import WorkerStartFailed
 from baton.core.request import AttemptKey
@@ -221,18 +222,17 @@ def test_launches_go_to_the_pool_of_their_rank_and_one_answer_comes_of_all(cuda)
     staging[:] = np.random.default_rng(1).integers(0, 256, len(staging), dtype=np.uint8)
     flags = flag_page(memory.flags)
     source = PoolIO(staging, type(pools[0].geometry)(LAYOUT, 4))
-    with np.errstate(over="ignore"):
-        landing = cuda.device_landing.DeviceLanding(opened, pools[0], 4, memory)
-        assert len(cuda.streams) == 2
-        table, from_blocks, answers = BlockTable((5, 1, 3), 4), BlockTable((2, 0, 1), 4), []
-        for rank, flag in enumerate(flags.claim(2)):
-            wanted = DigestWanted(
-                attempt=AttemptKey("r", 0), rank=rank, flag=flag.slot, sequence=flag.sequence, layer=0, num_layers=3,
-                count=11, staging=from_blocks, has_digest=True,
-            )  # fmt: skip
-            landing.launch(wanted, table)
-            assert flags.is_up(flag)
-            answers.append(flags.digests(flag, 3))
+    landing = cuda.device_landing.DeviceLanding(opened, pools[0], 4, memory)
+    assert len(cuda.streams) == 2
+    table, from_blocks, answers = BlockTable((5, 1, 3), 4), BlockTable((2, 0, 1), 4), []
+    for rank, flag in enumerate(flags.claim(2)):
+        wanted = DigestWanted(
+            attempt=AttemptKey("r", 0), rank=rank, flag=flag.slot, sequence=flag.sequence, layer=0, num_layers=3,
+            count=11, staging=from_blocks, has_digest=True,
+        )  # fmt: skip
+        landing.launch(wanted, table)
+        assert flags.is_up(flag)
+        answers.append(flags.digests(flag, 3))
     together = RankDigests(LAYOUT, 2)
     for layer, digests in enumerate(zip(*answers, strict=True)):
         span = Span(layer, 0, 11, 0, 4)
