@@ -5,9 +5,9 @@ or two warpgroups do nothing but multiply and add. So a tile of few rows of the 
 warps, all that a multiprocessor has of shared memory is stages on their way, and where the weight has rows enough for
 every multiprocessor nothing need be split. Tokens past the last are zeros that TMA fills in and nobody reads.
 
-The copying warp fills all stages with the weight before it waits for the launch before (`kernels.dependent_launch`),
-and can ask for more of it to come to the L2 cache meanwhile. Two warpgroups have 64 rows of the tile each, or, if the
-tile has no more, take turns with groups of 128 columns, and add their sums at the end, in one order.
+The copying warp fills all stages with the weight before it waits for the launch before (`kernels.dependent_launch`).
+Two warpgroups have 64 rows of the tile each, or, if the tile has no more, take turns with groups of 128 columns, and
+add their sums at the end, in one order.
 
 It is written in Gluon, which Triton's interpreter cannot run: `fits` says where it may be used. Splits are for tiles
 that fill a multiprocessor: it refuses them where a second program has place beside the first (`is_form`).
@@ -68,7 +68,6 @@ def is_form(plan: Plan) -> bool:
         (rows, plan.workers) in ((64, 1), (64, 2), (128, 2))
         and columns in (16, 32, 64, 128)
         and 1 <= plan.depth * turns <= plan.stages
-        and plan.ahead >= 0
         and (plan.groups, plan.fused) == (1, False)
         and shared_bytes(plan) + _RESERVED_BYTES <= _SHARED_BYTES
         and (plan.splits == 1 or programs_at_once(plan) == 1)
@@ -129,7 +128,6 @@ def launch(
         TensorDescriptor(a_MK, [num_rows, K], [a_MK.stride(0), 1], [a_box, 128], _LAYOUT),
         scales_GM,
         _described(weight, w_box),
-        weight.values_NK,
         weight.scales_BG,
         c_MN,
         partials,
@@ -183,7 +181,6 @@ def _constants(plan: Plan) -> dict[str, Any]:
         "GROUPS": plan.workers,
         "DEPTH": plan.depth,
         "SPLIT": plan.splits > 1,
-        "AHEAD": plan.ahead if plan.pdl else 0,
     }
 
 
@@ -197,7 +194,6 @@ def variant(plan: Plan) -> Variant:
     traits = [
         f"{plan.BM}x{plan.BN} stages={plan.stages} workers={plan.workers} depth={plan.depth}",
         *[name for name, holds in (("split", plan.splits > 1), ("pdl", plan.pdl)) if holds],
-        *([f"ahead={plan.ahead}"] if plan.ahead and plan.pdl else []),
     ]
     options = _options(plan)
     return Variant(
@@ -207,7 +203,6 @@ def variant(plan: Plan) -> Variant:
             "a": f"tensordesc<fp8e4nv[{a_box}, 128],{_LAYOUT!r}>",
             "a_scales": "*fp32",
             "w": f"tensordesc<fp8e4nv[{w_box}, 128],{_LAYOUT!r}>",
-            "w_values": "*fp8e4nv",
             "w_scales": "*fp32",
             "c": "*bf16",
             "partials": "*fp32" if plan.splits > 1 else "*bf16",
@@ -215,7 +210,7 @@ def variant(plan: Plan) -> Variant:
             **dict.fromkeys(integers, "i32"),
         },
         constants=_constants(plan) | {"EARLY": plan.pdl},
-        aligned=("a_scales", "w_values", "w_scales", "c", "partials", "counters", "N", "K", "c_stride"),
+        aligned=("a_scales", "w_scales", "c", "partials", "counters", "N", "K", "c_stride"),
         num_warps=options.pop("num_warps"),
         contains=("QGMMA", "UTMALDG"),
         lacks=("HMMA",),
@@ -233,7 +228,7 @@ def variants() -> list[Variant]:
     for plan in (
         *plans,
         Plan(swap=False, BM=64, BN=32, stages=8, workers=2),
-        Plan(swap=False, BM=64, BN=32, stages=8, workers=1, ahead=64),
+        Plan(swap=False, BM=64, BN=32, stages=8, workers=1),
         Plan(swap=False, BM=64, BN=64, stages=12, workers=2, splits=2),
         Plan(swap=False, BM=128, BN=64, stages=8, workers=2),
         Plan(BM=16, BN=64, stages=20, workers=1, depth=4),

@@ -47,7 +47,6 @@ class Plan:
         workers: warpgroups that multiply while other warps copy (`kernels.gemm_fp8_hopper_triton`), 1 or 2; 0: all
             warps do everything.
         depth: groups whose products a worker has in the tensor cores at once.
-        ahead: groups of the weight past the stages that are asked for before the launch before has ended.
     """
 
     swap: bool = True
@@ -63,7 +62,6 @@ class Plan:
     pdl: bool = True
     workers: int = 0
     depth: int = 2
-    ahead: int = 0
 
     def row(self) -> dict[str, Any]:
         """As it stands in a table."""

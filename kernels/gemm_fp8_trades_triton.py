@@ -41,23 +41,6 @@ def _place(num_rows, K, num_splits, BM: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(w_values, n, group, num_groups, K, BN: gl.constexpr):
-    """Have groups of the weight on their way to the L2 cache."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    row_N = n + gl.arange(0, BN, lanes)
-    at_N = (w_values + row_N.to(gl.int64) * K + group * 128).to(gl.int64)
-    bytes_N = num_groups * 128 + gl.zeros([BN], gl.int32, lanes)
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [at_N, bytes_N],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _copy(source, pieces, full, stage, row, group, PIECES: gl.constexpr):
     """A tile's 128 columns, in pieces of 64 rows if they are for two warpgroups."""
     for i in gl.static_range(PIECES):
@@ -67,8 +50,8 @@ def _copy(source, pieces, full, stage, row, group, PIECES: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    a, w, w_values, a_pieces, w_pieces, full, empty, num_rows, N, K, num_splits,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
+    a, w, a_pieces, w_pieces, full, empty, num_rows, K, num_splits,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
     A_PIECES: gl.constexpr, W_PIECES: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies tiles. The weight depends on nothing: as much of it as there is place for comes first."""
@@ -78,9 +61,6 @@ def _produce(
     for stage in range(num_first):
         mbarrier.expect(full.index(stage), (BM + BN) * 128)
         _copy(w, w_pieces, full, stage, pn * BN, first + stage, W_PIECES)
-    if AHEAD > 0:
-        if (num_groups > STAGES) & (pn * BN + BN <= N):
-            _prefetch(w_values, pn * BN, first + STAGES, gl.minimum(num_groups - STAGES, AHEAD), K, BN)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -292,10 +272,10 @@ def _consume(
 
 @gluon.jit(do_not_specialize=_ANY)
 def gemm_kernel(
-    a, a_scales, w, w_values, w_scales, c, partials, counters, num_rows: gl.int32, N, K, a_scale_stride: gl.int32,
+    a, a_scales, w, w_scales, c, partials, counters, num_rows: gl.int32, N, K, a_scale_stride: gl.int32,
     w_scale_stride: gl.int32, c_stride, num_splits: gl.int32, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, SWAP: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr,
-    AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    EARLY: gl.constexpr,
 ) -> None:  # fmt: skip
     """A split of a tile of BM tokens and BN rows of the weight."""
     kind: gl.constexpr = a.dtype
@@ -334,8 +314,8 @@ def gemm_kernel(
                     c_stride, num_splits, gl.constexpr(1), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT, EARLY,
                 )),
                 (_produce, (
-                    a, w, w_values, a_pieces, w_pieces, full, empty, num_rows, N, K, num_splits,
-                    BM, BN, STAGES, EARLY, AHEAD, A_PIECES, W_PIECES,
+                    a, w, a_pieces, w_pieces, full, empty, num_rows, K, num_splits,
+                    BM, BN, STAGES, EARLY, A_PIECES, W_PIECES,
                 )),
                 (_scale, (
                     a_scales, w_scales, scales, full, empty, num_rows, K, a_scale_stride, w_scale_stride, num_splits,
@@ -353,8 +333,8 @@ def gemm_kernel(
                     c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT, EARLY,
                 )),
                 (_produce, (
-                    a, w, w_values, a_pieces, w_pieces, full, empty, num_rows, N, K, num_splits,
-                    BM, BN, STAGES, EARLY, AHEAD, A_PIECES, W_PIECES,
+                    a, w, a_pieces, w_pieces, full, empty, num_rows, K, num_splits,
+                    BM, BN, STAGES, EARLY, A_PIECES, W_PIECES,
                 )),
                 (_scale, (
                     a_scales, w_scales, scales, full, empty, num_rows, K, a_scale_stride, w_scale_stride, num_splits,
