@@ -5,6 +5,9 @@ tables. Forms change at powers of two, or between them; so each class is represe
 times those, and by the limits themselves. Positions lie at the beginning of tables that name nothing but the scratch
 block: a pass over wide tables reads as little as one over narrow ones, and no sequence's KV is touched.
 
+Of prompts there is, for each length, also the step with all else that a step may have beside it: float8 KV is widened
+or not by how much all tables together have room for.
+
 Legend: B sequences, Q rows of each, T tokens, W entries of a block table.
 """
 
@@ -51,16 +54,20 @@ def classes(most: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def prefill_shapes(reach: Reach, block_size: int) -> Iterator[tuple[int, int, int]]:
-    """(chunks, tokens of each, entries of a table): one chunk, and as many as fit."""
+def prefill_shapes(reach: Reach, block_size: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """(tokens of each chunk, entries of a table): one chunk, as many as fit, and one beside many of one token."""
     last = -(-reach.context_len // block_size)
     for length in classes(min(reach.num_tokens, reach.context_len, _MAX_TOKENS)):
         least = -(-length // block_size)
         widths = {least, last, *(-(-bound // block_size) for bound in _WIDTHS_LEN)}
         most = max(1, min(reach.num_tokens, _MAX_CHUNKS_TOKENS) // length)
-        for count in sorted({1, min(reach.num_sequences, most)}):
-            for width in sorted(width for width in widths if least <= width <= last):
-                yield count, length, width
+        equal = {(length,), (length,) * min(reach.num_sequences, most)}
+        for width in sorted(width for width in widths if least <= width <= last):
+            for lens in sorted(equal):
+                yield lens, width
+        others = min(reach.num_sequences - 1, reach.num_tokens - length)
+        if (mixed := (length,) + (1,) * others) not in equal:
+            yield mixed, last
 
 
 def decode_shapes(reach: Reach, block_size: int) -> Iterator[tuple[int, int]]:
@@ -74,9 +81,9 @@ def decode_shapes(reach: Reach, block_size: int) -> Iterator[tuple[int, int]]:
 def warm_up_prefill_passes(model: Model, pool: KVPool, reach: Reach) -> None:
     """Trunk and MTP head over chunks."""
     has_mtp = pool.layout.num_layers > model.config.num_layers
-    for count, length, width in prefill_shapes(reach, pool.layout.block_size):
-        inputs = prefill_inputs([_chunk(length, pool)] * count, pool)
-        tables_BW = inputs.batch.block_tables_BM.new_full((count, width), pool.num_blocks)
+    for lens, width in prefill_shapes(reach, pool.layout.block_size):
+        inputs = prefill_inputs([_chunk(length, pool) for length in lens], pool)
+        tables_BW = inputs.batch.block_tables_BM.new_full((len(lens), width), pool.num_blocks)
         batch = replace(inputs.batch, block_tables_BM=tables_BW)
         hidden_TD = model.trunk(inputs.token_ids_T, batch, pool, ignore_layer)
         if has_mtp:

@@ -8,13 +8,12 @@ import torch
 
 from baton.core.config import WorkerConfig
 from baton.core.errors import ConfigInvalid
-from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
 from baton.engine.grammar import GrammarCompiler
 from baton.engine.kernel_warm_up import Reach
-from baton.kernels import kv_widen
+from baton.kernels.attention_prefill import most_widened_bytes
 from baton.kernels.compiles import COMPILES
 from baton.kernels.implementation import Implementation
 from baton.kernels.selftest import check_invariance
@@ -86,7 +85,7 @@ def load_worker(
     if config.numerics is Numerics.INVARIANT:
         _check_invariance(model, config, group)
     layout = model.kv_layout(config.block_size)
-    num_blocks = _num_blocks(config, layout, device, group)
+    num_blocks = _num_blocks(config, model, layout, group)
     if num_blocks < 1:
         raise ConfigInvalid(
             f"the memory for KV holds no block of {layout.bytes_per_block} bytes; raise kv_memory_mib",
@@ -138,13 +137,16 @@ def reach_of(config: WorkerConfig, model: Model) -> Reach:
     return Reach(num_tokens=num_tokens, num_sequences=config.max_num_seqs, context_len=context_len)
 
 
-def _num_blocks(config: WorkerConfig, layout: KVLayout, device: torch.device, group: Communicator) -> int:
+def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Communicator) -> int:
     """Blocks that every rank has memory for. On a CPU the ranks share the worker's; each GPU has its own."""
+    device = model.device
     if device.type != "cuda":
         return num_blocks_for_memory(layout, config.kv_memory_mib << 20)
     free_bytes, _ = torch.cuda.mem_get_info(device)
     own_bytes = PoolGeometry(layout, 1, group.rank, group.size).num_bytes // 2  # of one block beside the scratch block
-    if config.kv_dtype is not KVDtype.AUTO:  # a prompt's may be widened for attention
-        free_bytes = max(0, free_bytes - 2 * kv_widen.MAX_BYTES)
+    if model.implementation is Implementation.TRITON and model.numerics is Numerics.DEFAULT:
+        kv_dtype = TORCH_DTYPES[layout.dtype]
+        widened_bytes = most_widened_bytes(kv_dtype, device.index, layout.head_dim, layout.block_size)
+        free_bytes = max(0, free_bytes - 2 * widened_bytes)  # a layer's, and what torch keeps of another size
     num_blocks = int(free_bytes * config.gpu_memory_share) // own_bytes - 1
     return min(int(data) for data in group.gather_bytes(str(num_blocks).encode()))

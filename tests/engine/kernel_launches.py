@@ -33,7 +33,13 @@ from baton.engine.decode import DecodeRunner
 from baton.engine.pass_warm_up import Reach
 from baton.engine.passes import ignore_layer
 from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
-from baton.kernels import attention_prefill_hopper_triton, fused_copy_triton, gemm_fp8_hopper_triton, gemm_fp8_plan
+from baton.kernels import (
+    attention_prefill_hopper_triton,
+    fused_copy_triton,
+    gemm_fp8_hopper_triton,
+    gemm_fp8_plan,
+    kv_widen,
+)
 from baton.kernels.fused_copy import RunningCopies
 from baton.kernels.gemm_fp8_plan import Plan
 from baton.kernels.implementation import Implementation
@@ -137,6 +143,7 @@ def stub():
     torch.Tensor.new_empty = lambda x, *sizes, **options: x.new_zeros(*sizes, **options)
     attention_prefill_hopper_triton._multiprocessors = lambda index: 132
     slots.fused_copy = kernel_warm_up.fused_copy = _copy
+    kv_widen.MAX_BYTES = 16 << 20  # two contexts, so that there are steps with more
     gemm_fp8_hopper_triton._is_hopper = lambda index: True
     gemm_fp8_plan.find = _row_with_workers
     kernel_warm_up.is_compiled = lambda model: True

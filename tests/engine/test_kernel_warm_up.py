@@ -39,23 +39,24 @@ def test_sizes_stand_for_all_up_to_the_most():
 def test_prefill_shapes_fit_their_steps_and_reach_every_limit():
     found = list(prefill_shapes(REACH, 16))
     assert len(found) == len(set(found))
-    for count, length, width in found:
-        assert count <= REACH.num_sequences
-        assert count * length <= REACH.num_tokens
-        assert width * 16 >= length
+    for lens, width in found:
+        assert len(lens) <= REACH.num_sequences
+        assert sum(lens) <= REACH.num_tokens
+        assert width * 16 >= max(lens)
         assert width <= -(-REACH.context_len // 16)
-    for place, most in enumerate((12, 2048, 513)):
-        assert max(shape[place] for shape in found) == most
-    assert {(1, 1, 1), (12, 1, 513), (1, 16, 64), (1, 2048, 256)} <= set(found)
+    assert max(len(lens) for lens, _ in found) == 12
+    assert max(sum(lens) for lens, _ in found) == 2048
+    assert max(width for _, width in found) == 513
+    assert {((1,), 1), ((1,) * 12, 513), ((16,), 64), ((2048,), 256), ((1536, *(1,) * 11), 513)} <= set(found)
 
 
 @pytest.mark.fast
 def test_a_chunk_is_never_longer_than_the_context():
     found = list(prefill_shapes(Reach(num_tokens=1 << 24, num_sequences=1, context_len=40), 16))
-    assert max(length for _, length, _ in found) == 40
-    assert {count for count, _, _ in found} == {1}
+    assert max(max(lens) for lens, _ in found) == 40
+    assert {len(lens) for lens, _ in found} == {1}
     found = list(prefill_shapes(Reach(num_tokens=1 << 24, num_sequences=1, context_len=1 << 20), 64))
-    assert max(length for _, length, _ in found) == 16_384, "nothing is another form beyond, and memory is short"
+    assert max(max(lens) for lens, _ in found) == 16_384, "nothing is another form beyond, and memory is short"
 
 
 @pytest.mark.fast
