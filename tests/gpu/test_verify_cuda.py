@@ -135,6 +135,43 @@ def test_what_a_program_takes_changes_no_bit(monkeypatch, vocab_size):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("num_programs", [1, 1 << 30])
+@pytest.mark.parametrize("vocab_size", [VOCAB, 50_258])
+def test_programs_of_many_chunks_and_of_one_find_the_references_tokens(monkeypatch, vocab_size, num_programs):
+    """Rows without cuts are read two numbers at a time, chunk after chunk by one program, or each chunk by its own."""
+    monkeypatch.setattr(choose_triton, "PROGRAMS", num_programs)
+    logits_BV = torch.randn(8, vocab_size, device=CUDA, generator=generator(8)).mul_(3).bfloat16()
+    rows = rows_of(8, greedy=(2, 5))
+    assert sample(logits_BV, rows).tolist() == sample(logits_BV, rows, implementation=REFERENCE).tolist()
+    if vocab_size == VOCAB:
+        logits_BQV, rows, drafts = batch(11)
+        wanted = verify(logits_BQV, rows, drafts, implementation=REFERENCE)
+        found = verify(logits_BQV, rows, drafts)
+        assert found.token_ids_BQ.tolist() == wanted.token_ids_BQ.tolist()
+        assert found.accepted_len_B.tolist() == wanted.accepted_len_B.tolist()
+
+
+def test_verifications_close_behind_each_other_keep_apart():
+    """In a graph: scan, residual and decision each begin before the launch before has ended. Numbers change between."""
+    batches = [batch(seed) for seed in range(4)]
+    verify(*batches[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [verify(*each) for each in batches]
+    for _ in range(3):
+        for logits_BQV, rows, _ in batches:
+            logits_BQV.mul_(0.75)
+            rows.seed_B.add_(1)
+        for _ in range(3):  # the last of one replay is close before the first of the next
+            graph.replay()
+        torch.cuda.synchronize()
+        for each, found in zip(batches, captured, strict=True):
+            wanted = verify(*each, implementation=REFERENCE)
+            assert found.token_ids_BQ.tolist() == wanted.token_ids_BQ.tolist()
+            assert found.accepted_len_B.tolist() == wanted.accepted_len_B.tolist()
+
+
 def test_a_mixed_batch_whose_rows_are_cut_gets_the_references_tokens():
     logits_BQV, rows, drafts = batch(7)
     cut = {
@@ -183,9 +220,11 @@ def test_reports_and_edits_are_the_references():
     assert torch.equal(found.place_R, wanted.place_R)
 
 
-def test_nothing_waits_and_a_graph_replays_the_same():
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_nothing_waits_and_a_graph_replays_the_same(is_cut):
     logits_BQV, rows, drafts = batch(9)
-    rows = rows_of(16, greedy=(0,), top_k_B=torch.full((16,), 40, device=CUDA))
+    if is_cut:
+        rows = rows_of(16, greedy=(0,), top_k_B=torch.full((16,), 40, device=CUDA))
     counts_Q = torch.zeros(4, dtype=torch.int64, device=CUDA)
     length_B = torch.arange(16, device=CUDA)
     verify(logits_BQV, rows, drafts, counts_Q=counts_Q)
