@@ -14,6 +14,7 @@ from typing import Any
 from baton.bench.kernel_case import Call
 from baton.bench.kernel_failure import ERRORS
 
+TORCH_COMPILE = "torch_compile"  # the name of a system that `torch.compile` makes
 _MAX_SHAPES = 4096  # of one function that are compiled, in a process that measures many rows
 
 Baseline = dict[str, list[Call]]
@@ -49,7 +50,7 @@ def each(function: Callable[..., object], sets: Sequence[Sequence[Any]]) -> list
 
 
 def torch_compiled(
-    function: Callable[..., object], sets: Sequence[Sequence[Any]], name: str = "torch_compile"
+    function: Callable[..., object], sets: Sequence[Sequence[Any]], name: str = TORCH_COMPILE
 ) -> Baseline:
     """`torch.compile` of a reference, for these shapes alone; nothing on a CPU, where it would take minutes."""
     if not any(getattr(argument, "is_cuda", False) for argument in sets[0]):

@@ -2,7 +2,9 @@
 
     python -m baton.bench.kernel_once --module rms_norm --max-mib 4
 
-Prints a line for each system. What fails is named, the rest still runs, and the program ends with 1. No times here.
+Prints a line for each system, but for what `torch.compile` makes: none of that is Baton's, and the processes that it
+starts end the checker, or take all of its time. What fails is named, the rest still runs, and the program ends with 1.
+No times here.
 """
 
 import argparse
@@ -10,6 +12,7 @@ import sys
 
 import torch
 
+from baton.bench.kernel_baselines import TORCH_COMPILE
 from baton.bench.kernel_case import KernelCase
 from baton.bench.kernel_collection import find_cases
 from baton.bench.kernel_failure import ERRORS
@@ -26,7 +29,7 @@ def small_cases(module: str, max_bytes: int, max_cases: int) -> list[KernelCase]
 
 
 def run_once(case: KernelCase, device: torch.device, seed: int = 0) -> list[str]:
-    """Run every system of a case on one set of buffers; a line for each that failed."""
+    """Run the systems of a case on one set of buffers; a line for each that failed."""
     torch.manual_seed(seed)
     failed: list[str] = []
     try:
@@ -34,6 +37,8 @@ def run_once(case: KernelCase, device: torch.device, seed: int = 0) -> list[str]
     except ERRORS as error:
         return [f"{case.kernel} {case.shape}: prepare: {type(error).__name__}: {error}"]
     for name, calls in systems.items():
+        if name == TORCH_COMPILE:
+            continue
         try:
             calls[0]()
             if device.type == "cuda":

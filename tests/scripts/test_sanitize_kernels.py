@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.bench import kernel_once
+from baton.bench.kernel_baselines import TORCH_COMPILE
 from baton.bench.kernel_case import KernelCase
 from baton.bench.kernel_collection import Place
 from baton.scripts.sanitize_kernels import ROOT, check, commands, find_tool, judge
@@ -88,7 +89,7 @@ def test_small_cases_run_once(monkeypatch, capsys):
     def bad():
         raise RuntimeError("no")
 
-    good = {"ours": [lambda: 1, bad]}
+    good = {"ours": [lambda: 1, bad], TORCH_COMPILE: [bad]}
     listed = [make("big", 1 << 30, True, good), make("mid", 200, True, good), make("tiny", 900, False, {"x": [bad]})]
     found = type("Found", (), {"cases": {Place("m", index): case for index, case in enumerate(listed)}})
     monkeypatch.setattr(kernel_once, "find_cases", lambda: found)
