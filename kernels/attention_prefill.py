@@ -115,19 +115,6 @@ def attention_prefill(
     return _by_triton(places, how, max_query_len, softmax_scale, (key_scale, value_scale), invariant, options)
 
 
-def most_widened_bytes(kv_dtype: torch.dtype, device_index: int | None, head_dim: int, block_size: int) -> int:
-    """GPU memory that a call may take for KV that it widens first; 0 where none is widened, as in invariant numerics.
-
-    Args:
-        kv_dtype: of K and V.
-        device_index: of the GPU; None: none.
-        head_dim: D.
-        block_size: S.
-    """
-    fits = attention_prefill_hopper_triton.fits_size(device_index, head_dim, block_size)
-    return kv_widen.MAX_BYTES if kv_dtype == _FP8 and fits else 0
-
-
 class _Form(Enum):
     """How a call that was checked is computed."""
 
@@ -226,7 +213,7 @@ def _kind(
     head_dim, block_size = query_TAD.shape[2], key_NHSD.shape[2]
     can_widen = (
         key_NHSD.stride()[2:] == (head_dim, 1)
-        and most_widened_bytes(key_NHSD.dtype, query_TAD.device.index, head_dim, block_size) > 0
+        and kv_widen.most_bytes(key_NHSD.dtype, query_TAD.device.index, head_dim, block_size) > 0
     )
     can_divide = attention_short_chunks.fits(query_TAD, key_NHSD, value_NHSD, key_scale)
     on_hopper = attention_prefill_hopper_triton.fits(query_TAD, key_NHSD, value_NHSD)

@@ -9,10 +9,23 @@ Legend: as in `attention_prefill`.
 
 import torch
 
-from baton.kernels import kv_widen_triton
+from baton.kernels import attention_prefill_hopper_triton, kv_widen_triton
 
 MAX_BYTES = 1 << 30  # of what is made for one layer
 MIN_QUERY_LEN = 256  # the longest chunk's rows from which on it pays
+
+
+def most_bytes(kv_dtype: torch.dtype, device_index: int | None, head_dim: int, block_size: int) -> int:
+    """Of one call; 0 where nothing is ever widened: but on Hopper, and of other KV. Invariant numerics do not, either.
+
+    Args:
+        kv_dtype: of K and V.
+        device_index: of the GPU; None: none.
+        head_dim: D.
+        block_size: S.
+    """
+    fits = attention_prefill_hopper_triton.fits_size(device_index, head_dim, block_size)
+    return MAX_BYTES if kv_dtype == torch.float8_e4m3fn and fits else 0
 
 
 def num_bytes(block_tables_BM: torch.Tensor, key_NHSD: torch.Tensor, dtype: torch.dtype) -> int:

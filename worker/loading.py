@@ -13,7 +13,7 @@ from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
 from baton.engine.grammar import GrammarCompiler
 from baton.engine.kernel_warm_up import Reach
-from baton.kernels.attention_prefill import most_widened_bytes
+from baton.kernels import kv_widen
 from baton.kernels.compiles import COMPILES
 from baton.kernels.implementation import Implementation
 from baton.kernels.selftest import check_invariance
@@ -146,7 +146,7 @@ def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Com
     own_bytes = PoolGeometry(layout, 1, group.rank, group.size).num_bytes // 2  # of one block beside the scratch block
     if model.implementation is Implementation.TRITON and model.numerics is Numerics.DEFAULT:
         kv_dtype = TORCH_DTYPES[layout.dtype]
-        widened_bytes = most_widened_bytes(kv_dtype, device.index, layout.head_dim, layout.block_size)
+        widened_bytes = kv_widen.most_bytes(kv_dtype, device.index, layout.head_dim, layout.block_size)
         free_bytes = max(0, free_bytes - 2 * widened_bytes)  # a layer's, and what torch keeps of another size
     num_blocks = int(free_bytes * config.gpu_memory_share) // own_bytes - 1
     return min(int(data) for data in group.gather_bytes(str(num_blocks).encode()))
