@@ -393,13 +393,18 @@ class Cluster:
                 if worker.worker_id not in self.silent:
                     await membership.Heartbeat(worker.state(), timeout=2.0)
 
-    async def idle(self, timeout_s=LINGER_S - 0.1):
-        """Wait until no worker has a stream; returns what each saw, by role.
+    def num_open(self):
+        """Requests at the router."""
+        (gauge,) = self.router.metrics.num_streams_open.collect()
+        return gauge.samples[0].value
 
-        Without a time of its own, legs must not have been left to linger.
+    async def idle(self, timeout_s=LINGER_S - 0.1):
+        """Wait until no worker has a stream, and the router no request, so that it has counted how all ended.
+
+        Returns what each worker saw, by role. Without a time of its own, legs must not have been left to linger.
         """
         async with asyncio.timeout(timeout_s):
-            while any(worker.running() for worker in self.workers):
+            while self.num_open() or any(worker.running() for worker in self.workers):
                 await asyncio.sleep(0.005)
         return [[seen for worker in self.of(role) for seen in worker.seen] for role in ("prefill", "decode")]
 
