@@ -28,6 +28,7 @@ SAID = st.one_of(
 )
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), SAID), max_size=60))
 def test_each_stream_says_the_same_in_the_same_order(items):

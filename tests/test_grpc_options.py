@@ -32,6 +32,7 @@ def options_of(path):
                 yield name
 
 
+@pytest.mark.long
 def test_grpc_knows_every_option():
     library = Path(cygrpc.__file__).read_bytes()
     names = {name for room in ROOMS for path in (ROOT / room).rglob("*.py") for name in options_of(path)}

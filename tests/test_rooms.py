@@ -63,6 +63,7 @@ def libraries_imported_by(path):
     return {name.split(".")[0] for name in imported_names(path)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("room", ALLOWED)
 def test_a_room_imports_only_lower_rooms(room):
     for path in sources(room):

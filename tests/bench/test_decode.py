@@ -36,7 +36,6 @@ def small(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.fast
 def test_rows_name_what_was_measured():
     data = decode.bench_decode(read_options(**QUICK, batch="1,3", mtp="0,2"))
     assert data["bench"] == "decode"
@@ -57,7 +56,6 @@ def test_rows_name_what_was_measured():
     assert text.count("async") == 4
 
 
-@pytest.mark.fast
 def test_steps_are_measured_with_graphs_and_without(monkeypatch):
     def recorded(model, pool, config, *, max_num_sequences, num_draft_tokens, max_model_len, communicator):
         assert (config.sizes, max_num_sequences, num_draft_tokens, communicator) == ((1, 3), 3, 1, None)
@@ -73,7 +71,6 @@ def test_steps_are_measured_with_graphs_and_without(monkeypatch):
     assert format_decode(data).count("graphs") == 8
 
 
-@pytest.mark.fast
 def test_numbers_of_a_turn_belong_together(monkeypatch):
     """By a step whose time and tokens are known."""
     options = read_options(**QUICK | {"steps": 5}, batch="2", mtp="3", rate=1.0)

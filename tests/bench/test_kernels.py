@@ -295,6 +295,7 @@ def test_memory_that_runs_out_makes_fewer_sets(given):
     assert data["rows"][0]["num_sets"] == 2
 
 
+@pytest.mark.long
 def test_children_are_replaced_when_they_die_hang_or_break():
     child = Child(work)
     try:
@@ -313,6 +314,7 @@ def test_children_are_replaced_when_they_die_hang_or_break():
         child.close()
 
 
+@pytest.mark.long
 def test_tasks_are_spread_and_what_is_late_is_not_lost():
     tasks = ["a", "die", "b", "c"]
     outcomes = do_all(work, tasks, 2, limit_s=60, end_s=time.monotonic() + 120)
@@ -338,6 +340,7 @@ def test_real_cases_and_points_can_be_collected():
         json.dumps([dict(options) for options in point.candidates])
 
 
+@pytest.mark.long
 def test_real_rows_of_a_cpu_are_measured():
     data = kernels.bench_kernels(KernelOptions(device="cpu", rounds=1))
     assert not data["failures"]

@@ -178,6 +178,7 @@ async def test_a_stream_that_breaks_its_promise_is_not_asked_again(is_sync, how)
     assert got[0] == ANSWER[:4] == error.fields["received"][0]["text"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_sync", [True, False])
 @pytest.mark.asyncio
 async def test_attempts_pauses_and_time_have_an_end(is_sync):
@@ -210,6 +211,7 @@ async def test_other_calls_are_made_again_too(is_sync):
         assert service.num_calls == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_sync", [True, False])
 @pytest.mark.asyncio
 async def test_an_address_where_somebody_comes_later(is_sync):

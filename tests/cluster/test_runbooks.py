@@ -62,6 +62,7 @@ def test_exit_codes_pass_through_with_one_object(arguments, code):
     assert data["next"]
 
 
+@pytest.mark.long
 def test_the_flags_of_a_runbook_are_its_own():
     done = baton("drain-node", "--help")
     assert done.returncode == 0

@@ -51,6 +51,7 @@ def test_the_certificates_are_good_both_ways(tmp_path):
     assert os.stat(host.key_file).st_mode & 0o077 == 0
 
 
+@pytest.mark.long
 def test_the_keys_are_made_listed_and_revoked(tmp_path):
     assert "baton-" in run(BLOCKS[1], tmp_path)
     assert [entry.name for entry in read_keys(tmp_path / "clients.keys")] == []

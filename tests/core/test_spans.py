@@ -130,6 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.long
 def test_a_collector_gets_the_same_over_http(monkeypatch):
     service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     collector = Collector()
@@ -151,6 +152,7 @@ def test_a_collector_gets_the_same_over_http(monkeypatch):
     assert telemetry.num_dropped == 0
 
 
+@pytest.mark.long
 def test_a_collector_that_refuses_costs_spans_and_nothing_else():
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     collector = Collector(status=400)

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.fast
 PEER = worker_pb2.Peer(worker_id="d", kv_address="tcp://h:1", epoch=2)
 
 
+@pytest.mark.long
 @given(
     max_tokens=st.integers(-(2**31), 2**31 - 1),
     temperature=st.floats(allow_nan=False),

@@ -314,6 +314,7 @@ def test_blocks_stay_until_the_extra_step_is_over():
     assert allocator.num_reserved == 0
 
 
+@pytest.mark.long
 @fast
 def test_cancelled_and_overdue_requests_give_back_what_they_held_and_hurt_nobody():
     engine = toy_engine(k=3, num_blocks=24, max_num_sequences=3)
@@ -337,6 +338,7 @@ def test_cancelled_and_overdue_requests_give_back_what_they_held_and_hurt_nobody
     assert engine._scheduler._allocator.num_reserved == 0
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("prepare_ahead", [False, True])
 def test_a_short_hunt_finds_no_race(prepare_ahead, monkeypatch):

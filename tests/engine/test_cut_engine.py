@@ -98,7 +98,6 @@ def check(size, k, mode, temperatures, d2t=None, **options):
     return wanted
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("k", [0, 2])
 def test_two_ranks(k):
     check(2, k, "coupled", (0.0, 1.0))
@@ -118,7 +117,6 @@ def test_five_ranks_of_which_the_last_has_fewer_tokens(mode, d2t):
     check(5, 3, mode, (0.9,), d2t)
 
 
-@pytest.mark.fast
 def test_drafts_stand_as_often():
     """A head that is often right: accepted lengths of all kinds are among those that were compared."""
     wanted = check(4, 2, "coupled", (1.0,), sharpness=6.0, surprise=0.3)

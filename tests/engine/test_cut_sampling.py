@@ -73,7 +73,6 @@ def run_steps(batch, k, data, vocab):
     return made
 
 
-@pytest.mark.fast
 @settings(max_examples=25, deadline=None)
 @given(
     batch=st.lists(sequences, min_size=1, max_size=5),
@@ -111,7 +110,6 @@ CUTS = [
 ]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("kind", ["spread", "ties", "one value", "few tokens"])
@@ -134,7 +132,6 @@ def test_top_k_and_top_p_of_a_wide_vocabulary(kind, cut, dtype):
         assert results == [wanted] * size
 
 
-@pytest.mark.fast
 @settings(max_examples=25, deadline=None)
 @given(data=st.integers(0, 10**6), top_k=st.integers(0, 12), top_p=st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0]))
 def test_borders_that_are_met_exactly(data, top_k, top_p):
@@ -320,7 +317,6 @@ def test_a_mask_is_ignored_only_if_it_leaves_no_token_at_any_rank(asked, left, t
         assert len(results[0]) > 1 or len(left) == 1
 
 
-@pytest.mark.fast
 @settings(max_examples=15, deadline=None)
 @given(params=any_params, data=st.integers(0, 10**6))
 def test_a_column_of_no_token_is_never_chosen(params, data):

@@ -7,7 +7,6 @@ from baton.tests.engine.toy import PerfectToyModel, ToyModel
 from baton.tests.engine.toy_engine import request_of, toy_engine
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("chunk_len", [1, 5, 64])
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
@@ -51,6 +50,7 @@ def accepted_share(k=2, num_requests=24, **sampling):
     return num_accepted / num_drafts, [result.token_ids for result in results]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.fast)])
 def test_drafts_that_share_the_targets_noise_are_accepted_more_often(k, monkeypatch):
     coupled, tokens = accepted_share(k, temperature=1.0)

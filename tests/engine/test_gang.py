@@ -142,6 +142,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "k", "mode"), CASES)
 def test_a_gang_generates_what_one_rank_does(size, k, mode, tiny_checkpoint):
     path = tiny_checkpoint(**CHECKPOINT)

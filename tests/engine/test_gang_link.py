@@ -107,6 +107,7 @@ def test_an_error_of_a_rank_reaches_rank_0_by_name(links):
         lead.reports()
 
 
+@pytest.mark.long
 def test_a_link_that_stops_beating_is_named_on_both_sides():
     lead, other = linked(2)
     for link in (lead, other):
@@ -131,6 +132,7 @@ def test_damage_ends_the_gang_and_names_who_sent_it(links):
     assert "is next" in lead.failure.message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stranger", ["silent", "garbage", "wrong token", "no such rank", "gone"])
 def test_a_stranger_does_not_get_in_and_does_not_keep_others_out(stranger):
     listener = gang_join.Listener(CODEC, 2)
@@ -158,6 +160,7 @@ def test_a_stranger_does_not_get_in_and_does_not_keep_others_out(stranger):
         link.close()
 
 
+@pytest.mark.long
 def test_whoever_does_not_come_is_named():
     listener = gang_join.Listener(CODEC, 3)
     with pytest.raises(WorkerLost, match="rank 1 of 3 did not join"):

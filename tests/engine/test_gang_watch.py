@@ -141,6 +141,7 @@ def test_a_step_may_take_four_times_what_is_predicted_and_never_less_than_two_se
     assert limit.limit_s(100) == MIN_LIMIT_S
 
 
+@pytest.mark.long
 def test_a_process_that_sleeps_or_is_stopped_is_not_starved_nor_is_one_that_spins():
     assert is_runnable(os.getpid())
     assert not is_runnable(0)

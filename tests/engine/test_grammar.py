@@ -235,6 +235,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.long
 def test_random_walks_along_the_masks_end_in_valid_json(tiny):
     tokenizer, rng = Tokenizer.from_directory(TINY), random.Random(1)
     spec, num_ended = GrammarSpec("json_schema", json.dumps(SCHEMA)), 0

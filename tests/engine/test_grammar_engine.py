@@ -132,7 +132,6 @@ def test_a_step_in_flight_changes_no_token_and_no_accepted_draft(mode, tiny_mode
     assert ended == late
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("k", [0, 2])
 def test_rows_without_a_grammar_are_untouched(k, tiny_model, tiny_tokenizer, tiny_prompts):
     def run(specs):
@@ -189,7 +188,6 @@ def test_the_first_token_may_complete_the_answer(tiny_model, tiny_tokenizer, tin
         assert {result.finish_reason for result in results} == {FinishReason.STOP}
 
 
-@pytest.mark.fast
 def test_bad_grammars_are_refused_before_anything_is_allocated(tiny_model, tiny_tokenizer, tiny_prompts):
     engine = engine_of(tiny_model, tiny_tokenizer, 2)
     good = requests_for(tiny_prompts, 2, "greedy")[0]
@@ -218,7 +216,6 @@ def test_a_grammar_that_reaches_a_limit_ends_its_own_request(tiny_model, tiny_to
         assert {result.finish_reason for result in results[1::2]} == {None}
 
 
-@pytest.mark.fast
 def test_cancel_and_deadline_in_the_middle_leak_nothing(tiny_model, tiny_tokenizer, tiny_prompts):
     engine = engine_of(tiny_model, tiny_tokenizer, 2)
     requests = requests_for(tiny_prompts, 2, "sampled", max_tokens=12)

@@ -112,6 +112,7 @@ fates = st.integers(1, 4).flatmap(
 )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=120)
 @given(fates)
 @example([[OK, CAPTURE], [OK, OK]])

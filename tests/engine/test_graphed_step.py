@@ -79,6 +79,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("k", "scheduling"), CELLS)
 def test_whatever_is_asked_the_tokens_are_the_same(k, scheduling):
     kinds = list(ASKED)
@@ -160,6 +161,7 @@ def test_the_bundled_model_and_grammars_that_visit_the_host_between_graphs(k, ti
     assert_all_replayed(replayed)
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("host_kv_bytes", [0, 1 << 16])
 def test_preempted_sequences_go_on_alike(host_kv_bytes):
@@ -171,6 +173,7 @@ def test_preempted_sequences_go_on_alike(host_kv_bytes):
     assert_all_replayed(engine)
 
 
+@pytest.mark.long
 @fast
 def test_a_hunt_finds_no_race(monkeypatch):
     make = races.toy_engine

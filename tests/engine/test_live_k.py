@@ -74,6 +74,7 @@ def check_counts(results, steps):
     assert sum(result.counts.num_accepted_tokens for result in results) <= sum(accepted for _, accepted in rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=fast), 1, 2])
 def test_tokens_do_not_change_with_k(seed, scheduling):
@@ -114,6 +115,7 @@ def requests_with(requests, k):
     ]
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 @pytest.mark.parametrize("has_graphs", [False, True], ids=["launched", "replayed"])
@@ -411,6 +413,7 @@ def test_steps_of_sequences_that_never_draft_teach_nothing():
     assert control.seen == []
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_auto_gives_the_same_tokens(scheduling):

@@ -77,7 +77,6 @@ def test_invariant_numerics_give_the_same_tokens_in_float32(tiny_model_invariant
     assert run(2, chunk_len=24, block_size=32) == run(0, max_num_sequences=1)
 
 
-@pytest.mark.fast
 def test_same_tokens_with_truncated_sampling_and_mixed_rows(tiny_model, tiny_tokenizer, tiny_prompts):
     modes = [{"temperature": 0.0}, TRUNCATED, {"temperature": 1.0}]
 

@@ -80,7 +80,6 @@ def check_arrangement(requests, k, chunk_len, block_size, max_num_sequences, num
         check(request, result)
 
 
-@pytest.mark.fast
 @settings(max_examples=60, deadline=None)
 @arrangements
 def test_tokens_in_any_arrangement(**arrangement):
@@ -135,7 +134,6 @@ def test_no_drafts_means_no_mtp_pass_in_decode():
     assert model.num_mtp_calls == 1  # over the prompt: its KV is part of the layout
 
 
-@pytest.mark.fast
 def test_eos_inside_accepted_drafts_ends_there():
     # A stop token at every place of the answer in turn, so that some fall inside an accepted run.
     params = dict(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -159,7 +157,6 @@ def test_one_token_makes_no_decode_step():
     assert result.tpot_s is None
 
 
-@pytest.mark.fast
 def test_up_to_the_models_last_position():
     limit = MODEL.config.max_model_len
     for k in range(5):

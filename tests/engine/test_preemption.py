@@ -52,6 +52,7 @@ def run(requests, **options):
     return engine, results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["recompute", "offload"])
 @pytest.mark.parametrize("k", [0, 1, 2, 4])
 @pytest.mark.parametrize(
@@ -121,7 +122,6 @@ def test_every_parameter_goes_on_as_before(k, temperature, way):
         assert same_but_for_preemptions(results) == same_but_for_preemptions(plain)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("way", "method"),
     [
@@ -193,7 +193,6 @@ any_request = st.builds(
 )
 
 
-@pytest.mark.fast
 @settings(max_examples=25, deadline=None)
 @given(
     requests=st.lists(any_request, min_size=1, max_size=8),
@@ -215,6 +214,7 @@ def test_everybody_ends_in_a_tiny_pool(requests, k, num_positions, block_size, *
         assert result.num_preemptions <= MAX_PREEMPTIONS + scripted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheduling", ["async", "sync"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("k", [0, pytest.param(2, marks=pytest.mark.fast)])
@@ -291,7 +291,6 @@ def start_once(start, started):
     return []
 
 
-@pytest.mark.fast
 def test_a_short_hunt_finds_no_race(monkeypatch):
     with monkeypatch.context() as patch:
         assert races.hunt(patch, seed=5, preempt=True) > 30

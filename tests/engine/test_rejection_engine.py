@@ -20,6 +20,7 @@ def generate(requests, *, k=3, verification=None, model=None):
     return engine.generate(requests)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("d2t", [None, PRUNED])
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_requests_beside_sampled_ones_get_the_tokens_of_no_drafts(method, d2t):
@@ -34,6 +35,7 @@ def test_greedy_requests_beside_sampled_ones_get_the_tokens_of_no_drafts(method,
         assert at % 3 == 1 or got.token_ids == wanted.token_ids
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("d2t", [None, PRUNED])
 @pytest.mark.parametrize("method", METHODS)
 def test_what_requests_forbid_is_never_emitted(method, d2t):
@@ -76,6 +78,7 @@ def accepted_share(verification, k=3, d2t=None):
     return sum(result.counts.num_accepted_tokens for result in results) / num_drafts
 
 
+@pytest.mark.long
 def test_drawn_drafts_stand_more_often_than_the_likeliest_and_blocks_more_often_than_tokens():
     drawn, likeliest = (accepted_share(rejection(method)) for method in METHODS)
     by_token = accepted_share(VerificationConfig(mode=VerificationMode.REJECTION, block=False))
@@ -86,6 +89,7 @@ def test_drawn_drafts_stand_more_often_than_the_likeliest_and_blocks_more_often_
     assert drawn > by_token - 0.02
 
 
+@pytest.mark.long
 def test_forced_and_synthetic_lengths():
     requests = [request_of([at], k=3, max_tokens=1 + 3 * 8, seed=at, ignore_eos=True) for at in range(4)]
     for result in generate(requests, verification=VerificationConfig.force(2)):

@@ -32,7 +32,6 @@ any_params = st.builds(
 )
 
 
-@pytest.mark.fast
 @settings(max_examples=150, deadline=None)
 @given(rows=st.lists(st.tuples(any_params, st.integers(0, 5000)), min_size=1, max_size=6), data=st.integers(0, 999))
 def test_against_reference_and_independent_of_neighbours(rows, data):

@@ -65,6 +65,7 @@ def random_logits(*shape, seed):
     return (torch.randn(*shape, generator=generator, dtype=torch.float64) * 8).round() / 4
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(batch=st.lists(sequences, min_size=1, max_size=5), k=st.integers(0, 3), data=st.integers(0, 10**6))
 def test_steps_with_drafts_against_reference(batch, k, data):
@@ -104,6 +105,7 @@ def test_steps_with_drafts_against_reference(batch, k, data):
         table.advance(torch.tensor([slots[row] for row in running]), emitted(ids_BQ.tolist(), accepted))
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(sequence=sequences, data=st.integers(0, 10**6))
 def test_processed_logits_against_reference(sequence, data):
@@ -254,6 +256,7 @@ def expected():
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [0, 1, 2, 4])
 def test_every_parameter_and_every_k_gives_the_references_tokens(k, temperature, expected):

@@ -113,7 +113,6 @@ any_time = st.one_of(
 )
 
 
-@pytest.mark.fast
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 6), st.data())
 def test_whatever_it_is_told(max_drafts, data):

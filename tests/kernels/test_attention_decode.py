@@ -123,7 +123,6 @@ class Problem:
         self.guards.check()
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("options", [None, SWAPPED, PLAIN], ids=["rule", "swapped", "plain"])
 @pytest.mark.parametrize("num_queries", [1, 4])
 def test_rows_of_ragged_sequences(num_queries, options):
@@ -274,7 +273,6 @@ def test_queries_between_other_columns_and_positions_between_others():
     assert same_bits(problem.run(), plain)
 
 
-@pytest.mark.fast
 def test_two_runs_agree_and_write_no_input():
     problem = Problem((50, 20), 2, 4, 1)
     for options in (PLAIN | {"max_part_len": 32}, None):

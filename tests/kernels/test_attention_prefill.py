@@ -100,7 +100,6 @@ def test_the_reference_scales_scores_and_stored_values():
     assert relative_error(found, sequences.wanted(*(scale[:, None] for scale in scales))) < 1e-6
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("options", FORMS)
 def test_mixed_chunks(options):
     sequences = Sequences(MIXED)

@@ -312,7 +312,6 @@ def test_which_chunks_are_divided(is_better, lens, bound, heads):
 TRADES = {"GROUPS": 2, "BN": 128, "STAGES": 2, "TURNS": False, "PIN": False, "PERSISTENT": False, "slots": 132}
 
 
-@pytest.mark.fast
 def test_a_row_for_hopper_divides_longer_chunks_there_and_is_passed_over_elsewhere(monkeypatch):
     query = torch.empty(512, 16, 256, dtype=torch.bfloat16, device="meta")
     key = torch.empty(1, 2, 16, 256, dtype=torch.bfloat16, device="meta")

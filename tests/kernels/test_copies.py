@@ -36,6 +36,7 @@ def raw_copies(tree):
             yield node.lineno
 
 
+@pytest.mark.long
 def test_nobody_copies_asynchronously_but_the_helper():
     found = [f"{path}:{line}" for path in sources() for line in raw_copies(ast.parse(path.read_text()))]
     assert [place for place in found if not place.startswith(str(HELPER))] == []

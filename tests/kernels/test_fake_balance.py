@@ -66,6 +66,7 @@ def test_who_does_not_say_that_it_is_a_benchmark_is_refused():
     assert weight_TK.eq(0).all()
 
 
+@pytest.mark.long
 def test_nothing_that_serves_can_reach_it():
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).parts

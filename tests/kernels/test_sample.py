@@ -26,7 +26,6 @@ def check(logits_BV, rows, both=True):
         assert sample(logits_BV, rows, implementation=TRITON).tolist() == wanted_B.tolist()
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("vocab_size", [1, 3, 130])
 def test_greedy_and_drawn_rows_are_the_engines(vocab_size):
     generator = torch.Generator().manual_seed(vocab_size)

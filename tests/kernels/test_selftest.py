@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 SHAPES = [(512, 256), (256, 80), (160, 256), (8, 256), (256, 512), (4096, 256)]  # the bundled model's
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.fast), torch.bfloat16, torch.float64], ids=str
 )

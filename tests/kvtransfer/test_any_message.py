@@ -241,6 +241,7 @@ class AnyPush:
         return self.protocol.written(write.attempt, write.header, now_s, problem)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("lane", ["inline", "shm"])
 def test_a_prefill_worker_survives_any_message(seed, lane):

@@ -86,7 +86,6 @@ def hand_over(worker, prefill, key, prompt_len, lane):
     return grant
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("lane", LANES)
 def test_what_lands_is_in_the_pool_and_verified_there(setting, lane):
     worker, prefill, _ = setting(MIXED, lane=lane)
@@ -142,7 +141,6 @@ def test_without_digests_what_is_written_counts_and_what_is_staged_is_filled_in(
         assert bool(worker.device.asked) == (lane == "inline")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("lane", LANES)
 def test_a_word_that_changed_in_the_pool_is_asked_for_again_and_the_second_time_is_the_last(setting, lane):
     worker, prefill, _ = setting(lane=lane)

@@ -103,6 +103,7 @@ def damage_at(worker, rank, layer):
     worker.device.damage = damage
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_kv_heads", "tp_size", "lane"),
     [pytest.param(2, 2, "inline", marks=pytest.mark.fast), (8, 4, "nvlink"), (2, 4, "nvlink"), (2, 8, "inline")],

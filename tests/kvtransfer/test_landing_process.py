@@ -87,7 +87,6 @@ def test_the_process_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.fast
 def test_it_lands_restarts_after_a_kill_and_leaves_nothing(make_worker, make_prefill):
     worker = make_worker()
     prefill = make_prefill(worker)

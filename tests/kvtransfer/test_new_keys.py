@@ -34,6 +34,7 @@ def pump_for(ends, seconds):
         ends.pump()
 
 
+@pytest.mark.long
 def test_a_new_curve_key_is_followed_by_both_ends(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     ends = Ends("zmq-curve", tmp_path).meet()
@@ -64,6 +65,7 @@ def test_a_new_curve_key_is_followed_by_both_ends(tmp_path, caplog):
     ends.close()
 
 
+@pytest.mark.long
 def test_new_certificates_serve_streams_that_are_made_anew(tmp_path):
     ends = Ends("grpc-mtls", tmp_path).meet()
     config = ends.config

@@ -221,6 +221,7 @@ def test_a_message_beyond_the_bound_ends_its_stream(ends, make_stranger):
     ends.say(b"still there")
 
 
+@pytest.mark.long
 def test_a_stream_keeps_only_so_much_waiting(ends, make_stranger):
     stranger = make_stranger()
     for seq in range(50):
@@ -329,6 +330,7 @@ def refused(tmp_path, config):
     return [bytes(item.control) for item in ends.at_d] == [b"hello"] and stranger.counts.lanes_failed > 0
 
 
+@pytest.mark.long
 def test_without_a_certificate_of_the_same_authority_nobody_gets_in(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
@@ -365,6 +367,7 @@ def test_files_that_do_not_go_together_are_refused_at_start(is_server, files):
         GrpcTransport("grpc://127.0.0.1:0" if is_server else None, KVTransferConfig(**files))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["grpc", "grpc-process"])
 def test_a_whole_hand_over(make_pair, kind):
     pair = make_pair(kind)

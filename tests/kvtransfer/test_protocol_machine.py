@@ -64,7 +64,6 @@ def machine(**limits):
     run_state_machine_as_test(HandOff, settings=settings(deadline=None, suppress_health_check=CHECKS, **limits))
 
 
-@pytest.mark.fast
 def test_the_invariants_hold_whatever_hypothesis_tries():
     machine(max_examples=60, stateful_step_count=30)
 
@@ -75,7 +74,6 @@ def test_the_invariants_hold_whatever_hypothesis_tries_for_long():
     machine(max_examples=3000, stateful_step_count=50)
 
 
-@pytest.mark.fast
 def test_the_invariants_hold_for_a_while():
     for seed in range(100):
         Driver(seed).run(SEQUENCE_LEN)

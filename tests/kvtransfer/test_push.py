@@ -274,7 +274,6 @@ def test_writes_that_a_device_finishes_later_are_waited_for(make_prefill):
     prefill.wait_for(Acked, key)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_abort_waits_for_writes_that_a_device_has_not_finished(make_prefill, fails):
     prefill = make_prefill(on_write=lambda go, span: Later(go, 0.3, fails))

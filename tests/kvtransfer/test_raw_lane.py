@@ -167,6 +167,7 @@ def test_a_header_that_is_none_ends_its_connection_only(ends, connect, data):
     assert ends.read(ends.frames()[1]) == b"content!"
 
 
+@pytest.mark.long
 def test_whatever_a_connection_says_nothing_else_happens(ends, connect):
     dice = random.Random(3)
     good = make_header(64) + bytes(64)
@@ -303,6 +304,7 @@ def test_a_lane_that_breaks_falls_back_and_comes_again(ends, caplog):
     assert sum("payloads go inline" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.long
 def test_a_lane_nobody_answers_at_leaves_payloads_inline(tmp_path, caplog):
     ends = Ends("zmq", tmp_path).meet()
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -329,6 +331,7 @@ def test_encryption_and_the_raw_lane_exclude_each_other(tmp_path, ends):
     curve.close()
 
 
+@pytest.mark.long
 def test_only_holders_of_the_key_get_in(tmp_path):
     curve = Ends("zmq-curve", tmp_path).meet()
     config = KVTransferConfig(**make_curve_key(tmp_path, "other"))
@@ -376,6 +379,7 @@ def test_a_cursor_goes_through_pieces():
     assert len(PieceCursor([b"x"] * 3000).buffers()) == MAX_BUFFERS
 
 
+@pytest.mark.long
 def test_small_frames_and_many_pieces_share_system_calls(ends):
     source = Pool(6 * MIB)
     sizes = [8] * (2 * MAX_BUFFERS + 5)

@@ -15,7 +15,6 @@ from baton.tests.kvtransfer.conftest import make_layout, rows
 KINDS = ["loopback", "zmq", "process"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_content_arrives_and_is_verified(make_pair, kind, dtype):
@@ -52,7 +51,6 @@ def test_abort_on_either_side_frees_both(make_pair, kind):
     pair.assert_clean()
 
 
-@pytest.mark.fast
 def test_dropped_pushes_fail_and_never_seal(make_pair, caplog):
     pair = make_pair("zmq", drop_pushes=True, heartbeat_s=0.05, lease_s=1.0, commit_timeout_s=1.0)
     key = pair.hand_over(9)

@@ -25,6 +25,7 @@ def counts_of(pair, num_bytes):
     return pushed, landed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["zmq", "process"])
 def test_a_hand_over_shows_on_both_sides(make_pair, kind):
     pair = make_pair(kind)

@@ -44,6 +44,7 @@ def test_controls_arrive_in_order_and_can_be_answered(make_ends, kind):
     assert ends.p.counts == ends.d.counts == type(ends.p.counts)()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_payloads_go_from_scattered_to_scattered_memory(make_ends, kind):
     ends = make_ends(kind).meet()
@@ -90,6 +91,7 @@ def test_nothing_but_the_pieces_is_written(make_ends, kind):
     assert target.memory == clean.memory != before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_frames_and_controls_at_once(make_ends, kind):
     ends = make_ends(kind).meet()
@@ -163,6 +165,7 @@ def test_a_discarded_payload_leaves_the_others_alone(make_ends, kind):
     assert id(ends.frames()[2].payload) not in ends.done
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_that_was_unpinned_is_read_no_more(make_ends, kind):
     ends = make_ends(kind, window_bytes=32 * MIB).meet()
@@ -240,6 +243,7 @@ def test_a_peer_that_is_gone_loses_messages_and_may_come_back(make_ends, kind):
     assert ends.read(ends.frames()[-1]) == b"content!"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_wakes_come_from_any_thread(make_ends, kind):
     ends = make_ends(kind)
@@ -309,6 +313,7 @@ def test_after_close_nothing_is_written_and_the_port_is_free(make_ends, kind):
     assert ends.d.address == address
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SOCKET_KINDS)
 def test_what_is_too_large_is_not_taken_and_others_are(make_ends, kind):
     ends = make_ends(kind, max_frame_bytes=4096, window_bytes=64 * MIB).meet()

@@ -31,6 +31,7 @@ CASES = [
 PROMPT_LEN = 90
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numerics", list(Numerics))
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_prefill_in_any_chunks(name, dtype, numerics, tiny_checkpoint, load, reference, check_logits):

@@ -61,7 +61,6 @@ def prompts_of(num, length=20, vocab_size=512):
     return [tuple(torch.randint(vocab_size, (length,), generator=generator).tolist()) for _ in range(num)]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_workers_make_the_same_model_and_its_answers_are_no_single_token(tmp_path, kind):
     path = shape_of(tmp_path, kind)
@@ -73,6 +72,7 @@ def test_two_workers_make_the_same_model_and_its_answers_are_no_single_token(tmp
     assert len({token for answer in tokens for token in answer}) > 24, "not one token over and over"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.fast)])
 def test_deep_models_stay_finite_and_decided(tmp_path, kind, dtype):

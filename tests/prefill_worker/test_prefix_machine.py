@@ -156,7 +156,6 @@ class PrefixMachine(RuleBasedStateMachine):
             assert self.allocator.num_reserved == 0
 
 
-@pytest.mark.fast
 def test_any_order_of_events():
     run_state_machine_as_test(PrefixMachine, settings=settings(max_examples=80, stateful_step_count=40, deadline=None))
 

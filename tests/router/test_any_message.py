@@ -15,6 +15,7 @@ from baton.tests.router.openai.test_chat import report
 pytestmark = [pytest.mark.fast, QUIET]
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_no_bytes_are_a_servers_error():
     async with cluster(alive_s=60.0) as running:

@@ -59,6 +59,7 @@ async def test_a_worker_that_does_not_serve_bundles_gets_calls():
         await running.idle(3.0)
 
 
+@pytest.mark.long
 async def test_a_cancelled_stream_is_cancelled_at_both_workers_and_the_others_go_on():
     async with cluster() as running:
         running.script.token_delay_s = 0.1
@@ -88,6 +89,7 @@ async def test_what_one_stream_may_not_say_ends_that_stream_alone():
         assert not any(bundle.over for bundle in bundles_of(running))
 
 
+@pytest.mark.long
 async def test_a_call_that_ends_moves_all_its_streams_and_another_is_begun():
     async with cluster(1, 2) as running:
         running.script.token_delay_s = 0.1

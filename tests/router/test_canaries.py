@@ -53,6 +53,7 @@ def canaries_at(worker):
     return [seen for seen in worker.seen if seen.request.attempt.request_id.startswith("canary-")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["decode-0", "prefill-1"])
 async def test_an_idle_worker_that_hangs_is_avoided_until_it_answers(name, caplog):
     caplog.set_level(logging.WARNING, "baton.router.server")
@@ -101,6 +102,7 @@ async def test_where_nobody_else_is_left_the_unfit_are_taken():
         await until(lambda: not unfit(running))
 
 
+@pytest.mark.long
 async def test_clients_numbers_show_nothing_of_canaries():
     own = ("baton_canaries", "baton_worker_", "baton_num_requests_held", "# ")
 
@@ -127,6 +129,7 @@ async def test_clients_numbers_show_nothing_of_canaries():
         assert {(seen.request.tenant, seen.request.sampling.max_tokens) for seen in prefill} == {(TENANT, 2)}
 
 
+@pytest.mark.long
 async def test_workers_with_requests_get_none():
     async with cluster(1, 1, canary=OFTEN) as running:
         running.script.prefill_hangs = True
@@ -170,6 +173,7 @@ async def test_none_is_sent_unless_asked_for():
         assert running.router.metrics.render().count("baton_worker_unfit{") == 2
 
 
+@pytest.mark.long
 async def test_decode_workers_that_do_it_all_are_asked_alone():
     async with cluster(0, 0, local_prefill=AUTO, canary=OFTEN) as running:
         for at in range(2):
@@ -182,6 +186,7 @@ async def test_decode_workers_that_do_it_all_are_asked_alone():
         await until(lambda: not unfit(running))
 
 
+@pytest.mark.long
 async def test_a_death_under_a_canary_is_no_failure_and_blames_no_request():
     async with cluster(1, 1, canary=PATIENT) as running:
         running.script.hung = {"decode-0"}
@@ -201,6 +206,7 @@ def decode_life(running):
     return next(member.life for member in members(running) if member.state.role == "decode")
 
 
+@pytest.mark.long
 async def test_one_that_reports_and_takes_no_connection_is_unfit():
     async with cluster(1, 2, canary=OFTEN) as running:
         await worker_of(running, "decode-1").server.stop(None)
@@ -208,6 +214,7 @@ async def test_one_that_reports_and_takes_no_connection_is_unfit():
         assert (await answer(running)).decode_worker == "decode-0"
 
 
+@pytest.mark.long
 async def test_who_has_too_much_to_do_is_alive():
     async with cluster(1, 1, canary=OFTEN) as running:
         running.script.prefill_error = Overloaded("full")
@@ -216,6 +223,7 @@ async def test_who_has_too_much_to_do_is_alive():
         assert counts(running, "failed") == {}
 
 
+@pytest.mark.long
 async def test_pairs_that_refuse_each_other_are_known_before_a_client_comes():
     async with cluster(1, 2, canary=OFTEN) as running:
         running.script.refused_pairs = {("prefill-0", "decode-0"): "another layout"}

@@ -242,6 +242,7 @@ def test_a_life_that_is_lost_under_its_canary_is_forgotten():
     assert fleet.watch.num_lives == 1
 
 
+@pytest.mark.long
 @given(
     num_prefill=st.integers(1, 4),
     num_decode=st.integers(1, 4),

@@ -228,6 +228,7 @@ STEPS = st.one_of(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(
     steps=st.lists(STEPS, max_size=40),

@@ -140,7 +140,6 @@ async def test_the_clients_deadline_goes_to_the_workers():
         assert 0 < prefill[0].request.timeout_ms < 650
 
 
-@pytest.mark.fast
 async def test_a_prefill_error_keeps_its_type_and_cancels_decode():
     async with cluster(migration=OFF) as running:
         running.script.prefill_error = Overloaded("no room", limit=3)
@@ -192,7 +191,6 @@ async def test_a_decode_error_keeps_its_type_and_cancels_prefill():
         assert error.fields == want, "the client did not cancel"
 
 
-@pytest.mark.fast
 async def test_a_failed_hand_off_seen_by_decode_waits_for_prefills_word():
     async with cluster(migration=OFF) as running:
         script = running.script

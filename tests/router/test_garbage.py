@@ -42,6 +42,7 @@ async def left_by(running, number=4):
     return answers, left
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("local", ["never", "always"])
 async def test_an_answer_leaves_nothing(local):
     async with cluster(1, 1, local_prefill=local, alive_s=30.0) as running:
@@ -50,6 +51,7 @@ async def test_an_answer_leaves_nothing(local):
         assert not left
 
 
+@pytest.mark.long
 async def test_a_refusal_leaves_nothing(monkeypatch):
     def refuse(queue, work, now_s):
         raise queue._refusal("queue", "no room", 1.0)

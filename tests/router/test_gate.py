@@ -67,7 +67,6 @@ async def test_who_finds_room_waits_for_nothing():
         assert running.router._gate._answer_len > 0
 
 
-@pytest.mark.fast
 async def test_requests_wait_here_and_not_at_the_worker():
     async with cluster(max_wait_s=5.0) as running:
         await slow(running)
@@ -99,7 +98,6 @@ async def test_those_whose_landing_is_stuck_hold_up_others_for_a_moment_only():
         await until(lambda: is_empty(running))
 
 
-@pytest.mark.fast
 async def test_a_request_that_would_be_late_is_refused_at_once_and_told_when_to_come_again():
     async with cluster(max_wait_s=5.0) as running:
         await slow(running)
@@ -119,7 +117,6 @@ async def test_a_request_that_would_be_late_is_refused_at_once_and_told_when_to_
         assert await text_of(running, timeout_s=5.0) == "hello world"
 
 
-@pytest.mark.fast
 async def test_who_goes_away_while_waiting_leaves_no_trace():
     async with cluster(max_wait_s=5.0) as running:
         await slow(running)

@@ -341,6 +341,7 @@ async def test_a_drained_prefill_worker_leaves_decode_workers_to_it():
         assert finish.stats.path == "local"
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_cancel_a_deadline_and_a_refusal_reach_the_one_worker():
     async with cluster(0, 0, local_prefill=AUTO) as running:

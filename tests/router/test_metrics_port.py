@@ -32,6 +32,7 @@ def scrape(port, authority=None, own=None):
         return reply.read().decode()
 
 
+@pytest.mark.long
 def test_in_clear(registry, capfd):
     port, close = serve_metrics("127.0.0.1", 0, registry)
     assert "answers_total 42.0" in scrape(port)
@@ -43,6 +44,7 @@ def test_in_clear(registry, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.long
 def test_with_certificates(registry, tmp_path, capfd):
     authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b")
     port, close = serve_metrics("127.0.0.1", 0, registry, authority.files("router"))

@@ -159,7 +159,6 @@ async def test_a_stream_that_ends_without_a_finish_goes_on_elsewhere():
         await running.idle(3.0)
 
 
-@pytest.mark.fast
 async def test_two_migrations_and_no_more():
     async with cluster(1, 4, migration=MigrationConfig(quarantine_deaths=0)) as running:
         running.script.answer = ANSWER
@@ -301,7 +300,6 @@ async def test_a_worker_that_knows_nothing_of_forced_tokens_is_found_out():
             await reading.task
 
 
-@pytest.mark.fast
 async def test_a_drained_worker_gets_nothing_new_and_is_left_after_the_grace():
     async with cluster(2, 2) as running:
         running.script.answer = ANSWER

@@ -41,6 +41,7 @@ async def test_only_the_life_that_is_meant_is_told_to_end():
         assert worker.restarts == [worker.epoch]
 
 
+@pytest.mark.long
 async def test_a_silent_worker_cannot_be_told():
     async with cluster(alive_s=0.3) as running:
         running.silent.add("decode-0")
@@ -52,6 +53,7 @@ async def test_a_silent_worker_cannot_be_told():
         assert isinstance(error, WorkerLost)
 
 
+@pytest.mark.long
 async def test_a_worker_ends_the_life_that_is_meant_and_says_so_before():
     ended = []
     state = worker_pb2.WorkerState(epoch=7)

@@ -89,6 +89,7 @@ async def test_what_is_missed_is_asked_for_from_where_the_router_is():
         assert "baton_prefix_index_gaps_total 1.0" in running.router.metrics.render()
 
 
+@pytest.mark.long
 async def test_a_stream_that_breaks_is_opened_again_and_what_is_forgotten_comes_whole():
     async with cluster(routing="prefix") as running:
         worker = running.of("prefill")[0]
@@ -114,6 +115,7 @@ async def test_another_life_begins_with_nothing():
         assert before not in [life.epoch for life in running.router.prefixes.lives()]
 
 
+@pytest.mark.long
 async def test_a_silent_worker_is_dropped_and_a_worker_that_comes_back_is_read_anew():
     async with cluster(routing="prefix", alive_s=0.3) as running:
         worker = running.of("prefill")[0]
@@ -129,6 +131,7 @@ async def test_a_silent_worker_is_dropped_and_a_worker_that_comes_back_is_read_a
         assert [version for _, version in cache.asked] == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", ["length", "unimplemented"])
 async def test_a_worker_that_cannot_say_it_is_left_alone_and_still_served(wrong):
     async with cluster(routing="prefix") as running:
@@ -148,6 +151,7 @@ async def test_a_worker_that_cannot_say_it_is_left_alone_and_still_served(wrong)
         assert running.router.members.live("prefill")
 
 
+@pytest.mark.long
 async def test_other_policies_ask_nobody():
     async with cluster(routing="least_cost") as running:
         cache = Cache(running.of("prefill")[0])

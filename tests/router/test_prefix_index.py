@@ -131,6 +131,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert (self.index.num_names, self.index._bits) == (0, {})
 
 
+@pytest.mark.long
 def test_any_sequence_of_changes_losses_and_restarts_ends_with_the_workers_true_sets():
     run_state_machine_as_test(IndexMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None))
 

@@ -95,7 +95,6 @@ def refused(running, reason):
     return int(found or 0)
 
 
-@pytest.mark.fast
 @pytest.mark.asyncio
 async def test_who_has_no_good_key_is_refused_unread_and_counted(inside, keys, caplog):
     keys.add("old", "acme", expires="2020-01-01T00:00:00+00:00")
@@ -133,7 +132,6 @@ async def test_who_has_no_good_key_is_refused_unread_and_counted(inside, keys, c
     assert "refused (key_unknown)" in caplog.text
 
 
-@pytest.mark.fast
 @pytest.mark.asyncio
 async def test_a_key_is_made_and_revoked_while_the_router_runs(inside, keys, caplog):
     async with secured(inside, keys) as running:
@@ -158,7 +156,6 @@ async def test_a_key_is_made_and_revoked_while_the_router_runs(inside, keys, cap
         assert reloads == [2, 1]
 
 
-@pytest.mark.fast
 @pytest.mark.asyncio
 async def test_tenants_are_the_keys_and_never_meet(inside, keys):
     ada, bob = keys.add("ada", "acme"), keys.add("bob", "bolts")
@@ -217,7 +214,6 @@ async def test_operators_and_workers_have_their_own_port(inside, keys, tmp_path)
                 await operator.tokenize("hi")
 
 
-@pytest.mark.fast
 @pytest.mark.asyncio
 async def test_certificates_that_are_wrong(inside, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(handshakes, "GRACE_S", 0.2)
@@ -269,7 +265,6 @@ async def test_one_port_asks_everybody_for_a_certificate(inside):
                     await client.tokenize("hi")
 
 
-@pytest.mark.fast
 @pytest.mark.asyncio
 async def test_an_expired_router_is_not_believed(inside):
     async with secured(inside) as running:
@@ -280,7 +275,6 @@ async def test_an_expired_router_is_not_believed(inside):
                 await client.tokenize("hi")
 
 
-@pytest.mark.fast
 @pytest.mark.asyncio
 async def test_certificates_change_under_a_stream(inside, tmp_path, caplog):
     """Authority and certificates are replaced while an answer streams; it ends as if nothing had happened."""
@@ -356,7 +350,6 @@ def own_connection(running, inside, key=""):
     return client
 
 
-@pytest.mark.fast
 @pytest.mark.asyncio
 async def test_limits_of_messages_prompts_and_connections(inside):
     limits = DoorLimits(max_message_bytes=1 << 20, max_prompt_tokens=10, max_connections=2)

@@ -35,7 +35,6 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-@pytest.mark.fast
 @pytest.mark.asyncio
 async def test_health_follows_the_workers():
     async with cluster(num_prefill=1, num_decode=0, alive_s=0.6) as running:

@@ -75,6 +75,7 @@ async def over_http(security, files):
             yield running, http, running.url.replace("http://", "https://")
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_certificates_over_http(inside, tmp_path):
     outside, clients = Authority(tmp_path / "outside"), Authority(tmp_path / "clients")

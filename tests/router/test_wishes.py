@@ -183,6 +183,7 @@ def test_a_drain_waits_for_its_life_and_for_no_other(clock):
     assert not other.kept.drains
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_over_the_wire_a_host_keeps_it_for_the_next_router():
     async def until(condition):

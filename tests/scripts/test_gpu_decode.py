@@ -22,6 +22,7 @@ def summary(out):
     return {item["name"]: item for item in json.loads((out / "summary.json").read_text())["stages"]}
 
 
+@pytest.mark.long
 def test_a_stage_that_fails_or_hangs_never_stops_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_decode, "TERM_GRACE_S", 0.5)
     child = tmp_path / "child"
@@ -65,6 +66,7 @@ def is_alive(pid):
         return False
 
 
+@pytest.mark.long
 def test_results_are_there_as_soon_as_a_stage_ends_and_the_whole_run_has_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_decode, "TERM_GRACE_S", 0.5)
     out = tmp_path / "out"

@@ -47,6 +47,7 @@ def pretend(folder, body):
     return tool
 
 
+@pytest.mark.long
 def test_programs_run_under_the_checker_within_their_limit(tmp_path):
     body = (
         "rest = sys.argv[sys.argv.index(sys.executable):]\n"

@@ -40,7 +40,7 @@ def parts(tmp_path):
 
     def run(failing=""):
         done = subprocess.run(
-            [SCRIPT, stub, "-q", "-m", "fast and not gpu"],
+            [SCRIPT, stub, "-q", "-m", "fast and not long and not gpu"],
             env={**os.environ, "FAILING": failing},
             capture_output=True,
             text=True,
@@ -65,7 +65,7 @@ def test_every_test_is_in_one_part(parts):
     done, noted = parts()
     assert done.returncode == 0, done.stderr
     assert len(noted) == len(PARTS)
-    assert all(arguments[:3] == ["-q", "-m", "fast and not gpu"] for arguments in noted)
+    assert all(arguments[:3] == ["-q", "-m", "fast and not long and not gpu"] for arguments in noted)
     found = Counter(file for arguments in noted for file in files_of(arguments[3:]))
     assert found == Counter((ROOT / "tests").rglob("test_*.py"))
     said = done.stdout.splitlines()

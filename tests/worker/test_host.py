@@ -43,6 +43,7 @@ def test_heartbeats_that_break_end_the_worker():
     host.close()
 
 
+@pytest.mark.long
 def test_a_router_that_is_away_is_no_failure():
     fatal = []
     host = WorkerHost("127.0.0.1", lambda server: None, worker_pb2.WorkerState, "127.0.0.1:1", fatal.append)

@@ -76,6 +76,7 @@ def test_a_host_without_a_usable_certificate_does_not_start(tmp_path):
             make_host(files)
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_heartbeats_need_a_certificate_and_follow_a_new_one(tmp_path, caplog):
     inside, outside = Authority(tmp_path / "inside"), Authority(tmp_path / "outside")

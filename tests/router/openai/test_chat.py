@@ -56,6 +56,7 @@ def joined(chunks):
     return choices
 
 
+@pytest.mark.long
 async def test_an_answer_and_its_usage():
     async with served() as (running, client):
         answer = await chat(client)
@@ -184,6 +185,7 @@ CALLS = """Well.
 </tool_call>"""
 
 
+@pytest.mark.long
 async def test_calls_among_text():
     async with served() as (running, client):
         running.script.answer = CALLS
@@ -271,6 +273,7 @@ async def test_earlier_calls_and_their_results_are_shown_to_the_template():
         assert prompt_of(sent_to(running)[0]) == want
 
 
+@pytest.mark.long
 async def test_thinking_is_split_off():
     async with served(THINKING) as (running, client):
         running.script.answer = "so\nso\n</think>\n\nyes"

@@ -134,6 +134,7 @@ def test_limits_of_the_document_are_those_of_the_check(name):
                 SamplingParams(**more | {name: value}).validate(300)
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_whose_turn_it_is(monkeypatch):
     seen, of = [], inference._priority
@@ -196,6 +197,7 @@ def fits(document, path, status, media_type, data):
     jsonschema.Draft202012Validator(schema | {"components": document["components"]}).validate(data)
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_replies_are_those_of_the_document():
     document = openapi_document(MODEL)

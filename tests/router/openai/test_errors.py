@@ -146,6 +146,7 @@ async def test_other_paths_methods_and_bodies():
         assert sent_to(running)[0].attempt.request_id.startswith("mine-")
 
 
+@pytest.mark.long
 async def test_openais_client_raises_its_own_errors_and_tries_again_where_that_helps():
     async with served(max_queue_len=1) as (running, client):
         with pytest.raises(openai.NotFoundError):
@@ -198,6 +199,7 @@ async def test_an_error_before_the_first_token_has_its_status_even_in_a_stream()
         assert refused.value.response.headers["retry-after-ms"] == "2500"
 
 
+@pytest.mark.long
 async def test_an_error_later_is_an_event_of_the_stream(monkeypatch):
     async with served(migration=MigrationConfig(max_migrations=0)) as (running, client):
         running.script.decode_error, running.script.decode_error_after = WorkerLost("died"), 4
@@ -215,6 +217,7 @@ async def test_an_error_later_is_an_event_of_the_stream(monkeypatch):
             await anext(aiter(stream))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 async def test_a_client_that_leaves_cancels_its_request_at_once(is_stream, when):
@@ -243,6 +246,7 @@ async def reading(client, is_stream):
             pass
 
 
+@pytest.mark.long
 async def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing():
     async with served() as (running, _):
         host, port = running.url.removeprefix("http://").split(":")

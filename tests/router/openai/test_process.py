@@ -14,6 +14,7 @@ pytestmark = pytest.mark.fast
 COMMAND = [sys.executable, "-P", "-m", "baton.router", "--model-name", "tiny", "--model-path", str(TINY), "--port", "0"]
 
 
+@pytest.mark.long
 def test_it_says_both_ports_and_ends_with_its_parent():
     process = subprocess.Popen(
         [*COMMAND, "--http-port", "0", "--exit-with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -27,6 +28,7 @@ def test_it_says_both_ports_and_ends_with_its_parent():
     assert process.wait(10) == 0
 
 
+@pytest.mark.long
 def test_what_is_refused_at_the_start():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -111,6 +111,7 @@ JSON = st.recursive(
 NAMES = st.text('abcé_- "\\', min_size=1, max_size=8)
 
 
+@pytest.mark.long
 @given(
     st.lists(st.tuples(NAMES, st.dictionaries(st.text(), JSON, max_size=3)), max_size=3),
     st.booleans(),
