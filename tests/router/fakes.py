@@ -57,6 +57,7 @@ class Script:
     prefill_fails_when: asyncio.Event | None = None  # then; absent: a moment after its first token
     decode_error: BaseException | None = None
     decode_error_after: int = 0  # tokens
+    decode_ends_when: asyncio.Event | None = None  # early; gRPC drops what nobody had read by then
     prefill_hangs: bool = False
     decode_hangs_after: int | None = None
     handed_off: bool = True
@@ -300,8 +301,11 @@ class Decode(worker_pb2_grpc.DecodeServicer):
         if 0 < num_forced == len(token_ids) - 1:  # it ends at its first token
             await seen.hang.wait()
         for index in range(num_forced + 1, len(token_ids), script.step):
-            if script.decode_error is not None and index > script.decode_error_after:
-                await wire.abort_with(context, script.decode_error)
+            error = script.decode_error
+            if error is not None and index > script.decode_error_after:
+                if script.decode_ends_when is not None:
+                    await script.decode_ends_when.wait()
+                await wire.abort_with(context, error)
             if hangs_after is not None and index > hangs_after:
                 await seen.hang.wait()
             await asyncio.sleep(script.token_delay_s)
@@ -312,6 +316,8 @@ class Decode(worker_pb2_grpc.DecodeServicer):
             if index + script.step >= len(token_ids) and request.attempt.attempt > script.no_finish:
                 tokens = finished(tokens, len(token_ids) - num_forced - 1, num_steps)
             await context.write(worker_pb2.DecodeEvent(tokens=tokens))
+        if request.attempt.attempt <= script.no_finish and script.decode_ends_when is not None:
+            await script.decode_ends_when.wait()
 
 
 class Admin(admin_pb2_grpc.AdminServicer):

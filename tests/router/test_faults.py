@@ -23,13 +23,19 @@ pytestmark = pytest.mark.asyncio
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
 
-async def fails(running, kind, timeout_s=5.0):
-    """Run a request that must end with `kind`; returns the error and the text that came before it."""
+async def fails(running, kind, timeout_s=5.0, after=None):
+    """Run a request that must end with `kind`; returns the error and the text that came before it.
+
+    With `after`, a decode worker fails when this text has come, and not before.
+    """
+    running.script.decode_ends_when = asyncio.Event() if after else None
     text = []
     async with AsyncBatonClient(running.address, timeout_s=timeout_s) as client:
         with pytest.raises(kind) as caught:
             async for chunk in client.generate("hi", sampling=GREEDY):
                 text.append(chunk.text)
+                if "".join(text) == after:
+                    running.script.decode_ends_when.set()
     assert type(caught.value) is kind
     return caught.value, "".join(text)
 
@@ -182,7 +188,7 @@ async def test_a_decode_error_keeps_its_type_and_cancels_prefill():
         running.script.prefill_hangs = False
         running.script.decode_error = TransferFailed("corrupt")
         running.script.decode_error_after = 4
-        error, text = await fails(running, TransferFailed)
+        error, text = await fails(running, TransferFailed, after="hello")
         assert text == "hello", "what was made is streamed"
         running.script.decode_error = RequestCancelled("shutting down")
         error, _ = await fails(running, WorkerLost)

@@ -146,14 +146,19 @@ async def test_a_silent_worker_is_left_after_its_fence():
 async def test_a_stream_that_ends_without_a_finish_goes_on_elsewhere():
     async with cluster(1, 2) as running:
         running.script.no_finish = 1
+        running.script.decode_ends_when = asyncio.Event()
         reading = Reading(running, sampling=SamplingParams(max_tokens=5, temperature=0.0))
+        await reading.until(4)
+        running.script.decode_ends_when.set()
         await reading.task
         assert (reading.text, reading.stats[0].num_migrations) == ("hello", 1)
         assert reading.stats[0].num_forced_tokens == 4, "the last is asked for again, for the word of the end"
         running.script.decode_error, running.script.decode_error_after = RuntimeError("a bug"), 4
+        running.script.decode_ends_when = asyncio.Event()
         reading = Reading(running)
         await reading.until(5)
         running.script.decode_error = None
+        running.script.decode_ends_when.set()
         await reading.task
         assert reading.text == "hello world"
         await running.idle(3.0)
@@ -229,9 +234,11 @@ async def test_a_connection_that_broke_alone_is_used_again():
     """The only worker is heard of after its stream broke: it lives."""
     async with cluster() as running:
         running.script.decode_error, running.script.decode_error_after = WorkerLost("flap"), 4
+        running.script.decode_ends_when = asyncio.Event()
         reading = Reading(running)
         await reading.until(5)
         running.script.decode_error = None
+        running.script.decode_ends_when.set()
         start_s = time.monotonic()
         await reading.task
         assert reading.text == "hello world"

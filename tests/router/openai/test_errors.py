@@ -203,7 +203,9 @@ async def test_an_error_before_the_first_token_has_its_status_even_in_a_stream()
 async def test_an_error_later_is_an_event_of_the_stream(monkeypatch):
     async with served(migration=MigrationConfig(max_migrations=0)) as (running, client):
         running.script.decode_error, running.script.decode_error_after = WorkerLost("died"), 4
+        running.script.decode_ends_when = asyncio.Event()
         stream = await client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+        running.script.decode_ends_when.set()  # the answer has begun
         text = ""
         with pytest.raises(openai.APIError) as failed:
             async for chunk in stream:
