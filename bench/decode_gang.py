@@ -13,6 +13,7 @@ from baton.bench.actor import SpawnedRemote
 from baton.bench.decode_options import DecodeOptions, read_options
 from baton.bench.gang_rank import GangRank
 from baton.bench.result import result
+from baton.core.errors import ConfigInvalid
 
 DECISIONS = ((1, 1), (16, 1), (64, 1), (64, 3))  # batch, drafts
 BLOCKS_EACH = 80
@@ -82,7 +83,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     asked = vars(parser.parse_args())
     as_json, size = asked.pop("json"), asked.pop("ranks")
-    data = bench_decode_gang(read_options(**asked), size)
+    try:
+        options = read_options(**asked)
+    except ConfigInvalid as error:
+        parser.error(error.message)
+    data = bench_decode_gang(options, size)
     if as_json:
         print(json.dumps(data))
         return

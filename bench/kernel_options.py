@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from baton.core.errors import ConfigInvalid
 
 MEASURED_MS = {"cuda": 20.0, "cpu": 1.0}
@@ -48,10 +50,12 @@ def read_options(
     """Check what was typed.
 
     Raises:
-        ConfigInvalid: a value that does not exist.
+        ConfigInvalid: a value that does not exist, or a device that is not there.
     """
     if device not in _DEVICES:
         raise ConfigInvalid(f"--device {device}: must be auto, {' or '.join(_DEVICES)}", keys=["device"])
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigInvalid("--device cuda: torch finds no GPU here", keys=["device"])
     if rounds < 1:
         raise ConfigInvalid(f"--rounds {rounds}: must be at least 1", keys=["rounds"])
     for name, value in (("limit-s", limit_s), ("case-limit-s", case_limit_s)):

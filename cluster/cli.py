@@ -21,10 +21,38 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
-    help="LLM serving with prefill and decode on different workers.",
     epilog="Exit codes: 0 ok, 1 failed, 2 usage (flags, configuration values, requests), 3 precondition not met, "
     "4 partial, 124 timeout.",
 )
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        from baton.core.build import build_id
+
+        try:
+            name = version("baton-pd")
+        except PackageNotFoundError:
+            name = "(not installed)"
+        typer.echo(f"baton {name}, build {build_id()}")
+        raise typer.Exit
+
+
+@app.callback()
+def baton_command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="print the version, and the build as workers report it",
+            callback=_say_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    """LLM serving with prefill and decode on different workers."""
 
 
 @app.command()
@@ -51,10 +79,11 @@ def serve(
     kernels: Annotated[Text, _option("auto|triton|reference: what computes the model  [auto]")] = None,
     weights: Annotated[Text, _option("checkpoint|random  [checkpoint]")] = None,
     device: Annotated[Text, _option("auto|cpu|cuda  [auto]")] = None,
-    host: Annotated[Text, _option("address that gRPC and HTTP bind to  [127.0.0.1]")] = None,
+    host: Annotated[Text, _option("address that the router's ports bind to  [127.0.0.1]")] = None,
     grpc_port: Annotated[Count, _option("gRPC port; 0 picks a free one  [50051]")] = None,
     http_port: Annotated[Count, _option("OpenAI-compatible HTTP port; 0 picks a free one  [none]")] = None,
     chat_template: Annotated[Text, _option("for HTTP: jinja file, or chatml  [the model's own]")] = None,
+    metrics_port: Annotated[Count, _option("port of Prometheus metrics alone; 0 picks a free one  [none]")] = None,
     ray_address: Annotated[Text, _option("local starts a private Ray; auto or HOST:PORT joins one  [local]")] = None,
     block_size: Annotated[Count, _option("positions per KV block: 16, 32 or 64  [16]")] = None,
     kv_memory_mib: Annotated[Count, _option("KV pool per worker on a CPU  [256]")] = None,
@@ -260,7 +289,7 @@ def doctor(
     return run_command(json, body)
 
 
-@app.command(hidden=True)
+@app.command()
 def demo(json: Json = False) -> int:
     """Serve the bundled model, stream three completions, compare them with one process."""
 
@@ -326,14 +355,23 @@ def plan(json: Json = False) -> int:
     return _refuse("plan", json)
 
 
+def _path_of(error: typer.TyperException) -> str:
+    """The command that refused its flags, with those above it; what was no command is not in it."""
+    names = []
+    context = getattr(error, "ctx", None)
+    while context is not None and context.parent is not None:
+        names.append(context.info_name)
+        context = context.parent
+    return " ".join(["baton", *reversed(names)])
+
+
 def main() -> None:
     """Run the command line and exit."""
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
         output = Output("--json" in sys.argv)
-        command = " ".join(["baton", *(part for part in sys.argv[1:2] if not part.startswith("-"))])
-        step = f"see `{command} --help`"
+        step = f"see `{_path_of(error)} --help`"
         output.note(f"baton: {error.format_message()}\nnext: {step}")
         if output.as_json:
             message = error.format_message()

@@ -67,6 +67,7 @@ class Deployment:
         admin_address: HOST:PORT for operators and workers; the same, unless there is an admin port.
         access: what gets in there.
         http_url: of the OpenAI-compatible one; empty until started, and without it.
+        metrics_url: of `metrics_port`; likewise.
         workers: what each worker said when it was ready, by worker id.
     """
 
@@ -78,7 +79,7 @@ class Deployment:
         self.admin_address = ""
         self._operator_key = new_key()
         self.access = Access(tls=config.tls, api_key=self._operator_key if config.admin_keys_file else "")
-        self.http_url = ""
+        self.http_url = self.metrics_url = ""
         self.workers: dict[str, dict[str, Any]] = {}
         self._on_progress = on_progress
         self._parts = parts or Parts()
@@ -170,7 +171,7 @@ class Deployment:
         model = find_model(config.model, config.weights)
         resolve_worker(config, model, worker_id="check")
         device = resolve_device(config.device)
-        for port in (config.grpc_port, config.http_port):
+        for port in (config.grpc_port, config.http_port, config.metrics_port):
             if port is not None:
                 require_port_free(config.host, port)
         security_of(config)
@@ -243,8 +244,11 @@ class Deployment:
     def _is_at(self, host: str, ports: Mapping[str, int]) -> None:
         self.address = f"{host}:{ports['grpc_port']}"
         self.admin_address = f"{host}:{ports.get('admin_port', ports['grpc_port'])}"
+        scheme = "https" if self.config.tls.is_on else "http"
         if "http_port" in ports:
-            self.http_url = f"{'https' if self.config.tls.is_on else 'http'}://{host}:{ports['http_port']}"
+            self.http_url = f"{scheme}://{host}:{ports['http_port']}"
+        if "metrics_port" in ports:
+            self.metrics_url = f"{scheme}://{host}:{ports['metrics_port']}/metrics"
 
     def _is_ready(self, ready: dict[str, Any], num_total: int) -> None:
         worker_id = str(ready["worker_id"])

@@ -229,7 +229,7 @@ def check_prefill(status: admin_pb2.StatusReply) -> Iterator[Finding]:
     """Whether decode workers do the prefill workers' work, because there are none."""
     if status.local_prefill.only_way:
         detail = "none is alive: decode workers compute prompts, and streams wait for them"
-        yield Finding("prefill workers", "warn", detail, "look at their logs; `baton scale` starts more")
+        yield Finding("prefill workers", "warn", detail, "look at their logs; `baton runbook scale` starts more")
 
 
 def check_fitness(status: admin_pb2.StatusReply) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from typing import Any
 from baton.cluster.table import format_table
 from baton.proto import admin_pb2, worker_pb2
 
-NOT_MET = "not met yet: nothing was pushed between the two"
+NOT_MET = "not connected: nothing was pushed between the two lately"
 NO_LANE = "no lane works"
 
 
@@ -19,8 +19,8 @@ class Path:
     """One pair of workers.
 
     Attributes:
-        lane: in use; empty if none works, or the two have not met in their present lives.
-        has_met: they have.
+        lane: in use; empty if none works, or the two have not met.
+        has_met: they are connected; a prefill worker forgets a decode worker that it has not used for a few leases.
         why: there is no lane, or no better one.
         gbps: measured; None if it was not.
         round_trip_ms: measured; None if it was not.

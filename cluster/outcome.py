@@ -58,9 +58,9 @@ _NEXT_STEPS: tuple[tuple[type[BatonError], str], ...] = (
     (ModelTensorUnexpected, _DAMAGED),
     (ModelTensorMisshapen, _DAMAGED),
     (ModelUnsupported, "choose a model of the families that README.md names"),
-    (FeatureNotBuilt, "leave the option out"),
+    (FeatureNotBuilt, "do without it; CHANGELOG.md says what there is"),
     (PackageMissing, "install the package that is named, or leave the option out"),
-    (PortInUse, "choose another port with --grpc-port (0 picks a free one), or stop what listens there"),
+    (PortInUse, "choose another port for that flag (0 picks a free one), or stop what listens there"),
     (RayUnavailable, "install ray, or start a cluster, or use --ray-address local"),
     (RayVersionMismatch, "install the Ray version that is named, on every node"),
     (NumericsUnsupported, "use --numerics default, or run `baton doctor --selftest` for the measurement"),
@@ -75,6 +75,8 @@ _NEXT_STEPS: tuple[tuple[type[BatonError], str], ...] = (
     (InvalidRequest, "correct the request"),
     (BatonError, "see `baton status`, then try again"),
 )
+_MODEL_FLAGS = ("kernels", "kv_dtype", "quantization", "tp")  # of which a model may allow other values
+_FLAG_STEP = "change what is named, or leave it out; the command's --help lists every option"
 
 
 def exit_code_of(error: BatonError) -> ExitCode:
@@ -90,6 +92,8 @@ def exit_code_of(error: BatonError) -> ExitCode:
 
 def next_step(error: BatonError) -> str:
     """What the operator should do about an error."""
+    if isinstance(error, ModelUnsupported) and error.fields.get("option") in _MODEL_FLAGS:
+        return _FLAG_STEP
     return next(text for kind, text in _NEXT_STEPS if isinstance(error, kind))
 
 

@@ -144,7 +144,8 @@ def kv_tls(config: ServeConfig) -> TlsFiles:
     """Certificates of the hand-off over gRPC: its own, or else the workers' (all of them or none).
 
     Raises:
-        ConfigInvalid: there are certificates, and KV would go in clear without anybody having said so.
+        ConfigInvalid: there are certificates, and KV would go in clear without anybody having said so; or what is to
+            encrypt KV is nothing that its transport takes.
     """
     own = TlsFiles(
         cert_file=config.kv_tls_cert_file,
@@ -152,6 +153,12 @@ def kv_tls(config: ServeConfig) -> TlsFiles:
         ca_file=config.kv_tls_ca_file,
         server_name=config.kv_tls_server_name,
     )
+    if own != TlsFiles() and config.transport != "grpc":
+        message = "kv_tls_*: only transport grpc takes certificates; ZMQ is encrypted by kv_curve_key_file"
+        raise ConfigInvalid(message, keys=["transport", "kv_curve_key_file"])
+    if config.kv_curve_key_file and config.transport == "grpc":
+        message = "kv_curve_key_file: transport grpc knows no CURVE; it takes certificates, tls_* or kv_tls_*"
+        raise ConfigInvalid(message, keys=["transport", "kv_curve_key_file"])
     if own.is_on or config.kv_plaintext or not config.tls.is_on:
         return own
     if config.transport == "grpc":

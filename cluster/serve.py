@@ -53,6 +53,9 @@ def _announce(deployment: Deployment, output: Output) -> None:
     if deployment.http_url:
         data["http_url"] = deployment.http_url
         at += f" and {deployment.http_url}/v1"
+    if deployment.metrics_url:
+        data["metrics_url"] = deployment.metrics_url
+        at += f", metrics at {deployment.metrics_url}"
     output.emit(
         data,
         f"serving {config.model} at {at}: {config.prefill} prefill, {config.decode} decode\n"

@@ -4,12 +4,14 @@
 dataclasses and trusts them.
 """
 
+import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from baton.core.clock import MAX_TIMEOUT_S
 from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
@@ -92,14 +94,15 @@ class ServeConfig(BaseModel):
         KVDtype.AUTO, strict=False, description="auto: KV in the dtype; fp8: in e4m3, half of bfloat16's memory"
     )
     kernels: KernelsName = Field(
-        "auto", description="auto: Triton's on a GPU in bfloat16 and default numerics, else torch's"
+        "auto", description="auto: Triton's on a GPU in bfloat16, where there are kernels for the model; else torch's"
     )
     weights: Literal["checkpoint", "random"] = Field("checkpoint", description="random: shapes only, for speed tests")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where workers compute")
-    host: str = Field("127.0.0.1", min_length=1, description="address that gRPC and HTTP bind to")
+    host: str = Field("127.0.0.1", min_length=1, description="address that the router's ports bind to")
     grpc_port: int = Field(50051, ge=0, le=65535, description="0 picks a free one")
     http_port: int | None = Field(None, ge=0, le=65535, description="OpenAI-compatible HTTP; 0 picks a free one")
     chat_template: str = Field("", description="for HTTP: jinja file, or chatml; else the model's own")
+    metrics_port: int | None = Field(None, ge=0, le=65535, description="Prometheus metrics alone; 0 picks a free one")
     ray_address: str = Field("local", description="auto, local, or HOST:PORT of a running cluster")
     block_size: Literal[16, 32, 64] = Field(16, description="positions per KV block")
     kv_memory_mib: int = Field(
@@ -170,17 +173,32 @@ class ServeConfig(BaseModel):
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
-            problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-            keys = [str(item["loc"][0]) for item in error.errors() if item["loc"]]
-            raise ConfigInvalid("; ".join(problems), keys=keys) from error
+            problems = dict.fromkeys(cls._problem(item) for item in error.errors())
+            keys = dict.fromkeys(str(item["loc"][0]) for item in error.errors() if item["loc"])
+            raise ConfigInvalid("; ".join(problems), keys=list(keys)) from error
         if isinstance(config.mtp, int) and not 0 <= config.mtp <= MAX_DRAFTS:
             raise ConfigInvalid(f"mtp: {config.mtp} is not in 0 ... {MAX_DRAFTS}", keys=["mtp"])
         if config.quarantine_deaths == 1:
             why = "one death says nothing about who was there; 0, 2 or more"
             raise ConfigInvalid(f"quarantine_deaths: {why}", keys=["quarantine_deaths"])
+        if config.chat_template and config.http_port is None:
+            raise ConfigInvalid("chat_template without http_port: only HTTP has chats", keys=["chat_template"])
+        if config.draft_sample_method == "greedy" and config.verification == "coupled":
+            message = "draft_sample_method: coupled verification knows no other drafts; it goes with rejection"
+            raise ConfigInvalid(message, keys=["draft_sample_method", "verification"])
         config.graph_config()
         config.telemetry_config().check()
         return config
+
+    @classmethod
+    def _problem(cls, item: ErrorDetails) -> str:
+        where = ".".join(map(str, item["loc"]))
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(where, cls.model_fields, n=1)
+            return f"{where}: no such key" + (f"; did you mean {near[0]}?" if near else "")
+        if item["loc"][:1] == ("mtp",):
+            return f"mtp: {item['input']!r} is neither 0 ... {MAX_DRAFTS} nor auto"
+        return f"{where}: {item['msg']}"
 
     def graph_config(self) -> CudaGraphConfig:
         """Which CUDA graphs a decode worker captures.

@@ -5,7 +5,6 @@ logged once, and what was good before stays in use. Private keys are never part 
 """
 
 import logging
-import os
 import ssl
 import threading
 import time
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.core.errors import ConfigInvalid
+from baton.core.file_state import file_state
 
 CHECK_S = 0.5  # files are looked at no more often
 
@@ -212,12 +212,4 @@ def _read(path: str, name: str) -> bytes:
 
 
 def _signature(files: TlsFiles) -> tuple[object, ...]:
-    return tuple(_stat(path) for path in files.paths)
-
-
-def _stat(path: str) -> object:
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        return error.errno
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return tuple(file_state(path) for path in files.paths)

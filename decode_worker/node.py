@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -68,15 +69,27 @@ class DecodeNode:
             self._start()
 
     def _start(self) -> None:
+        with ExitStack() as undo:  # what has begun when something fails ends with it
+            loaded, self._landing = self._load()
+            undo.callback(self._landing.close)
+            self._layout = loaded.layout
+            self._model = loaded.model
+            self.worker = self._make_worker(loaded)
+            undo.pop_all()  # the landing is the worker's
+            undo.callback(self.worker.close)
+            watch_gang(self._channel, self._on_fatal)
+            self.worker.start()
+            self.host = self._make_host()
+            self.host.start()
+            undo.pop_all()
+
+    def _make_worker(self, loaded: LoadedWorker) -> DecodeWorker:
         config, clock, channel = self.config, MonotonicClock(), self._channel
-        loaded, self._landing = self._load()
-        self._layout = loaded.layout
-        self._model = loaded.model
         runner, prefill = _runners(config, loaded, channel)
         self._lead = None if channel is None else LeadDecode(runner, channel)
         about = {"worker_id": config.worker_id, "epoch": f"{self.epoch:016x}"}
         self._telemetry = Telemetry(config.telemetry, "decode", clock, about)
-        self.worker = DecodeWorker(
+        return DecodeWorker(
             tracer=self._telemetry.tracer,
             runner=self._lead or runner,
             pool=loaded.pool,
@@ -97,14 +110,15 @@ class DecodeNode:
                 config.num_draft_tokens, None if config.auto_drafts else config.num_draft_tokens, clock
             ),
         )
-        service = DecodeService(self.worker, self.epoch, clock)
+
+    def _make_host(self) -> WorkerHost:
+        config = self.config
+        service = DecodeService(self.worker, self.epoch, MonotonicClock())
 
         def register(server: grpc.aio.Server) -> None:
             worker_pb2_grpc.add_DecodeServicer_to_server(service, server)
 
-        watch_gang(channel, self._on_fatal)
-        self.worker.start()
-        self.host = WorkerHost(
+        return WorkerHost(
             config.host,
             register,
             self.state,
@@ -113,7 +127,6 @@ class DecodeNode:
             self.set_speculation,
             tls=config.tls,
         )
-        self.host.start()
 
     def _load(self) -> tuple[LoadedWorker, LandingService]:
         """The model, and the landing in a process of its own.

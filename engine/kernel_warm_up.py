@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from baton.core.numerics import Numerics
 from baton.core.sampling import SamplingParams
 from baton.engine.batch import DecodeRows
 from baton.engine.decode_step import DecodePlan, step_through
@@ -21,8 +22,8 @@ from baton.engine.grammar_rows import GrammarRows
 from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.kernel_choice import next_token
 from baton.engine.kernel_verifier import KernelVerifier
-from baton.engine.logprobs import logprobs_of, step_logprobs
-from baton.engine.pass_warm_up import Reach, warm_up_decode_passes, warm_up_prefill_passes
+from baton.engine.logprobs import LOGITS_ROWS, logprobs_of, step_logprobs
+from baton.engine.pass_warm_up import Reach, classes, warm_up_decode_passes, warm_up_prefill_passes
 from baton.engine.sampler import SamplingRows, looks_ahead
 from baton.engine.sampling_table import rows_of
 from baton.engine.slots import DecodeState
@@ -32,7 +33,7 @@ from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
 
-__all__ = ["Reach", "warm_up_decode", "warm_up_prefill", "warm_up_prompts", "warm_up_steps"]
+__all__ = ["Reach", "warm_up_decode", "warm_up_heads", "warm_up_prefill", "warm_up_prompts", "warm_up_steps"]
 
 _CUTS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
@@ -51,12 +52,14 @@ _ASKED: tuple[dict[str, Any], ...] = (
 )
 _GREEDY: dict[str, Any] = {"temperature": 0.0}
 _COPY_LIMIT_S = 60.0
+_MAX_HEAD_ROWS = 512  # beyond, no product is another form, and logits of more rows take much memory
 
 
 def warm_up_prefill(model: Model, pool: KVPool, reach: Reach) -> None:
     """For prompts, in steps of any size; all ranks at the same time."""
     if is_compiled(model):
         warm_up_prefill_passes(model, pool, reach)
+        warm_up_heads(model, max(reach.num_sequences, LOGITS_ROWS))
     if is_needed(model):
         warm_up_prompts(model)
 
@@ -66,6 +69,7 @@ def warm_up_decode(model: Model, pool: KVPool, reach: Reach, verifier: Verifier,
     _place(pool.device)
     if is_compiled(model):
         warm_up_decode_passes(model, pool, reach, num_draft_tokens)
+        warm_up_heads(model, reach.num_sequences * (num_draft_tokens + 1))
     if is_needed(model):
         warm_up_steps(model, verifier, num_draft_tokens)
 
@@ -85,6 +89,17 @@ def is_compiled(model: Model) -> bool:
 def is_needed(model: Model) -> bool:
     """Whether there is anything to compile for choosing tokens."""
     return model.choosing is Implementation.TRITON and model.device.type == "cuda"
+
+
+@torch.inference_mode()
+def warm_up_heads(model: Model, num_rows: int) -> None:
+    """Logits of up to so many rows, where kernels compute them: in invariant numerics; else the library does."""
+    if model.numerics is not Numerics.INVARIANT:
+        return
+    for count in classes(min(num_rows, _MAX_HEAD_ROWS)):
+        model.logits(_hidden(model, count))
+        if model.with_mtp:
+            model.draft_logits(_hidden(model, count))
 
 
 @torch.inference_mode()

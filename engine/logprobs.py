@@ -19,8 +19,10 @@ import torch
 from baton.core.logprobs import TokenLogprobs
 from baton.kernels.choice import settled
 from baton.kernels.implementation import Implementation
-from baton.kernels.logprobs import logprobs_reference, logprobs_topk, top_ids
+from baton.kernels.logprobs import finite_logprobs, logprobs_reference, logprobs_topk, top_ids
 from baton.model.vocab import WHOLE, CutVocab, Vocab
+
+LOGITS_ROWS = 64  # of a prompt at once, where its logprobs are asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,8 @@ def _logprobs_among_ranks(
     values_NX, ids_NX = said_NRX[..., :num_own].flatten(1), said_NRX[..., num_own:].flatten(1)
     values_NX, order_NX = values_NX.sort(dim=-1, descending=True, stable=True)
     top_NK = ids_NX.gather(1, order_NX)[:, :num_top]
-    lowest = torch.finfo(logits_NV.dtype).min
-    logprobs_NX = (torch.cat([value_N1, values_NX[:, :num_top]], dim=1) - lse_N1).clamp(min=lowest)
+    logprobs_NX = torch.cat([value_N1, values_NX[:, :num_top]], dim=1) - lse_N1
+    logprobs_NX = finite_logprobs(logprobs_NX, logits_NV.dtype)
     return torch.cat([logprobs_NX, token_N1.double(), top_NK, rank_N1.double()], dim=1)
 
 

@@ -21,7 +21,7 @@ from baton.engine.grammar_rows import GrammarRows
 from baton.engine.history import Lookahead, SampledSequence
 from baton.engine.kernel_choice import next_token
 from baton.engine.kernel_warm_up import Reach, warm_up_prefill
-from baton.engine.logprobs import logprobs_of, step_logprobs, unpack, unpack_step
+from baton.engine.logprobs import LOGITS_ROWS, logprobs_of, step_logprobs, unpack, unpack_step
 from baton.engine.sampler import SamplingRows, looks_ahead
 from baton.engine.sampling_table import rows_of
 from baton.kernels.copies import to_device
@@ -30,8 +30,6 @@ from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
 
 __all__ = ["PrefillChunk", "PrefillForward", "PrefillRunner", "SequenceStart"]
-
-LOGITS_ROWS = 64  # of a prompt at once, where its logprobs are asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,8 +95,6 @@ class SpeculationControl:
         self._spent_s = [0.0] * (max_drafts + 1)  # by trials of each k
         self._allowed_s = 0.0
         self._last_grant_step = 0
-        self.num_trials = 0
-        self.num_switches = 0
 
     def choose(self, batch_size: int, num_capable: Sequence[int] | None = None) -> int:
         """The k of the next step.
@@ -193,7 +191,6 @@ class SpeculationControl:
         speed = [math.log(count) - log for count, log in zip(tokens, log_s, strict=False)]
         best = max(range(len(speed)), key=speed.__getitem__)
         if best != in_use and speed[best] > speed[in_use] + options.margin:
-            self.num_switches += 1
             if speed[best] > speed[in_use] + options.surprise:
                 self._grant_trials(math.exp(min(log_s[best], 50.0)))
             bucket.in_use = in_use = best
@@ -240,7 +237,6 @@ class SpeculationControl:
                 found, found_score, found_cost_s = k, score, cost_s
         if found != in_use:
             self._spent_s[found] += found_cost_s
-            self.num_trials += 1
             bucket.tried_step[found] = step
         return found
 

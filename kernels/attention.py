@@ -16,12 +16,12 @@ from torch.nn import functional
 
 
 def gather_blocks(kv_NHSD: torch.Tensor, blocks_BW: torch.Tensor) -> torch.Tensor:
-    """Blocks of each sequence side by side, [B, H, W * S, D]; a copy."""
+    """Blocks of each sequence side by side, [B, H, W * S, D]; a copy, and of all where heads lie unevenly."""
     _, num_heads, block_size, head_dim = kv_NHSD.shape
     num_sequences, num_blocks = blocks_BW.shape
     head_H1 = torch.arange(num_heads, device=kv_NHSD.device)[:, None]
     rows_BHW = blocks_BW[:, None] * num_heads + head_H1  # a head of a block is one contiguous row of S * D
-    gathered = kv_NHSD.view(-1, block_size * head_dim).index_select(0, rows_BHW.flatten())
+    gathered = kv_NHSD.reshape(-1, block_size * head_dim).index_select(0, rows_BHW.flatten())
     return gathered.view(num_sequences, num_heads, num_blocks * block_size, head_dim)
 
 

@@ -27,6 +27,7 @@ from baton.kernels import (
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.attention_plan import Launch, Options
 from baton.kernels.attention_shares import SharePlans
+from baton.kernels.block_tables import within
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 
@@ -58,10 +59,12 @@ def attention_decode(
     """Attention of Q rows of each of B sequences -> [B, Q, A, D] in the query's dtype; never waits for the device.
 
     Row (b, q) sees the keys at positions 0 ... positions_BQ[b, q]; a row at a negative position sees none, and is 0.
-    Slots beyond a sequence's furthest row may hold anything, NaN too. Work depends on bounds: a graph may replay it.
+    Slots beyond a sequence's furthest row may hold anything, NaN too; what a row before that one does not see must be
+    finite, since its weight of 0 takes away nothing else. Work depends on bounds: a graph may replay it.
 
     Args:
-        query_BQAD: bfloat16, float16 or float32 (the reference also takes float64), D contiguous.
+        query_BQAD: bfloat16, float16 or float32 (the reference also takes float64), D contiguous. Over float8 the
+            kernels make float16 of it: a row with magnitudes beyond 65,504 is NaN.
         key_NHSD: the query's dtype or float8_e4m3fn; [S, D] contiguous.
         value_NHSD: the same, with the same strides.
         block_tables_BM: int64 or int32; no entry past a sequence's furthest position is used.
@@ -95,13 +98,13 @@ def attention_decode(
                 invariant, options, implementation,
             ),
         )  # fmt: skip
+    if query_BQAD.numel() == 0:
+        return torch.empty_like(query_BQAD, memory_format=torch.contiguous_format)
     if isinstance(how, _Reference):
         return attention_decode_reference(
             query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, how.max_context_len, how.scale,
             key_scale, value_scale, invariant,
         )  # fmt: skip
-    if query_BQAD.numel() == 0:
-        return torch.empty_like(query_BQAD, memory_format=torch.contiguous_format)
     places = query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, key_scale, value_scale
     if isinstance(how, _Shared):
         return _by_shares(*places, how.max_context_len, how.scale, how.options, plans or SharePlans())
@@ -145,6 +148,9 @@ def _form(
     require(scale > 0, "softmax_scale", f"is {scale}, not positive")
     bound = min(max_context_len, block_tables_BM.shape[1] * key_NHSD.shape[2])
     if not uses_triton(query_BQAD.device, implementation):
+        step, block_size = attention_invariant.KEYS_PER_STEP, key_NHSD.shape[2]
+        fits = not invariant or step % block_size == 0
+        require(fits, "key_NHSD", f"S is {block_size}, no divisor of the invariant reference's {step}")
         return _Reference(bound, scale)
     _check_triton(query_BQAD, key_NHSD, value_NHSD, positions_BQ)
     if query_BQAD.numel() == 0:
@@ -170,8 +176,9 @@ def attention_decode_reference(
 ) -> torch.Tensor:
     """The same by torch, in the arithmetic of `kernels.attention` (or its invariant twin); float8 through float32."""
     block_size, head_dim = key_NHSD.shape[2:]
+    block_tables_BM = within(block_tables_BM.long(), positions_BQ.amax(dim=1), block_size)
     if key_scale is not None and value_scale is not None:
-        blocks_BW = block_tables_BM[:, : -(-max_context_len // block_size)].long()
+        blocks_BW = block_tables_BM[:, : -(-max_context_len // block_size)]
         key_NHSD = key_NHSD[blocks_BW.flatten()].float() * key_scale[:, None, None]
         value_NHSD = value_NHSD[blocks_BW.flatten()].float() * value_scale[:, None, None]
         block_tables_BM = torch.arange(blocks_BW.numel(), device=blocks_BW.device).view(blocks_BW.shape)
@@ -181,7 +188,7 @@ def attention_decode_reference(
     if softmax_scale != head_dim**-0.5:
         query = query * (softmax_scale * head_dim**0.5)
     seen_BQ = positions_BQ.long().clamp(0, max_context_len - 1)
-    out_BQAD = compute(query, key_NHSD, value_NHSD, block_tables_BM.long(), seen_BQ, max_context_len)
+    out_BQAD = compute(query, key_NHSD, value_NHSD, block_tables_BM, seen_BQ, max_context_len)
     return out_BQAD.masked_fill((positions_BQ < 0)[:, :, None, None], 0.0).to(query_BQAD.dtype)
 
 
@@ -202,6 +209,7 @@ def _check(
     require_tensor("block_tables_BM", block_tables_BM, (num_sequences, None), _INDEX_DTYPES, device)
     require_tensor("positions_BQ", positions_BQ, (num_sequences, num_queries), _INDEX_DTYPES, device)
     num_kv_heads = key_NHSD.shape[1]
+    require(key_NHSD.shape[2] > 0, "key_NHSD", "has blocks of no position")
     is_grouped = num_kv_heads > 0 and num_heads % num_kv_heads == 0
     require(is_grouped, "query_BQAD", f"{num_heads} heads cannot share {num_kv_heads} KV heads")
     require_rows("query_BQAD", query_BQAD)

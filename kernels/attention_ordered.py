@@ -15,7 +15,12 @@ import torch
 
 from baton.kernels import attention_ordered_triton
 from baton.kernels.arguments import require, require_rows, require_tensor
-from baton.kernels.attention_invariant import attention_decode_invariant, attention_prefill_invariant
+from baton.kernels.attention_invariant import (
+    KEYS_PER_STEP,
+    attention_decode_invariant,
+    attention_prefill_invariant,
+)
+from baton.kernels.block_tables import require_columns, require_lens, within
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation, uses_triton
 
@@ -60,6 +65,7 @@ def attention_ordered_prefill(
     ):
         require_tensor(name, tensor, (length,), _INDICES, query_TAD.device)
         require_rows(name, tensor)
+    require_columns(query_TAD.shape[0], block_tables_BM)
     if not with_triton:
         starts = query_starts_E.tolist()
         lens = [end - start for start, end in pairwise(starts)]
@@ -67,11 +73,12 @@ def attention_ordered_prefill(
         output_TAD = torch.zeros_like(query_TAD)
         if live:
             contexts = context_lens_B.tolist()
+            tables_BM = within(block_tables_BM.long(), context_lens_B - 1, key_NHSD.shape[2])
             output_TAD[: starts[-1]] = attention_prefill_invariant(
                 query_TAD[: starts[-1]],
                 key_NHSD,
                 value_NHSD,
-                block_tables_BM[live].long(),
+                tables_BM[live],
                 [lens[sequence] for sequence in live],
                 [contexts[sequence] for sequence in live],
             )
@@ -100,10 +107,7 @@ def attention_ordered_prefill_lens(
     Raises:
         KernelArgumentInvalid: an argument does not fit, or the lengths do not to the queries; nothing was launched.
     """
-    require(len(query_lens) == len(context_lens), "context_lens", f"are {len(context_lens)}, not {len(query_lens)}")
-    require(sum(query_lens) == query_TAD.shape[0], "query_lens", f"make {sum(query_lens)}, not {query_TAD.shape[0]}")
-    fits = all(0 <= rows <= context for rows, context in zip(query_lens, context_lens, strict=True) if rows)
-    require(fits, "context_lens", "a sequence sees fewer keys than it has rows")
+    require_lens(query_TAD, key_NHSD, block_tables_BM, query_lens, context_lens)
     numbers = to_device(torch.tensor([0, *accumulate(query_lens), *context_lens], dtype=torch.int32), query_TAD.device)
     starts_E, contexts_B = numbers[: len(query_lens) + 1], numbers[len(query_lens) + 1 :]
     return attention_ordered_prefill(
@@ -150,11 +154,10 @@ def attention_ordered_decode(
     require(max_context_len > 0, "max_context_len", f"is {max_context_len}, not positive")
     require(block_tables_BM.shape[1] > 0, "block_tables_BM", "has no column")
     bound = min(max_context_len, block_tables_BM.shape[1] * key_NHSD.shape[2])
-    if not with_triton:
+    if not with_triton and query_BQAD.numel():
         seen_BQ = positions_BQ.long().clamp(0, bound - 1)
-        mixed_BQAD = attention_decode_invariant(
-            query_BQAD, key_NHSD, value_NHSD, block_tables_BM.long(), seen_BQ, bound
-        )
+        tables_BM = within(block_tables_BM.long(), positions_BQ.amax(dim=1), key_NHSD.shape[2])
+        mixed_BQAD = attention_decode_invariant(query_BQAD, key_NHSD, value_NHSD, tables_BM, seen_BQ, bound)
         return mixed_BQAD.masked_fill((positions_BQ < 0)[:, :, None, None], 0.0)
     output_BQAD = torch.empty(query_BQAD.shape, dtype=query_BQAD.dtype, device=query_BQAD.device)
     if query_BQAD.numel():
@@ -184,6 +187,10 @@ def _check_pool(
     require(fits, name, f"{num_heads} heads cannot share {num_kv_heads} KV heads")
     require_tensor("block_tables_BM", block_tables_BM, (None, None), _INDICES, query.device)
     require_rows("block_tables_BM", block_tables_BM)
+    block_size = key_NHSD.shape[2]
+    require(block_size > 0, "key_NHSD", "has blocks of no position")
+    steps = with_triton or KEYS_PER_STEP % block_size == 0
+    require(steps, "key_NHSD", f"has blocks of {block_size}, no divisor of the reference's {KEYS_PER_STEP}")
     if with_triton:
         require(head_dim in HEAD_DIMS, name, f"has head size {head_dim}, none of {HEAD_DIMS}")
         is_dense = key_NHSD.stride()[2:] == (head_dim, 1)

@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.kernels.block_tables import in_words
 from baton.kernels.variant import Variant
 
 ROWS = 64  # of a program: one instruction's rows
@@ -235,7 +236,7 @@ def launch_prefill(
     num_kv_heads = key_NHSD.shape[1]
     num_sequences = block_tables_BM.shape[0]
     num_tiles = num_tokens * (num_heads // num_kv_heads) // ROWS + num_sequences
-    tables = block_tables_BM.view(torch.int32)
+    tables = in_words(block_tables_BM)
     with torch.cuda.device_of(query_TAD):
         _attend_kernel[(num_tiles * num_kv_heads,)](
             query_TAD, key_NHSD, value_NHSD, tables, query_starts_E, context_lens_B, output_TAD,
@@ -304,7 +305,7 @@ def _launch_decode(
     num_kv_heads = key_NHSD.shape[1]
     num_tiles = triton.cdiv(num_queries * (num_heads // num_kv_heads), ROWS)
     num_parts = triton.cdiv(max_context_len, PART_LEN) if scratch else 1
-    tables = block_tables_BM.view(torch.int32)
+    tables = in_words(block_tables_BM)
     parts, sums = scratch or (output_BQAD, output_BQAD)
     with torch.cuda.device_of(query_BQAD):
         _attend_kernel[(num_tiles * num_kv_heads, num_parts, num_sequences)](

@@ -32,6 +32,7 @@ from baton.kernels import (
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.attention_invariant import attention_prefill_invariant
 from baton.kernels.attention_shares import SharePlans
+from baton.kernels.block_tables import require_columns, require_lens, within
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, open_signature, signature
@@ -67,7 +68,7 @@ def attention_prefill(
 
     Args:
         query_TAD: rows of all chunks, contiguous in D; rows past the last start belong to nobody, and what is returned
-            for them is not defined.
+            for them is not defined. Over float8 the kernels make float16 of it (magnitudes up to 65,504).
         key_NHSD: K of a layer, contiguous in D, in the dtype of the queries or float8_e4m3fn.
         value_NHSD: V, the same in shape, strides and dtype.
         block_tables_BM: int32 or int64, contiguous in M.
@@ -97,13 +98,15 @@ def attention_prefill(
     if how is None:
         kind = _checked(places, scale, key_scale, value_scale, implementation)
         require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
+        require_columns(query_TAD.shape[0], block_tables_BM)
         how = _FORMS.keep(key, _form(places, kind, max_query_len, invariant, options))
     if how is _Form.TORCH:
         lens = [end - start for start, end in pairwise(query_starts_E.tolist())]
         if scale is not None:  # theirs is D ** -0.5
             query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
         kv = _widened(key_NHSD, key_scale, query_TAD.dtype), _widened(value_NHSD, value_scale, query_TAD.dtype)
-        return _reference(query_TAD, *kv, block_tables_BM, lens, context_lens_B.tolist(), invariant)
+        tables_BM = within(block_tables_BM.long(), context_lens_B - 1, key_NHSD.shape[2])
+        return _reference(query_TAD, *kv, tables_BM, lens, context_lens_B.tolist(), invariant)
     if how is _Form.NOTHING:
         return torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
     softmax_scale = float(query_TAD.shape[2] ** -0.5 if scale is None else scale)
@@ -167,10 +170,7 @@ def attention_prefill_lens(
     Raises:
         KernelArgumentInvalid: an argument does not fit, or the lengths do not to the queries; nothing was launched.
     """
-    require(len(query_lens) == len(context_lens), "context_lens", f"are {len(context_lens)}, not {len(query_lens)}")
-    require(sum(query_lens) == query_TAD.shape[0], "query_lens", f"make {sum(query_lens)}, not {query_TAD.shape[0]}")
-    fits = all(0 <= rows <= context for rows, context in zip(query_lens, context_lens, strict=True) if rows)
-    require(fits, "context_lens", "a sequence sees fewer keys than it has rows")
+    require_lens(query_TAD, key_NHSD, block_tables_BM, query_lens, context_lens)
     numbers = torch.tensor([0, *accumulate(query_lens), *context_lens], dtype=torch.int32)
     numbers = to_device(numbers, query_TAD.device)
     return attention_prefill(
@@ -190,6 +190,9 @@ def _checked(
 ) -> _Kind:  # fmt: skip
     """What is kept of calls like this one, or found out now."""
     query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B = places
+    require(block_tables_BM.dim() == 2, "block_tables_BM", f"has shape {list(block_tables_BM.shape)}, not [B, M]")
+    for name, tensor in (("query_starts_E", query_starts_E), ("context_lens_B", context_lens_B)):
+        require(tensor.dim() == 1, name, f"has shape {list(tensor.shape)}, not one dimension")
     num_sequences = block_tables_BM.shape[0]
     key = (
         open_signature(query_TAD), signature(key_NHSD), signature(value_NHSD), open_signature(block_tables_BM, 2),
@@ -384,7 +387,7 @@ def _reference(
             query_TAD[:num_rows],
             key_NHSD,
             value_NHSD,
-            block_tables_BM[live].long(),
+            block_tables_BM[live],
             [query_lens[sequence] for sequence in live],
             [context_lens[sequence] for sequence in live],
         )

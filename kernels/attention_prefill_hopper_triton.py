@@ -33,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels import attention_shares_triton, tuning
 from baton.kernels.attention_prefill_trades_triton import prefill_kernel
+from baton.kernels.block_tables import in_words
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
@@ -157,7 +158,7 @@ def _launch(
     query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD = places
     num_heads, head_dim = query_TAD.shape[1:]
     num_kv_heads, block_size = key_NHSD.shape[1:3]
-    tables = block_tables_BM.view(torch.int32)
+    tables = in_words(block_tables_BM)
     block_stride, head_stride, row_stride, _ = key_NHSD.stride()
     parts, part_logs, plan = planned
     arguments = (

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels import tuning
+from baton.kernels.block_tables import in_words
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
@@ -275,7 +276,7 @@ def launch(
     num_kv_heads, block_size = key_NHSD.shape[1:3]
     group, num_sequences = num_heads // num_kv_heads, block_tables_BM.shape[0]
     with_scales = key_scale is not None
-    tables = block_tables_BM.view(torch.int32)
+    tables = in_words(block_tables_BM)
     block_stride, head_stride, row_stride, _ = key_NHSD.stride()
     num_tiles = num_tokens * group // options["BM"] + num_sequences
     arguments = (

@@ -44,8 +44,8 @@ class ChoiceRows:
         choice_B: int64, which of a request's answers.
         position_B: int64, where the token of the first row will stand; row q's is q further.
         top_k_B: int64, 0 keeps all.
-        top_p_B: float32 or float64, 1 keeps all.
-        min_p_B: float32 or float64, 0 keeps all.
+        top_p_B: float32 or float64 in (0, 1], 1 keeps all; of 0 any token may come.
+        min_p_B: float32 or float64 in [0, 1], 0 keeps all.
     """
 
     temperature_B: torch.Tensor

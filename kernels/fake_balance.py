@@ -2,8 +2,9 @@
 
 With random weights a router sends tokens wherever it likes, and a benchmark of expert parallelism measures that. This
 replaces the choice, after it was made, by a fixed pattern: choice i of data-parallel rank r goes to expert-parallel
-rank (offset(r) + i) mod ep, there to the next expert in turn. A token's experts are distinct, and summed over data-
-parallel ranks with equal batches no expert has more than one choice above another.
+rank (offset(r) + i) mod ep, there to the next expert in turn. A token's experts are distinct. Summed over data-parallel
+ranks with equal batches no expert has more than one choice above another, provided that of these ranks and the experts
+of an expert-parallel rank one number is a multiple of the other.
 
 **Refused while serving.** A model that ran it would answer nonsense at full speed. So it is no option of any worker;
 nothing but `bench/` imports this module, which a test holds; and a call without the words of `ACKNOWLEDGEMENT` raises.
@@ -18,6 +19,7 @@ from baton.kernels.arguments import require, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
 
 ACKNOWLEDGEMENT = "benchmark only: the answers are meaningless"
+_MAX_NUMBER = 1 << 30  # the sum of two numbers below it fits an int32
 
 
 def fake_balance_experts(
@@ -54,6 +56,8 @@ def fake_balance_experts(
     require(ep_size > 0, "ep_size", f"is {ep_size}, not positive")
     is_multiple = num_experts > 0 and num_experts % ep_size == 0
     require(is_multiple, "num_experts", f"is {num_experts}, no multiple of {ep_size} ranks")
+    require(num_experts < _MAX_NUMBER, "num_experts", f"is {num_experts}, 2^30 and more")
+    require(expert_TK.numel() < _MAX_NUMBER, "expert_TK", f"has {expert_TK.numel()} choices, 2^30 and more")
     require(0 <= dp_rank < dp_size, "dp_rank", f"is {dp_rank}, not below {dp_size}")
     require(expert_TK.shape[1] <= num_experts, "expert_TK", f"has {expert_TK.shape[1]} choices of {num_experts}")
     num_local = num_experts // ep_size

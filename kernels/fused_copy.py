@@ -75,7 +75,7 @@ def fused_copy(
     _check_overlaps(moved)
     if not moved or not uses_triton(device, implementation):
         for target, source in moved:
-            target.copy_(source)
+            target.view(-1).copy_(source.view(-1))
         return RunningCopies((), (), None)
     sizes = [_num_bytes(target) for target, _ in moved]
     rows = [[target.data_ptr(), source.data_ptr(), size] for (target, source), size in zip(moved, sizes, strict=True)]

@@ -98,7 +98,7 @@ def gemm_fp8(
         groups = weight.num_inputs // GROUP_LEN
         require_tensor("scales_GM", scales_GM, [groups, len(a_MK)], [torch.float32], a_MK.device)
         require_rows("scales_GM", scales_GM)
-        _check_out(out_MN, len(a_MK), weight, num_sms)
+        _check_others(out_MN, len(a_MK), weight, num_sms, swap_ab)
         can_tma = gemm_fp8_hopper_triton.fits(weight, a_MK)
         way = _way("gemm_fp8", len(a_MK), weight, swap_ab, num_sms, invariant, plan, implementation, can_tma)
         _PRODUCTS.keep(key, way)
@@ -148,7 +148,7 @@ def linear_fp8(
     if way is None:
         require_tensor("x_MK", x_MK, [None, weight.num_inputs], [torch.bfloat16], weight.values_NK.device)
         require_rows("x_MK", x_MK)
-        _check_out(out_MN, len(x_MK), weight, num_sms)
+        _check_others(out_MN, len(x_MK), weight, num_sms, swap_ab)
         can_tma = gemm_fp8_hopper_triton.fits(weight)
         way = _way("linear_fp8", len(x_MK), weight, swap_ab, num_sms, invariant, plan, implementation, can_tma)
         _LINEARS.keep(key, way)
@@ -227,8 +227,14 @@ def _has_trades(plan: Plan, num_rows: int, weight: Fp8Weight, num_sms: int | Non
     return can_tma and num_sms is None and num_counters <= gemm_fp8_triton.MAX_TILES
 
 
-def _check_out(out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight, num_sms: int | None) -> None:
+def _check_others(
+    out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight, num_sms: int | None, swap_ab: SwapAB | str
+) -> None:
+    """What both products take beside activations."""
     require(num_sms is None or num_sms > 0, "num_sms", f"is {num_sms}, not positive")
+    names = [item.value for item in SwapAB]
+    is_known = isinstance(swap_ab, SwapAB) or swap_ab in names
+    require(is_known, "swap_ab", f"is {swap_ab!r}, not one of {names}")
     if out_MN is not None:
         shape = [num_rows, weight.num_outputs]
         require_tensor("out_MN", out_MN, shape, [torch.bfloat16], weight.values_NK.device)
@@ -277,9 +283,6 @@ def _chosen(
     can_tma: bool,
 ) -> Plan | None:
     """The plan; None: the library's product, which can be neither capped nor invariant."""
-    names = [item.value for item in SwapAB]
-    is_known = isinstance(swap_ab, SwapAB) or swap_ab in names
-    require(is_known, "swap_ab", f"is {swap_ab!r}, not one of {names}")
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
     device = weight.values_NK.device
     can_swap = _capability(device)[0] == _HOPPER[0]

@@ -29,6 +29,7 @@ def kept(sorted_UQV: torch.Tensor, top_k_U: torch.Tensor, top_p_U: torch.Tensor,
     mass_UQV = masses(sorted_UQV - sorted_UQV[..., :1], vocab_size).masked_fill(~keep_UQV, 0)
     reached_UQV = mass_UQV.cumsum(dim=-1)
     top_p_U11 = top_p_U[:, None, None]
-    # A token stays while what lies before it falls short of p; before the first lies nothing.
+    # A token stays while what lies before it falls short of p; before the first lies nothing, also where a row has no
+    # mass at all, and sums of it are no numbers.
     is_short_UQV = (reached_UQV - mass_UQV).double() < top_p_U11 * reached_UQV[..., -1:].double()
-    return keep_UQV & (is_short_UQV | (top_p_U11 >= 1.0))
+    return keep_UQV & (is_short_UQV | (top_p_U11 >= 1.0) | (rank_V == 0))

@@ -149,8 +149,8 @@ def rule(num_tokens: int, num_outputs: int, num_slices: int) -> dict[str, Any]:
     """Options of a shape that no table has: rows of the weight of a tile, slices of a program, warps and stages."""
     if num_tokens >= _MANY:
         return {"outputs": 128, "slices": num_slices, "warps": 8, "stages": 4}
-    num_tiles = -(-num_outputs // 64) * -(-num_tokens // TOKENS)
-    slices = num_slices
+    num_tiles = -(-num_outputs // 64) * triton.next_power_of_2(triton.cdiv(num_tokens, TOKENS))
+    slices = num_slices  # which change at powers of two alone, so that the warm-up's sizes meet every form
     while slices > 1 and num_tiles * (num_slices // slices) * 2 <= _PROGRAMS:
         slices //= 2
     return {"outputs": 64, "slices": slices, "warps": 4, "stages": 6}

@@ -48,7 +48,7 @@ class Edits:
         Raises:
             KernelArgumentInvalid: a tensor is one; the message names it.
         """
-        count = len(self.sequence_P)
+        count = self.sequence_P.numel()
         wanted = (
             ("sequence_P", self.sequence_P, (count,), (torch.int64,)),
             ("drafts_BK", self.drafts_BK, (num_sequences, num_rows - 1), (torch.int64,)),
@@ -66,8 +66,10 @@ class Edits:
                 require(tensor.is_contiguous(), name, "must be contiguous")
         if self.bitmask_PQW is not None:
             require(self.bitmask_PQW.shape[2] * 32 >= vocab_size, "bitmask_PQW", "has too few words")
-        same = self.bias_ids_PW is None or self.bias_values_PW is not None
-        require(same, "bias_values_PW", "goes with bias_ids_PW")
+        require((self.bias_ids_PW is None) == (self.bias_values_PW is None), "bias_values_PW", "goes with bias_ids_PW")
+        if self.bias_ids_PW is not None and self.bias_values_PW is not None:
+            same = self.bias_ids_PW.shape == self.bias_values_PW.shape
+            require(same, "bias_values_PW", "is not of bias_ids_PW' shape")
         for name, tensor in (("counts_NX", self.counts_NX), ("in_prompt_NX", self.in_prompt_NX)):
             require((tensor is None) == (self.penalties_P3 is None), name, "goes with penalties_P3")
             require(tensor is None or tensor.shape[1] >= vocab_size, name, "has too few columns")

@@ -28,7 +28,8 @@ def logprobs_topk(
 ) -> torch.Tensor:
     """Packed [N, X], float64; equals are ordered by id, the lower first, and the rank is 1 + those that are larger.
 
-    A chosen token's log-probability is finite whatever its logit: at least float32's lowest.
+    Log-probabilities are finite whatever the logits: at least float32's lowest. Of a row with NaN they mean nothing,
+    but ids are of tokens there, too.
 
     Args:
         logits_NV: bfloat16 or float32, raw.
@@ -66,9 +67,14 @@ def logprobs_reference(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_t
     value_N1 = logits_NV.gather(1, token_N1)
     rank_N1 = 1 + (logits_NV > value_N1).sum(dim=1, keepdim=True)
     ids_NX = torch.cat([token_N1, top_ids(logits_NV, num_top)], dim=1)
-    lowest = torch.finfo(logits_NV.dtype).min
-    logprobs_NX = (logits_NV.gather(1, ids_NX).double() - lse_N1).clamp(min=lowest)
+    logprobs_NX = finite_logprobs(logits_NV.gather(1, ids_NX).double() - lse_N1, logits_NV.dtype)
     return torch.cat([logprobs_NX, ids_NX.double(), rank_N1.double()], dim=1)
+
+
+def finite_logprobs(logprobs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same, and the lowest number of `dtype` where one would be less, or is no number."""
+    lowest = torch.finfo(dtype).min
+    return logprobs.nan_to_num(nan=lowest, neginf=lowest).clamp(min=lowest)
 
 
 def top_ids(logits_NV: torch.Tensor, num_top: int) -> torch.Tensor:

@@ -84,10 +84,22 @@ def _chunk_kernel(
 
 
 @triton.jit
+def _at_least_lowest(logprob):
+    """A log-probability that is finite; float32's lowest where it would be less, or no number."""
+    lowest = tl.full([], -3.4028234663852886e38, tl.float64)
+    return tl.where(logprob > lowest, logprob, lowest)
+
+
+@triton.jit
+def _or_none(x_N):
+    """The same numbers, and -inf for what is none: `max` passes over that, unless all are."""
+    return tl.where(x_N == x_N, x_N, float("-inf"))
+
+
+@triton.jit
 def _store_token(packed, place, logit, token, num_top, whole, mask):
     """One of the likeliest, or several."""
-    lowest = tl.full([], -3.4028234663852886e38, tl.float64)
-    tl.store(packed + 1 + place, tl.maximum(logit.to(tl.float64) - whole, lowest), mask=mask)
+    tl.store(packed + 1 + place, _at_least_lowest(logit.to(tl.float64) - whole), mask=mask)
     tl.store(packed + num_top + 2 + place, token.to(tl.float64), mask=mask)
 
 
@@ -127,7 +139,7 @@ def _one_by_one(logits, base, V, key_L, group_L, packed, num_top, whole, G: tl.c
         group = tl.min(tl.where(key_L == key, group_L, 0x7FFFFFFF))
         last = tl.max(tl.where(group_L == group, last_L, -1))
         token_G = group * G + tl.arange(0, G)
-        x_G = row_tokens(logits, base, logits, -1, token_G, V, False)
+        x_G = _or_none(row_tokens(logits, base, logits, -1, token_G, V, False))
         key_G = tl.where(token_G < V, order_key(x_G), _NOTHING)
         token = tl.min(tl.where((key_G == key) & (token_G > last), token_G, 0x7FFFFFFF))
         _store_token(packed, index, of_order_key(key), token, num_top, whole, True)
@@ -155,22 +167,23 @@ def _row_kernel(
     token = tl.load(token_ids + row)
     chosen = tl.load(logits + base + token).to(tl.float64)
     packed += row.to(tl.int64) * (2 * num_top + 3)
-    tl.store(packed, tl.maximum(chosen - whole, tl.full([], -3.4028234663852886e38, tl.float64)))
+    tl.store(packed, _at_least_lowest(chosen - whole))
     tl.store(packed + num_top + 1, token.to(tl.float64))
     tl.store(packed + 2 * num_top + 2, rank.to(tl.float64))
     if TOP:
         group_L, num_groups = tl.arange(0, L), num_chunks * (N // G)
         maxima += row.to(tl.int64) * num_groups
         groups += row.to(tl.int64) * H
-        reach = lane_bound(tl.load(maxima + group_L, mask=group_L < num_groups, other=float("-inf")), num_top)
+        maximum_L = _or_none(tl.load(maxima + group_L, mask=group_L < num_groups, other=float("-inf")))
+        reach = lane_bound(maximum_L, num_top)
         num_hit = groups_that_reach(maxima, num_groups, reach, groups, H, 2048)
         count = S + 1
         if num_hit <= H:
             count = _by_rank(
                 logits, base, V, groups, num_hit, reach, listed + row.to(tl.int64) * S, packed, num_top, whole, G, H, S
             )  # fmt: skip
-        if count > S:
-            maximum_L = tl.load(maxima + group_L, mask=group_L < num_groups, other=float("-inf"))
+        if (count > S) | (count < num_top):  # fewer only where so many are no number
+            maximum_L = _or_none(tl.load(maxima + group_L, mask=group_L < num_groups, other=float("-inf")))
             key_L = tl.where(group_L * G < V, order_key(maximum_L), _NOTHING)
             _one_by_one(logits, base, V, key_L, group_L, packed, num_top, whole, G)
 

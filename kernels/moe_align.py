@@ -60,6 +60,7 @@ def moe_align(
     Raises:
         KernelArgumentInvalid: `expert_TK`, `num_experts` or `block_len` is not that.
     """
+    _check(expert_TK, num_experts, block_len)
     return _align(expert_TK, num_experts, block_len, None, implementation)
 
 
@@ -76,6 +77,7 @@ def moe_align_quantize(
     Raises:
         KernelArgumentInvalid: as above, or `x_TD` has other tokens or a D that is no multiple of 128.
     """
+    _check(expert_TK, num_experts, block_len)
     require_tensor("x_TD", x_TD, (expert_TK.shape[0], None), (torch.bfloat16, torch.float16, torch.float32))
     require_rows("x_TD", x_TD)
     require(x_TD.shape[1] % GROUP == 0, "x_TD", f"has {x_TD.shape[1]} columns, no multiple of {GROUP}")
@@ -89,6 +91,14 @@ def moe_align_quantize(
     return alignment, values_TD, scale_TG
 
 
+def _check(expert_TK: torch.Tensor, num_experts: int, block_len: int) -> None:
+    require_tensor("expert_TK", expert_TK, (None, None), (torch.int32, torch.int64))
+    require(0 < num_experts <= 4096, "num_experts", f"is {num_experts}, not 1 to 4096")
+    is_power = block_len > 0 and block_len & (block_len - 1) == 0
+    require(is_power, "block_len", f"is {block_len}, no power of two")
+    require(expert_TK.numel() < 1 << 30, "expert_TK", f"has {expert_TK.numel()} choices, 2^30 and more")
+
+
 def _align(
     expert_TK: torch.Tensor,
     num_experts: int,
@@ -96,17 +106,13 @@ def _align(
     quantized: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     implementation: Implementation,
 ) -> Alignment:
-    require_tensor("expert_TK", expert_TK, (None, None), (torch.int32, torch.int64))
-    require(0 < num_experts <= 4096, "num_experts", f"is {num_experts}, not 1 to 4096")
-    is_power = block_len > 0 and block_len & (block_len - 1) == 0
-    require(is_power, "block_len", f"is {block_len}, no power of two")
-    require(expert_TK.numel() < 1 << 30, "expert_TK", f"has {expert_TK.numel()} choices, 2^30 and more")
+    """Of choices that were checked."""
     if not uses_triton(expert_TK.device, implementation):
         return moe_align_reference(expert_TK, num_experts, block_len)
     num_blocks = max_blocks(expert_TK.numel(), num_experts, block_len)
     rows = torch.empty(num_blocks * block_len, dtype=torch.int32, device=expert_TK.device)
     block_expert = torch.empty(num_blocks, dtype=torch.int32, device=expert_TK.device)
-    if expert_TK.numel() > 0:
+    if expert_TK.numel() > 0 or (quantized is not None and len(quantized[0]) > 0):
         moe_align_triton.launch(expert_TK.contiguous(), rows, block_expert, num_experts, block_len, quantized)
     return Alignment(rows, block_expert, block_len)
 

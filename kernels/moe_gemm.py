@@ -104,19 +104,20 @@ def experts_grouped(
     scales = (weights.gate_up_scale, weights.down_scale) if isinstance(weights, Fp8ExpertWeights) else (None, None)
     key = (
         signature(x_TD), signature(weight_TK), signature(expert_TK), signature(weights.gate_up_EJD),
-        signature(weights.down_EDI), signature(scales[0]), signature(scales[1]), implementation,
+        signature(weights.down_EDI), signature(scales[0]), signature(scales[1]), out_dtype, implementation,
     )  # fmt: skip
     uses = _FORMS.find(key)
     if uses is None:
         uses = uses_triton(x_TD.device, implementation)
         _check(x_TD, weight_TK, expert_TK, weights, uses)
+        dtypes = (x_TD.dtype, torch.float32)
+        require(out_dtype is None or out_dtype in dtypes, "out_dtype", f"is {out_dtype}, neither x's nor float32")
         _FORMS.keep(key, uses)
     dtype = out_dtype or x_TD.dtype
     if not uses:
         return experts_grouped_reference(x_TD, weight_TK, expert_TK, weights, dtype)
-    out_TD = torch.empty(x_TD.shape, dtype=dtype, device=x_TD.device)
     if expert_TK.numel() == 0:
-        return out_TD.zero_()
+        return torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
     is_fp8 = isinstance(weights, Fp8ExpertWeights)
     num_experts, hidden, inner_size = weights.down_EDI.shape
     if tiles is None:
@@ -136,6 +137,7 @@ def experts_grouped(
     product = moe_gemm_triton.Product(
         alignment, weights, tiles, expert_TK.contiguous(), weight_TK.contiguous(), x_TD.dtype
     )
+    out_TD = torch.empty(x_TD.shape, dtype=dtype, device=x_TD.device)
     moe_gemm_triton.launch(product, values_TD.contiguous(), scale_TG, out_TD)
     return out_TD
 

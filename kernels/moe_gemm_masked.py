@@ -86,6 +86,9 @@ def moe_gemm_masked(
     num_experts, num_rows, _ = a_EMK.shape
     half = (torch.bfloat16, torch.float16)
     shape = (num_experts, num_rows, b_ENK.shape[1])
+    if tiles is not None:
+        fits = b_scale is None or GROUP % tiles.outputs == 0
+        require(fits, "tiles", f"do not go with groups of {GROUP}: {tiles}")
     if out_EMN is None:
         dtype = a_EMK.dtype if a_EMK.dtype in half else torch.bfloat16
         out_EMN = torch.empty(shape, dtype=dtype, device=a_EMK.device)
@@ -104,8 +107,6 @@ def moe_gemm_masked(
         swap_ab = (invariant or num_rows <= MAX_SWAPPED) and _has_wgmma(device_index)
     if tiles is None:
         tiles = choose_tiles(b_ENK.shape, is_fp8, swap_ab, None if invariant else num_rows, device_index)
-    fits = not is_fp8 or GROUP % tiles.outputs == 0
-    require(fits, "tiles", f"do not go with groups of {GROUP}: {tiles}")
     num_programs = (num_sms or _num_sms(device_index)) * tiles.programs
     scales = None if a_scale_EGM is None or b_scale is None else (a_scale_EGM, b_scale)
     moe_gemm_masked_triton.launch(a_EMK, masked_m_E, b_ENK, scales, out_EMN, tiles, swap_ab, num_programs)

@@ -32,7 +32,7 @@ def _quantize_masked_kernel(
     expert = tl.program_id(0).to(tl.int64)
     group = tl.program_id(2) * G + tl.arange(0, G)
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    count = tl.load(masked_m + expert)
+    count = tl.minimum(tl.load(masked_m + expert).to(tl.int32), M)
     if tl.program_id(1) * ROWS >= count:
         return
     mask_RG = (row_R < count)[:, None] & (group < K // _GROUP)[None, :]

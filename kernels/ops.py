@@ -31,7 +31,7 @@ from baton.kernels.linear_ordered import linear_ordered
 from baton.kernels.moe_gemm import Fp8ExpertWeights, experts_grouped
 from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.rope import rope
-from baton.kernels.select_topk import select_topk
+from baton.kernels.select_topk import MAX_CHOSEN, MAX_EXPERTS, select_topk
 
 AttentionDecode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 Weight = torch.Tensor | Fp8Weight
@@ -45,11 +45,15 @@ def has_triton_form(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in TRITON_DTYPES
 
 
-def unfit_sizes(head_dim: int, hidden_size: int) -> str:
+def unfit_sizes(head_dim: int, hidden_size: int, num_experts: int = 0, num_chosen: int = 0) -> str:
     """Which size of a model the Triton kernels are not made for, in words; "" if they fit."""
     if head_dim not in HEAD_DIMS:
         return f"heads of {head_dim}"
-    return f"rows of {hidden_size}" if hidden_size > rms_norm.MAX_LEN else ""
+    if hidden_size > rms_norm.MAX_LEN:
+        return f"rows of {hidden_size}"
+    if num_experts > MAX_EXPERTS or num_chosen > MAX_CHOSEN:
+        return f"{num_chosen} of {num_experts} experts"
+    return ""
 
 
 class Ops:

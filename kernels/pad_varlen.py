@@ -88,6 +88,7 @@ def _check(batch: VarlenMetadata, graph: VarlenMetadata) -> None:
     device = graph.slots.device
     for role, metadata in (("batch", batch), ("graph", graph)):
         require(metadata.block_tables.dim() == 2, f"{role}.block_tables", "has not 2 dimensions")
+        require(metadata.slots.dim() == 1, f"{role}.slots", "has not 1 dimension")
         num_sequences, num_tokens = len(metadata.block_tables), len(metadata.slots)
         shapes: dict[str, list[int | None]] = {
             "cu_query": [num_sequences + 1],

@@ -13,7 +13,6 @@ FREQUENCIES = 0  # position times inverse frequency
 BY_POSITION = 1  # rows of tables that a position picks
 BY_TOKEN = 2  # one row of the tables for each token
 
-_BY_POSITION = tl.constexpr(BY_POSITION)
 _BY_TOKEN = tl.constexpr(BY_TOKEN)
 _FREQUENCIES = tl.constexpr(FREQUENCIES)
 

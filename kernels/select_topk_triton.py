@@ -35,7 +35,7 @@ def _number(order):
 
 
 @triton.jit
-def _keep_groups(choice_GS, KEPT: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
+def _keep_groups(choice_GS, GROUPS: tl.constexpr, KEPT: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
     """-inf in all but the KEPT groups with the largest sums of their two largest."""
     its_S = tl.arange(0, S)
     first_G, place_G = tl.max(choice_GS, axis=1, return_indices=True)
@@ -43,11 +43,12 @@ def _keep_groups(choice_GS, KEPT: tl.constexpr, G: tl.constexpr, S: tl.constexpr
     score_G = first_G + second_G
     its_G = tl.arange(0, G)
     kept_G = tl.zeros([G], dtype=tl.int32)
+    # A group that is none, or that is kept already, comes after all others, those at -inf, too.
+    order_G = tl.where(its_G < GROUPS, _ordered(score_G), _LAST)
     for _ in tl.static_range(KEPT):
-        # A group that is kept already, or that is none, never comes before one that is not.
-        rank_G = tl.where(kept_G > 0, _NONE, score_G)
-        place = tl.argmax(rank_G, axis=0)
+        place = tl.min(tl.where(order_G == tl.max(order_G, axis=0), its_G, G), axis=0)
         kept_G = tl.where(its_G == place, 1, kept_G)
+        order_G = tl.where(its_G == place, _LAST, order_G)
     return tl.where(kept_G[:, None] > 0, choice_GS, _NONE)
 
 
@@ -93,7 +94,7 @@ def _select_kernel(
         choice_GS = score_GS + tl.load(bias + expert_GS, mask=is_expert_GS, other=0.0)
         choice_GS = tl.where(choice_GS == choice_GS, choice_GS, _NONE)
     if KEPT < GROUPS:
-        choice_GS = _keep_groups(tl.where(is_expert_GS, choice_GS, _NONE), KEPT, G, S)
+        choice_GS = _keep_groups(tl.where(is_expert_GS, choice_GS, _NONE), GROUPS, KEPT, G, S)
     # What is no expert comes after an expert at -inf; so does one that is chosen already.
     order_N = tl.reshape(tl.where(is_expert_GS, _ordered(choice_GS), _LAST), [G * S])
     score_N = tl.reshape(tl.where(is_expert_GS, score_GS, 0.0), [G * S]).to(tl.int32, bitcast=True)

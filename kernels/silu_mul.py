@@ -57,8 +57,8 @@ def silu_mul_fused(
 
     Args:
         gate_up: [T, 2 I], or [E, M, 2 I] with a mask, gate first; bfloat16, float16 or float32. Rows may be strided.
-        num_rows_E: int32 or int64 [E], on the device: how many of each expert's rows there are. The others are neither
-            read nor written.
+        num_rows_E: int32 or int64 [E], on the device: how many of each expert's rows there are; more than M counts as
+            M, less than 0 as 0. The others are neither read nor written.
         quantize: give float8 rows with scales for each 128 columns (`fp8_groups`); I is a multiple of 128.
         num_padded: with `quantize` and no mask, the rows to give, at least T; those beyond T are zeros with scale 1.
         implementation: see there.
@@ -86,7 +86,7 @@ def _masked(gate_up_EMJ: torch.Tensor, num_rows_E: torch.Tensor, quantize: bool)
     rows_EMI = torch.empty(num_experts, num_rows, double // 2, dtype=dtype, device=gate_up_EMJ.device)
     shape = (num_experts, double // 2 // fp8_groups.GROUP_LEN, num_rows)
     scale_EGM = torch.empty(shape, dtype=torch.float32, device=gate_up_EMJ.device) if quantize else None
-    for expert, count in enumerate(num_rows_E.tolist()):
+    for expert, count in enumerate(num_rows_E.clamp(0, num_rows).tolist()):
         rows_MI = silu_mul(gate_up_EMJ[expert, :count])
         if scale_EGM is not None:
             rows_MI, scale_EGM[expert, :, :count] = fp8_groups.quantize_groups(rows_MI)

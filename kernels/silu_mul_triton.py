@@ -205,7 +205,7 @@ def _silu_mul_kernel(
     if MASK:
         # What nobody reads is not written either.
         expert = tl.program_id(1).to(tl.int64)
-        num_real = tl.load(counts + expert).to(tl.int32)
+        num_real = tl.minimum(tl.load(counts + expert).to(tl.int32), num_rows)
         gate_up += expert * expert_stride
         for start in range(first, num_real * G, tl.num_programs(0) * N):
             _silu_mul_groups(

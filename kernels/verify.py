@@ -114,6 +114,7 @@ def post_verify(
     device = token_ids_BQ.device
     require_tensor("token_ids_BQ", token_ids_BQ, (None, None), (torch.int64,))
     num_sequences, num_rows = token_ids_BQ.shape
+    require(num_rows > 0, "token_ids_BQ", "has no row")
     require(token_ids_BQ.is_contiguous(), "token_ids_BQ", "must be contiguous")
     for name, tensor in (("accepted_len_B", accepted_len_B), ("length_B", length_B)):
         require_tensor(name, tensor, (num_sequences,), (torch.int64,), device)

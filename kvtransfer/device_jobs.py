@@ -108,11 +108,6 @@ class DeviceJobs:
         """Positions that the staging memory has room for."""
         return self._staging.num_blocks * self._layout.block_size
 
-    @property
-    def num_staging_blocks_used(self) -> int:
-        """Blocks of it that landings have."""
-        return self._staging.num_reserved
-
     def begin(self, landing: Landing, *, has_digest: bool) -> bool:
         """A landing is to be granted; False if it has to wait for staging memory."""
         if is_one_sided(landing.lane):

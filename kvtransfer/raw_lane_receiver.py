@@ -79,11 +79,6 @@ class RawReceiver:
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return kv_pb2.LaneOffer(lane=RAW, raw=kv_pb2.RawOffer(address=address, token=self._token))
 
-    @property
-    def is_urgent(self) -> bool:
-        """Whether `take_failed` has something."""
-        return bool(self._failed)
-
     def ready(self, file: int) -> list[Delivery | PayloadDone]:
         """Go on with a connection, or take new ones."""
         if file == self._listener_file:

@@ -7,7 +7,6 @@ the way is asked for again.
 """
 
 import logging
-import os
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import zmq.auth
 import zmq.utils.z85
 
 from baton.core.errors import ConfigInvalid
+from baton.core.file_state import file_state
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
@@ -40,6 +40,7 @@ class CurveKeys:
             raise ConfigInvalid(
                 "curve_key_file is set, but this libzmq was built without CURVE", keys=["curve_key_file"]
             )
+        self._state = file_state(path)  # before it is read: what replaces it meanwhile is another one
         try:
             self._public, secret = zmq.auth.load_certificate(path)
         except (OSError, ValueError) as error:
@@ -48,7 +49,6 @@ class CurveKeys:
             raise ConfigInvalid(f"curve_key_file {path} holds no secret key", keys=["curve_key_file"])
         self._secret = secret
         self._path = path
-        self._signature = _signature(path)
         self._checked_s = time.monotonic()
 
     def renew(self) -> bool:
@@ -60,10 +60,10 @@ class CurveKeys:
         if now_s - self._checked_s < CHECK_S:
             return False
         self._checked_s = now_s
-        signature = _signature(self._path)
-        if signature == self._signature:
+        state = file_state(self._path)
+        if state == self._state:
             return False
-        self._signature = signature
+        self._state = state
         try:
             public, secret = zmq.auth.load_certificate(self._path)
         except (OSError, ValueError):
@@ -105,11 +105,3 @@ class CurveKeys:
             num_refused += not is_ours
             assert version == _ZAP_VERSION
         return num_refused
-
-
-def _signature(path: Path) -> object:
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        return error.errno
-    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -171,7 +171,7 @@ def _unfit(
             return "experts in invariant numerics on any number of ranks"
     if numerics is Numerics.INVARIANT and kv_dtype is not KVDtype.AUTO:
         return f"{kv_dtype.value} KV in invariant numerics"
-    return unfit_sizes(config.head_dim, config.hidden_size)
+    return unfit_sizes(config.head_dim, config.hidden_size, config.num_experts, config.num_experts_per_token)
 
 
 def _form(asked: Implementation, unfit: str, device: torch.device, dtype: torch.dtype) -> tuple[Implementation, str]:

@@ -3,6 +3,7 @@
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import grpc
 import grpc.aio
@@ -62,19 +63,31 @@ class PrefillNode:
             self._start()
 
     def _start(self) -> None:
-        config, clock, channel = self.config, MonotonicClock(), self._channel
-        group = None if channel is None else channel.communicator
-        loaded = load_worker(config, communicator=group)
+        group = None if self._channel is None else self._channel.communicator
+        loaded = load_worker(self.config, communicator=group)
         self._layout = loaded.layout
         self._model = loaded.model
         runner = PrefillRunner(
             loaded.model, loaded.pool, group, eos_token_ids=loaded.tokenizer.eos_token_ids, grammars=loaded.grammars
         )
-        runner.warm_up(reach_of(config, loaded.model))
-        push = _push(config, loaded, self.epoch)
+        runner.warm_up(reach_of(self.config, loaded.model))
+        with ExitStack() as undo:  # what has begun when something fails ends with it
+            push = _push(self.config, loaded, self.epoch)
+            undo.callback(push.close)
+            self.worker = self._make_worker(loaded, runner, push)
+            undo.pop_all()  # it is the worker's
+            undo.callback(self.worker.close)
+            watch_gang(self._channel, self._on_fatal)
+            self.worker.start()
+            self.host = self._make_host()
+            self.host.start()
+            undo.pop_all()
+
+    def _make_worker(self, loaded: LoadedWorker, runner: PrefillRunner, push: PushService) -> PrefillWorker:
+        config, clock, channel = self.config, MonotonicClock(), self._channel
         about = {"worker_id": config.worker_id, "epoch": f"{self.epoch:016x}"}
         self._telemetry = Telemetry(config.telemetry, "prefill", clock, about)
-        self.worker = PrefillWorker(
+        return PrefillWorker(
             tracer=self._telemetry.tracer,
             runner=runner if channel is None else LeadPrefill(runner, channel),
             pool=loaded.pool,
@@ -90,15 +103,15 @@ class PrefillNode:
             clock=clock,
             on_fatal=self._on_fatal,
         )
-        service = PrefillService(self.worker, clock, self.epoch)
+
+    def _make_host(self) -> WorkerHost:
+        config = self.config
+        service = PrefillService(self.worker, MonotonicClock(), self.epoch)
 
         def register(server: grpc.aio.Server) -> None:
             worker_pb2_grpc.add_PrefillServicer_to_server(service, server)
 
-        watch_gang(channel, self._on_fatal)
-        self.worker.start()
-        self.host = WorkerHost(config.host, register, self.state, config.router_address, self._on_fatal, tls=config.tls)
-        self.host.start()
+        return WorkerHost(config.host, register, self.state, config.router_address, self._on_fatal, tls=config.tls)
 
     def state(self) -> worker_pb2.WorkerState:
         """What a heartbeat says."""

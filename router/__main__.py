@@ -23,6 +23,7 @@ from baton.core.errors import BatonError
 from baton.core.fleet_metrics import SpanCollector
 from baton.core.logs import configure_logging
 from baton.core.telemetry import Telemetry, TelemetryConfig
+from baton.router import flag_values
 from baton.router.canary import CanaryConfig
 from baton.router.local_prefill import AUTO, MODES
 from baton.router.metrics_port import serve_metrics
@@ -43,39 +44,65 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse exits with 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="python -m baton.router", description="Baton's front door.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=50051, help="0 picks a free one")
+    parser.add_argument("--port", type=flag_values.port, default=50051, help="0 picks a free one")
     parser.add_argument("--model-name", required=True, help="what clients call the model")
     parser.add_argument("--model-path", type=Path, required=True, help="directory with tokenizer.json and config.json")
     parser.add_argument("--weights", choices=("checkpoint", "random"), default="checkpoint", help="what workers load")
-    parser.add_argument("--max-queue-len", type=_positive_int, default=256, help="requests in flight; more are refused")
-    parser.add_argument("--request-timeout-s", type=_positive_float, default=600.0, help="longest life of a request")
+    parser.add_argument(
+        "--max-queue-len", type=flag_values.positive_int, default=256, help="requests in flight; more are refused"
+    )
+    parser.add_argument(
+        "--request-timeout-s", type=flag_values.positive_float, default=600.0, help="longest life of a request"
+    )
     _add_migration(parser)
     parser.add_argument("--routing", choices=ROUTINGS, default=PREFIX, help="how workers are chosen")
     parser.add_argument("--local-prefill", choices=MODES, default=AUTO, help="prompts on decode workers")
-    parser.add_argument("--canary-idle-s", type=_duration, default=30.0, help="ask workers idle for this; 0: never")
-    parser.add_argument("--max-wait-s", type=_positive_float, default=30.0, help="longest wait for a turn")
-    parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics over HTTP here; 0 picks a free one")
+    parser.add_argument(
+        "--canary-idle-s", type=flag_values.duration, default=30.0, help="ask workers idle for this; 0: never"
+    )
+    parser.add_argument("--max-wait-s", type=flag_values.positive_float, default=30.0, help="longest wait for a turn")
+    parser.add_argument(
+        "--metrics-port", type=flag_values.port, help="serve Prometheus metrics here; 0 picks a free one"
+    )
     add_flags(parser)
-    parser.add_argument("--http-port", type=int, help="serve OpenAI's HTTP API here; 0 picks a free one")
+    parser.add_argument("--http-port", type=flag_values.port, help="serve OpenAI's HTTP API here; 0 picks a free one")
     parser.add_argument("--chat-template", default="", help="jinja file, or chatml; else the model's own")
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log on stderr")
     parser.add_argument("--trace-file", default="", help="append spans to this file: OTLP as JSON lines")
     parser.add_argument("--trace-endpoint", default="", help="send spans to this OTLP/HTTP collector")
-    parser.add_argument("--trace-share", type=float, default=1.0, help="of requests whose clients leave it open")
+    parser.add_argument(
+        "--trace-share", type=flag_values.share, default=1.0, help="of requests whose clients leave it open"
+    )
     parser.add_argument("--exit-with-parent", action="store_true", help="end when stdin closes")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.chat_template and options.http_port is None:
+        parser.error("argument --chat-template: only HTTP has chats: give --http-port, too")
+    return options
 
 
 def _add_migration(parser: argparse.ArgumentParser) -> None:
     own = MigrationConfig()
     add = parser.add_argument
-    add("--max-migrations", type=_count, default=own.max_migrations, help="of one answer; 0: a lost worker ends it")
-    add("--migration-wait-s", type=_duration, default=own.wait_s, help="for workers to go on with")
-    add("--drain-grace-s", type=_duration, default=own.drain_grace_s, help="then a drained worker's streams move")
     add(
-        "--quarantine-deaths", type=_deaths, default=own.quarantine_deaths, help="blame a request after these; 0: never"
+        "--max-migrations",
+        type=flag_values.count,
+        default=own.max_migrations,
+        help="of one answer; 0: a lost worker ends it",
     )
-    add("--quarantine-s", type=_positive_float, default=own.quarantine_s, help="how long it is refused")
+    add("--migration-wait-s", type=flag_values.duration, default=own.wait_s, help="for workers to go on with")
+    add(
+        "--drain-grace-s",
+        type=flag_values.duration,
+        default=own.drain_grace_s,
+        help="then a drained worker's streams move",
+    )
+    add(
+        "--quarantine-deaths",
+        type=flag_values.deaths,
+        default=own.quarantine_deaths,
+        help="blame a request after these; 0: never",
+    )
+    add("--quarantine-s", type=flag_values.positive_float, default=own.quarantine_s, help="how long it is refused")
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -185,41 +212,6 @@ def _telemetry(options: argparse.Namespace) -> TelemetryConfig:
         trace_endpoint=options.trace_endpoint,
         trace_share=options.trace_share,
     )
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
-def _deaths(text: str) -> int:
-    value = _count(text)
-    if value == 1:
-        raise argparse.ArgumentTypeError("one death says nothing about who was there; 0, 2 or more")
-    return value
-
-
-def _duration(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} is no duration")
-    return value
-
-
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import json
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.core.errors import ConfigInvalid, Unauthenticated
+from baton.core.file_state import file_state
 
 CHECK_S: Final = 0.5  # the file is looked at no more often
 PREFIX: Final = "baton-"
@@ -137,7 +137,7 @@ class ApiKeys:
         self._now_s = now_s
         self._check_s = check_s
         self._pepper = secrets.token_bytes(32)
-        self._signature = self._stat()
+        self._state = file_state(path)
         self._entries = self._by_mark(read_keys(path))
         self._checked_s = time.monotonic()
 
@@ -173,10 +173,10 @@ class ApiKeys:
         if now_s - self._checked_s < self._check_s:
             return
         self._checked_s = now_s
-        signature = self._stat()
-        if signature == self._signature:
+        state = file_state(self._path)
+        if state == self._state:
             return
-        self._signature = signature
+        self._state = state
         try:
             self._entries = self._by_mark(read_keys(self._path))
         except ConfigInvalid as error:
@@ -191,13 +191,6 @@ class ApiKeys:
 
     def _mark(self, digest: str) -> bytes:
         return hashlib.blake2b(digest.encode("ascii"), key=self._pepper, digest_size=16).digest()
-
-    def _stat(self) -> object:
-        try:
-            found = os.stat(self._path)
-        except OSError as error:
-            return error.errno
-        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _entry(line: str, where: str) -> KeyEntry:

@@ -4,6 +4,7 @@ import argparse
 
 from baton.core.config import ServeConfig
 from baton.core.tls_files import TlsFiles
+from baton.router import flag_values
 from baton.router.security import MIB, DoorLimits, RouterSecurity
 
 TEXTS = (
@@ -31,7 +32,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name in TEXTS:
         parser.add_argument(_flag(name), default="", help=fields[name].description)
     for name in NUMBERS:
-        parser.add_argument(_flag(name), type=int, default=fields[name].default, help=fields[name].description)
+        kind = flag_values.port if name == "admin_port" else flag_values.positive_int
+        parser.add_argument(_flag(name), type=kind, default=fields[name].default, help=fields[name].description)
     parser.add_argument("--operator-key-digest", default="", help="SHA-256 of one more key that operators may present")
 
 

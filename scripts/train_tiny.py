@@ -342,6 +342,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Plan, Shape]:
             flag = "--" + item.name.replace("_", "-")
             parser.add_argument(flag, type=type(value), default=value, metavar=str(value))
     chosen = vars(parser.parse_args(arguments))
+    if not chosen["corpus"].is_dir():
+        parser.error(f"argument --corpus: {chosen['corpus']} is no directory")
     plan_values = {item.name: chosen[item.name] for item in fields(plan)}
     return Plan(**plan_values), Shape(**{item.name: chosen[item.name] for item in fields(shape)})
 

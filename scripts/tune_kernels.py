@@ -4,14 +4,18 @@
 
 All candidates are compiled by `--jobs` processes first, then timed one after the other; what fails, hangs, spills or
 disagrees with the others is dropped. The table that is committed is the base: rows that are not tuned again stay. It is
-written after every point, so that a run that is cut off loses one. Ends with 0 if every point was tuned, 4 if not.
+written after every point, so that a run that is cut off loses one. Ends with 0 if every point was tuned, 4 if not, 3
+without a GPU.
 """
 
 import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from baton.bench.kernel_tuning import TuningOptions, tune
 from baton.core.errors import ConfigInvalid
@@ -20,7 +24,7 @@ from baton.kernels import tuning
 _TABLE = Path(tuning.__file__).resolve().parent / "tuned" / "h200.json"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", default="", help="comma-separated: parts of module, kernel, shape and size")
@@ -30,7 +34,10 @@ def main() -> int:
     parser.add_argument("--base", type=Path, default=_TABLE, help="the table whose other rows are kept")
     parser.add_argument("--out", type=Path, default=_TABLE, help="the table that is written")
     parser.add_argument("--report", type=Path, help="a .json file for the times of all candidates")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("tune_kernels: there is no GPU to tune for", file=sys.stderr)
+        return 3
     options = TuningOptions(
         only=tuple(part.strip() for part in asked.only.split(",") if part.strip()),
         jobs=max(1, asked.jobs),

@@ -87,6 +87,7 @@ class WorkerHost:
         self._thread.start()
         self._started.wait()
         if self._error is not None:
+            self._thread.join()
             raise self._error
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -54,12 +54,10 @@ def load_worker(
     Raises:
         StartupError: the model directory is unusable or cannot be cut into so many ranks, or the numerics mode does
             not hold on this machine.
-        ConfigInvalid: the pool would not hold one sequence of the model's length, or there is no memory for it.
+        ConfigInvalid: the pool would not hold a block, or there is no memory for it; or torch finds no GPU to use.
     """
     torch.set_num_threads(config.num_threads)
-    device = torch.device(config.device)
-    if device.type == "cuda" and device.index is None:  # threads that select their device need its number
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = _usable(torch.device(config.device))
     if device.type == "cuda":
         COMPILES.listen()
     path = Path(config.model_path)
@@ -102,6 +100,19 @@ def load_worker(
         raise ConfigInvalid(f"{key}: a KV pool of {mib} MiB does not fit into memory; lower it", keys=[key]) from error
     grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
     return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars)
+
+
+def _usable(device: torch.device) -> torch.device:
+    """The device, by its number: threads that select it need that.
+
+    Raises:
+        ConfigInvalid: it is a GPU, and torch finds none.
+    """
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise ConfigInvalid("device: cuda is asked for, and torch finds no GPU here", keys=["device"])
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def _check_invariance(model: Model, config: WorkerConfig, group: Communicator) -> None:

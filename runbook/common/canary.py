@@ -89,11 +89,6 @@ class Canaries:
         self.seen: set[str] = set()
         self.edges: set[tuple[str, str]] = set()
 
-    @property
-    def has_expectation(self) -> bool:
-        """Answers of an earlier round are known."""
-        return bool(self._expected)
-
     def round(self) -> list[Answer]:
         """Send each prompt once.
 

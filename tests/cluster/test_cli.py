@@ -1,15 +1,19 @@
 """The command line: every documented flag, exit codes, one JSON object, and what to do next."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from baton.cluster import cli
+from baton.cluster.runbooks import ROOM, runbook_names
+from baton.core.build import build_id
 from baton.core.config import ServeConfig
 
 DESIGN_SERVE_FLAGS = (
@@ -86,6 +90,7 @@ def test_every_command_exists_and_has_json(command):
         (["bench", "decode", "--dtype", "int8"], 2, "ConfigInvalid"),
         (["bench", "kernels", "--device", "cpu", "--only", "pigeon"], 2, "ConfigInvalid"),
         (["bench", "kernels", "--device", "tpu"], 2, "ConfigInvalid"),
+        (["bench", "kernels", "--device", "cuda"], 2, "ConfigInvalid"),
         (["bench", "kernels", "--rounds", "0"], 2, "ConfigInvalid"),
         (["bench", "decode", "--shape", "tiny", "--device", "cpu", "--prompt-len", "5000"], 2, "ConfigInvalid"),
         (["top", "--address", "127.0.0.1:1"], 3, "StartupError"),
@@ -118,6 +123,8 @@ def test_every_command_exists_and_has_json(command):
         (["generate", "--local", "--prompt", "x", "--model", "/nowhere"], 3, "ModelMissing"),
         (["generate", "--prompt", "x", "--local", "--address", "localhost:1"], 2, "ConflictingOptions"),
         (["generate", "--prompt", "x", "--model", "tiny"], 2, "ConflictingOptions"),
+        (["generate", "--local", "--prompt", "x", "--device", "cuda"], 2, "ConfigInvalid"),
+        (["bench", "kernels", "--device", "cuda"], 2, "ConfigInvalid"),
         (["generate"], 2, "EmptyPrompt"),
         (["generate", "--prompt", "x", "--regex", "a", "--json-object"], 2, "ConflictingOptions"),
         (["generate", "--prompt", "x", "--json-schema", "/nowhere"], 2, "InvalidGrammar"),
@@ -126,6 +133,7 @@ def test_every_command_exists_and_has_json(command):
     ],
 )
 def test_a_refusal_has_its_code_one_object_and_a_next_step(arguments, code, error, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["baton", *arguments, "--json"])
     with pytest.raises(SystemExit) as exit:
         cli.main()
@@ -138,6 +146,62 @@ def test_a_refusal_has_its_code_one_object_and_a_next_step(arguments, code, erro
     assert data["next"]
     assert data["message"].splitlines()[0] in captured.err
     assert "next: " in captured.err
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("arguments", "help_of"),
+    [
+        (["servve"], "baton"),
+        (["--nothing"], "baton"),
+        (["serve", "--prefil", "2"], "baton serve"),
+        (["keys", "create", "ada"], "baton keys create"),
+        (["bench", "steps"], "baton bench"),
+        (["bench", "kv", "--seed", "-1"], "baton bench kv"),
+    ],
+)
+def test_a_usage_error_names_the_help_that_there_is(arguments, help_of, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"next: see `{help_of} --help`"
+    flags_of(help_of.removeprefix("baton"))
+
+
+@pytest.mark.fast
+def test_every_command_that_a_document_or_a_message_names_exists():
+    root = ROOM.parent
+    texts = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("runbook/*.*"), *root.glob("cluster/*.py")]
+    texts.remove(root / "docs" / "log.md")  # history
+    named = {found for path in texts for found in re.findall(r"`baton ([a-z]+)(?: ([a-z-]+))?", path.read_text())}
+    assert len(named) > 30
+    for command, what in named:
+        if command == "runbook":
+            assert not what or what in runbook_names()
+        else:
+            flags_of(f"{command} {what}" if what and command in ("bench", "keys") else command)
+
+
+@pytest.mark.fast
+def test_it_says_its_version_and_the_build_that_workers_report(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["baton", "--version"])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 0
+    assert re.fullmatch(rf"baton \S.*, build {build_id()}\n", capsys.readouterr().out)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags", [["--quantization", "fp8", "--dtype", "float32"], ["--kernels", "triton"]])
+def test_flags_that_do_not_go_with_a_model_are_to_be_changed_and_not_the_model(flags, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["baton", "generate", "--local", "--device", "cpu", "--prompt", "x", *flags])
+    with pytest.raises(SystemExit):
+        cli.main()
+    told = capsys.readouterr().err
+    assert flags[0].strip("-") in told
+    assert "next: " in told
+    assert "--help lists every option" in told
 
 
 @pytest.mark.fast

@@ -67,8 +67,9 @@ def test_what_can_be_refused_is_refused_before_anything_starts(model, tmp_path):
         with pytest.raises(PortInUse) as refused, make(model, grpc_port=listener.getsockname()[1]):
             pass
         assert refused.value.fields["port"] == listener.getsockname()[1]
-        with pytest.raises(PortInUse), make(model, http_port=listener.getsockname()[1]):
-            pass
+        for name in ("http_port", "metrics_port"):
+            with pytest.raises(PortInUse), make(model, **{name: listener.getsockname()[1]}):
+                pass
     with pytest.raises(ModelMissing), make(tmp_path / "nowhere"):
         pass
     assert our_processes() == before

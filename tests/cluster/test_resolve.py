@@ -107,6 +107,20 @@ def test_every_process_is_told_what_to_log_and_trace(model, monkeypatch):
     assert resolve.resolve_worker(plain, found, worker_id="d").telemetry == TelemetryConfig()
 
 
+def test_the_router_gets_the_ports_of_http_and_metrics_if_asked(model):
+    found = resolve.find_model(str(model))
+    for asked, ports in (({}, (None, None)), ({"metrics_port": 0}, (None, 0)), ({"http_port": 8000}, (8000, None))):
+        options = parse(router_command(ServeConfig.from_mapping({"model": str(model), **asked}), found)[4:])
+        assert (options.http_port, options.metrics_port) == ports
+
+
+def test_a_chat_template_without_http_is_refused():
+    with pytest.raises(ConfigInvalid, match="chat_template without http_port") as refused:
+        ServeConfig.from_mapping({"chat_template": "chatml"})
+    assert refused.value.fields["keys"] == ["chat_template"]
+    assert ServeConfig.from_mapping({"chat_template": "chatml", "http_port": 0}).chat_template == "chatml"
+
+
 def test_scheduling_is_asynchronous_unless_asked_otherwise(model):
     for asked, wanted in (({}, "async"), ({"scheduling": "sync"}, "sync"), ({"scheduling": "async"}, "async")):
         config = ServeConfig.from_mapping({"model": str(model), "device": "cpu", **asked})
@@ -187,6 +201,23 @@ CERTIFICATES = {
 )
 def test_kv_is_encrypted_where_all_else_is(values, files):
     assert resolve.kv_tls(ServeConfig.from_mapping(values)) == files
+
+
+@pytest.mark.parametrize("transport", ["auto", "zmq", "shm", "nvlink", "nixl"])
+@pytest.mark.parametrize("with_tls", [False, True])
+@pytest.mark.parametrize("name", ["cert_file", "ca_file", "server_name"])
+def test_certificates_for_kv_that_its_transport_does_not_take_are_refused(transport, with_tls, name):
+    """Nothing else would use them: KV would go in clear though somebody has said how to encrypt it."""
+    values = {f"kv_tls_{name}": "own", "transport": transport} | (CERTIFICATES if with_tls else {})
+    with pytest.raises(ConfigInvalid, match="only transport grpc takes certificates"):
+        resolve.kv_tls(ServeConfig.from_mapping(values))
+
+
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_a_curve_key_is_refused_where_kv_goes_over_grpc(with_tls):
+    values = {"kv_curve_key_file": "key", "transport": "grpc"} | (CERTIFICATES if with_tls else {})
+    with pytest.raises(ConfigInvalid, match="knows no CURVE"):
+        resolve.kv_tls(ServeConfig.from_mapping(values))
 
 
 @pytest.mark.parametrize("transport", ["auto", "zmq", "shm", "nvlink", "nixl"])

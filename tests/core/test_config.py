@@ -29,6 +29,7 @@ def test_defaults_hold():
         ({"transport": "pigeon"}, ["transport"]),
         ({"verification": "hope"}, ["verification"]),
         ({"draft_sample_method": "tarot"}, ["draft_sample_method"]),
+        ({"draft_sample_method": "greedy"}, ["draft_sample_method", "verification"]),
         ({"numerics": "exact"}, ["numerics"]),
         ({"request_timeout_s": math.nan}, ["request_timeout_s"]),
         ({"request_timeout_s": math.inf}, ["request_timeout_s"]),
@@ -60,6 +61,21 @@ def test_bad_keys_and_values_are_all_named(values, keys):
     assert sorted(set(caught.value.fields["keys"])) == keys
     for key in keys:
         assert key in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"modle": "tiny"}, "modle: no such key; did you mean model?"),
+        ({"zzz": 1}, "zzz: no such key"),
+        ({"mtp": "many"}, "mtp: 'many' is neither 0 ... 4 nor auto"),
+        ({"mtp": 5}, "mtp: 5 is not in 0 ... 4"),
+    ],
+)
+def test_a_slip_is_answered_in_plain_words(values, message):
+    with pytest.raises(ConfigInvalid) as refused:
+        ServeConfig.from_mapping(values)
+    assert refused.value.message == message
 
 
 @pytest.mark.parametrize("mode", ["synthetic", "force"])

@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -53,9 +54,6 @@ from baton.tests.engine.kernel_asked import ASKED
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
-CONTEXT_LEN = 8192
-CHUNK_LEN = 1536
-MAX_NUM_SEQS = 6
 SIZES = {
     "num_hidden_layers": 1, "vocab_size": 1024, "eos_token_id": 500, "hidden_size": 256, "intermediate_size": 256,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 16_384,
@@ -64,6 +62,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 
 FP8 = {"quantization": Quantization.FP8}
 FP8_KV = {"kv_dtype": KVDtype.FP8}
 REJECTION = VerificationConfig(mode=VerificationMode.REJECTION)
+INVARIANT = {"numerics": Numerics.INVARIANT}
 # Shape, changes to it, how it is loaded, drafts, how they are verified.
 MODELS = {
     "dense": ("qwen3-8b", {}, FP8 | FP8_KV, 2, None),
@@ -75,11 +74,35 @@ MODELS = {
     "five": ("qwen3-8b", {"num_attention_heads": 5, "num_key_value_heads": 1}, {}, 2, None),
     "odd": ("qwen3-8b", {"vocab_size": 1001}, FP8, 1, None),
     "not warmed": ("qwen3-8b", {}, FP8, 1, None),
-    "ordered": ("qwen3-8b", {}, {"numerics": Numerics.INVARIANT}, 1, None),
+    "ordered": ("qwen3-8b", {"vocab_size": 40_000}, INVARIANT, 1, None),  # of a head that is like no other product
+    "ordered pruned": ("qwen3-8b", {"draft_vocab_size": 300}, INVARIANT | FP8, 2, REJECTION),
+    "ordered moe": ("qwen3-30b-a3b", EXPERTS, INVARIANT | FP8, 1, None),
+    "ordered alone": ("qwen3-8b", {"intermediate_size": 1280}, INVARIANT, 1, None),
+    "tied": ("qwen3-8b", {"tie_word_embeddings": True, "vocab_size": 999}, FP8_KV, 1, REJECTION),
+    "pruned": ("qwen3-8b", {"draft_vocab_size": 300}, FP8, 2, REJECTION),
+    "small heads": ("qwen3-8b", {"head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 3}, FP8_KV, 1, None),
+    "no groups": ("qwen3-8b", {"hidden_size": 200, "num_attention_heads": 3, "num_key_value_heads": 3}, {}, 4, None),
+}
+# What a worker is asked for, where it is not the above.
+LIMITS = {
+    "ordered alone": {"seqs": 1, "chunk_len": 256},
+    "tied": {"block_size": 64, "chunk_len": 333, "context_len": 3001},
+    "pruned": {"block_size": 32, "seqs": 33},
+    "small heads": {"chunk_len": 17, "context_len": 80, "seqs": 2},
 }
 
 noted: list[str] = []
 touched: set[JITFunction] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Of a worker."""
+
+    context_len: int = 8192
+    chunk_len: int = 1536
+    seqs: int = 6
+    block_size: int = 16
 
 
 class _Hopper:
@@ -167,27 +190,31 @@ def load(shape, sizes, options, folder):
 class Server:
     """Random steps of one model."""
 
-    def __init__(self, model, num_drafts, verification, seed):
+    def __init__(self, model, num_drafts, verification, seed, limits):
         self.random = random.Random(seed)
-        self.pool = KVPool(model.kv_layout(16), NUM_BLOCKS, CPU)
+        self.limits = limits
+        self.pool = KVPool(model.kv_layout(limits.block_size), NUM_BLOCKS, CPU)
         self.prefill = PrefillRunner(model, self.pool)
-        self.decode = DecodeRunner(model, self.pool, MAX_NUM_SEQS, num_drafts, verification=verification)
+        self.decode = DecodeRunner(model, self.pool, limits.seqs, num_drafts, verification=verification)
         self.hidden_D = torch.zeros(model.config.hidden_size, dtype=model.dtype)
 
     def table(self, length):
-        return BlockTable(tuple(self.random.randrange(NUM_BLOCKS) for _ in range(-(-length // 16))), 16)
+        size = self.limits.block_size
+        return BlockTable(tuple(self.random.randrange(NUM_BLOCKS) for _ in range(-(-length // size))), size)
 
     def params(self):
         return SamplingParams(**self.random.choice(ASKED), max_tokens=64)
 
     def prompts(self):
-        left, chunks, draw = CHUNK_LEN, [], self.random
-        for _ in range(draw.randint(1, MAX_NUM_SEQS)):
-            length = min(left, draw.choice([draw.randint(1, 4), draw.randint(1, 64), draw.randint(1, CHUNK_LEN)]))
+        chunks, draw, context_len = [], self.random, self.limits.context_len
+        left = most = min(self.limits.chunk_len, context_len)
+        for _ in range(draw.randint(1, self.limits.seqs)):
+            length = min(left, draw.choice([draw.randint(1, 4), draw.randint(1, 64), draw.randint(1, most)]))
             if not length:
                 break
             left -= length
-            start = draw.choice([0, 0, draw.randint(0, CONTEXT_LEN - CHUNK_LEN), 512, 1024, 4096])
+            start = draw.choice([0, 0, draw.randint(0, context_len - most), 512, 1024, 4096])
+            start = min(start, context_len - length)
             end = start + length
             chunks.append(
                 PrefillChunk(
@@ -203,11 +230,12 @@ class Server:
 
     def steps(self):
         draw, runner = self.random, self.decode
-        slots = range(draw.randint(1, MAX_NUM_SEQS))
+        slots, room = range(draw.randint(1, self.limits.seqs)), 64
         for slot in slots:
-            length = draw.choice([draw.randint(1, 100), draw.randint(1, CONTEXT_LEN - 100)])
+            most = self.limits.context_len - room
+            length = draw.choice([draw.randint(1, min(most, 100)), draw.randint(1, most)])
             start = SequenceStart(first_token=3, draft_token=4, hidden_D=self.hidden_D, prompt_len=length)
-            table = self.table(length + 64)
+            table = self.table(length + room)
             runner.admit(
                 slot, start, length, self.params(), table, runner.num_draft_tokens, prompt_token_ids=(1,) * length
             )
@@ -223,9 +251,10 @@ class Server:
 def run(name, num_rounds):
     """Kernels of the warm-up, and of the steps after it."""
     shape, sizes, options, num_drafts, verification = MODELS[name]
+    limits = Limits(**LIMITS.get(name, {}))
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(load(shape, sizes, options, folder), num_drafts, verification, seed=name)
-    reach = Reach(num_tokens=CHUNK_LEN, num_sequences=MAX_NUM_SEQS, context_len=CONTEXT_LEN)
+        server = Server(load(shape, sizes, options, folder), num_drafts, verification, name, limits)
+    reach = Reach(num_tokens=limits.chunk_len, num_sequences=limits.seqs, context_len=limits.context_len)
     forget()
     noted.clear()
     if name != "not warmed":

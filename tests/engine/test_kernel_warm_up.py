@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from baton.engine.pass_warm_up import Reach, classes, decode_shapes, prefill_shapes
+from baton.kernels.linear_ordered_triton import TOKENS, rule
 
 REACH = Reach(num_tokens=2048, num_sequences=12, context_len=8200)
 LIMIT_S = 300
@@ -67,7 +68,9 @@ def test_decode_shapes_reach_every_limit():
 
 
 def test_no_step_launches_what_the_warm_up_did_not():
-    found = launches(2, "dense", "moe", "not warmed")
+    found = launches(2, "dense", "moe", "ordered", "ordered pruned", "not warmed")
+    for name in ("ordered", "ordered pruned"):
+        assert not found[name]["late"], name
     for name in ("dense", "moe"):
         assert sum(found[name]["warm"].values()) > 80
         assert not found[name]["late"], name
@@ -76,9 +79,23 @@ def test_no_step_launches_what_the_warm_up_did_not():
     assert len(found["not warmed"]["late"]) >= 15, "what the others are spared"
 
 
+@pytest.mark.fast
+def test_products_in_order_have_no_form_between_the_sizes_that_are_warmed_up():
+    """A worker of one sequence has passes of these sizes alone, and chunks of any."""
+    met = classes(600)
+    for num_outputs in range(64, 12_000, 64):
+        for num_slices in (2, 8):
+            forms = [tuple(rule(size, num_outputs, num_slices).items()) for size in met]
+            few = {form for size, form in zip(met, forms, strict=True) if size <= TOKENS}
+            many = {form for size, form in zip(met, forms, strict=True) if size > TOKENS}
+            for size in range(1, 600):
+                form = tuple(rule(size, num_outputs, num_slices).items())
+                assert form in (few if size <= TOKENS else many), (size, num_outputs, num_slices)
+
+
 @pytest.mark.slow
 def test_no_step_of_any_kind_of_model_does():
     found = launches(8)
     late = {name: its["late"] for name, its in found.items() if name != "not warmed"}
-    assert len(late) >= 9
+    assert len(late) >= 16
     assert not any(late.values()), late

@@ -17,31 +17,42 @@ from baton.tests.engine.toy_engine import letters_tokenizer, request_of
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 VOCAB = 4096
+WIDE_VOCAB = 40_000  # a head that is like no other product
 LENGTHS = (1, 17, 64, 300, 1030, 1500)
 
 
 @pytest.mark.parametrize("graphs", ["auto", "off"])
-@pytest.mark.parametrize("quantization", Quantization)
-def test_nothing_is_compiled_after_the_warm_up(quantization, graphs, tmp_path):
+@pytest.mark.parametrize(
+    ("numerics", "quantization"),
+    [
+        (Numerics.DEFAULT, Quantization.NONE),
+        (Numerics.DEFAULT, Quantization.FP8),
+        (Numerics.INVARIANT, Quantization.NONE),
+        (Numerics.INVARIANT, Quantization.FP8),
+    ],
+)
+def test_nothing_is_compiled_after_the_warm_up(numerics, quantization, graphs, tmp_path):
     from triton import knobs
 
-    sizes = {"num_hidden_layers": 2, "vocab_size": VOCAB, "eos_token_id": 500, "max_position_embeddings": 2048}
+    vocab_size = VOCAB if numerics is Numerics.DEFAULT else WIDE_VOCAB
+    with_fp8_kv = (numerics, quantization) == (Numerics.DEFAULT, Quantization.FP8)
+    sizes = {"num_hidden_layers": 2, "vocab_size": vocab_size, "eos_token_id": 500, "max_position_embeddings": 2048}
     model = load_model(
         write_shape("qwen3-0.6b", tmp_path, **sizes),
         dtype=torch.bfloat16,
         device=CUDA,
-        numerics=Numerics.DEFAULT,
+        numerics=numerics,
         with_mtp=True,
         random_seed=3,
         quantization=quantization,
-        kv_dtype=KVDtype.FP8 if quantization is Quantization.FP8 else KVDtype.AUTO,
+        kv_dtype=KVDtype.FP8 if with_fp8_kv else KVDtype.AUTO,
     )
     compiles = Compiles()
     compiles.listen()
     try:
         engine = LocalEngine(
             model,
-            letters_tokenizer(eos_token_ids=(500,), size=VOCAB),
+            letters_tokenizer(eos_token_ids=(500,), size=vocab_size),
             num_blocks=1024,
             block_size=16,
             num_draft_tokens=2,

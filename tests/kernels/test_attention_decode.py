@@ -380,6 +380,46 @@ def test_the_reference_is_what_float64_says():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FLOAT8], ids=str)
+def test_the_reference_uses_no_entry_past_a_sequences_end(kv_dtype, invariant):
+    problem = Problem((40, 4, 64), 3, kv_dtype=kv_dtype)
+    problem.positions[1] = -1
+    for sequence, used in enumerate((3, 0, 4)):
+        problem.tables[sequence, used:] = 1 << 40 if sequence else -1
+    out = problem.run(implementation=Implementation.REFERENCE, invariant=invariant)
+    assert not out[1].any()
+    assert relative_error(out, problem.wanted()) < TOLERANCES[kv_dtype]
+
+
+@pytest.mark.fast
+def test_the_reference_takes_blocks_that_lie_apart():
+    problem = Problem((40, 4, 64), 3)
+    wanted = problem.run(implementation=Implementation.REFERENCE)
+    pool = poison(torch.empty(len(problem.key), 2, 2, 16, 32, dtype=torch.bfloat16))
+    pool[:, 0], pool[:, 1] = problem.key, problem.value
+    problem.key, problem.value = pool[:, 0], pool[:, 1]  # keys of all heads of a block, then its values
+    for invariant in (False, True):
+        out = problem.run(implementation=Implementation.REFERENCE, invariant=invariant)
+        assert relative_error(out, wanted) < TOLERANCES[torch.bfloat16]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("implementation", [Implementation.TRITON, Implementation.REFERENCE])
+def test_sequences_without_rows(implementation):
+    problem = Problem((20,))
+    problem.query, problem.positions = problem.query[:, :0], problem.positions[:, :0]
+    assert problem.run(implementation=implementation).shape == (1, 0, 4, 32)
+
+
+@pytest.mark.fast
+def test_blocks_that_the_invariant_reference_cannot_step_over_are_refused():
+    for block_size in (48, 128):
+        with pytest.raises(KernelArgumentInvalid, match="key_NHSD"):
+            Problem((20,), block_size=block_size).run(invariant=True, implementation=Implementation.REFERENCE)
+
+
+@pytest.mark.fast
 def test_a_softmax_scale_of_ones_own():
     problem = Problem((40, 9), dtype=torch.float32)
     outs = [problem.run(softmax_scale=0.3, implementation=i) for i in (Implementation.TRITON, Implementation.REFERENCE)]

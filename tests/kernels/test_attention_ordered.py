@@ -204,6 +204,73 @@ def test_arguments_that_do_not_fit_are_named(argument, changes):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("implementation", [TRITON, REFERENCE])
+def test_no_entry_past_a_sequences_end_is_used_and_blocks_may_lie_apart(implementation):
+    sequences = Sequences([(3, 14), (0, 0), (4, 60)])
+    sequences.tables[0, 2:], sequences.tables[1] = -1, 1 << 40
+    pool = torch.full((len(sequences.key), 2, 2, 16, 16), float("nan")).bfloat16()
+    pool[:, 0], pool[:, 1] = sequences.key, sequences.value
+    kv = pool[:, 0], pool[:, 1]
+    found = attention_ordered_prefill_lens(
+        sequences.query, *kv, sequences.tables, sequences.lens, sequences.contexts, implementation=implementation
+    )
+    wanted = sequences.wanted()
+    assert relative_error(found, wanted) < 4e-3
+    positions = torch.tensor([[15, 16], [-1, -1], [62, 63]])
+    query = torch.stack([sequences.query[1:3], sequences.query[:2], sequences.query[5:7]])
+    found = attention_ordered_decode(query, *kv, sequences.tables, positions, 64, implementation=implementation)
+    assert relative_error(torch.cat([found[0], found[2]]), wanted[[1, 2, 5, 6]]) < 4e-3
+    assert not found[1].any()
+    none = attention_ordered_decode(
+        query[:, :0], *kv, sequences.tables, positions[:, :0], 64, implementation=implementation
+    )
+    assert none.shape == (3, 0, 4, 16)
+
+
+@pytest.mark.fast
+def test_blocks_that_the_reference_cannot_step_over_are_refused():
+    context = Context(20, block_size=48)
+    with pytest.raises(KernelArgumentInvalid, match="key_NHSD"):
+        context.prefill(0, 20, REFERENCE)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("implementation", [TRITON, REFERENCE])
+def test_contexts_beyond_the_tables_and_tables_without_columns_are_refused(implementation):
+    context = Context(20)
+    for table, end in ((context.table, 33), (context.table[:, :0], 20)):
+        with pytest.raises(KernelArgumentInvalid, match="context_lens"):
+            attention_ordered_prefill_lens(
+                context.query, context.key, context.value, table, [20], [end], implementation=implementation
+            )
+    starts, contexts = torch.tensor([0, 20]), torch.tensor([20])
+    with pytest.raises(KernelArgumentInvalid, match="block_tables_BM"):
+        attention_ordered_prefill(
+            context.query, context.key, context.value, context.table[:, :0], starts, contexts,
+            implementation=implementation,
+        )  # fmt: skip
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("implementation", [TRITON, REFERENCE])
+def test_a_table_of_one_column_may_come_from_anywhere(implementation):
+    sequences = Sequences([(3, 5), (2, 9)])
+    table = sequences.tables.T.clone(memory_format=torch.contiguous_format).T  # its only column's stride says nothing
+    assert table.stride() == (1, 2)
+    found = attention_ordered_prefill_lens(
+        sequences.query, sequences.key, sequences.value, table, sequences.lens, sequences.contexts,
+        implementation=implementation,
+    )  # fmt: skip
+    assert relative_error(found, sequences.wanted()) < 4e-3
+    positions = torch.tensor([[7], [10]])
+    found = attention_ordered_decode(
+        sequences.query[[2, 4]][:, None], sequences.key, sequences.value, table, positions, 16,
+        implementation=implementation,
+    )  # fmt: skip
+    assert relative_error(found[:, 0], sequences.wanted()[[2, 4]]) < 4e-3
+
+
+@pytest.mark.fast
 def test_arguments_of_chunks_that_do_not_fit_are_named():
     context = Context(20)
     starts, contexts = torch.tensor([0, 20]), torch.tensor([20])

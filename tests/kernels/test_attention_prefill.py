@@ -295,9 +295,22 @@ BAD = {
         lambda a: a["key_NHSD"][0],
     ],
     "value_NHSD": [lambda a: a["value_NHSD"].contiguous(), lambda a: a["value_NHSD"][1:]],
-    "block_tables_BM": [lambda a: a["block_tables_BM"].short(), lambda a: a["block_tables_BM"].t().contiguous().t()],
-    "query_starts_E": [lambda a: a["query_starts_E"][1:], lambda a: a["query_starts_E"].float()],
-    "context_lens_B": [lambda a: a["context_lens_B"][1:], lambda a: a["context_lens_B"].bool()],
+    "block_tables_BM": [
+        lambda a: a["block_tables_BM"].short(),
+        lambda a: a["block_tables_BM"].t().contiguous().t(),
+        lambda a: a["block_tables_BM"][:, :0],
+        lambda a: a["block_tables_BM"][0, 0],
+    ],
+    "query_starts_E": [
+        lambda a: a["query_starts_E"][1:],
+        lambda a: a["query_starts_E"].float(),
+        lambda a: a["query_starts_E"][0],
+    ],
+    "context_lens_B": [
+        lambda a: a["context_lens_B"][1:],
+        lambda a: a["context_lens_B"].bool(),
+        lambda a: a["context_lens_B"][0],
+    ],
     "max_query_len": [lambda a: -1],
     "scale": [lambda a: 0.0, lambda a: -1.0, lambda a: float("nan")],
     "key_scale": [lambda a: torch.ones(3), lambda a: torch.ones(2, dtype=torch.float64)],
@@ -335,12 +348,46 @@ def test_a_size_that_the_kernel_is_not_made_for_is_refused():
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("name", "lens", "contexts"),
-    [("query_lens", [3], [8]), ("context_lens", [3, 2], [8]), ("context_lens", [3, 2], [8, 1])],
-)
+    [
+        ("query_lens", [3], [8]), ("context_lens", [3, 2], [8]), ("context_lens", [3, 2], [8, 1]),
+        ("context_lens", [3, 2], [8, 33]),
+    ],
+)  # fmt: skip
 def test_lengths_on_the_host_must_fit(name, lens, contexts):
     sequences = Sequences([(3, 5), (2, 20)])
     with pytest.raises(KernelArgumentInvalid, match=f"^{name}: "):
         attention_prefill_lens(sequences.query, sequences.key, sequences.value, sequences.tables, lens, contexts)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("implementation", [TRITON, REFERENCE])
+@pytest.mark.parametrize("argument", ["query_TAD", "key_NHSD", "block_tables_BM"])
+def test_tensors_of_no_dimension_are_named_where_lengths_are_on_the_host(argument, implementation):
+    sequences = Sequences([(3, 5)])
+    tensors = {"query_TAD": sequences.query, "key_NHSD": sequences.key, "value_NHSD": sequences.value}
+    tensors |= {"block_tables_BM": sequences.tables}
+    tensors[argument] = tensors[argument].flatten()[0]
+    with pytest.raises(KernelArgumentInvalid, match=f"^{argument}: "):
+        attention_prefill_lens(**tensors, query_lens=[3], context_lens=[8], implementation=implementation)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("implementation", [TRITON, REFERENCE])
+def test_a_table_of_one_column_may_come_from_anywhere(implementation):
+    sequences = Sequences([(3, 5), (2, 9)])
+    sequences.tables = sequences.tables.T.clone(
+        memory_format=torch.contiguous_format
+    ).T  # its only column's stride says nothing
+    assert sequences.tables.stride() == (1, 2)
+    assert relative_error(sequences.run(implementation), sequences.wanted()) < 4e-3
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_reference_uses_no_entry_past_a_sequences_end(invariant):
+    sequences = Sequences([(3, 14), (0, 0), (4, 60)])
+    sequences.tables[0, 2:], sequences.tables[1] = -1, 1 << 40
+    assert relative_error(sequences.run(REFERENCE, invariant=invariant), sequences.wanted()) < 4e-3
 
 
 @pytest.mark.fast

@@ -87,6 +87,7 @@ def test_nothing_that_serves_can_reach_it():
         ("expert_TK", {"num_experts": 1}),
         ("weight_TK", {"weight_TK": torch.zeros(2, 3)}),
         ("num_experts", {"ep_size": 3}),
+        ("num_experts", {"num_experts": 1 << 31}),
         ("ep_size", {"ep_size": 0}),
         ("dp_rank", {"dp_rank": 1}),
     ],

@@ -83,6 +83,15 @@ def test_other_dtypes_and_shapes():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_keep_their_order_in_another_shape(kind):
+    sources = [torch.arange(6.0), torch.arange(6.0).view(3, 2), torch.tensor(4.0), torch.ones(1, 1, 2)]
+    targets = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1), torch.zeros(2)]
+    fused_copy(list(zip(targets, sources, strict=True)), CPU, implementation=kind)
+    assert [target.flatten().tolist() for target in targets] == [source.flatten().tolist() for source in sources]
+
+
+@pytest.mark.fast
 def test_a_call_holds_its_own_table():
     first = fused_copy([(torch.zeros(3), torch.ones(3))], CPU, implementation=Implementation.TRITON)
     second = fused_copy([(torch.zeros(4), torch.ones(4))], CPU, implementation=Implementation.TRITON)

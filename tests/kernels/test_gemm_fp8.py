@@ -209,6 +209,9 @@ def test_what_does_not_fit_is_refused_by_name():
     }.items():
         with pytest.raises(KernelArgumentInvalid, match=rf"^{argument}:"):
             call()
+    for others in ({"implementation": Implementation.REFERENCE}, {"implementation": TRITON, "plan": Plan()}):
+        with pytest.raises(KernelArgumentInvalid, match=r"^swap_ab:"):
+            gemm_fp8(a, scales, weight, swap_ab="yes", **others)
 
 
 @pytest.mark.fast

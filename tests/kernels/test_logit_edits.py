@@ -65,7 +65,11 @@ def test_arguments_that_do_not_fit_are_named():
     fields = {name: getattr(edits, name) for name in Edits.__dataclass_fields__}
     for name, wrong in (
         ("bitmask_PQW", edits.bitmask_PQW[..., :1].contiguous()),
+        ("sequence_P", edits.sequence_P[0]),
         ("bias_values_PW", None),
+        ("bias_values_PW", edits.bias_values_PW[:, :2].contiguous()),
+        ("bias_values_PW", torch.zeros(2, 4, dtype=torch.float64)),
+        ("bias_ids_PW", None),
         ("counts_NX", edits.counts_NX[:, :9].contiguous()),
         ("slot_P", None),
         ("in_prompt_NX", edits.in_prompt_NX.int()),

@@ -45,6 +45,24 @@ def test_rows_may_be_strided_and_of_float32():
     assert torch.allclose(found_NX, wanted_NX, atol=2e-6)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # of numpy, that interprets; a GPU says nothing
+@pytest.mark.parametrize("num_top", [0, 2, 20])
+def test_what_is_no_number_is_reported_as_tokens_and_numbers(num_top):
+    """A row that a model failed at ends no step: whoever reads its report makes whole numbers of ids and ranks."""
+    nan, inf = torch.nan, torch.inf
+    rows = [torch.full((100,), nan), torch.full((100,), -inf), torch.zeros(100), torch.arange(100.0), torch.zeros(100)]
+    rows[2][3:], rows[3][::2], rows[4][5] = nan, nan, inf
+    logits_NV, token_N = torch.stack(rows), torch.tensor([7, 7, 1, 98, 5])
+    for implementation in (TRITON, REFERENCE):
+        found_NX = logprobs_topk(logits_NV, token_N, num_top, implementation=implementation)
+        assert found_NX.isfinite().all()
+        ids_NX, rank_N = found_NX[:, num_top + 1 : -1], found_NX[:, -1]
+        assert ids_NX[:, 0].tolist() == token_N.tolist()
+        assert ((ids_NX >= 0) & (ids_NX < 100)).all()
+        assert all(len(set(row[1:])) == num_top for row in ids_NX.tolist())
+        assert ((rank_N >= 1) & (rank_N <= 100)).all()
+
+
 def test_arguments_that_do_not_fit_are_named():
     logits_NV, token_N = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64)
     for name, given in (

@@ -107,8 +107,53 @@ def test_bad_arguments_are_named(argument, change):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("expert_TK", {"expert_TK": torch.tensor(1)}),
+        ("num_experts", {"num_experts": 5000}),
+        ("block_len", {"block_len": 24}),
+    ],
+)
+def test_nothing_is_allocated_for_bad_arguments(argument, change, monkeypatch):
+    arguments = {"expert_TK": torch.zeros(3, 2, dtype=torch.int64), "num_experts": 4, "block_len": 16, **change}
+    x_TD = torch.zeros(3, 128)
+    monkeypatch.setattr(torch, "empty", None)
+    with pytest.raises(KernelArgumentInvalid, match=f"^{argument}: "):
+        moe_align_quantize(x_TD, **arguments, implementation=Implementation.TRITON)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
     "x_TD", [torch.zeros(3, 100), torch.zeros(2, 128), torch.zeros(128, 3).T, torch.zeros(3, 128, dtype=torch.int32)]
 )
 def test_rows_that_cannot_be_quantized_are_refused(x_TD):
     with pytest.raises(KernelArgumentInvalid, match=r"^x_TD: "):
         moe_align_quantize(x_TD, torch.zeros(3, 2, dtype=torch.int64), 4)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("expert_TK", {"expert_TK": torch.zeros((), dtype=torch.int64)}),
+        ("expert_TK", {"expert_TK": torch.zeros(3, 2)}),
+        ("num_experts", {"num_experts": 4097}),
+        ("block_len", {"block_len": 0}),
+    ],
+)
+def test_nothing_is_allocated_for_choices_that_do_not_fit(argument, change, implementation, monkeypatch):
+    arguments = {"x_TD": torch.zeros(3, 128), "expert_TK": torch.zeros(3, 2, dtype=torch.int64), "num_experts": 4}
+    monkeypatch.setattr(torch, "empty", None)
+    with pytest.raises(KernelArgumentInvalid, match=f"^{argument}: "):
+        moe_align_quantize(**{**arguments, **change}, implementation=implementation)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("implementation", BOTH)
+def test_rows_are_quantized_whether_or_not_there_is_a_choice(implementation, guarded_empty):  # noqa: F811
+    x_TD = Draw(2).normal(3, 128, dtype=torch.bfloat16)
+    nothing_TK = torch.zeros(3, 0, dtype=torch.int64)
+    alignment, values_TD, scale_TG = moe_align_quantize(x_TD, nothing_TK, 4, implementation=implementation)
+    assert len(alignment.rows) == len(alignment.block_expert) == 0
+    assert torch.equal(values_TD.double() * scale_TG.double().repeat_interleave(128, dim=1), wide_rows(x_TD))

@@ -218,6 +218,8 @@ GOOD_FP8 = Draw(0).weights(2, 128, 128, "fp8")
         ("weights.down_EDI", {"weights": ExpertWeights(GOOD.gate_up_EJD, GOOD.down_EDI.mT.contiguous().mT)}),
         ("weights.gate_up_EJD", {"weights": ExpertWeights(GOOD.gate_up_EJD[:, :-2], GOOD.down_EDI)}),
         ("x_TD", {"weights": NARROW_FP8}),
+        ("out_dtype", {"out_dtype": torch.int64}),
+        ("out_dtype", {"out_dtype": torch.float16}),
     ],
 )
 def test_bad_arguments_are_named(argument, change):
@@ -227,8 +229,9 @@ def test_bad_arguments_are_named(argument, change):
         "expert_TK": torch.zeros(3, 2).long(),
         "weights": GOOD,
     }
-    with pytest.raises(KernelArgumentInvalid, match=f"^{argument}: "):
-        experts_grouped(**{**arguments, **change}, implementation=TRITON)
+    for which in BOTH if argument == "out_dtype" else [TRITON]:
+        with pytest.raises(KernelArgumentInvalid, match=f"^{argument}: "):
+            experts_grouped(**{**arguments, **change}, implementation=which)
 
 
 @pytest.mark.fast

@@ -6,6 +6,7 @@ import torch
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.implementation import Implementation
 from baton.kernels.moe_gemm_masked import MaskedTiles, choose_tiles, moe_gemm_masked
+from baton.kernels.moe_gemm_masked_triton import QUANTIZE_GROUPS, QUANTIZE_ROWS, _quantize_masked_kernel
 from baton.tests.kernels.harness import Guards, assert_deterministic, poison, relative_error, same_bits
 from baton.tests.kernels.moe_inputs import Draw, guarded_empty, quantize_blocks, wide_blocks, wide_rows  # noqa: F401
 
@@ -95,6 +96,26 @@ def test_quantizing_in_the_call_is_quantizing_before(guarded_empty):  # noqa: F8
             assert same_bits(within[expert, :count], before[expert, :count])
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("counts", [[1, 4], [4, 2], [99, -1]])
+def test_quantizing_stays_within_an_experts_rows_whatever_it_says(counts):
+    """Three rows of each, so that a program's rows reach past them; what lies behind belongs to others."""
+    draw, guards = Draw(8), Guards()
+    a_EMK = draw.normal(3, 3, 256, dtype=torch.bfloat16)[:2]
+    values = guards.empty(2, 3, 256, dtype=FP8)
+    scales = guards.empty(2, 2, 3, dtype=torch.float32)
+    _quantize_masked_kernel[(2, 1, 1)](
+        a_EMK, torch.tensor(counts), values, scales, 3, 256, QUANTIZE_ROWS, QUANTIZE_GROUPS
+    )
+    guards.check()
+    for expert, count in enumerate(counts):
+        count = min(max(count, 0), 3)
+        wanted_MG = a_EMK[expert, :count].float().unflatten(-1, (2, 128)).abs().amax(dim=-1) / 448
+        assert torch.allclose(scales[expert, :, :count], wanted_MG.T)
+        assert scales[expert, :, count:].isnan().all()
+        assert values[expert, count:].float().isnan().all()
+
+
 def test_neither_programs_nor_other_experts_rows_change_a_row():
     draw, counts = Draw(4), [3, 18, 0, 9]
     a_EMK = rows_of(draw, 4, 18, 128, counts)
@@ -168,7 +189,8 @@ def test_bad_arguments_are_named(argument, change):
 
 
 @pytest.mark.fast
-def test_tiles_that_cut_groups_are_refused():
+def test_tiles_that_cut_groups_are_refused(monkeypatch):
     options = {"tiles": MaskedTiles(16, 256, 4, 3, 1), "implementation": TRITON}
+    monkeypatch.setattr(torch, "empty", None)  # before anything is allocated
     with pytest.raises(KernelArgumentInvalid, match=r"^tiles: "):
-        moe_gemm_masked(A, torch.ones(2).int(), B, b_scale=torch.zeros(2, 1, 1), **options)
+        moe_gemm_masked(A, torch.ones(2, dtype=torch.int32), B, b_scale=torch.zeros(2, 1, 1), **options)

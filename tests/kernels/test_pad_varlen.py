@@ -113,6 +113,7 @@ def test_table_rows_may_be_strided():
         ("batch.block_tables", lambda batch, graph: (metadata([1], [0], 6), graph)),
         ("batch.slots", lambda batch, graph: (metadata([9, 9], [0, 0], 2), graph)),
         ("batch.positions", lambda batch, graph: (replace(batch, positions=batch.positions[1:]), graph)),
+        ("batch.slots", lambda batch, graph: (replace(batch, slots=batch.slots[0]), graph)),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(argument, change):

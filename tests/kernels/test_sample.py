@@ -74,6 +74,17 @@ def test_a_border_behind_the_list_is_closed_in(seed, dtype):
     check(logits_BV, rows)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("cut", ["top_k_B", "top_p_B", "min_p_B"])
+def test_a_row_without_any_token_gives_the_first_whoever_chooses(cut):
+    """As where a grammar and other masks leave nothing: what is said is wrong, but the same, and a token."""
+    generator = torch.Generator().manual_seed(8)
+    number = torch.full((3,), 2) if cut == "top_k_B" else torch.full((3,), 0.5, dtype=torch.float64)
+    rows, logits_BV = drawn_rows(generator, [0.0, 0.7, 1.0], **{cut: number}), torch.full((3, 70), -torch.inf)
+    check(logits_BV, rows)
+    assert sample(logits_BV, rows, implementation=TRITON).tolist() == [0, 0, 0]
+
+
 def test_what_stays_is_what_the_engine_keeps():
     """The bounds themselves, of a row whose border lies among equals."""
     logits_1V = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0, 2.0]])

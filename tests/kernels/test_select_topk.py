@@ -114,6 +114,21 @@ def test_what_is_no_number_is_never_before_a_number(implementation, scoring):
         assert weight_TK[3].tolist() == [0.5, 0.5, 0]
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("implementation", BOTH)
+def test_groups_without_two_experts_are_kept_in_order(implementation):
+    """Ranks of -inf tie, too: the lowest of these groups are kept, with whatever expert they have."""
+    inf = float("inf")
+    logits_TE = torch.tensor([[-inf, -inf, 5.0, -inf, 3.0, -inf], [-inf, -inf, -inf, 2.0, 1.0, 0.0]])
+    grouped = {"num_groups": 3, "num_kept_groups": 2, "implementation": implementation}
+    weight_TK, expert_TK = select_topk(logits_TE, 2, renormalise=True, **grouped)
+    assert expert_TK.tolist() == [[2, 0], [4, 5]]
+    assert weight_TK[0].tolist() == [1, 0]
+    bias_E = torch.tensor([-inf, 0.1, -inf, 0.4, -inf, 0.2])
+    _, expert_TK = select_topk(torch.zeros(1, 6), 2, scoring=SIGMOID, bias_E=bias_E, **grouped)
+    assert expert_TK.tolist() == [[3, 1]]
+
+
 @pytest.mark.parametrize("implementation", BOTH)
 def test_a_token_is_routed_alike_beside_any_others(implementation):
     logits_TE = Draw(3).normal(9, 32, dtype=torch.bfloat16)

@@ -109,6 +109,30 @@ def test_rows_that_an_expert_lacks_are_neither_read_nor_written(quantize, dtype)
             assert scale_EGM.isnan().all()
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("quantize", [False, True])
+def test_no_expert_has_more_rows_than_there_is_room_for(quantize):
+    """Nor fewer than none, whatever the device says; what lies behind the last row belongs to others."""
+    counts = [-1, 2, 4, 5]
+    gate_up_EMJ = values(5, 4, 2 * 128)[:4]
+    guards = Guards()
+    out_EMI = guards.empty(4, 4, 128, dtype=torch.float8_e4m3fn if quantize else torch.bfloat16)
+    scale_EGM = guards.empty(4, 1, 4, dtype=torch.float32)
+    silu_mul_triton._silu_mul_kernel[(2, 4)](
+        gate_up_EMJ, gate_up_EMJ.stride(0), gate_up_EMJ.stride(1), torch.tensor(counts), out_EMI, scale_EGM, 4, 4,
+        I=128, G=1, N=2, C=128, MASK=True, QUANTIZE=quantize, PTX=False, EARLY=False,
+    )  # fmt: skip
+    guards.check()
+    reference = silu_mul_fused(
+        gate_up_EMJ, num_rows_E=torch.tensor(counts), quantize=quantize, implementation=REFERENCE
+    )
+    for found in (out_EMI, reference.rows):
+        assert [int((~found[expert].float().isnan().any(dim=1)).sum()) for expert in range(4)] == [0, 2, 4, 4]
+    for expert, count in enumerate([0, 2, 4, 4]):
+        found = out_EMI[expert, :count].float()
+        assert torch.allclose(found, reference.rows[expert, :count].float(), rtol=2**-3 if quantize else 2**-7)
+
+
 def test_strides_guards_and_two_runs():
     plain_TJ = values(5, 600)
     wanted = silu_mul_fused(plain_TJ, implementation=TRITON).rows

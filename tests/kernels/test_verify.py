@@ -146,6 +146,14 @@ def test_post_verify_says_where_sequences_stand():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("implementation", [TRITON, REFERENCE])
+def test_a_verdict_without_a_row_is_refused(implementation):
+    nothing, zero_B = torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(KernelArgumentInvalid, match="token_ids_BQ"):
+        post_verify(Verdict(nothing, zero_B), zero_B, implementation=implementation)
+
+
+@pytest.mark.fast
 def test_arguments_that_do_not_fit_are_named():
     logits_BQV, rows, drafts = mixed(7, 1, 10)
     fields = {name: getattr(drafts, name) for name in DraftRows.__dataclass_fields__}

@@ -4,10 +4,13 @@ import logging
 import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
+import zmq.auth
 
 from baton.core.config import KVTransferConfig
+from baton.kvtransfer import zmq_curve
 from baton.kvtransfer.over_grpc import GrpcTransport
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.tests.kvtransfer.transport_ends import Ends, make_certificates, make_curve_key
@@ -32,6 +35,23 @@ def pump_for(ends, seconds):
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         ends.pump()
+
+
+def test_a_curve_key_that_is_replaced_while_it_is_read_is_seen(tmp_path, monkeypatch):
+    path, new = (Path(make_curve_key(tmp_path, name)["curve_key_file"]) for name in ("one", "two"))
+    load = zmq.auth.load_certificate
+
+    def load_late(where):
+        found = load(where)
+        if new.exists():
+            os.replace(new, path)
+        return found
+
+    monkeypatch.setattr(zmq.auth, "load_certificate", load_late)
+    monkeypatch.setattr(zmq_curve, "CHECK_S", 0.0)
+    keys = zmq_curve.CurveKeys(path)
+    assert keys.renew()
+    assert not keys.renew()
 
 
 @pytest.mark.long

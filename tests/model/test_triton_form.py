@@ -211,15 +211,25 @@ def test_sizes_that_no_group_fits_are_refused(tmp_path):
 
 
 @pytest.mark.fast
-def test_heads_that_no_kernel_is_made_for_are_refused_or_computed_by_torch(tmp_path, monkeypatch, caplog):
-    path = write_shape("qwen3-8b", tmp_path, **(SIZES | {"head_dim": 48}))
-    with pytest.raises(ModelUnsupported, match="heads of 48"):
+@pytest.mark.parametrize(
+    ("published", "sizes", "unfit"),
+    [
+        ("qwen3-8b", {"head_dim": 48}, "heads of 48"),
+        ("qwen3-30b-a3b", EXPERTS | {"num_experts": 1025, "moe_intermediate_size": 8}, "2 of 1025 experts"),
+        ("qwen3-30b-a3b", EXPERTS | {"num_experts": 34, "num_experts_per_tok": 33}, "33 of 34 experts"),
+    ],
+)
+def test_sizes_that_no_kernel_is_made_for_are_refused_or_computed_by_torch(
+    published, sizes, unfit, tmp_path, monkeypatch, caplog
+):
+    path = write_shape(published, tmp_path, **(SIZES | sizes))
+    with pytest.raises(ModelUnsupported, match=unfit):
         load(path, Implementation.TRITON)
     monkeypatch.setattr(loader, "has_triton_form", lambda *where: True)
-    model = load(path, Implementation.AUTO)
+    model = load(path, Implementation.AUTO, with_mtp=False)
     assert model.implementation is Implementation.REFERENCE
-    assert model.why_no_triton == "no kernel is made for heads of 48"
-    assert "heads of 48" in caplog.text
+    assert model.why_no_triton == f"no kernel is made for {unfit}"
+    assert unfit in caplog.text
 
 
 @pytest.mark.fast

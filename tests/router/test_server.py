@@ -154,11 +154,28 @@ def test_model_directories(tmp_path):
 def test_the_command_line_refuses_nonsense(capsys):
     good = ["--model-name", "m", "--model-path", "p"]
     assert parse(good).request_timeout_s == 600.0
-    for bad in (["--request-timeout-s", "nan"], ["--max-queue-len", "0"], ["--port", "x"], ["--unknown"]):
+    for bad in (
+        ["--request-timeout-s", "nan"],
+        ["--max-queue-len", "0"],
+        ["--unknown"],
+        ["--port", "x"],
+        ["--port", "65536"],
+        ["--http-port", "-1"],
+        ["--metrics-port", "70000"],
+        ["--admin-port", "70000"],
+        ["--max-connections", "0"],
+        ["--max-prompt-tokens", "-5"],
+        ["--max-message-mib", "0"],
+        ["--trace-share", "1.5"],
+        ["--trace-share", "nan"],
+        ["--chat-template", "chatml"],
+    ):
         with pytest.raises(SystemExit) as caught:
             parse([*good, *bad])
         assert caught.value.code == 2
-    capsys.readouterr()
+        assert f"{bad[0]}: " in capsys.readouterr().err.replace("arguments", f"{bad[0]}")
+    least = parse([*good, "--port", "0", "--admin-port", "65535", "--trace-share", "0", "--max-connections", "1"])
+    assert (least.port, least.admin_port, least.trace_share, least.max_connections) == (0, 65535, 0.0, 1)
 
 
 def start(tmp_path, *more):

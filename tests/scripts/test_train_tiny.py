@@ -219,6 +219,13 @@ def test_flags_reach_the_plan_and_the_shape():
     assert (plan.steps, shape.head_dim, plan.out) == (7, 8, Path("x"))
 
 
+def test_a_corpus_that_is_not_there_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as refused:
+        train_tiny.parse(["--corpus", "/nowhere"])
+    assert refused.value.code == 2
+    assert "argument --corpus: /nowhere is no directory" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not SHIPPED.is_dir(), reason="the model is not in this checkout")
 def test_shipped_model_is_small_and_its_card_true():
     report = json.loads((SHIPPED / "training.json").read_text())

@@ -1,5 +1,6 @@
 """Whole workers over real gRPC and ZMQ in this process: tokens, heartbeats, refusals, a dropped stream."""
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -7,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent import futures
+from pathlib import Path
 
 import grpc
 import pytest
@@ -18,6 +20,7 @@ from baton.core.errors import (
     InvalidRequest,
     MalformedMessage,
     Overloaded,
+    PortInUse,
     PromptTooLong,
     RequestCancelled,
     TransferFailed,
@@ -31,6 +34,7 @@ from baton.prefill_worker.node import PrefillNode
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.proto.wire import attend_request, error_from_rpc, prefill_request
 from baton.tests.e2e.conftest import TINY
+from baton.worker.host import WorkerHost
 from baton.worker.loading import load_worker
 
 PROMPT = tuple(range(300, 340))
@@ -339,6 +343,40 @@ def test_closing_ends_open_streams(membership):
 def test_a_pool_too_small_for_one_block_is_refused():
     with pytest.raises(ConfigInvalid, match="kv_memory_mib"):
         load_worker(worker_config("small", kv_memory_mib=0))
+
+
+def left_behind():
+    """Threads of workers in this process, of which one reaps the landing, and its files in shared memory, by name."""
+    names = ("kv-", "prefill-loop", "decode-loop", "worker-host")
+    threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(names))
+    files = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # other workers of this process open and close files, too
+            files.add(os.readlink(path))
+    return threads, {name for name in files if "/baton-" in name and Path(name).exists()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "error"),
+    [
+        (DecodeNode, {"host_kv_bytes": 100}, ConfigInvalid),  # found out when the landing serves already
+        (DecodeNode, {}, PortInUse),
+        (PrefillNode, {}, PortInUse),
+    ],
+)
+def test_a_worker_that_cannot_start_leaves_nothing_behind(kind, changes, error, monkeypatch):
+    start = WorkerHost.start
+
+    def start_elsewhere(host):
+        host._host = "203.0.113.9"  # nobody's address
+        start(host)
+
+    if error is PortInUse:
+        monkeypatch.setattr(WorkerHost, "start", start_elsewhere)
+    before = left_behind()
+    with pytest.raises(error):
+        kind(worker_config("cannot", **changes), lambda error: None)
+    assert left_behind() == before
 
 
 def test_invariant_numerics_are_checked_at_start():
