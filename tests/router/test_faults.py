@@ -191,7 +191,7 @@ async def test_a_decode_error_keeps_its_type_and_cancels_prefill():
         error, text = await fails(running, TransferFailed, after="hello")
         assert text == "hello", "what was made is streamed"
         running.script.decode_error = RequestCancelled("shutting down")
-        error, _ = await fails(running, WorkerLost)
+        error, _ = await fails(running, WorkerLost, after="hello")
         want = {"worker_id": "decode-0", "role": "decode", "cause": "stream"}
         error.fields.pop("received")  # the client's own word
         assert error.fields == want, "the client did not cancel"
