@@ -191,11 +191,16 @@ def _constants(plan: Plan, is_wide: bool, ue8m0: bool = False) -> dict[str, Any]
         "BM": plan.BM,
         "BN": plan.BN,
         "STAGES": plan.stages,
-        **({"UE8M0": ue8m0} if is_wide else {"SWAP": plan.swap}),
+        **(_quantizing(plan, ue8m0) if is_wide else {"SWAP": plan.swap}),
         "GROUPS": plan.workers,
         "DEPTH": plan.depth,
         "SPLIT": plan.splits > 1,
     }
+
+
+def _quantizing(plan: Plan, ue8m0: bool) -> dict[str, Any]:
+    """A program that is alone has registers for teams of two warps."""
+    return {"WARPS": 1 if programs_at_once(plan) > 1 else 2, "UE8M0": ue8m0}
 
 
 _launch_gemm = Launcher(gemm_kernel)

@@ -1,9 +1,9 @@
 """Product of bfloat16 activations with a float8 weight on Hopper: device code of `kernels.gemm_fp8_hopper_triton`.
 
 The form of `kernels.gemm_fp8_trades_triton` for few rows, in which some warps quantize what others multiply: every
-program quantizes all of its rows, so that no launch has to do it before. A warp of them has every QUANTIZERS-th group
-of 128 columns, eight rows at a time, which are what shared memory swizzles together. It refuses to know plans, launches
-and tensors.
+program quantizes all of its rows, so that no launch has to do it before. They are QUANTIZERS teams of WARPS, each of
+which has every QUANTIZERS-th group of 128 columns, and of it eight rows for a warp at a time, which are what shared
+memory swizzles together. It refuses to know plans, launches and tensors.
 """
 
 # mypy: ignore-errors
@@ -17,16 +17,8 @@ from baton.kernels.gemm_fp8_trades_triton import consume, place, produce
 from baton.kernels.variant import Variant
 
 _ANY = ["num_rows", "w_scale_stride", "num_splits"]
-QUANTIZERS = gl.constexpr(3)  # warps; with the one that copies they are as many as a warpgroup has
-_AHEAD = gl.constexpr(3)  # parts of eight rows that a warp has under way
-
-
-@gluon.jit
-def _load(words_LK, w_scales, stride, row_L, num_rows, part, group, last):
-    """Eight rows of a group, zeros past the last row, and the group's scale of the weight; past the end the last's."""
-    group = gl.minimum(group, last - 1)
-    at_LK = words_LK + (part.to(gl.int64) * 8 * stride + group * 64)
-    return gl.load(at_LK, mask=(part * 8 + row_L < num_rows)[:, None], other=0), gl.load(w_scales + group)
+QUANTIZERS = gl.constexpr(3)  # of one warp, and with the one that copies they are a warpgroup
+_REGISTERS = gl.constexpr(128)  # what all have had from the launch where a program is alone
 
 
 @gluon.jit
@@ -78,49 +70,50 @@ def _quantize_pairs(pairs_LK, UE8M0: gl.constexpr):
 
 @gluon.jit
 def _quantize(
-    x, w_scales, atoms, scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
-    WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
-    UE8M0: gl.constexpr,
+    x, w_scales, parts, scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
+    WHICH: gl.constexpr, WARPS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, UE8M0: gl.constexpr,
 ):  # fmt: skip
-    """A warp that quantizes: its groups' rows, and the products of their scales with the weight's."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, 1], [1, 0])
-    PARTS: gl.constexpr = BM // 8
+    """A team that quantizes: its groups' rows, and the products of their scales with the weight's."""
+    ROWS: gl.constexpr = 8 * WARPS
+    PARTS: gl.constexpr = BM // ROWS
+    AHEAD: gl.constexpr = WARPS + 1  # parts under way; a program alone has registers for three
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
     pm, pn, _, first, last = place(num_rows, K, num_splits, BM)
     num_groups = last - first
     w_scales += (pn * BN // 128).to(gl.int64) * w_scale_stride
     num_rows = gl.minimum(num_rows - pm * BM, BM)
-    num_parts = (num_rows + 7) // 8
+    num_parts = (num_rows + ROWS - 1) // ROWS
     for stage in range(WHICH, gl.minimum(num_groups, STAGES), QUANTIZERS):
         for part in range(num_parts, PARTS):  # nobody writes them again
-            atoms.index(stage * PARTS + part).store(gl.zeros([8, 64], gl.int16, layout))
-            scales.index(stage * PARTS + part).store(gl.zeros([8], gl.float32, gl.SliceLayout(1, layout)))
-    row_L = gl.arange(0, 8, gl.SliceLayout(1, layout))
+            parts.index(stage * PARTS + part).store(gl.zeros([ROWS, 64], gl.int16, layout))
+            scales.index(stage * PARTS + part).store(gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout)))
+    row_L = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     column_K = gl.arange(0, 64, gl.SliceLayout(0, layout))
     stride = x_stride // 2
     words_LK = x.to(gl.pointer_type(gl.int32), bitcast=True)
     words_LK += ((pm * BM + row_L).to(gl.int64) * stride)[:, None] + column_K[None, :]
     num_items = (num_groups - WHICH + QUANTIZERS - 1) // QUANTIZERS * num_parts
-    if EARLY:
-        gdc_wait()
     group = first + WHICH  # that is loaded next
     part = gl.to_tensor(0)
+    to_part = ROWS * stride.to(gl.int64)
+    to_group = 64 * QUANTIZERS - (num_parts - 1) * to_part
+    at = group.to(gl.int64) * 64
     ahead = ()
-    for _i in gl.static_range(_AHEAD):
-        ahead = ahead + (_load(words_LK, w_scales, stride, row_L, num_rows, part, group, last),)  # noqa: RUF005
-        part += 1
-        group = gl.where(part == num_parts, group + QUANTIZERS, group)
-        part = gl.where(part == num_parts, 0, part)
+    for _i in gl.static_range(AHEAD):
+        ahead = ahead + ((gl.zeros([ROWS, 64], gl.int32, layout), gl.to_tensor(0.0)),)  # noqa: RUF005
     stage = gl.to_tensor(WHICH)
     parity = 1
     done = 0  # parts of the group
-    for start in range(0, num_items, _AHEAD):
+    # The first round is of zeros that nobody stores: it fetches the code while there is something to wait for.
+    for start in range(-AHEAD, num_items, AHEAD):
         loaded = ()
-        for i in gl.static_range(_AHEAD):
+        for i in gl.static_range(AHEAD):
             q_LK, scale_L = _quantize_pairs(ahead[i][0], UE8M0)
             scale_L *= ahead[i][1]
-            if start + i < num_items:
+            if (start >= 0) & (start + i < num_items):
                 mbarrier.wait(empty.index(stage), parity)
-                atoms.index(stage * PARTS + done).store(q_LK)
+                parts.index(stage * PARTS + done).store(q_LK)
                 scales.index(stage * PARTS + done).store(scale_L)
                 done += 1
                 if done == num_parts:
@@ -130,10 +123,17 @@ def _quantize(
                     stage += QUANTIZERS
                     parity = gl.where(stage >= STAGES, parity ^ 1, parity)
                     stage = gl.where(stage >= STAGES, stage - STAGES, stage)
-            loaded = loaded + (_load(words_LK, w_scales, stride, row_L, num_rows, part, group, last),)  # noqa: RUF005
-            part += 1
-            group = gl.where(part == num_parts, group + QUANTIZERS, group)
-            part = gl.where(part == num_parts, 0, part)
+            if EARLY and i == 0:
+                if start < 0:
+                    gdc_wait()
+            is_there = start + AHEAD + i < num_items
+            is_row_L = (part * ROWS + row_L < num_rows) & is_there
+            x_LK = gl.load(words_LK + gl.multiple_of(at, 4), mask=is_row_L[:, None], other=0)
+            loaded = loaded + ((x_LK, gl.load(w_scales + group, mask=is_there, other=0.0)),)  # noqa: RUF005
+            is_last = part + 1 == num_parts
+            at += gl.where(is_last, to_group, to_part)
+            group += gl.where(is_last, QUANTIZERS, 0)
+            part = gl.where(is_last, 0, part + 1)
         ahead = loaded
 
 
@@ -141,7 +141,7 @@ def _quantize(
 def linear_kernel(
     x, w, w_scales, c, partials, counters, num_rows: gl.int32, N, K, x_stride, w_scale_stride: gl.int32, c_stride,
     num_splits: gl.int32, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-    DEPTH: gl.constexpr, SPLIT: gl.constexpr, UE8M0: gl.constexpr, EARLY: gl.constexpr,
+    WARPS: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr, UE8M0: gl.constexpr, EARLY: gl.constexpr,
 ) -> None:  # fmt: skip
     """A split of a tile of BM tokens and BN rows of the weight, which are the rows of the tensor cores' tile."""
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
@@ -149,12 +149,13 @@ def linear_kernel(
     row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     HALVES: gl.constexpr = BN // 64
+    ROWS: gl.constexpr = 8 * WARPS
     SHARED: gl.constexpr = HALVES < GROUPS
     a_pieces = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BM, 128], swizzled)
-    atoms = a_pieces._reinterpret(gl.int16, [STAGES * BM // 8, 8, 64], gl.NVMMASharedLayout(128, 16, 2))
+    parts = a_pieces._reinterpret(gl.int16, [STAGES * BM // ROWS, ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
     w_pieces = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * HALVES, 64, 128], swizzled)
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, BM], row)
-    part_scales = scales._reinterpret(gl.float32, [STAGES * BM // 8, 8], row)
+    part_scales = scales._reinterpret(gl.float32, [STAGES * BM // ROWS, ROWS], row)
     other = gl.allocate_shared_memory(gl.float32, [64, BM] if SHARED else [1, 1], plain)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
@@ -183,20 +184,20 @@ def linear_kernel(
                     BM, BN, STAGES, EARLY, gl.constexpr(0), HALVES,
                 )),
                 (_quantize, (
-                    x, w_scales, atoms, part_scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
-                    gl.constexpr(0), BM, BN, STAGES, EARLY, UE8M0,
+                    x, w_scales, parts, part_scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
+                    gl.constexpr(0), WARPS, BM, BN, STAGES, EARLY, UE8M0,
                 )),
                 (_quantize, (
-                    x, w_scales, atoms, part_scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
-                    gl.constexpr(1), BM, BN, STAGES, EARLY, UE8M0,
+                    x, w_scales, parts, part_scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
+                    gl.constexpr(1), WARPS, BM, BN, STAGES, EARLY, UE8M0,
                 )),
                 (_quantize, (
-                    x, w_scales, atoms, part_scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
-                    gl.constexpr(2), BM, BN, STAGES, EARLY, UE8M0,
+                    x, w_scales, parts, part_scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
+                    gl.constexpr(2), WARPS, BM, BN, STAGES, EARLY, UE8M0,
                 )),
             ],
-            [4, 1, 1, 1, 1],
-            [168, 160, 160, 160, 160],
+            [4, 1, WARPS, WARPS, WARPS],
+            [_REGISTERS, _REGISTERS, _REGISTERS, _REGISTERS, _REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -211,20 +212,20 @@ def linear_kernel(
                     BM, BN, STAGES, EARLY, gl.constexpr(0), HALVES,
                 )),
                 (_quantize, (
-                    x, w_scales, atoms, part_scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
-                    gl.constexpr(0), BM, BN, STAGES, EARLY, UE8M0,
+                    x, w_scales, parts, part_scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
+                    gl.constexpr(0), WARPS, BM, BN, STAGES, EARLY, UE8M0,
                 )),
                 (_quantize, (
-                    x, w_scales, atoms, part_scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
-                    gl.constexpr(1), BM, BN, STAGES, EARLY, UE8M0,
+                    x, w_scales, parts, part_scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
+                    gl.constexpr(1), WARPS, BM, BN, STAGES, EARLY, UE8M0,
                 )),
                 (_quantize, (
-                    x, w_scales, atoms, part_scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
-                    gl.constexpr(2), BM, BN, STAGES, EARLY, UE8M0,
+                    x, w_scales, parts, part_scales, full, empty, num_rows, K, x_stride, w_scale_stride, num_splits,
+                    gl.constexpr(2), WARPS, BM, BN, STAGES, EARLY, UE8M0,
                 )),
             ],
-            [1, 1, 1, 1],
-            [168, 168, 168, 168],
+            [1, WARPS, WARPS, WARPS],
+            [_REGISTERS, _REGISTERS, _REGISTERS, _REGISTERS],
         )  # fmt: skip
 
 
