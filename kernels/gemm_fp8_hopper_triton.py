@@ -85,8 +85,9 @@ def is_form(plan: Plan) -> bool:
 
 
 def _is_quantizing_form(plan: Plan, turns: int) -> bool:
-    """A warp that quantizes must not come back to a stage that somebody still has from two rounds before."""
-    return plan.swap and plan.BM in (16, 32) and plan.stages >= QUANTIZERS.value * turns
+    """Teams must not come back to a stage that somebody still has from two rounds before, and need registers."""
+    is_tile = plan.swap and plan.BM in (16, 32)
+    return is_tile and plan.stages >= QUANTIZERS.value * turns and programs_at_once(plan) <= 2
 
 
 def num_counters(plan: Plan, num_rows: int, num_outputs: int) -> int:

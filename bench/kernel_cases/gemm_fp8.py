@@ -86,7 +86,7 @@ def _library(sets: Sequence[_Set]) -> dict[str, list[Call]]:
 
 # Small enough for what checks accesses to memory; no table has rows of that size.
 _HOPPER_TINY = (Plan(stages=4, workers=2), Plan(swap=False, BM=64, BN=32, stages=16, workers=2, depth=1, splits=2))
-_FUSED_TINY = Plan(stages=6, workers=2, fused=True)
+_FUSED_TINY = Plan(stages=10, workers=2, fused=True)
 _HOPPER = 9
 
 
@@ -228,7 +228,7 @@ def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, obj
     before = _row_of(kernel, size, N, K)
     if kernel == "linear_fp8":
         product = _row_of("gemm_fp8", size, N, K)
-        rows = [before, product if product.get("library") else {**product, "fused": False}]
+        rows = [before, *_of_product(product)]
         tiles = [replace(tile, fused=True) for tile in _TILES[size] if tile.swap]
     else:
         rows = [before]
@@ -237,6 +237,15 @@ def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, obj
     plans.sort(key=lambda plan: plan.splits == 4)  # the least likely are left out
     rows += [plan.row() for plan in plans[: _MOST - len(rows)]]
     return [row for place, row in enumerate(rows) if row not in rows[:place]]
+
+
+def _of_product(row: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """The product's plan for `linear_fp8`: after a quantization, and with it where programs can quantize."""
+    if row.get("library"):
+        return [row]
+    plan = Plan(**row)  # type: ignore[arg-type]
+    fused = replace(plan, fused=True)
+    return [replace(plan, fused=False).row(), *([fused.row()] if plan.workers and is_form(fused) else [])]
 
 
 def _row_of(kernel: str, size: int, N: int, K: int) -> Mapping[str, object]:
