@@ -1,6 +1,6 @@
 """Rows sorted by expert in one launch, without a program that waits for another; and, beside it, rows made float8.
 
-Each expert has a program (at most two share one): it counts the ids of all experts, so it knows where its blocks
+Each expert has a program (beyond 256 several share one): it counts the ids of all experts, so it knows where its blocks
 begin, then writes its rows in the order they came. That reads the ids once (more often above one tile of them) for
 each program, all in the L2 cache, and needs neither atomics in memory nor a second launch. Programs beyond the
 experts' quantize one token each, which costs nothing while the others count.
@@ -154,8 +154,8 @@ def tile_of(num_ids: int) -> int:
 
 
 def own_of(num_experts: int) -> int:
-    """Experts of one program: as many programs count as a GPU has multiprocessors, about."""
-    return triton.cdiv(num_experts, 128)
+    """Experts of one program: one, until two programs count on a multiprocessor."""
+    return triton.cdiv(num_experts, 256)
 
 
 def warps_of(tile: int) -> int:
