@@ -5,9 +5,10 @@ differently beside other rows. What was measured to hold, and is checked again b
 
 CPU (MKL, torch 2.13, 1 to 4 threads, up to 1024 rows): rows padded to a multiple of 16 and K cut into pieces added in
 order. MKL splits longer inner sizes between threads: seen from K = 1024 on in float32, from K = 256 on in float64,
-where one thread changes kernels at 192 rows too. Without AVX-512 it rounds the last outputs beyond a multiple of 12
-otherwise than those before, so outputs are multiples of 48. oneDNN's bfloat16 products depend on M from K = 512 on,
-and with two threads on a row's place in its tile; bfloat16 is therefore computed in float32.
+where one thread changes kernels at 192 rows too. Without AVX-512 it rounds fewer than 12 outputs otherwise than more,
+and in float64 the last ones beyond a multiple of 12; so outputs are at least 48, in float64 in multiples of it.
+oneDNN's bfloat16 products depend on M from K = 512 on, and with two threads on a row's place in its tile; bfloat16 is
+therefore computed in float32.
 CUDA (cuBLAS): products of one fixed shape and layout, because the kernel is picked by them: tiles of 64 rows, pieces of
 1024 outputs, 8 groups at a time, what is missing filled up with zeros. So a result does not depend on how many rows,
 outputs or groups are computed beside it either, and ranks that hold parts of a weight round as one that holds it all.
@@ -24,8 +25,9 @@ from torch.nn import functional
 OUTPUT_TILE = 16
 # Longest inner size of one library call on a CPU.
 _PIECE_LEN = {torch.float32: 256, torch.float64: 64}
-# Outputs of a library call on a CPU are a multiple of it, those that are missing zeros.
-_OUTPUTS_MULTIPLE = 48
+# Fewest outputs of one library call on a CPU, and what they are a multiple of.
+_LEAST_OUTPUTS = 48
+_OUTPUTS_MULTIPLE = {torch.float32: 1, torch.float64: 48}
 # Outputs, and groups, of one library call on CUDA.
 _NUM_OUTPUTS = 1024
 _NUM_GROUPS = 8
@@ -80,14 +82,13 @@ def product_rows_wide(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tens
         return product_fixed(padded_TK, weight_NK, tile)[:num_rows].to(wide)
     padded_TK = padded_TK.to(wide)
     num_outputs = weight_NK.shape[0]
-    num_even = num_outputs - num_outputs % _OUTPUTS_MULTIPLE
-    parts_TN = []
-    if num_even > 0:
-        parts_TN.append(_product_pieces(padded_TK, weight_NK[:num_even]))
-    if num_even < num_outputs:
-        last_NK = pad_rows(weight_NK[num_even:], _OUTPUTS_MULTIPLE)
-        parts_TN.append(_product_pieces(padded_TK, last_NK)[:, : num_outputs - num_even])
-    out_TN = parts_TN[0] if len(parts_TN) == 1 else torch.cat(parts_TN, dim=1)
+    if num_outputs < _LEAST_OUTPUTS:
+        return _product_pieces(padded_TK, pad_rows(weight_NK, _LEAST_OUTPUTS))[:num_rows, :num_outputs]
+    rest = num_outputs % _OUTPUTS_MULTIPLE[wide]
+    out_TN = _product_pieces(padded_TK, weight_NK[: num_outputs - rest])
+    if rest > 0:  # with those before them, which are there already
+        last_TN = _product_pieces(padded_TK, weight_NK[-_LEAST_OUTPUTS:])
+        out_TN = torch.cat([out_TN, last_TN[:, -rest:]], dim=1)
     return out_TN[:num_rows]
 
 

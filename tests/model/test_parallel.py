@@ -120,7 +120,7 @@ def test_cutting_the_outputs_of_a_product_moves_no_bit_in_invariant_numerics(dty
     x_TK = torch.randn(37, 700, generator=generator).to(dtype)
     weight_NK = torch.randn(1003, 700, generator=generator).to(dtype)
     wanted_TN = linear_invariant(x_TK, weight_NK)
-    for num_rows, length in itertools.product((1, 5, 37), (16, 128, 256, 336, 512)):
+    for num_rows, length in itertools.product((1, 5, 37), (5, 16, 128, 256, 336, 512)):
         for first in range(0, 1003, length):
             part_TN = linear_invariant(x_TK[:num_rows], weight_NK[first : first + length])
             assert torch.equal(part_TN, wanted_TN[:num_rows, first : first + length]), (num_rows, length, first)
