@@ -17,7 +17,7 @@ Source: DeepSeek-V3 (section 3.3) for the scheme; swapping operands for small M 
 
 import functools
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -151,8 +151,6 @@ def linear_fp8(
         _check_others(out_MN, len(x_MK), weight, num_sms, swap_ab)
         can_tma = gemm_fp8_hopper_triton.fits(weight)
         way = _way("linear_fp8", len(x_MK), weight, swap_ab, num_sms, invariant, plan, implementation, can_tma)
-        if way.plan is not None and way.plan.workers and not gemm_fp8_hopper_triton.can_quantize(x_MK):
-            way = replace(way, plan=replace(way.plan, fused=False))  # the same bits, from two launches
         _LINEARS.keep(key, way)
     if way.is_empty:
         return _out(out_MN, 0, weight)
@@ -164,10 +162,7 @@ def linear_fp8(
     if plan is not None and plan.fused:
         out_MN = _out(out_MN, num_rows, weight)
         counters = (workspace or default_workspace(x_MK.device)).counters
-        if plan.workers:
-            gemm_fp8_hopper_triton.launch(x_MK, None, weight, out_MN, plan, counters, ue8m0=ue8m0)
-        else:
-            gemm_fp8_triton.launch(x_MK, None, weight, out_MN, plan, counters, ue8m0=ue8m0, num_sms=num_sms)
+        gemm_fp8_triton.launch(x_MK, None, weight, out_MN, plan, counters, ue8m0=ue8m0, num_sms=num_sms)
         return out_MN
     pad_to = ROWS_MULTIPLE if plan is None else 1
     a_MK, scales_GM = quantize_unchecked(x_MK, ue8m0=ue8m0, pad_to=pad_to)

@@ -9,9 +9,6 @@ The copying warp fills all stages with the weight before it waits for the launch
 Two warpgroups have 64 rows of the tile each, or, if the tile has no more, take turns with groups of 128 columns, and
 add their sums at the end, in one order.
 
-Activations in bfloat16 may be quantized by warps of the same program (`kernels.linear_fp8_trades_triton`), each tile's
-by each of its programs: for few rows, which take the side of the weight's rows.
-
 It is written in Gluon, which Triton's interpreter cannot run: `fits` says where it may be used. Splits are for tiles
 that fill a multiprocessor: it refuses them where a second program has place beside the first (`is_form`).
 """
@@ -30,7 +27,6 @@ from baton.kernels.fp8_weight import Fp8Weight
 from baton.kernels.gemm_fp8_plan import TABLES, Plan
 from baton.kernels.gemm_fp8_trades_triton import gemm_kernel
 from baton.kernels.launcher import Constants, Launcher
-from baton.kernels.linear_fp8_trades_triton import QUANTIZERS, linear_kernel
 from baton.kernels.tuning import table
 from baton.kernels.variant import Variant
 
@@ -64,11 +60,6 @@ def fits(weight: Fp8Weight, a_MK: torch.Tensor | None = None) -> bool:
     return a_MK.data_ptr() % _ALIGNMENT == 0 and stride % _ALIGNMENT == 0 and stride >= weight.num_inputs
 
 
-def can_quantize(x_MK: torch.Tensor) -> bool:
-    """Whether a program can quantize these rows itself: they are loaded by 16 bytes, and a stride is in numbers."""
-    return x_MK.data_ptr() % _ALIGNMENT == 0 and x_MK.stride(0) % _ALIGNMENT == 0
-
-
 def is_form(plan: Plan) -> bool:
     """Whether there is such a program."""
     rows, columns = (plan.BN, plan.BM) if plan.swap else (plan.BM, plan.BN)
@@ -77,17 +68,10 @@ def is_form(plan: Plan) -> bool:
         (rows, plan.workers) in ((64, 1), (64, 2), (128, 2))
         and columns in (16, 32, 64, 128)
         and 1 <= plan.depth * turns <= plan.stages
-        and plan.groups == 1
-        and (not plan.fused or _is_quantizing_form(plan, turns))
+        and (plan.groups, plan.fused) == (1, False)
         and shared_bytes(plan) + _RESERVED_BYTES <= _SHARED_BYTES
         and (plan.splits == 1 or programs_at_once(plan) == 1)
     )
-
-
-def _is_quantizing_form(plan: Plan, turns: int) -> bool:
-    """Teams must not come back to a stage that somebody still has from two rounds before, and need registers."""
-    is_tile = plan.swap and plan.BM in (16, 32)
-    return is_tile and plan.stages >= QUANTIZERS.value * turns and programs_at_once(plan) <= 2
 
 
 def num_counters(plan: Plan, num_rows: int, num_outputs: int) -> int:
@@ -117,24 +101,21 @@ def programs_at_once(plan: Plan) -> int:
 
 def launch(
     a_MK: torch.Tensor,
-    scales_GM: torch.Tensor | None,
+    scales_GM: torch.Tensor,
     weight: Fp8Weight,
     c_MN: torch.Tensor,
     plan: Plan,
     counters: torch.Tensor,
-    *,
-    ue8m0: bool = False,
 ) -> None:
     """Compute `c_MN`; all arguments were checked and fit.
 
     Args:
-        a_MK: float8, or bfloat16 to be quantized here; rows may be strided.
-        scales_GM: of float8 activations; rows may be strided.
+        a_MK: float8; rows may be strided.
+        scales_GM: of the activations; rows may be strided.
         weight: what they are multiplied with.
         c_MN: bfloat16; rows may be strided.
         plan: how, with workers.
         counters: int32 zeros, one for each 64 rows of a tile, of the current stream; left as zeros.
-        ue8m0: of the quantization that is done here.
     """
     num_rows, K = a_MK.shape
     N = weight.num_outputs
@@ -143,25 +124,29 @@ def launch(
     partials = c_MN
     if plan.splits > 1:
         partials = torch.empty(num_programs * plan.BM * plan.BN, dtype=torch.float32, device=c_MN.device)
-    weights = (_described(weight, w_box), weight.scales_BG)
-    results = (c_MN, partials, counters, num_rows, N, K)
-    w_scale_stride, c_stride = weight.scales_BG.stride(0), c_MN.stride(0)
-    is_wide = scales_GM is None
-    arguments: tuple[Any, ...]
-    if scales_GM is None:
-        arguments = (a_MK, *weights, *results, a_MK.stride(0), w_scale_stride, c_stride, plan.splits)
-    else:
-        described = TensorDescriptor(a_MK, [num_rows, K], [a_MK.stride(0), 1], [a_box, 128], _LAYOUT)
-        strides = (scales_GM.stride(0), w_scale_stride, c_stride)
-        arguments = (described, scales_GM, *weights, *results, *strides, plan.splits)
+    arguments = (
+        TensorDescriptor(a_MK, [num_rows, K], [a_MK.stride(0), 1], [a_box, 128], _LAYOUT),
+        scales_GM,
+        _described(weight, w_box),
+        weight.scales_BG,
+        c_MN,
+        partials,
+        counters,
+        num_rows,
+        N,
+        K,
+        scales_GM.stride(0),
+        weight.scales_BG.stride(0),
+        c_MN.stride(0),
+        plan.splits,
+    )
     device = c_MN.device
-    constants = _launch_constants(plan, is_wide, ue8m0, device)
-    launch_kernel = _launch_linear if is_wide else _launch_gemm
+    constants = _launch_constants(plan, device)
     if device.index is None or device.index == torch.cuda.current_device():
-        launch_kernel((num_programs,), arguments, constants)
+        _launch_gemm((num_programs,), arguments, constants)
         return
     with torch.cuda.device(device):
-        launch_kernel((num_programs,), arguments, constants)
+        _launch_gemm((num_programs,), arguments, constants)
 
 
 def _described(weight: Fp8Weight, box: int) -> TensorDescriptor:
@@ -174,8 +159,8 @@ def _described(weight: Fp8Weight, box: int) -> TensorDescriptor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch_constants(plan: Plan, is_wide: bool, ue8m0: bool, device: torch.device) -> Constants:
-    return Constants(_constants(plan, is_wide, ue8m0) | _options(plan) | dependent_launch(device, plan.pdl))
+def _launch_constants(plan: Plan, device: torch.device) -> Constants:
+    return Constants(_constants(plan) | _options(plan) | dependent_launch(device, plan.pdl))
 
 
 def _options(plan: Plan) -> dict[str, Any]:
@@ -186,45 +171,37 @@ def _options(plan: Plan) -> dict[str, Any]:
     return {"num_warps": 4} | limit
 
 
-def _constants(plan: Plan, is_wide: bool, ue8m0: bool = False) -> dict[str, Any]:
+def _constants(plan: Plan) -> dict[str, Any]:
     """All but `EARLY`."""
     return {
         "BM": plan.BM,
         "BN": plan.BN,
         "STAGES": plan.stages,
-        **(_quantizing(plan, ue8m0) if is_wide else {"SWAP": plan.swap}),
+        "SWAP": plan.swap,
         "GROUPS": plan.workers,
         "DEPTH": plan.depth,
         "SPLIT": plan.splits > 1,
     }
 
 
-def _quantizing(plan: Plan, ue8m0: bool) -> dict[str, Any]:
-    """A program that is alone has registers for teams of two warps."""
-    return {"WARPS": 1 if programs_at_once(plan) > 1 else 2, "UE8M0": ue8m0}
-
-
 _launch_gemm = Launcher(gemm_kernel)
-_launch_linear = Launcher(linear_kernel)
 
 
 def variant(plan: Plan) -> Variant:
     """What is compiled for a plan."""
     a_box, w_box = _boxes(plan)
+    integers = ("num_rows", "N", "K", "a_scale_stride", "w_scale_stride", "c_stride", "num_splits")
     traits = [
-        *(["fused"] if plan.fused else []),
         f"{plan.BM}x{plan.BN} stages={plan.stages} workers={plan.workers} depth={plan.depth}",
         *[name for name, holds in (("split", plan.splits > 1), ("pdl", plan.pdl)) if holds],
     ]
-    a_types = {"a": f"tensordesc<fp8e4nv[{a_box}, 128],{_LAYOUT!r}>", "a_scales": "*fp32"}
-    a_stride = "x_stride" if plan.fused else "a_scale_stride"
-    integers = ("num_rows", "N", "K", a_stride, "w_scale_stride", "c_stride", "num_splits")
     options = _options(plan)
     return Variant(
         name=f"gemm_fp8 hopper {'swap' if plan.swap else 'plain'} {' '.join(traits)}",
-        kernel=linear_kernel if plan.fused else gemm_kernel,
+        kernel=gemm_kernel,
         types={
-            **({"x": "*bf16"} if plan.fused else a_types),
+            "a": f"tensordesc<fp8e4nv[{a_box}, 128],{_LAYOUT!r}>",
+            "a_scales": "*fp32",
             "w": f"tensordesc<fp8e4nv[{w_box}, 128],{_LAYOUT!r}>",
             "w_scales": "*fp32",
             "c": "*bf16",
@@ -232,11 +209,8 @@ def variant(plan: Plan) -> Variant:
             "counters": "*i32",
             **dict.fromkeys(integers, "i32"),
         },
-        constants=_constants(plan, plan.fused) | {"EARLY": plan.pdl},
-        aligned=(
-            *(("x", "x_stride") if plan.fused else ("a_scales",)),
-            *("w_scales", "c", "partials", "counters", "N", "K", "c_stride"),
-        ),
+        constants=_constants(plan) | {"EARLY": plan.pdl},
+        aligned=("a_scales", "w_scales", "c", "partials", "counters", "N", "K", "c_stride"),
         num_warps=options.pop("num_warps"),
         contains=("QGMMA", "UTMALDG"),
         lacks=("HMMA",),
@@ -260,12 +234,6 @@ def variants() -> list[Variant]:
         Plan(BM=16, BN=64, stages=20, workers=1, depth=4),
         Plan(BM=32, BN=64, stages=16, workers=2, splits=2),
         Plan(BM=64, BN=128, stages=8, workers=2, splits=4),
-        Plan(BM=16, BN=64, stages=20, workers=1, depth=4, fused=True),
-        Plan(BM=16, BN=64, stages=10, workers=2, fused=True),
-        Plan(BM=16, BN=128, stages=11, workers=2, depth=4, splits=2, fused=True),
-        Plan(BM=16, BN=128, stages=5, workers=2, depth=4, fused=True),
-        Plan(BM=32, BN=64, stages=16, workers=2, splits=2, fused=True),
-        Plan(BM=32, BN=128, stages=5, workers=2, fused=True),
     ):
         found[variant(plan).name] = variant(plan)
     return list(found.values())

@@ -42,8 +42,7 @@ class Plan:
         copied: whether scales pass through shared memory as tiles do, many steps ahead, or are loaded when needed.
         splits: parts that the columns are cut into.
         tma: whether the weight is read by the copy engine of a multiprocessor (descriptors).
-        fused: whether activations in bfloat16 are quantized as they are loaded, not by a launch of its own. With
-            workers: for tiles of 16 or 32 tokens whose operands change sides, of rows that can be loaded by 16 bytes.
+        fused: whether activations in bfloat16 are quantized as they are loaded, not by a launch of its own.
         pdl: whether the product's programs start before the launch before it has ended.
         workers: warpgroups that multiply while other warps copy (`kernels.gemm_fp8_hopper_triton`), 1 or 2; 0: all
             warps do everything.

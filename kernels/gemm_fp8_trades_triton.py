@@ -24,7 +24,7 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # one name or the 
 
 
 @gluon.jit
-def place(num_rows, K, num_splits, BM: gl.constexpr):
+def _place(num_rows, K, num_splits, BM: gl.constexpr):
     """Tile and split of this program, and its groups of 128 columns; tiles of the same weights are neighbours."""
     work = gl.program_id(0)
     num_m = (num_rows + BM - 1) // BM
@@ -49,21 +49,17 @@ def _copy(source, pieces, full, stage, row, group, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def produce(
+def _produce(
     a, w, a_pieces, w_pieces, full, empty, num_rows, K, num_splits,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
     A_PIECES: gl.constexpr, W_PIECES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that copies tiles. The weight depends on nothing: as much of it as there is place for comes first.
-
-    With no pieces of the activations it copies the weight alone.
-    """
-    BYTES: gl.constexpr = (BN + (BM if A_PIECES else 0)) * 128
-    pm, pn, _, first, last = place(num_rows, K, num_splits, BM)
+    """The warp that copies tiles. The weight depends on nothing: as much of it as there is place for comes first."""
+    pm, pn, _, first, last = _place(num_rows, K, num_splits, BM)
     num_groups = last - first
     num_first = gl.minimum(num_groups, STAGES)
     for stage in range(num_first):
-        mbarrier.expect(full.index(stage), BYTES)
+        mbarrier.expect(full.index(stage), (BM + BN) * 128)
         _copy(w, w_pieces, full, stage, pn * BN, first + stage, W_PIECES)
     if EARLY:
         gdc_wait()
@@ -74,7 +70,7 @@ def produce(
     parity = 0
     for step in range(STAGES, num_groups):
         mbarrier.wait(empty.index(stage), parity)
-        mbarrier.expect(full.index(stage), BYTES)
+        mbarrier.expect(full.index(stage), (BM + BN) * 128)
         _copy(w, w_pieces, full, stage, pn * BN, first + step, W_PIECES)
         _copy(a, a_pieces, full, stage, pm * BM, first + step, A_PIECES)
         stage += 1
@@ -110,7 +106,7 @@ def _scale(
 ):  # fmt: skip
     """The warp that brings the products of both scales, of a row for each group, several groups ahead."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    pm, pn, _, first, last = place(num_rows, K, num_splits, BM)
+    pm, pn, _, first, last = _place(num_rows, K, num_splits, BM)
     num_groups = last - first
     w_scales += (pn * BN // 128).to(gl.int64) * w_scale_stride
     row_M = pm * BM + gl.arange(0, BM // PARTS, lanes)
@@ -239,7 +235,7 @@ def _finish(
 
 
 @gluon.jit
-def consume(
+def _consume(
     c, partials, counters, a_pieces, w_pieces, scales, other, full, empty, joined, num_rows, N, K, c_stride, num_splits,
     WHICH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SWAP: gl.constexpr,
     GROUPS: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr,
@@ -253,7 +249,7 @@ def consume(
     TURN: gl.constexpr = WHICH if SHARED else 0
     TURNS: gl.constexpr = GROUPS if SHARED else 1
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
-    pm, pn, split, first, last = place(num_rows, K, num_splits, BM)
+    pm, pn, split, first, last = _place(num_rows, K, num_splits, BM)
     if EARLY:
         gdc_wait()  # nobody may write before
     x_pieces = w_pieces if SWAP else a_pieces
@@ -309,15 +305,15 @@ def gemm_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (
+                (_consume, (
                     c, partials, counters, a_pieces, w_pieces, scales, other, full, empty, joined, num_rows, N, K,
                     c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT, EARLY,
                 )),
-                (consume, (
+                (_consume, (
                     c, partials, counters, a_pieces, w_pieces, scales, other, full, empty, joined, num_rows, N, K,
                     c_stride, num_splits, gl.constexpr(1), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT, EARLY,
                 )),
-                (produce, (
+                (_produce, (
                     a, w, a_pieces, w_pieces, full, empty, num_rows, K, num_splits,
                     BM, BN, STAGES, EARLY, A_PIECES, W_PIECES,
                 )),
@@ -332,11 +328,11 @@ def gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (
+                (_consume, (
                     c, partials, counters, a_pieces, w_pieces, scales, other, full, empty, joined, num_rows, N, K,
                     c_stride, num_splits, gl.constexpr(0), BM, BN, STAGES, SWAP, GROUPS, DEPTH, SPLIT, EARLY,
                 )),
-                (produce, (
+                (_produce, (
                     a, w, a_pieces, w_pieces, full, empty, num_rows, K, num_splits,
                     BM, BN, STAGES, EARLY, A_PIECES, W_PIECES,
                 )),

@@ -86,12 +86,7 @@ def _library(sets: Sequence[_Set]) -> dict[str, list[Call]]:
 
 # Small enough for what checks accesses to memory; no table has rows of that size.
 _HOPPER_TINY = (Plan(stages=4, workers=2), Plan(swap=False, BM=64, BN=32, stages=16, workers=2, depth=1, splits=2))
-_FUSED_TINY = Plan(stages=10, workers=2, fused=True)
 _HOPPER = 9
-
-
-def _is_tiny(N: int, K: int, device: torch.device) -> bool:
-    return N * K < 1 << 17 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def _prepare_gemm(M: int, N: int, K: int, device: torch.device, num_sets: int) -> Systems:
@@ -102,6 +97,7 @@ def _prepare_gemm(M: int, N: int, K: int, device: torch.device, num_sets: int) -
 
     wide = [torch.randn(N, K, device=device, dtype=torch.bfloat16) for _ in sets]
     plan = plan_of("gemm_fp8", M, N, K, SwapAB.AUTO, can_swap=True, device_index=device.index)
+    is_tiny = N * K < 1 << 17 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
     late = {"late": ours(plan=replace(plan, pdl=False))} if plan is not None and plan.pdl else {}
     return {
         "ours": ours(),
@@ -109,10 +105,7 @@ def _prepare_gemm(M: int, N: int, K: int, device: torch.device, num_sets: int) -
         "swap_on": ours(swap_ab=SwapAB.ON),
         "swap_off": ours(swap_ab=SwapAB.OFF),
         "invariant": ours(invariant=True),
-        **{
-            f"hopper_{number}": ours(plan=plan)
-            for number, plan in enumerate(_HOPPER_TINY if _is_tiny(N, K, device) else ())
-        },
+        **{f"hopper_{number}": ours(plan=plan) for number, plan in enumerate(_HOPPER_TINY if is_tiny else ())},
         **_library(sets),
         **deep_gemm([_for_others(data) for data in sets]),
         "bf16": [partial(functional.linear, data.x_MK, wide_NK) for data, wide_NK in zip(sets, wide, strict=True)],
@@ -121,10 +114,8 @@ def _prepare_gemm(M: int, N: int, K: int, device: torch.device, num_sets: int) -
 
 def _prepare_linear(M: int, N: int, K: int, device: torch.device, num_sets: int) -> Systems:
     sets = _sets(device, num_sets, M, N, K)
-    hopper = [partial(linear_fp8, data.x_MK, data.weight, plan=_FUSED_TINY) for data in sets]
     return {
         "ours": [partial(linear_fp8, data.x_MK, data.weight) for data in sets],
-        **({"hopper": hopper} if _is_tiny(N, K, device) else {}),
         "product_alone": [partial(gemm_fp8, data.a_MK, data.scales_GM, data.weight) for data in sets],
         "invariant": [partial(linear_fp8, data.x_MK, data.weight, invariant=True) for data in sets],
     }
@@ -222,30 +213,18 @@ def _with_splits(tile: Plan, size: int, N: int, K: int) -> list[Plan]:
 
 
 def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, object]]:
-    """For few rows `linear_fp8` has its own plan of before, that of the product (tune it first), and fused tiles."""
+    """For few rows `linear_fp8` has its own plan of before, and that of the product: tune the product first."""
     if size > FEW_ROWS:
         return [_LIBRARY, *[tile.row() for tile in _LARGE_TILES]]
     before = _row_of(kernel, size, N, K)
     if kernel == "linear_fp8":
         product = _row_of("gemm_fp8", size, N, K)
-        rows = [before, *_of_product(product)]
-        tiles = [replace(tile, fused=True) for tile in _TILES[size] if tile.swap]
-    else:
-        rows = [before]
-        tiles = list(_TILES[size])
-    plans = [plan for tile in tiles for plan in _with_splits(tile, size, N, K)]
+        found = [before, product if product.get("library") else {**product, "fused": False}]
+        return found[:1] if found[0] == found[1] else found
+    plans = [plan for tile in _TILES[size] for plan in _with_splits(tile, size, N, K)]
     plans.sort(key=lambda plan: plan.splits == 4)  # the least likely are left out
-    rows += [plan.row() for plan in plans[: _MOST - len(rows)]]
+    rows = [before, *[plan.row() for plan in plans[: _MOST - 1]]]
     return [row for place, row in enumerate(rows) if row not in rows[:place]]
-
-
-def _of_product(row: Mapping[str, object]) -> list[Mapping[str, object]]:
-    """The product's plan for `linear_fp8`: after a quantization, and with it where programs can quantize."""
-    if row.get("library"):
-        return [row]
-    plan = Plan(**row)  # type: ignore[arg-type]
-    fused = replace(plan, fused=True)
-    return [replace(plan, fused=False).row(), *([fused.row()] if plan.workers and is_form(fused) else [])]
 
 
 def _row_of(kernel: str, size: int, N: int, K: int) -> Mapping[str, object]:

@@ -153,7 +153,7 @@ def _row_with_workers(table, shape, size, device_index):
     if outputs != inputs or size > gemm_fp8_plan.FEW_ROWS:
         return find(table, shape, size, device_index)
     if size <= 16:
-        return Plan(stages=20, workers=2, splits=2, fused=size <= 8).row()
+        return Plan(stages=20, workers=2, splits=2).row()
     return Plan(swap=False, BM=64, BN=32 if size <= 64 else 64, stages=8, workers=2).row()
 
 

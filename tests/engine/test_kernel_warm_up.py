@@ -75,7 +75,6 @@ def test_no_step_launches_what_the_warm_up_did_not():
         assert sum(found[name]["warm"].values()) > 80
         assert not found[name]["late"], name
     assert found["dense"]["warm"]["gemm_kernel"] >= 3, "products in the form for Hopper, which the stub says there is"
-    assert found["dense"]["warm"]["linear_kernel"] >= 1, "and those that quantize"
     assert not found["not warmed"]["warm"]
     assert len(found["not warmed"]["late"]) >= 15, "what the others are spared"
 

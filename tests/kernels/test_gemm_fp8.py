@@ -288,40 +288,6 @@ def test_plans_with_workers_are_for_hopper_and_rows_that_it_can_copy(monkeypatch
 
 
 @pytest.mark.fast
-def test_plans_that_quantize_are_taken_where_rows_can_be_loaded_so(monkeypatch):
-    plan = Plan(stages=20, workers=2, fused=True)
-    monkeypatch.setattr("baton.kernels.gemm_fp8_plan.find", lambda *_: plan.row())
-    launched = []
-    monkeypatch.setattr(module.gemm_fp8_triton, "launch", lambda *arguments, **_: launched.append(arguments[1::3]))
-    monkeypatch.setattr(
-        module.gemm_fp8_hopper_triton, "launch", lambda *arguments, **_: launched.append(arguments[1::3])
-    )
-    monkeypatch.setattr(module.gemm_fp8_hopper_triton, "_is_hopper", lambda _: True)
-    x, weight = data(9, 64, 384)
-    linear_fp8(x, weight, implementation=TRITON)
-    assert launched.pop() == (None, plan)
-    linear_fp8(strided(x), weight, ue8m0=True, implementation=TRITON, plan=plan)
-    assert launched.pop() == (None, plan)
-    for apart in (torch.cat([x, x[:, :8]], 1)[:, :384], torch.cat([x, x], 1)[:, 3:387]):
-        linear_fp8(apart, weight, implementation=TRITON)
-        scales, chosen = launched.pop()
-        assert scales is not None and chosen == replace(plan, fused=False), "quantized by a launch of its own"
-    linear_fp8(x, weight, num_sms=3, implementation=TRITON)
-    assert launched.pop() == (None, rule(9, 64, 384, swap=True))
-    gemm_fp8(*quantize_fp8(x), weight, implementation=TRITON)
-    assert launched.pop()[0] is not None
-    with pytest.raises(KernelArgumentInvalid, match=r"^plan: .* num_sms"):
-        linear_fp8(x, weight, num_sms=3, implementation=TRITON, plan=plan)
-    with pytest.raises(KernelArgumentInvalid, match=r"^plan: has 2 workers"):
-        linear_fp8(x, weight, implementation=TRITON, plan=replace(plan, stages=5))
-    monkeypatch.setattr(module.gemm_fp8_hopper_triton, "_is_hopper", lambda _: False)
-    _, weight = data(9, 72, 384)
-    linear_fp8(x, weight, implementation=TRITON)
-    assert launched.pop() == (None, rule(9, 72, 384, swap=True))
-    assert not launched
-
-
-@pytest.mark.fast
 def test_which_plans_with_workers_there_are():
     plan = Plan(swap=False, BM=64, BN=32, stages=16, workers=2)
     assert is_form(plan)
@@ -339,17 +305,6 @@ def test_which_plans_with_workers_there_are():
         replace(plan, groups=2),
         replace(plan, fused=True),
         replace(plan, depth=0),
-    ):
-        assert not is_form(other), other
-    fused = Plan(BM=16, BN=64, stages=20, workers=2, fused=True)
-    for other in (fused, replace(fused, BM=32, stages=16), replace(fused, BN=128, stages=5)):
-        assert is_form(other), other
-    for other in (
-        replace(fused, swap=False, BM=64, BN=16),
-        replace(fused, BM=64, stages=8),
-        replace(fused, stages=5),  # a team would overtake one of two that take turns
-        replace(fused, BN=128, stages=4),  # three on a multiprocessor have too few registers
-        replace(fused, stages=10, splits=2),
     ):
         assert not is_form(other), other
     assert num_counters(plan, 65, 100) == 0
