@@ -8,7 +8,7 @@ BIN := .venv/bin
 # The machines with GPUs have torch and pytest, but no pip to build a .venv with.
 GPU_PYTHON := $(if $(wildcard .venv/.done),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test test-all test-gpu check coverage dev bench
+.PHONY: demo test test-all test-gpu check coverage dev bench dist wheelhouse
 
 demo: dev
 	$(BIN)/baton demo
@@ -44,6 +44,13 @@ test-gpu:
 
 bench: dev
 	$(BIN)/baton bench kv
+
+# The wheel and the source distribution of the last commit; with `wheelhouse`, what they depend on as well.
+dist: dev
+	scripts/build_dist $(BIN)/python
+
+wheelhouse: dev
+	scripts/build_dist $(BIN)/python --wheelhouse
 
 dev: .venv/.done
 
