@@ -34,9 +34,10 @@ class RayCluster:
         directory: of files; short.
         num_prefill, num_decode: workers, each on a host of its own.
         flags: more of `baton serve`.
+        dist: folder that `make wheelhouse` filled: hosts begin bare, and `ray up` installs Baton there.
     """
 
-    def __init__(self, directory, num_prefill=1, num_decode=2, flags=""):
+    def __init__(self, directory, num_prefill=1, num_decode=2, flags="", dist=None):
         self._directory = Path(directory)
         self.workers = [
             *(f"prefill-{at}" for at in range(num_prefill)),
@@ -44,9 +45,10 @@ class RayCluster:
         ]
         roles = {f"host-{name}": name.partition("-")[0] for name in self.workers}
         resources = {"head": None} | {host: {role: 1} for host, role in roles.items()}
-        self.hosts = Hosts(self._directory, resources)
+        self.hosts = Hosts(self._directory, resources, is_bare=dist is not None)
         self.head = self.hosts["head"]
-        self.file = ray_up.filled_in(self.hosts, "head", list(roles), self._directory)
+        self.file = ray_up.filled_in(self.hosts, "head", list(roles), self._directory, dist)
+        self._up_s = ray_up.UP_S if dist is None else ray_up.INSTALL_S
         self._flags = f"{FLAGS} --prefill {num_prefill} --decode {num_decode} {flags}"
         self._needed = {"prefill": num_prefill, "decode": num_decode}
         self.serve = None
@@ -54,7 +56,7 @@ class RayCluster:
 
     def __enter__(self):
         try:
-            ray_up.ray(self._directory, "up", "-y", "--no-config-cache", str(self.file))
+            ray_up.ray(self._directory, "up", "-y", "--no-config-cache", str(self.file), timeout_s=self._up_s)
             self.wait_joined()
             self._serve()
         except BaseException:
