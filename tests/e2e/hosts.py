@@ -42,7 +42,8 @@ cp {keys}/id_ed25519 {home}/.ssh/
 chmod 600 {home}/.ssh/id_ed25519
 sed -i 's#^root:.*#root:x:0:0:root:{home}:/bin/bash#' /etc/passwd
 hostname {name}
-printf '%s\n' 'export PATH={path}' 'export PYTHONPATH={pythonpath}' {exports} > {home}/.profile
+printf '%s\n' 'export PATH={path}' 'export PYTHONPATH={pythonpath}' {exports} \
+    'if [ -f ~/.bashrc ]; then . ~/.bashrc; fi' > {home}/.profile
 {sshd} -f {keys}/sshd_config -h {keys}/host_key -E {dir}/sshd.log
 exec {python} -c 'import signal, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)

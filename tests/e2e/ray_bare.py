@@ -1,6 +1,6 @@
-"""`python -m baton.tests.e2e.ray_bare DIST`: `ray up` of hosts that have Python and nothing else, served, and down again.
+"""`python -m baton.tests.e2e.ray_bare DIST`: `ray up` of hosts that have Python alone, served, and down again.
 
-DIST is what `make wheelhouse` fills: the hosts reach no package index. Each installs Baton into an environment of its own.
+DIST is what `make wheelhouse` fills: the hosts reach no package index. Each installs Baton into its own environment.
 """
 
 import asyncio
