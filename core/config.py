@@ -5,8 +5,6 @@ dataclasses and trusts them.
 """
 
 import difflib
-import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +16,7 @@ from pydantic_core import ErrorDetails
 from baton.core.clock import MAX_TIMEOUT_S
 from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
 from baton.core.errors import ConfigInvalid
+from baton.core.key_spellings import RENAMED, expanded
 from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
@@ -40,15 +39,6 @@ LocalPrefillName = Literal["auto", "never", "always"]
 KernelsName = Literal["auto", "triton", "reference"]
 LoadFormatName = Literal["auto", "safetensors", "dummy"]
 DEFAULT_DRAFTS = 2  # a step, where the checkpoint has an MTP head and nothing else was asked
-RENAMED = {
-    "chunk_len": "max_num_batched_tokens",
-    "gpu_memory_share": "gpu_memory_utilization",
-    "mtp": "num_speculative_tokens",
-    "weights": "load_format",
-    "kv_dtype": "kv_cache_dtype",
-    "host_kv_gib": "kv_offloading_size",
-    "numerics": "batch_invariant",
-}
 
 
 class ServeConfig(BaseModel):
@@ -195,7 +185,7 @@ class ServeConfig(BaseModel):
         """
         if values.get("verification") in MADE_UP_MODES:
             raise refuse_made_up(str(values["verification"]))
-        values = _expanded(values)
+        values = expanded(values)
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
@@ -300,46 +290,6 @@ class ServeConfig(BaseModel):
         if not isinstance(values, dict):
             raise ConfigInvalid(f"{path} holds no mapping of keys to values", path=str(path))
         return {str(key).replace("-", "_"): value for key, value in values.items()}
-
-
-def _expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """The same with vLLM's spellings turned into the keys they stand for."""
-    values = dict(values)
-    size = values.get("tensor_parallel_size")
-    if size is not None:
-        values = {"tp_prefill": size, "tp_decode": size} | values
-    if values.get("kv_cache_dtype") == "fp8_e4m3":
-        values["kv_cache_dtype"] = "fp8"
-    if isinstance(values.get("served_model_name"), str):
-        values["served_model_name"] = (values["served_model_name"],)
-    if values.get("speculative_config"):
-        given = _speculative(values["speculative_config"])
-        for key, value in given.items():
-            if values.get(key) not in (None, value):
-                message = f"speculative_config: it says {key} = {value}, and {key} is {values[key]}"
-                raise ConfigInvalid(message, keys=["speculative_config", key])
-        values |= given | {"speculative_config": ""}
-    return values
-
-
-def _speculative(given: Any) -> dict[str, Any]:
-    """Keys of `ServeConfig` from vLLM's `--speculative-config`: a JSON object, or in a file a mapping."""
-    keys = ["speculative_config"]
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise ConfigInvalid(f"speculative_config: not JSON: {error}", keys=keys) from error
-    if not isinstance(given, dict):
-        raise ConfigInvalid("speculative_config: not a JSON object", keys=keys)
-    unknown = sorted(set(map(str, given)) - {"method", "num_speculative_tokens"})
-    if unknown:
-        message = f"speculative_config: {', '.join(unknown)[:200]}: this version drafts by the model's own MTP head"
-        raise ConfigInvalid(f"{message}, and reads method and num_speculative_tokens", keys=keys)
-    method = str(given.get("method", "mtp"))
-    if method != "mtp" and not re.fullmatch(r"[a-z0-9_]{1,40}_mtp", method):  # deepseek_mtp and the like mean the same
-        raise ConfigInvalid(f"speculative_config: method {method[:80]!r}; this version drafts by mtp", keys=keys)
-    return {"speculative_method": "mtp"} | {k: v for k, v in given.items() if k == "num_speculative_tokens"}
 
 
 class _OnceLoader(yaml.SafeLoader):

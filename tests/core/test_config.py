@@ -3,8 +3,9 @@ import math
 import pytest
 
 from baton.core.clock import MonotonicClock, VirtualClock
-from baton.core.config import RENAMED, ServeConfig
+from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid
+from baton.core.key_spellings import RENAMED
 from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.request import SpeculationCounts
