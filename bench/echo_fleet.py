@@ -64,7 +64,7 @@ class EchoFleet:
     def _start(self, stack: contextlib.ExitStack) -> None:
         err = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "err"
         command = (
-            *("--port", 0, "--model-name", MODEL, "--model-path", self._model_path, "--weights", "random"),
+            *("--port", 0, "--model-name", MODEL, "--model-path", self._model_path, "--load-format", "dummy"),
             *("--max-queue-len", 8192, "--request-timeout-s", 600, "--exit-with-parent"),
         )
         router = stack.enter_context(PlainProcess("baton.router", *command, *self._router_arguments, err=err))

@@ -168,7 +168,7 @@ class Deployment:
 
     def _start(self) -> None:
         config = self.config
-        model = find_model(config.model, config.weights)
+        model = find_model(config.model, is_dummy=config.is_dummy)
         resolve_worker(config, model, worker_id="check")
         device = resolve_device(config.device)
         for port in (config.grpc_port, config.http_port, config.metrics_port):

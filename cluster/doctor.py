@@ -270,7 +270,7 @@ def check_kv_dtype(status: admin_pb2.StatusReply) -> Iterator[Finding]:
         yield Finding("KV dtype", "ok", f"{next(iter(found))} at every worker")
     elif found:
         detail = "; ".join(f"{dtype} at {', '.join(workers)}" for dtype, workers in sorted(found.items()))
-        yield Finding("KV dtype", "warn", detail, "start all workers with one --kv-dtype")
+        yield Finding("KV dtype", "warn", detail, "start all workers with one --kv-cache-dtype")
 
 
 def check_compute(status: admin_pb2.StatusReply) -> list[Finding]:
@@ -310,5 +310,5 @@ def check_numerics() -> Finding:
     try:
         check_invariance(SELFTEST_SHAPES, torch.float32, device)
     except NumericsUnsupported as error:
-        return Finding("numerics", "fail", error.message, "use --numerics default here, and report this machine")
+        return Finding("numerics", "fail", error.message, "leave --batch-invariant out here, and report this machine")
     return Finding("numerics", "ok", f"invariant numerics hold on this machine's {device.type}")

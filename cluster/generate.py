@@ -12,14 +12,15 @@ from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidSampling, 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 LOCAL_OPTIONS = (
     "model",
-    "mtp",
-    "numerics",
+    "num_speculative_tokens",
+    "speculative_method",
+    "batch_invariant",
     "dtype",
     "quantization",
-    "kv_dtype",
+    "kv_cache_dtype",
     "kernels",
     "device",
-    "weights",
+    "load_format",
     "verification",
 )  # those that go with --local alone
 _NUMBERS = (
@@ -133,7 +134,7 @@ def _logprob_lines(completion: Completion) -> str:
 
 def _complete_locally(asked: Asked, options: dict[str, Any], on_text: OnText) -> Completion:
     config = read_config(None, options)
-    find_model(config.model, config.weights)
+    find_model(config.model, is_dummy=config.is_dummy)
     from baton.cluster.local import LocalCompleter  # imports torch
 
     return LocalCompleter(config).complete(asked, on_text)

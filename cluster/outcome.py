@@ -63,7 +63,7 @@ _NEXT_STEPS: tuple[tuple[type[BatonError], str], ...] = (
     (PortInUse, "choose another port for that flag (0 picks a free one), or stop what listens there"),
     (RayUnavailable, "install ray, or start a cluster, or use --ray-address local"),
     (RayVersionMismatch, "install the Ray version that is named, on every node"),
-    (NumericsUnsupported, "use --numerics default, or run `baton doctor --selftest` for the measurement"),
+    (NumericsUnsupported, "leave --batch-invariant out, or run `baton doctor --selftest` for the measurement"),
     (WorkerStartFailed, "read the worker's own error above; `baton doctor` checks the machine"),
     (ConfigInvalid, "correct what is named; the command's --help lists every option"),
     (StartupError, "run `baton doctor`, then try again"),

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.cluster.resolve import ModelDirectory
+from baton.cluster.resolve import ModelDirectory, served_names
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, MalformedMessage, WorkerStartFailed, from_wire
 from baton.router.security_flags import flags_of
@@ -19,12 +19,13 @@ EXIT_PRECONDITION = 3  # its last line on stderr is then an error as `to_wire` w
 
 def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
     """How the router is started."""
+    name, *aliases = served_names(config, model)
     flags = {
         "host": config.host,
         "port": config.grpc_port,
-        "model-name": model.name,
+        "model-name": name,
         "model-path": model.path,
-        "weights": config.weights,
+        "load-format": config.load_format,
         "max-queue-len": config.max_queue_len,
         "routing": config.routing,
         "local-prefill": config.local_prefill,
@@ -46,6 +47,7 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
     if config.metrics_port is not None:
         flags["metrics-port"] = config.metrics_port
     pairs = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    pairs += [part for alias in aliases for part in ("--model-alias", alias)]
     return [sys.executable, "-P", "-m", "baton.router", *pairs, *flags_of(config), "--exit-with-parent"]
 
 

@@ -89,7 +89,7 @@ class Supervisor:
         config = self._config
         return CrewPlan(
             config=config,
-            model=find_model(config.model, config.weights),
+            model=find_model(config.model, is_dummy=config.is_dummy),
             device=resolve_device(config.device),
             name=self._order["name"],
             router_address=f"{host}:{self._order['admin_port']}",

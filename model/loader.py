@@ -126,7 +126,7 @@ def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dty
     """
     if quantization is Quantization.NONE:
         return config
-    problem = "" if is_ordered else "--numerics default, or with --kernels triton on one rank"
+    problem = "" if is_ordered else "no --batch-invariant, or with --kernels triton on one rank"
     problem = problem if dtype is torch.bfloat16 else f"--dtype bfloat16, not {_named(dtype)}"
     if problem:
         message = f"--quantization {quantization.value} goes with {problem}"
@@ -143,7 +143,7 @@ def _with_kv(config: ModelConfig, kv_dtype: KVDtype, dtype: torch.dtype) -> Mode
     if kv_dtype is KVDtype.AUTO:
         return config
     if config.head_dim % WORD_BYTES:
-        message = f"--kv-dtype {kv_dtype.value} moves {WORD_BYTES} elements together; heads have {config.head_dim}"
+        message = f"--kv-cache-dtype {kv_dtype.value} moves {WORD_BYTES} elements at once; heads have {config.head_dim}"
         raise ModelUnsupported(message, option="kv_dtype", value=kv_dtype.value)
     return _renamed(config, f"KV {kv_dtype.value} of {_named(dtype)}")
 
@@ -203,8 +203,9 @@ def _form(asked: Implementation, unfit: str, device: torch.device, dtype: torch.
 
 def _require_mtp(config: ModelConfig, path: Path) -> None:
     if config.num_mtp_layers == 0:
-        message = f"{path} has no MTP head to draft with; --mtp 0 would serve the model without drafts"
+        message = f"{path} has no MTP head to draft with; --speculative-method none would serve it without drafts"
         raise ModelTensorMissing(message, path=str(path), tensors=[])
     if config.num_mtp_layers > 1:
-        message = f"{path} has {config.num_mtp_layers} MTP layers; this version drafts with one; --mtp 0 would serve it"
+        message = f"{path} has {config.num_mtp_layers} MTP layers; this version drafts with one"
+        message += "; --speculative-method none would serve it"
         raise ModelUnsupported(message, option="mtp_num_hidden_layers", value=config.num_mtp_layers)

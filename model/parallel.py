@@ -137,7 +137,7 @@ class ShardPlan:
             inner_sizes["num_attention_heads"] *= config.head_dim
             for name, length in inner_sizes.items():
                 if num_slices(length) % size:
-                    raise _refusal(f"--numerics invariant cuts {name} into {num_slices(length)} slices", size)
+                    raise _refusal(f"--batch-invariant cuts {name} into {num_slices(length)} slices", size)
         self._parts = {
             ".self_attn.q_proj.weight": self._cut(0, queries, config.head_dim),
             ".self_attn.k_proj.weight": self._cut(0, keys, config.head_dim),

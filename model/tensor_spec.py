@@ -90,7 +90,7 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
     if missing:
         message = f"the checkpoint lacks {_named(missing)}"
         if all(name.startswith("mtp.") for name in missing):
-            message += "; its MTP head cannot be used, but --mtp 0 would serve the model without it"
+            message += "; its MTP head cannot be used, but --speculative-method none would serve the model without it"
         raise ModelTensorMissing(message, tensors=missing)
     known = spec.required | spec.tables | spec.optional
     unexpected = sorted(name for name in stored if name not in known and not _is_ignored(name, spec))

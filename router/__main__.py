@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -46,8 +47,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=flag_values.port, default=50051, help="0 picks a free one")
     parser.add_argument("--model-name", required=True, help="what clients call the model")
+    parser.add_argument("--model-alias", action="append", default=[], help="another name that clients may use")
     parser.add_argument("--model-path", type=Path, required=True, help="directory with tokenizer.json and config.json")
-    parser.add_argument("--weights", choices=("checkpoint", "random"), default="checkpoint", help="what workers load")
+    parser.add_argument(
+        "--load-format", choices=("auto", "safetensors", "dummy"), default="auto", help="dummy: workers load no weights"
+    )
     parser.add_argument(
         "--max-queue-len", type=flag_values.positive_int, default=256, help="requests in flight; more are refused"
     )
@@ -111,7 +115,9 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
     Raises:
         StartupError: the model directory or a port is not usable.
     """
-    model = ServedModel.from_directory(options.model_name, options.model_path, weights=options.weights)
+    weights = "random" if options.load_format == "dummy" else "checkpoint"
+    model = ServedModel.from_directory(options.model_name, options.model_path, weights=weights)
+    model = replace(model, aliases=tuple(options.model_alias))
     config = RouterConfig(
         host=options.host,
         port=options.port,

@@ -281,8 +281,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         Raises:
             ModelNotFound: it is not served here.
         """
-        if name and name != self._model.name:
-            message = f"this deployment serves {self._model.name!r}, not {name[:200]!r}"
+        if name and name not in self._model.names:
+            message = f"this deployment serves {', '.join(map(repr, self._model.names))}, not {name[:200]!r}"
             raise ModelNotFound(message, model=name[:200], served=self._model.name)
 
     def _check_number(self, num_answers: int) -> None:

@@ -16,11 +16,18 @@ class ServedModel:
         name: what clients call it.
         tokenizer: its tokenizer.
         vocab_size: rows of its embedding; at least as many as the tokenizer has tokens.
+        aliases: other names that clients may use.
     """
 
     name: str
     tokenizer: Tokenizer
     vocab_size: int
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that clients may use; the first is the one in answers."""
+        return (self.name, *self.aliases)
 
     @classmethod
     def from_directory(cls, name: str, directory: Path, *, weights: str = "checkpoint") -> "ServedModel":

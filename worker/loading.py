@@ -24,6 +24,7 @@ from baton.model.loader import load_model
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
 from baton.model.random_weights import RANDOM_SEED
+from baton.worker import kv_budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +85,11 @@ def load_worker(
         _check_invariance(model, config, group)
     layout = model.kv_layout(config.block_size)
     num_blocks = _num_blocks(config, model, layout, group)
+    memory_key = "gpu_memory_utilization" if device.type == "cuda" else "kv_memory_mib"
     if num_blocks < 1:
         raise ConfigInvalid(
-            f"the memory for KV holds no block of {layout.bytes_per_block} bytes; raise kv_memory_mib",
-            keys=["kv_memory_mib"],
+            f"the memory for KV holds no block of {layout.bytes_per_block} bytes; raise {memory_key}",
+            keys=[memory_key],
         )
     try:
         is_shared = pool_memory is not None and device.type == "cpu"
@@ -95,9 +97,10 @@ def load_worker(
         memory = pool_memory(geometry) if pool_memory is not None and is_shared else None
         pool = KVPool(layout, num_blocks, device, rank=group.rank, size=group.size, memory=memory)
     except RuntimeError as error:  # what torch's allocators raise
-        key = "gpu_memory_share" if device.type == "cuda" else "kv_memory_mib"
         mib = num_blocks * layout.bytes_per_block >> 20
-        raise ConfigInvalid(f"{key}: a KV pool of {mib} MiB does not fit into memory; lower it", keys=[key]) from error
+        raise ConfigInvalid(
+            f"{memory_key}: a KV pool of {mib} MiB does not fit into memory; lower it", keys=[memory_key]
+        ) from error
     grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
     return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars)
 
@@ -153,11 +156,21 @@ def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Com
     device = model.device
     if device.type != "cuda":
         return num_blocks_for_memory(layout, config.kv_memory_mib << 20)
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    own_bytes = PoolGeometry(layout, 1, group.rank, group.size).num_bytes // 2  # of one block beside the scratch block
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    block_bytes = PoolGeometry(layout, 1, group.rank, group.size).num_bytes // 2  # beside the scratch block
+    sizes = model.config
+    steps = kv_budget.step_bytes(
+        num_tokens=config.chunk_len,
+        num_rows=config.max_num_seqs * (config.num_draft_tokens + 1),
+        hidden_size=sizes.hidden_size,
+        inner_size=max(sizes.intermediate_size, sizes.moe_intermediate_size * sizes.num_experts_per_token),
+        vocab_size=sizes.vocab_size,
+    )
     if model.implementation is Implementation.TRITON and model.numerics is Numerics.DEFAULT:
-        kv_dtype = TORCH_DTYPES[layout.dtype]
-        widened_bytes = kv_widen.most_bytes(kv_dtype, device.index, layout.head_dim, layout.block_size)
-        free_bytes = max(0, free_bytes - 2 * widened_bytes)  # a layer's, and what torch keeps of another size
-    num_blocks = int(free_bytes * config.gpu_memory_share) // own_bytes - 1
+        kv_dtype = TORCH_DTYPES[layout.dtype]  # a layer's, and what torch keeps of another size
+        steps += 2 * kv_widen.most_bytes(kv_dtype, device.index, layout.head_dim, layout.block_size)
+    own = torch.cuda.memory_reserved(device) + kv_budget.CONTEXT_BYTES
+    share = config.gpu_memory_utilization
+    room = kv_budget.kv_bytes(total=total_bytes, free=free_bytes, share=share, own=own, steps=steps)
+    num_blocks = room // block_bytes - 1
     return min(int(data) for data in group.gather_bytes(str(num_blocks).encode()))

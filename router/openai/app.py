@@ -62,12 +62,12 @@ class PlainEndpoints:
 
     async def models(self, request: Request) -> Response:
         """The one model."""
-        return JsonResponse({"object": "list", "data": [self._model()]})
+        return JsonResponse({"object": "list", "data": [self._model(name) for name in self._front.model.names]})
 
     async def model(self, request: Request) -> Response:
         """The one model, by its name."""
         self._front.inference.check_model(request.path_params["name"])
-        return JsonResponse(self._model())
+        return JsonResponse(self._model(request.path_params["name"]))
 
     async def health(self, request: Request) -> Response:
         """This process answers."""
@@ -88,10 +88,10 @@ class PlainEndpoints:
         """What is served, in OpenAPI."""
         return JsonResponse(self._document)
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         served = self._front.inference.model()
         return {
-            "id": served.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "baton",

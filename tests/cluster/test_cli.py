@@ -17,12 +17,13 @@ from baton.core.build import build_id
 from baton.core.config import ServeConfig
 
 DESIGN_SERVE_FLAGS = (
-    "model prefill decode tp-prefill tp-decode mtp transport scheduling numerics dtype weights grpc-port http-port "
-    "ray-address config"
+    "model prefill decode tp-prefill tp-decode num-speculative-tokens transport scheduling dtype load-format grpc-port "
+    "http-port ray-address config"
 ).split()
 DESIGN_GENERATE_FLAGS = (
-    "address local prompt max-tokens temperature top-p top-k min-p seed model mtp numerics dtype".split()
-)
+    "address local prompt max-tokens temperature top-p top-k min-p seed model num-speculative-tokens batch-invariant "
+    "dtype"
+).split()
 
 
 def baton(*arguments, stdin=b"", environment=None):
@@ -81,7 +82,7 @@ def test_every_command_exists_and_has_json(command):
         (["bench", "kv", "--pace", "4"], 2, "ConfigInvalid"),
         (["bench", "decode", "--shape", "9b"], 2, "ConfigInvalid"),
         (["bench", "decode", "--batch", "1,x"], 2, "ConfigInvalid"),
-        (["bench", "decode", "--mtp", "9"], 2, "ConfigInvalid"),
+        (["bench", "decode", "--num-speculative-tokens", "9"], 2, "ConfigInvalid"),
         (["bench", "decode", "--scheduling", "never"], 2, "ConfigInvalid"),
         (["bench", "decode", "--rate", "1.5"], 2, "ConfigInvalid"),
         (["bench", "decode", "--temperature", "-1"], 2, "ConfigInvalid"),
@@ -106,12 +107,12 @@ def test_every_command_exists_and_has_json(command):
         (["generate", "--prompt", "x", "--bad-words", "7;8"], 2, "InvalidSampling"),
         (["generate", "--prompt", "x", "--allowed-token-ids", ""], 2, "InvalidSampling"),
         (["generate", "--prompt", "x", "--n", str(2**31)], 2, "InvalidSampling"),
-        (["serve", "--mtp", "5"], 2, "ConfigInvalid"),
+        (["serve", "--num-speculative-tokens", "5"], 2, "ConfigInvalid"),
         (["serve", "--prefill", "0"], 2, "ConfigInvalid"),
         (["serve", "--transport", "pigeon"], 2, "ConfigInvalid"),
         (["serve", "--config", "/nowhere.yaml"], 2, "ConfigInvalid"),
-        (["serve", "--mtp", "²"], 2, "ConfigInvalid"),
-        (["serve", "--mtp=--1"], 2, "ConfigInvalid"),
+        (["serve", "--num-speculative-tokens", "²"], 2, "ConfigInvalid"),
+        (["serve", "--num-speculative-tokens=--1"], 2, "ConfigInvalid"),
         (["serve", "--model", ""], 2, "ConfigInvalid"),
         (["serve", "--host", "nosuch.invalid"], 2, "ConfigInvalid"),
         (["serve", "--kv-memory-mib", "9" * 23], 2, "ConfigInvalid"),
@@ -209,9 +210,10 @@ def test_keys_of_a_file_are_checked_and_flags_override_them(tmp_path, capsys, mo
     from baton.cluster.resolve import read_config
 
     path = tmp_path / "serve.yaml"
-    path.write_text("model: /some/model\ngrpc-port: 6000\nprefill: 2\nmtp: 3\n")
-    config = read_config(path, {"grpc_port": 7000, "mtp": "1", "decode": None})
-    assert (config.model, config.grpc_port, config.prefill, config.mtp) == ("/some/model", 7000, 2, 1)
+    path.write_text("model: /some/model\ngrpc-port: 6000\nprefill: 2\nnum-speculative-tokens: 3\n")
+    config = read_config(path, {"grpc_port": 7000, "num_speculative_tokens": "1", "decode": None})
+    assert (config.model, config.grpc_port, config.prefill) == ("/some/model", 7000, 2)
+    assert config.num_speculative_tokens == 1
     path.write_text("prefil: 2\n")
     monkeypatch.setattr(sys, "argv", ["baton", "serve", "--config", str(path), "--json"])
     with pytest.raises(SystemExit) as exit:
@@ -290,7 +292,7 @@ def test_local_generation_needs_no_ray_and_tells_everything():
     assert len(data["token_ids"]) == 6
     assert data["finish_reason"] == "length"
     assert data["ttft_ms"] > 0
-    code, again, _ = generate_locally("--mtp", "0", "--numerics", "invariant", "--dtype", "float64")
+    code, again, _ = generate_locally("--num-speculative-tokens", "0", "--batch-invariant", "--dtype", "float64")
     assert again["num_draft_tokens"] == 0
     assert again["prompt_len"] == data["prompt_len"]
 

@@ -79,7 +79,7 @@ def test_what_kv_pools_hold_is_told():
     assert (fine.level, fine.detail) == ("ok", "float8_e4m3fn at every worker")
     [mixed] = doctor.check_kv_dtype(states("float8_e4m3fn", "bfloat16"))
     assert (mixed.level, mixed.detail) == ("warn", "bfloat16 at w1; float8_e4m3fn at w0")
-    assert "--kv-dtype" in mixed.next
+    assert "--kv-cache-dtype" in mixed.next
 
 
 def test_a_worker_that_answers_nothing_is_told():

@@ -22,7 +22,8 @@ RAY_OWN = re.compile(
     r"/raylet/raylet|gcs_server|/monitor\.py|/agent\.py|/main\.py|log_monitor|autoscaler|dashboard|^ray::"
 )
 FLAGS = (
-    "--host 0.0.0.0 --grpc-port 50051 --dtype float64 --mtp 2 --kv-memory-mib 64 --chunk-len 64 --max-num-seqs 32 "
+    "--host 0.0.0.0 --grpc-port 50051 --dtype float64 --num-speculative-tokens 2 --kv-memory-mib 64 "
+    "--max-num-batched-tokens 64 --max-num-seqs 32 "
     "--start-timeout-s 240 --migration-wait-s 120 --max-wait-s 120 --request-timeout-s 280 --max-migrations 8"
 )
 

@@ -62,7 +62,7 @@ def worker_config(worker_id, router_address="", **changes):
         "device": "cpu",
         "block_size": 16,
         "kv_memory_mib": 24,
-        "gpu_memory_share": 0.5,
+        "gpu_memory_utilization": 0.5,
         "max_num_seqs": 4,
         "max_queue_len": 8,
         "chunk_len": 16,
