@@ -8,7 +8,7 @@ BIN := .venv/bin
 # The machines with GPUs have torch and pytest, but no pip to build a .venv with.
 GPU_PYTHON := $(if $(wildcard .venv/.done),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test test-all test-gpu check coverage dev bench dist wheelhouse
+.PHONY: demo test test-all test-gpu check coverage dev bench dist wheelhouse test-peers
 
 demo: dev
 	$(BIN)/baton demo
@@ -41,6 +41,11 @@ test-all: dev
 test-gpu:
 	mkdir -p .gpu && ln -sfn .. .gpu/baton
 	PYTHONPATH=$(CURDIR)/.gpu $(GPU_PYTHON) -m pytest -q -c tests/gpu/pytest.ini --rootdir=. -m gpu tests/gpu
+
+# vLLM's own tests of its OpenAI server, against ours; fetches its source distribution once.
+test-peers: dev
+	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
+	scripts/test_peers $(BIN)/python
 
 bench: dev
 	$(BIN)/baton bench kv

@@ -16,8 +16,7 @@ from typing import Any
 from baton.core.config import DEFAULT_DRAFTS, MAX_DRAFTS, KVTransferConfig, ServeConfig, WorkerConfig
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PortInUse
 from baton.core.tls_files import TlsFiles
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from baton.router.security import LOOPBACK
 
 BUNDLED_MODELS = ("tiny", "tiny-pruned")
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"

@@ -13,7 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from baton.client import AsyncBatonClient
 from baton.core.sampling import SamplingParams
 from baton.tests.e2e.hosts import in_namespaces, why_not
 from baton.tests.e2e.ray_cluster import RayCluster
@@ -22,10 +21,10 @@ PROMPT = "def main(argv=None):\n"
 NUM_TOKENS = 48
 
 
-async def ask(address):
+async def ask(cluster):
     """(token ids, prefill worker, decode worker) of one greedy answer."""
     token_ids = []
-    async with AsyncBatonClient(address, timeout_s=120.0) as client:
+    async with cluster.client(timeout_s=120.0) as client:
         sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
         async for chunk in client.generate(PROMPT, sampling=sampling):
             token_ids += chunk.token_ids
@@ -39,7 +38,7 @@ def up_served_down(directory, dist):
     cluster = RayCluster(directory, num_prefill=1, num_decode=1, flags="--local-prefill never", dist=dist)
     with cluster:
         served_s = time.monotonic()
-        token_ids, *workers = asyncio.run(ask(cluster.address))
+        token_ids, *workers = asyncio.run(ask(cluster))
         installed = {
             host.name: host.run("python -c 'import baton, sys; print(sys.prefix, baton.__file__)'").split()
             for host in cluster.hosts
