@@ -149,6 +149,34 @@ def serve(
 
 
 @app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="model directory, or tiny")] = "tiny",
+    config: Annotated[Path | None, _option("YAML file of `baton serve`")] = None,
+    tensor_parallel_size: Annotated[Count, _option("ranks per worker, 1, 2, 4 or 8  [1]")] = None,
+    num_speculative_tokens: Annotated[Text, _option("draft tokens per step, 0 to 4, or auto")] = None,
+    speculative_method: Annotated[Text, _option("auto|mtp|none  [auto]")] = None,
+    load_format: Annotated[Text, _option("auto|safetensors|dummy  [auto]")] = None,
+    dtype: Annotated[Text, _option("auto|float64|float32|bfloat16  [auto]")] = None,
+    quantization: Annotated[Text, _option("none|fp8  [none]")] = None,
+    kv_cache_dtype: Annotated[Text, _option("auto|fp8  [auto]")] = None,
+    max_model_len: Annotated[Count, _option("shorter than the model's own length")] = None,
+    device: Annotated[Text, _option("auto|cpu|cuda  [auto]")] = None,
+    batch_invariant: Annotated[bool | None, _option("rows computed alone, bit for bit  [off]")] = None,
+    json: Json = False,
+) -> int:
+    """Say what a model directory would run as, or why it cannot; nothing is started. Exits 3 if it cannot."""
+    flags = {name: value for name, value in locals().items() if name not in ("config", "json")}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster import resolve
+        from baton.cluster.check import check
+
+        return check(resolve.read_config(config, flags), output)
+
+    return run_command(json, body)
+
+
+@app.command()
 @with_access
 def generate(
     prompt: Annotated[Text, _option("the text to continue; - reads standard input")] = None,

@@ -114,11 +114,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def has_gpu() -> bool:
+    """Whether this machine has a device file of a GPU; quick, and says nothing about drivers."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
 def resolve_device(device: str) -> str:
     """`auto` becomes cuda where this machine has a GPU that torch can use."""
     if device != "auto":
         return device
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+    if not has_gpu():
         return "cpu"
     import torch  # slow to import, and useless without a device file
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from baton.cluster.checkpoint import require_servable
 from baton.cluster.deployment import Deployment
 from baton.cluster.outcome import ExitCode, Output
 from baton.cluster.progress import show_progress
@@ -24,6 +25,8 @@ def serve(config: ServeConfig, output: Output) -> ExitCode:
         WorkerLost: a role has no worker left.
     """
     is_serving = False
+    for note in require_servable(config).notes:
+        output.note(f"baton: {note}")
     if config.log_format == "json":
         output.log_format = config.log_format
         configure_logging(config.log_format, {"role": "cli"})
