@@ -131,6 +131,7 @@ def serve(
     quarantine_deaths: Annotated[Count, _limits("refuse a request that was at so many deaths; 0: none  [2]")] = None,
     quarantine_s: Annotated[float | None, _limits("how long it is refused  [600]")] = None,
     log_format: Annotated[Text, _logs("text|json: of every process's log  [text]")] = None,
+    log_requests: Annotated[bool | None, _logs("a line for each request: ids, counts and times  [off]")] = None,
     trace_file: Annotated[Text, _logs("append spans to this file: OTLP as JSON lines")] = None,
     trace_endpoint: Annotated[Text, _logs("send spans to this OTLP/HTTP collector; needs baton-pd[otel]")] = None,
     trace_share: Annotated[float | None, _logs("trace so many of the requests that leave it open  [1]")] = None,

@@ -175,6 +175,7 @@ class ServeConfig(BaseModel):
     start_timeout_s: float = Field(600.0, gt=0, le=MAX_TIMEOUT_S, description="workers must report within this")
     worker_threads: int = Field(1, ge=1, le=256, description="torch threads per worker on a CPU")
     log_format: LogFormat = Field("text", description="of every process's log: text, or json, one object a line")
+    log_requests: bool = Field(False, description="log a line for each request: ids, counts and times, no content")
     trace_file: str = Field("", description="append spans to this file, OTLP as JSON lines")
     trace_endpoint: str = Field("", description="send spans to this OTLP/HTTP collector; needs baton-pd[otel]")
     trace_share: float = Field(1.0, ge=0, le=1, description="trace so many of the requests whose clients leave it open")
