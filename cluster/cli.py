@@ -105,8 +105,8 @@ def serve(
     overcommit: Annotated[bool | None, _kv("admit more than the KV cache can finish, and preempt  [on]")] = None,
     transport: Annotated[Text, _kv("auto|zmq|grpc|shm|nvlink|nixl  [auto]")] = None,
     kv_digest: Annotated[bool | None, _kv("digest KV end to end; off, sockets check crc32c instead  [on]")] = None,
-    max_num_seqs: Annotated[Count, _schedule("sequences a decode worker runs at once  [16]")] = None,
-    max_num_batched_tokens: Annotated[Count, _schedule("prompt tokens per prefill step  [256]")] = None,
+    max_num_seqs: Annotated[Count, _schedule("sequences a worker runs at once  [by device and KV pool]")] = None,
+    max_num_batched_tokens: Annotated[Count, _schedule("prompt tokens per prefill step  [GPU 2048, CPU 256]")] = None,
     scheduling: Annotated[Text, _schedule("async|sync  [async]")] = None,
     cuda_graphs: Annotated[Text, _schedule("auto|off: replay decode steps on a GPU  [auto]")] = None,
     cuda_graph_sizes: Annotated[Text, _schedule("batch sizes to capture: 1,2,4  [by itself]")] = None,
@@ -131,6 +131,7 @@ def serve(
     quarantine_deaths: Annotated[Count, _limits("refuse a request that was at so many deaths; 0: none  [2]")] = None,
     quarantine_s: Annotated[float | None, _limits("how long it is refused  [600]")] = None,
     log_format: Annotated[Text, _logs("text|json: of every process's log  [text]")] = None,
+    log_requests: Annotated[bool | None, _logs("a line for each request: ids, counts and times  [off]")] = None,
     trace_file: Annotated[Text, _logs("append spans to this file: OTLP as JSON lines")] = None,
     trace_endpoint: Annotated[Text, _logs("send spans to this OTLP/HTTP collector; needs baton-pd[otel]")] = None,
     trace_share: Annotated[float | None, _logs("trace so many of the requests that leave it open  [1]")] = None,
@@ -144,6 +145,34 @@ def serve(
         from baton.cluster import resolve, serve
 
         return serve.serve(resolve.read_config(config, flags), output)
+
+    return run_command(json, body)
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="model directory, or tiny")] = "tiny",
+    config: Annotated[Path | None, _option("YAML file of `baton serve`")] = None,
+    tensor_parallel_size: Annotated[Count, _option("ranks per worker, 1, 2, 4 or 8  [1]")] = None,
+    num_speculative_tokens: Annotated[Text, _option("draft tokens per step, 0 to 4, or auto")] = None,
+    speculative_method: Annotated[Text, _option("auto|mtp|none  [auto]")] = None,
+    load_format: Annotated[Text, _option("auto|safetensors|dummy  [auto]")] = None,
+    dtype: Annotated[Text, _option("auto|float64|float32|bfloat16  [auto]")] = None,
+    quantization: Annotated[Text, _option("none|fp8  [none]")] = None,
+    kv_cache_dtype: Annotated[Text, _option("auto|fp8  [auto]")] = None,
+    max_model_len: Annotated[Count, _option("shorter than the model's own length")] = None,
+    device: Annotated[Text, _option("auto|cpu|cuda  [auto]")] = None,
+    batch_invariant: Annotated[bool | None, _option("rows computed alone, bit for bit  [off]")] = None,
+    json: Json = False,
+) -> int:
+    """Say what a model directory would run as, or why it cannot; nothing is started. Exits 3 if it cannot."""
+    flags = {name: value for name, value in locals().items() if name not in ("config", "json")}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster import resolve
+        from baton.cluster.check import check
+
+        return check(resolve.read_config(config, flags), output)
 
     return run_command(json, body)
 

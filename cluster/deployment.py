@@ -26,6 +26,7 @@ from baton.cluster.actors import ShellLoader, decode_shell, prefill_shell
 from baton.cluster.admin import as_data, fetch_status
 from baton.cluster.crew import MAX_RESTARTS, Crew, CrewPlan
 from baton.cluster.gang_actors import RankShell, decode_rank_shell, prefill_rank_shell
+from baton.cluster.log_tail import LogTail
 from baton.cluster.progress import OnProgress, no_progress
 from baton.cluster.ray_session import RaySession
 from baton.cluster.resolve import (
@@ -72,7 +73,12 @@ class Deployment:
     """
 
     def __init__(
-        self, config: ServeConfig, *, on_progress: OnProgress = no_progress, parts: Parts | None = None
+        self,
+        config: ServeConfig,
+        *,
+        on_progress: OnProgress = no_progress,
+        on_log: Callable[[str], None] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self.config = config
         self.address = ""
@@ -82,6 +88,8 @@ class Deployment:
         self.http_url = self.metrics_url = ""
         self.workers: dict[str, dict[str, Any]] = {}
         self._on_progress = on_progress
+        self._on_log = on_log
+        self._log_tail: LogTail | None = None
         self._parts = parts or Parts()
         self._name = f"baton-{secrets.token_hex(4)}"
         self._ray: RaySession | None = None
@@ -162,6 +170,9 @@ class Deployment:
                 self._ray.close()
                 self._ray = None
             left = processes.end_processes(started, grace_s=END_GRACE_S)
+            if self._log_tail is not None:
+                self._log_tail.close()
+                self._log_tail = None
             shutil.rmtree(self._dir, ignore_errors=True)
             self._dir = None
             assert not left, f"processes {left} survived SIGKILL"
@@ -179,6 +190,8 @@ class Deployment:
         deadline_s = time.monotonic() + config.start_timeout_s
         num_total = config.prefill + config.decode + 2
         self._dir = Path(tempfile.mkdtemp(prefix="baton-", dir="/tmp"))  # short: sockets below it have long names
+        if self._on_log is not None:
+            self._log_tail = LogTail(self._dir, self._on_log)
         command = self._parts.router_command(config, model)
         if config.admin_keys_file:  # only this process knows the key; the router knows its digest
             command = [*command, "--operator-key-digest", digest_of(self._operator_key)]

@@ -28,6 +28,7 @@ class LocalCompleter:
     def __init__(self, config: ServeConfig) -> None:
         worker = resolve_worker(config, find_model(config.model, is_dummy=config.is_dummy), worker_id="local")
         loaded = load_worker(worker)
+        worker = loaded.applied(worker)
         num_blocks = loaded.pool.num_blocks
         model, self._tokenizer = loaded.model, loaded.tokenizer
         del loaded  # its pool: the engine makes its own

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
+from baton.cluster.log_tail import printable
 from baton.core.errors import (
     AccessRefused,
     BatonError,
@@ -123,6 +124,8 @@ class Output:
     def write(self, text: str) -> None:
         """Print a piece of text to stdout at once, unless stdout is for the JSON object."""
         if not self.as_json and text:
+            if self.is_terminal:  # a model's text must not drive it
+                text = printable(text)
             print(text, end="", file=self.stdout, flush=True)
 
     def note(self, text: str, level: str = "INFO") -> None:

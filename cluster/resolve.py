@@ -113,11 +113,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def has_gpu() -> bool:
+    """Whether this machine has a device file of a GPU; quick, and says nothing about drivers."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
 def resolve_device(device: str) -> str:
     """`auto` becomes cuda where this machine has a GPU that torch can use."""
     if device != "auto":
         return device
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+    if not has_gpu():
         return "cpu"
     import torch  # slow to import, and useless without a device file
 
@@ -223,9 +228,9 @@ def resolve_worker(
         block_size=config.block_size,
         kv_memory_mib=config.kv_memory_mib,
         gpu_memory_utilization=config.gpu_memory_utilization / workers_per_gpu,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs or 0,
         max_queue_len=config.max_queue_len,
-        chunk_len=config.max_num_batched_tokens,
+        chunk_len=config.max_num_batched_tokens or 0,
         max_model_len=max_model_len,
         host=host,
         router_address=router_address,

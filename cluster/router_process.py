@@ -47,6 +47,7 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
     if config.metrics_port is not None:
         flags["metrics-port"] = config.metrics_port
     pairs = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    pairs += ["--log-requests"] * config.log_requests
     pairs += [part for alias in aliases for part in ("--model-alias", alias)]
     return [sys.executable, "-P", "-m", "baton.router", *pairs, *flags_of(config), "--exit-with-parent"]
 

@@ -1,12 +1,16 @@
 """`baton serve`: start a deployment, say where it is, and keep it until a signal ends it."""
 
+import json
 import os
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from baton.cluster.checkpoint import require_servable
 from baton.cluster.deployment import Deployment
 from baton.cluster.outcome import ExitCode, Output
 from baton.cluster.progress import show_progress
@@ -24,14 +28,17 @@ def serve(config: ServeConfig, output: Output) -> ExitCode:
         WorkerLost: a role has no worker left.
     """
     is_serving = False
+    judgement = require_servable(config)
+    for note in judgement.notes:
+        output.note(f"baton: {note}")
     if config.log_format == "json":
         output.log_format = config.log_format
         configure_logging(config.log_format, {"role": "cli"})
     try:
         with terminable(), show_progress(as_log=config.log_format == "json") as on_progress:
-            with Deployment(config, on_progress=on_progress) as deployment:
+            with Deployment(config, on_progress=on_progress, on_log=_show_log) as deployment:
                 is_serving = True
-                _announce(deployment, output)
+                _announce(deployment, output, judgement.facts["names"][0])
                 while True:
                     time.sleep(CHECK_INTERVAL_S)
                     deployment.check()
@@ -40,7 +47,11 @@ def serve(config: ServeConfig, output: Output) -> ExitCode:
         return ExitCode.OK if is_serving else ExitCode.FAILED
 
 
-def _announce(deployment: Deployment, output: Output) -> None:
+def _show_log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # as it is: JSON stays JSON
+
+
+def _announce(deployment: Deployment, output: Output, name: str) -> None:
     config = deployment.config
     data: dict[str, Any] = {
         "address": deployment.address,
@@ -60,8 +71,20 @@ def _announce(deployment: Deployment, output: Output) -> None:
         data,
         f"serving {config.model} at {at}: {config.prefill} prefill, {config.decode} decode\n"
         f"{_who_gets_in(deployment)}"
+        f"{_curl(deployment, name)}"
         f"try: baton generate --address {deployment.address} --prompt 'def main():'",
     )
+
+
+def _curl(deployment: Deployment, name: str) -> str:
+    if not deployment.http_url:
+        return ""
+    config = deployment.config
+    flags = ' -H "Authorization: Bearer $BATON_API_KEY"' if config.api_keys_file else ""
+    flags += f" --cacert {config.tls_ca_file}" if config.tls.is_on and config.tls_ca_file else ""
+    body = shlex.quote(json.dumps({"model": name, "prompt": "def main():", "max_tokens": 32}))
+    url = f"{deployment.http_url}/v1/completions"
+    return f"try: curl {url}{flags} -H 'Content-Type: application/json' -d {body}\n"
 
 
 def _who_gets_in(deployment: Deployment) -> str:

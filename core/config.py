@@ -133,7 +133,9 @@ class ServeConfig(BaseModel):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=0.98, description="share of a GPU's memory that its workers may use in all: weights, KV, buffers"
     )
-    max_num_seqs: int = Field(16, ge=1, le=1024, description="sequences a decode worker runs at once")
+    max_num_seqs: int | None = Field(
+        None, ge=1, le=1024, description="sequences a worker runs at once; unset: by device, model and KV pool"
+    )
     max_queue_len: int = Field(256, ge=1, le=100_000, description="requests the router holds; more are refused")
     routing: RoutingName = Field(
         "prefix", description="prefix: least cost with what is cached where; least_cost: by load alone; round_robin"
@@ -148,7 +150,9 @@ class ServeConfig(BaseModel):
     max_wait_s: float = Field(
         30.0, gt=0, le=MAX_TIMEOUT_S, description="requests that would wait longer for their turn are refused"
     )
-    max_num_batched_tokens: int = Field(256, ge=16, le=1 << 24, description="prompt tokens per prefill step")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=16, le=1 << 24, description="prompt tokens per prefill step; unset: 2048 on a GPU, 256 on a CPU"
+    )
     prefix_cache: bool = Field(True, description="prefill workers keep the KV of prompts for those that begin alike")
     max_model_len: int | None = Field(
         None, ge=2, le=1 << 30, description="shorter than the model's own length, to save memory"
@@ -171,6 +175,7 @@ class ServeConfig(BaseModel):
     start_timeout_s: float = Field(600.0, gt=0, le=MAX_TIMEOUT_S, description="workers must report within this")
     worker_threads: int = Field(1, ge=1, le=256, description="torch threads per worker on a CPU")
     log_format: LogFormat = Field("text", description="of every process's log: text, or json, one object a line")
+    log_requests: bool = Field(False, description="log a line for each request: ids, counts and times, no content")
     trace_file: str = Field("", description="append spans to this file, OTLP as JSON lines")
     trace_endpoint: str = Field("", description="send spans to this OTLP/HTTP collector; needs baton-pd[otel]")
     trace_share: float = Field(1.0, ge=0, le=1, description="trace so many of the requests whose clients leave it open")
@@ -334,7 +339,10 @@ class KVTransferConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What one worker is started with; every value resolved, nothing left to default."""
+    """What one worker is started with; every value resolved but those that only its device and its pool can tell.
+
+    Where `max_num_seqs` or `chunk_len` is 0, `worker.loading` chooses (`core.step_sizes`).
+    """
 
     worker_id: str
     model_path: str

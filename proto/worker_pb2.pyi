@@ -542,7 +542,7 @@ class GraphCounts(_message.Message):
     def __init__(self, num_captured: _Optional[int] = ..., failed: _Optional[_Mapping[str, str]] = ..., num_steps_replayed: _Optional[int] = ..., num_steps_eager: _Optional[_Mapping[str, int]] = ..., num_sequences_padded: _Optional[int] = ...) -> None: ...
 
 class Compute(_message.Message):
-    __slots__ = ("form", "why", "quantization", "num_library_refused", "library_refused", "untuned", "device", "num_kernels_starting", "num_kernels_serving", "late_kernels")
+    __slots__ = ("form", "why", "quantization", "num_library_refused", "library_refused", "untuned", "device", "num_kernels_starting", "num_kernels_serving", "late_kernels", "chosen")
     FORM_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
@@ -553,6 +553,7 @@ class Compute(_message.Message):
     NUM_KERNELS_STARTING_FIELD_NUMBER: _ClassVar[int]
     NUM_KERNELS_SERVING_FIELD_NUMBER: _ClassVar[int]
     LATE_KERNELS_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
     form: str
     why: str
     quantization: str
@@ -563,7 +564,8 @@ class Compute(_message.Message):
     num_kernels_starting: int
     num_kernels_serving: int
     late_kernels: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, form: _Optional[str] = ..., why: _Optional[str] = ..., quantization: _Optional[str] = ..., num_library_refused: _Optional[int] = ..., library_refused: _Optional[_Iterable[str]] = ..., untuned: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., num_kernels_starting: _Optional[int] = ..., num_kernels_serving: _Optional[int] = ..., late_kernels: _Optional[_Iterable[str]] = ...) -> None: ...
+    chosen: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, form: _Optional[str] = ..., why: _Optional[str] = ..., quantization: _Optional[str] = ..., num_library_refused: _Optional[int] = ..., library_refused: _Optional[_Iterable[str]] = ..., untuned: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., num_kernels_starting: _Optional[int] = ..., num_kernels_serving: _Optional[int] = ..., late_kernels: _Optional[_Iterable[str]] = ..., chosen: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("reason", "num_requests")

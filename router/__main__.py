@@ -24,7 +24,7 @@ from baton.core.errors import BatonError
 from baton.core.fleet_metrics import SpanCollector
 from baton.core.logs import configure_logging
 from baton.core.telemetry import Telemetry, TelemetryConfig
-from baton.router import flag_values
+from baton.router import flag_values, shed_report
 from baton.router.canary import CanaryConfig
 from baton.router.local_prefill import AUTO, MODES
 from baton.router.metrics_port import serve_metrics
@@ -59,6 +59,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--request-timeout-s", type=flag_values.positive_float, default=600.0, help="longest life of a request"
     )
     _add_migration(parser)
+    parser.add_argument("--log-requests", action="store_true", help="a line for each request: ids, counts, times")
     parser.add_argument("--routing", choices=ROUTINGS, default=PREFIX, help="how workers are chosen")
     parser.add_argument("--local-prefill", choices=MODES, default=AUTO, help="prompts on decode workers")
     parser.add_argument(
@@ -136,12 +137,14 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         max_wait_s=options.max_wait_s,
         security=security_of(options),
         http=_http_config(options),
+        log_requests=options.log_requests,
     )
     telemetry = Telemetry(_telemetry(options), "router", MonotonicClock())
     router = RouterServer(config, model, tracer=telemetry.tracer)
     if telemetry.tracer is not None:
         router.metrics.registry.register(SpanCollector(lambda: telemetry.num_dropped))
     await router.start()
+    shed = asyncio.create_task(shed_report.watch(router.metrics))
     # A stream is a few hundred objects: as many as there are streams would be looked at again and again.
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 10, 20)
@@ -161,6 +164,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         if close_metrics is not None:
             close_metrics()
     finally:
+        shed.cancel()
         await router.stop()
         telemetry.close()
 

@@ -29,7 +29,7 @@ from baton.router.choices import Choices
 from baton.router.gate import Gate
 from baton.router.members import DECODE, PREFILL, Members
 from baton.router.policy import Pair, require
-from baton.router.request_log import log_end
+from baton.router.request_log import log_end, log_request
 from baton.router.served_model import ServedModel
 from baton.router.stats import StreamStats
 from baton.router.text import IncrementalText
@@ -66,8 +66,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         gate: Gate | None = None,
         max_prompt_len: int | None = None,
         tracer: Tracer | None = None,
+        log_requests: bool = False,
     ) -> None:
         self._gate = gate
+        self._log_requests = log_requests
         self._max_prompt_len = max_prompt_len
         self._tracing = None if tracer is None else RequestTracing(tracer, clock, self._is_near)
         self._model = model
@@ -262,6 +264,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         error: BaseException | None,
     ) -> None:
         log_end(request.key, shown_id, error, was_sent=any(attempts.runs for attempts in choices.attempts))
+        if self._log_requests:
+            log_request(shown_id, request.tenant, stats.line(request.prompt_len), error)
         if self._tracing is not None:
             self._tracing.end(request, shown_id, choices.attempts, stats, error)
 

@@ -82,6 +82,7 @@ class RouterConfig:
     migration: MigrationConfig = MigrationConfig()  # noqa: RUF009
     retries: RetryLimits = RetryLimits()  # noqa: RUF009
     routing: str = ROUND_ROBIN
+    log_requests: bool = False
     local_prefill: str = NEVER
     canary: CanaryConfig = CanaryConfig()  # noqa: RUF009
     max_wait_s: float = 0.0  # for a turn before anything is sent to workers; 0: nobody waits here
@@ -233,6 +234,7 @@ class RouterServer:
             gate=self._gate,
             max_prompt_len=self.config.security.limits.max_prompt_tokens,
             tracer=self._tracer,
+            log_requests=self.config.log_requests,
         )
         admin = AdminService(
             model=self._model.name,

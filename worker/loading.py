@@ -1,7 +1,8 @@
 """From a `WorkerConfig` to the model, tokenizer and KV pool of one worker; the same steps for both roles."""
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from baton.core.config import WorkerConfig
 from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
+from baton.core.step_sizes import DeviceFacts, StepSizes, choose
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
 from baton.engine.grammar import GrammarCompiler
@@ -26,6 +28,8 @@ from baton.model.parallel import Alone, Communicator
 from baton.model.random_weights import RANDOM_SEED
 from baton.worker import kv_budget
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedWorker:
@@ -36,6 +40,12 @@ class LoadedWorker:
     layout: KVLayout
     pool: KVPool
     grammars: GrammarCompiler
+    sizes: StepSizes
+
+    def applied(self, config: WorkerConfig) -> WorkerConfig:
+        """The same with the sizes of steps that were chosen."""
+        sizes = self.sizes
+        return replace(config, max_num_seqs=sizes.max_num_seqs, chunk_len=sizes.max_num_batched_tokens)
 
 
 def load_worker(
@@ -84,7 +94,8 @@ def load_worker(
     if config.numerics is Numerics.INVARIANT:
         _check_invariance(model, config, group)
     layout = model.kv_layout(config.block_size)
-    num_blocks = _num_blocks(config, model, layout, group)
+    sizes = _sizes(config, model)
+    num_blocks = _num_blocks(config, model, layout, group, sizes)
     memory_key = "gpu_memory_utilization" if device.type == "cuda" else "kv_memory_mib"
     if num_blocks < 1:
         raise ConfigInvalid(
@@ -102,7 +113,38 @@ def load_worker(
             f"{memory_key}: a KV pool of {mib} MiB does not fit into memory; lower it", keys=[memory_key]
         ) from error
     grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
-    return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars)
+    sizes = _fitted(sizes, config, device, num_blocks)
+    return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars, sizes=sizes)
+
+
+def _fitted(sizes: StepSizes, config: WorkerConfig, device: torch.device, num_blocks: int) -> StepSizes:
+    """For the pool that there is, with a sentence about it; logged."""
+    pool_len = num_blocks * config.block_size
+    sizes = sizes.fitted(
+        asked_seqs=config.max_num_seqs, kind=device.type, pool_len=pool_len, max_model_len=config.max_model_len
+    )
+    why = f"kv_memory_mib {config.kv_memory_mib}"
+    if device.type == "cuda":
+        used = torch.cuda.memory_reserved(device) / (1 << 30)
+        why = f"{config.gpu_memory_utilization:g} of the GPU is this worker's, and {used:.1f} GiB of it in use with KV"
+    sizes = replace(sizes, why=(*sizes.why, f"KV pool of {num_blocks} blocks, {pool_len} positions: {why}"))
+    log.info("%s", "; ".join(sizes.why))
+    return sizes
+
+
+def _sizes(config: WorkerConfig, model: Model) -> StepSizes:
+    """Of steps, as far as they are known without a pool."""
+    device = DeviceFacts(kind=model.device.type)
+    if device.kind == "cuda":
+        _, total_bytes = torch.cuda.mem_get_info(model.device)
+        device = replace(device, num_bytes=int(total_bytes * config.gpu_memory_utilization))
+    return choose(
+        asked_seqs=config.max_num_seqs,
+        asked_tokens=config.chunk_len,
+        device=device,
+        vocab_size=model.config.vocab_size,
+        num_rows_per_seq=config.num_draft_tokens + 1,
+    )
 
 
 def _usable(device: torch.device) -> torch.device:
@@ -151,7 +193,7 @@ def reach_of(config: WorkerConfig, model: Model) -> Reach:
     return Reach(num_tokens=num_tokens, num_sequences=config.max_num_seqs, context_len=context_len)
 
 
-def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Communicator) -> int:
+def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Communicator, step: StepSizes) -> int:
     """Blocks that every rank has memory for. On a CPU the ranks share the worker's; each GPU has its own."""
     device = model.device
     if device.type != "cuda":
@@ -160,8 +202,8 @@ def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Com
     block_bytes = PoolGeometry(layout, 1, group.rank, group.size).num_bytes // 2  # beside the scratch block
     sizes = model.config
     steps = kv_budget.step_bytes(
-        num_tokens=config.chunk_len,
-        num_rows=config.max_num_seqs * (config.num_draft_tokens + 1),
+        num_tokens=step.max_num_batched_tokens,
+        num_rows=step.max_num_seqs * (config.num_draft_tokens + 1),
         hidden_size=sizes.hidden_size,
         inner_size=max(sizes.intermediate_size, sizes.moe_intermediate_size * sizes.num_experts_per_token),
         vocab_size=sizes.vocab_size,

@@ -224,15 +224,12 @@ def test_keys_of_a_file_are_checked_and_flags_override_them(tmp_path, capsys, mo
 
 
 @pytest.mark.fast
-def test_a_port_in_use_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch):
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
+def test_a_port_in_use_is_refused_before_anything_starts(capsys, monkeypatch):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = str(listener.getsockname()[1])
-        command = ["baton", "serve", "--model", str(tmp_path), "--grpc-port", port, "--json"]
+        command = ["baton", "serve", "--model", "tiny", "--grpc-port", port, "--json"]
         monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as exit:
             cli.main()

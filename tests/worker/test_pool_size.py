@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.core.step_sizes import StepSizes
 from baton.kernels import attention_prefill_hopper_triton, kv_widen
 from baton.kernels.implementation import Implementation
 from baton.kvcache.layout import KVLayout
@@ -27,8 +28,9 @@ def num_blocks(monkeypatch, *, dtype, is_hopper=True, head_dim=128, share=0.5, f
     layout = KVLayout(model_hash="m", num_layers=2, num_kv_heads=4, head_dim=head_dim, block_size=16, dtype=dtype)
     known = {"implementation": Implementation.TRITON, "numerics": Numerics.DEFAULT, "device": torch.device("cuda", 0)}
     config = SimpleNamespace(gpu_memory_utilization=share, chunk_len=chunk_len, max_num_seqs=16, num_draft_tokens=2)
+    sizes = StepSizes(max_num_seqs=16, max_num_batched_tokens=chunk_len, why=("", ""))
     loaded = SimpleNamespace(config=SIZES, **{**known, **model})
-    return loading._num_blocks(config, loaded, layout, Alone()), layout.bytes_per_block
+    return loading._num_blocks(config, loaded, layout, Alone(), sizes), layout.bytes_per_block
 
 
 def room_of(share=0.5, chunk_len=256):
