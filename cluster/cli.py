@@ -91,11 +91,13 @@ def serve(
     overcommit: Annotated[bool | None, _option("run more requests than the KV pool holds to their ends  [on]")] = None,
     gpu_memory_share: Annotated[float | None, _option("share of free GPU memory for KV  [0.8]")] = None,
     max_num_seqs: Annotated[Count, _option("sequences a decode worker runs at once  [16]")] = None,
-    max_queue_len: Annotated[Count, _option("requests the router holds; more are refused  [256]")] = None,
+    max_queue_len: Annotated[Count, _option("requests the router holds; more are refused  [no limit]")] = None,
     routing: Annotated[Text, _option("prefix|least_cost|round_robin: how workers are chosen  [prefix]")] = None,
     local_prefill: Annotated[Text, _option("auto|never|always: prompts that decode workers compute  [auto]")] = None,
     canary_idle_s: Annotated[float | None, _option("ask workers idle for this, can they serve; 0: never  [30]")] = None,
-    max_wait_s: Annotated[float | None, _option("requests that would wait longer are refused  [30]")] = None,
+    max_wait_s: Annotated[
+        float | None, _option("requests that would wait longer are refused  [their deadline]")
+    ] = None,
     chunk_len: Annotated[Count, _option("prompt tokens per prefill step  [256]")] = None,
     prefix_cache: Annotated[bool | None, _option("keep prompts' KV for those that begin alike  [on]")] = None,
     max_model_len: Annotated[Count, _option("shorter than the model's own length, to save memory")] = None,

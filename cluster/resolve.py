@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from baton.core.config import MAX_DRAFTS, KVTransferConfig, ServeConfig, WorkerConfig
+from baton.core.config import MAX_DRAFTS, WORKER_QUEUE_LEN, KVTransferConfig, ServeConfig, WorkerConfig
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PortInUse
 from baton.core.tls_files import TlsFiles
 
@@ -211,7 +211,7 @@ def resolve_worker(
         kv_memory_mib=config.kv_memory_mib,
         gpu_memory_share=config.gpu_memory_share / workers_per_gpu,
         max_num_seqs=config.max_num_seqs,
-        max_queue_len=config.max_queue_len,
+        max_queue_len=max(config.max_queue_len or 0, WORKER_QUEUE_LEN),
         chunk_len=config.chunk_len,
         max_model_len=max_model_len,
         host=host,

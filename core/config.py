@@ -30,6 +30,7 @@ from baton.core.verification import (
 )
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
+WORKER_QUEUE_LEN = 1 << 16  # requests at one worker, against floods: what waits, waits at the router
 MAX_DRAFTS = 4  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many
 TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
 SchedulingName = Literal["async", "sync"]
@@ -119,7 +120,9 @@ class ServeConfig(BaseModel):
     )
     gpu_memory_share: float = Field(0.8, gt=0, le=0.95, description="share of GPU memory left after weights for KV")
     max_num_seqs: int = Field(16, ge=1, le=1024, description="sequences a decode worker runs at once")
-    max_queue_len: int = Field(256, ge=1, le=100_000, description="requests the router holds; more are refused")
+    max_queue_len: int | None = Field(
+        None, ge=1, le=100_000, description="requests the router holds; more are refused; unset: deadlines and memory"
+    )
     routing: RoutingName = Field(
         "prefix", description="prefix: least cost with what is cached where; least_cost: by load alone; round_robin"
     )
@@ -130,8 +133,11 @@ class ServeConfig(BaseModel):
     canary_idle_s: float = Field(
         30.0, ge=0, le=MAX_TIMEOUT_S, description="workers from which nothing came for so long are asked; 0: never"
     )
-    max_wait_s: float = Field(
-        30.0, gt=0, le=MAX_TIMEOUT_S, description="requests that would wait longer for their turn are refused"
+    max_wait_s: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_TIMEOUT_S,
+        description="requests that would wait longer for their turn are refused; unset: than their deadline allows",
     )
     chunk_len: int = Field(256, ge=16, le=1 << 24, description="prompt tokens per prefill step")
     prefix_cache: bool = Field(True, description="prefill workers keep the KV of prompts for those that begin alike")

@@ -20,7 +20,7 @@ from baton.core.errors import (
 )
 from baton.core.logprobs import TokenLogprobs
 from baton.core.pace import PrefillPace
-from baton.core.rate import RateMeter
+from baton.core.rate import FullStepRate, RateMeter
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.span import Tracer
 from baton.core.tokenizer import Tokenizer
@@ -93,6 +93,7 @@ class PrefillWorker:
         index = PrefixIndex(self.block_log)
         self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size, index)
         self._rate, self._pace = RateMeter(), PrefillPace()
+        self._full_rate, self._chunk_len = FullStepRate(), chunk_len
         self._scheduler = PrefillScheduler(self._allocator, chunk_len, max_num_seqs)
         capacity_len = pool.num_blocks * pool.layout.block_size
         self._limits = dataclasses.replace(limits, prefill_capacity_len=capacity_len)
@@ -154,6 +155,7 @@ class PrefillWorker:
             self._push,
             self._rate,
             self._pace,
+            full_tokens_per_s=self._full_rate.per_s(self._clock.now_s()),
             num_requests=len(self._runs),
             num_finished=self._num_finished,
             num_failed=self._num_failed,
@@ -279,6 +281,7 @@ class PrefillWorker:
             starts = self._runner.draft(forward, step.submit)
         end_s, num_tokens = self._clock.now_s(), sum(chunk.length for chunk in plan)
         self._rate.add(num_tokens, end_s - start_s)
+        self._full_rate.add(num_tokens, end_s - start_s, end_s, full_len=self._chunk_len)
         self._pace.add(num_tokens, end_s - start_s, end_s - first_token_s)
         for chunk in plan:
             self._scheduler.name_blocks(chunk)

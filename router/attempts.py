@@ -80,6 +80,7 @@ class Attempts:
         self.first: worker_pb2.FirstToken | None = None  # of the attempt whose first token the client got
         self.first_pair: Pair | None = None
         self.runs: list[RequestRun] = []  # every attempt, in order
+        self.on_arrival: Callable[[int, bool], None] | None = None  # told how many new tokens came, and the end
         self._context = context
         self._answer = Continuation(request, context.limits, random.random)
         self._outcasts = Outcasts()
@@ -210,6 +211,7 @@ class Attempts:
         context = self._context
         kind = LocalRun if pair.is_local else RequestRun
         run = kind(request, pair, channels=context.channels, clock=context.clock)
+        run.on_arrival = self.on_arrival
         run.start(Visitor(context.attendance, self.request, self._may_move))
         self.runs.append(run)
         return run

@@ -50,15 +50,13 @@ class Choices:
         """
         if self._gate is not None:
             self._turn = await self._gate.enter(self._request)
+            for attempts in self.attempts:
+                attempts.on_arrival = self._turn.arrived
         if len(self.attempts) == 1:
             async for emitted in self.attempts[0].events():
-                if self._turn is not None:
-                    self._turn.tokens(len(emitted.token_ids))
                 yield ChoiceEvent(0, emitted)
             return
         async for event in self._events():
-            if self._turn is not None:
-                self._turn.tokens(len(event.emitted.token_ids))
             yield event
 
     async def _events(self) -> AsyncIterator[ChoiceEvent]:

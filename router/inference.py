@@ -43,6 +43,7 @@ THREAD_TEXT_LEN: Final = 4096  # longer texts (> 1 ms) are tokenized in a thread
 # runs of a few very long tokens; what is longer is refused unread.
 BASE_BYTES: Final = (64 << 10) + MAX_GRAMMAR_BYTES
 BYTES_PER_POSITION: Final = 16
+MAX_CALL_ANSWERS: Final = 256  # of one call, unless an operator set how many the router holds
 MAX_PROMPT_LOGPROBS: Final = 2048  # in a chunk, which stays below 1 MiB
 LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
 
@@ -287,7 +288,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _check_number(self, num_answers: int) -> None:
         """Refuse a call that an idle router would be too small for."""
-        limit = self._admission.limit
+        limit = MAX_CALL_ANSWERS if self._admission.limit is None else self._admission.limit
         if num_answers > limit:
             raise InvalidRequest(f"{num_answers} answers in one call; at most {limit}", field="n", limit=limit)
 

@@ -83,6 +83,7 @@ class RequestRun:
         self._changed: asyncio.Future[None] | None = None
         self._decode_finished = False
         self._ended = False
+        self.on_arrival: Callable[[int, bool], None] | None = None  # told how many new tokens came, and the end
         self._timers: list[asyncio.TimerHandle] = []
         self._suspended: BatonError | None = None  # decode's, until prefill has had its word
         self._lingering: asyncio.TimerHandle | None = None
@@ -136,6 +137,8 @@ class RequestRun:
             self._changed.set_result(None)
 
     def _put(self, emitted: Emitted) -> None:
+        if self.on_arrival is not None:
+            self.on_arrival(len(emitted.token_ids), emitted.finish_reason != "")
         waiting = self._waiting
         if waiting is None:
             self._waiting = emitted

@@ -36,8 +36,8 @@ from baton.router.inference import InferenceService
 from baton.router.least_cost import LeastCost
 from baton.router.listener import Listener, why_not_bound
 from baton.router.local_metrics import LocalPrefillCollector
-from baton.router.local_prefill import NEVER, LocalPrefill
-from baton.router.members import ALIVE_S, PREFILL, Life, Members
+from baton.router.local_prefill import ALWAYS, NEVER, LocalPrefill
+from baton.router.members import ALIVE_S, DECODE, PREFILL, Life, Members
 from baton.router.membership import MembershipService
 from baton.router.migration import Migration, MigrationConfig
 from baton.router.openai.app import make_app
@@ -76,7 +76,7 @@ class RouterConfig:
 
     host: str
     port: int
-    max_queue_len: int
+    max_queue_len: int | None
     request_timeout_s: float
     alive_s: float = ALIVE_S
     migration: MigrationConfig = MigrationConfig()  # noqa: RUF009
@@ -84,7 +84,7 @@ class RouterConfig:
     routing: str = ROUND_ROBIN
     local_prefill: str = NEVER
     canary: CanaryConfig = CanaryConfig()  # noqa: RUF009
-    max_wait_s: float = 0.0  # for a turn before anything is sent to workers; 0: nobody waits here
+    max_wait_s: float | None = 0.0  # for a turn; None: as long as each deadline allows; 0: no request waits here
     security: RouterSecurity = field(default_factory=RouterSecurity)
     http: HttpConfig | None = None
 
@@ -156,7 +156,7 @@ class RouterServer:
         return canaries
 
     def _make_gate(self) -> Gate | None:
-        if not self.config.max_wait_s:
+        if self.config.max_wait_s == 0.0:
             return None
         policy = self._policy
 
@@ -164,8 +164,10 @@ class RouterServer:
             return policy.cached_len(self.members.live(PREFILL), request) if isinstance(policy, LeastCost) else 0
 
         num = self.config.max_queue_len
-        limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=num, max_running=max(num, MAX_RUNNING))
-        gate = Gate(limits, self.members, self._clock, cached_len)
+        most = MAX_RUNNING if num is None else max(num, MAX_RUNNING)
+        limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=num, max_running=most)
+        role = DECODE if self.config.local_prefill == ALWAYS else PREFILL
+        gate = Gate(limits, self.members, self._clock, cached_len, role)
         self.metrics.registry.register(AdmissionCollector(gate.queue))
         return gate
 
