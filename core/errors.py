@@ -48,8 +48,11 @@ across gRPC without losing its type.
 """
 
 import json
+import logging
 from enum import Enum
 from typing import Any, ClassVar
+
+log = logging.getLogger(__name__)
 
 
 class Retry(Enum):
@@ -293,6 +296,23 @@ class KernelArgumentInvalid(BatonError):
 
 class ProtocolError(BatonError):
     """A peer sent something the hand-off protocol does not allow; it changed no state."""
+
+
+class InternalError(BatonError):
+    """Something that has no name of its own went wrong while this request was served; it alone ends with this."""
+
+
+def as_internal(where: str, error: BaseException) -> BatonError:
+    """Any exception as the error of a request, at a boundary; one that is not Baton's is logged with its traceback.
+
+    Args:
+        where: what failed; clients see it, and the exception's type, not its text.
+        error: what was raised there.
+    """
+    if isinstance(error, BatonError):
+        return error
+    log.error("%s failed", where, exc_info=error)
+    return InternalError(f"{where} failed: {type(error).__name__}", cause_type=type(error).__name__)
 
 
 def _leaves(kind: type[BatonError]) -> dict[str, type[BatonError]]:

@@ -17,6 +17,7 @@ from baton.core.errors import (
     RequestCancelled,
     RequestDeadlineExceeded,
     TransferFailed,
+    as_internal,
 )
 from baton.core.logprobs import TokenLogprobs
 from baton.core.pace import PrefillPace
@@ -124,9 +125,13 @@ class PrefillWorker:
             Overloaded: the queue is full.
         """
         self.check(request)
-        self._gate.enter()
         names = self.names.of(request)
-        self._loop.post(lambda: self._add(request, peer, stream, names), always=True)
+        self._gate.enter()
+        try:
+            self._loop.post(lambda: self._add(request, peer, stream, names), always=True)
+        except BaseException:
+            self._gate.leave()
+            raise
 
     def check(self, request: GenerationRequest) -> None:
         """What `submit` checks first; a new grammar is compiled, which may take a while. Any thread.
@@ -274,10 +279,14 @@ class PrefillWorker:
             reports = zip(forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
             for chunk, (first_token, logprobs, prompt_logprobs) in zip(plan, reports, strict=True):
                 chunk.sequence.computed(chunk.length, start_s, first_token_s)
-                if prompt_logprobs:
-                    self._publish_prompt_logprobs(self._runs[chunk.sequence.key], prompt_logprobs)
-                if first_token is not None:
-                    self._publish_first_token(self._runs[chunk.sequence.key], first_token, logprobs, first_token_s)
+                run = self._runs[chunk.sequence.key]
+                try:
+                    if prompt_logprobs:
+                        self._publish_prompt_logprobs(run, prompt_logprobs)
+                    if first_token is not None:
+                        self._publish_first_token(run, first_token, logprobs, first_token_s)
+                except Exception as error:  # noqa: BLE001  what one request's events raise ends that request
+                    self._fail(run, as_internal("the first token of a request", error))
             starts = self._runner.draft(forward, step.submit)
         end_s, num_tokens = self._clock.now_s(), sum(chunk.length for chunk in plan)
         self._rate.add(num_tokens, end_s - start_s)

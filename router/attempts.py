@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.core.clock import Clock
-from baton.core.errors import BatonError, NoWorker, TransferFailed, WorkersIncompatible
+from baton.core.errors import BatonError, NoWorker, TransferFailed, WorkersIncompatible, as_internal
 from baton.core.request import GenerationRequest
 from baton.proto import worker_pb2
 from baton.router.attendance import Attendance, Visitor
@@ -142,12 +142,16 @@ class Attempts:
                 return
             except BatonError as error:
                 await self._lost(pair, error)
+            except Exception as error:
+                raise as_internal("an attempt of a request", error) from error
 
     def close(self) -> None:
         """End the attempt that is under way, if it has not ended."""
         if self._run is not None:
-            self._run.close()
-            self._run.linger()
+            try:
+                self._run.close()
+            finally:
+                self._run.linger()
 
     def _came(self, member: Member) -> None:
         """A worker has done its part."""

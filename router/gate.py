@@ -61,12 +61,15 @@ class Turn:
         """The request has ended; later calls change nothing."""
         if not self._has_left:
             self._has_left = True
-            if self._first_s is not None:
-                self._gate.measure(self._last_s - self._begin_s, self._num_tokens)
-                if self._num_tokens > 1:
-                    self._gate.pace.add((self._last_s - self._first_s) / (self._num_tokens - 1), self._last_s)
             self._gate.queue.leave(self._ticket)
+            if self._first_s is not None:
+                self._measure(self._first_s)
             self._gate.look()
+
+    def _measure(self, first_s: float) -> None:
+        self._gate.measure(self._last_s - self._begin_s, self._num_tokens)
+        if self._num_tokens > 1:
+            self._gate.pace.add((self._last_s - first_s) / (self._num_tokens - 1), self._last_s)
 
 
 class Gate:
@@ -110,15 +113,15 @@ class Gate:
         now_s = self.clock.now_s()
         ticket = self.queue.offer(self._work(request, now_s), now_s)
         turn = self._waiting[ticket] = asyncio.get_running_loop().create_future()
-        self.look()
         try:
+            self.look()
             if not turn.done():
                 async with asyncio.timeout(request.deadline_s - now_s):
                     await turn
         except TimeoutError:
             self._give_up(ticket)
             raise RequestDeadlineExceeded("the deadline passed before the request's turn") from None
-        except asyncio.CancelledError:
+        except BaseException:
             self._give_up(ticket)
             raise
         return Turn(self, ticket, request.sampling.n)

@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.core.clock import Clock, MonotonicClock
+from baton.core.errors import as_internal
 from baton.core.fleet_metrics import FleetCollector
 from baton.core.metrics import RouterMetrics
 from baton.core.request import GenerationRequest
@@ -279,21 +280,28 @@ class RouterServer:
         )
 
     async def _tick(self) -> None:
+        parts = [self._expire, self.migration.drains.tick, self.wishes.tick, self.canaries.tick]
+        if self._gate is not None:
+            parts.append(self._gate.look)
+        if self._policy.name == PREFIX:
+            parts.append(self._feed.follow)
+        parts += [listener.tick for listener in self._listeners]
         while True:
             await asyncio.sleep(TICK_S)
-            for life in self.members.expire():
-                about = {"worker_id": life.worker_id, "epoch": f"{life.epoch:016x}"}
-                log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(life), extra=about)
-            self.migration.drains.tick()
-            self.wishes.tick()
-            self.canaries.tick()
-            if self._gate is not None:
-                self._gate.look()
-            if self._policy.name == PREFIX:
-                self._feed.follow()
-            await self._set_health()
-            for listener in self._listeners:
-                listener.tick()
+            for part in parts:
+                try:
+                    part()
+                except Exception as error:  # noqa: BLE001  the next tick may find it well again, and others go on
+                    as_internal("a part of the router's tick", error)
+            try:
+                await self._set_health()
+            except Exception as error:  # noqa: BLE001  likewise
+                as_internal("the router's health", error)
+
+    def _expire(self) -> None:
+        for life in self.members.expire():
+            about = {"worker_id": life.worker_id, "epoch": f"{life.epoch:016x}"}
+            log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(life), extra=about)
 
     async def _set_health(self) -> None:
         serving = self.migration.serving
