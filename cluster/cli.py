@@ -87,6 +87,7 @@ def serve(
     ray_address: Annotated[Text, _option("local starts a private Ray; auto or HOST:PORT joins one  [local]")] = None,
     block_size: Annotated[Count, _option("positions per KV block: 16, 32 or 64  [16]")] = None,
     kv_memory_mib: Annotated[Count, _option("KV pool per worker on a CPU  [256]")] = None,
+    kv_staging_mib: Annotated[Count, _option("host memory for KV on its way to a GPU, by sockets  [1024]")] = None,
     host_kv_gib: Annotated[float | None, _option("host memory for preempted requests' KV; 0: recompute  [0]")] = None,
     overcommit: Annotated[bool | None, _option("run more requests than the KV pool holds to their ends  [on]")] = None,
     gpu_memory_share: Annotated[float | None, _option("share of free GPU memory for KV  [0.8]")] = None,

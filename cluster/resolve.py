@@ -131,6 +131,7 @@ def transfer_config(config: ServeConfig) -> KVTransferConfig:
     return KVTransferConfig(
         transport=config.transport,
         digest=config.kv_digest,
+        staging_mib=config.kv_staging_mib,
         curve_key_file=config.kv_curve_key_file,
         tls_cert_file=tls.cert_file,
         tls_key_file=tls.key_file,

@@ -109,6 +109,12 @@ class ServeConfig(BaseModel):
     kv_memory_mib: int = Field(
         256, ge=1, le=1 << 24, description="KV pool per worker; on a GPU, see --gpu-memory-share"
     )
+    kv_staging_mib: int = Field(
+        1024,
+        ge=1,
+        le=1 << 20,
+        description="host memory before each decode worker's GPU pool; KV that comes by sockets fits in it",
+    )
     host_kv_gib: float = Field(
         0.0,
         ge=0,

@@ -177,6 +177,12 @@ class WorkersIncompatible(ServingError):
     """Workers of both roles live, but every pair has refused: layout, model, TP or version differ."""
 
 
+class HandoffTooLong(ServingError):
+    """No hand-off to a decode worker can carry so long a prompt, and none may compute it itself."""
+
+    retry = Retry.NEVER
+
+
 class WorkerLost(ServingError):
     """A worker that served this request died, was fenced or restarted."""
 

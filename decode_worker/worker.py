@@ -166,7 +166,7 @@ class DecodeWorker:
 
     def inventory(self) -> worker_pb2.Inventory:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
-        return decode_inventory(
+        held = decode_inventory(
             self._scheduler,
             self._allocator,
             self._runner,
@@ -178,6 +178,8 @@ class DecodeWorker:
             num_finished=self._num_finished,
             num_failed=self._num_failed,
         )
+        held.max_handoff_len = self._landing.staging_len
+        return held
 
     # The loop: receive -> preempt -> grant -> admit -> launch -> publish. Everything below runs on the loop thread.
 
