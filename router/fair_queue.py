@@ -16,6 +16,7 @@ A priority may fill only a part of the queue, so that higher ones find room. Ref
 
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,6 +68,11 @@ class FairQueue:
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
         self._capacity = Capacity()
+        self._clear()
+        self._asked_s: dict[str, float] = {}  # tenants, when they last asked
+        self.num_refused: Counter[str] = Counter()  # by reason
+
+    def _clear(self) -> None:
         self._ring = FairRing()
         self._waiting: list[tuple[float, int, Ticket]] = []  # by deadline
         self._order: dict[Ticket, tuple[float, int, Ticket]] = {}
@@ -80,9 +86,7 @@ class FairQueue:
         self._num_waiting_tokens = 0  # of those, likewise
         self._num_waiting_positions = 0
         self._most_tokens = 0  # of one of those; of some that left, too, until none waits
-        self._asked_s: dict[str, float] = {}  # tenants, when they last asked
         self._num_waiting_of: Counter[str] = Counter()
-        self.num_refused: Counter[str] = Counter()  # by reason
 
     @property
     def num_waiting(self) -> int:
@@ -124,16 +128,7 @@ class FairQueue:
         ticket = Ticket(work)
         if not self.is_idle:
             self._require_room(ticket, now_s)
-        self._num_offered += 1
-        self._order[ticket] = (self._latest_s(work, now_s), self._num_offered, ticket)
-        insort(self._waiting, self._order[ticket])
-        insort(self._waiting_lens, work.num_positions)
-        self._num_waiting_tokens += work.num_tokens
-        self._num_waiting_positions += work.num_positions
-        self._most_tokens = max(self._most_tokens, work.num_tokens)
-        self._ring.add(ticket)
-        self._num_waiting_of[work.tenant] += 1
-        self._num_bytes += work.num_bytes
+        self._wait(ticket, now_s)
         return ticket
 
     def grant(self, now_s: float) -> list[Ticket]:
@@ -148,11 +143,9 @@ class FairQueue:
             expected_s = self._ahead_s() + self._capacity.own_s(ticket.work)
             self._stop_waiting(ticket)
             self._ring.take(ticket)
-            ticket.granted = True
-            self._running[ticket] = None
+            self._run(ticket)
             ticket.expected_s = expected_s
             self._count_ahead(ticket, now_s + 2 * expected_s + self._limits.stall_s)
-            self._num_positions += ticket.work.num_positions
             granted.append(ticket)
         return granted
 
@@ -174,6 +167,34 @@ class FairQueue:
     def predicted_s(self, work: Work) -> float:
         """Seconds until a request's first token if it were offered now, at the most."""
         return self._ahead_s() + self._queue_s() + self._capacity.own_s(work)
+
+    def rebuild(self, waiting: Iterable[Ticket], running: Iterable[Ticket], now_s: float) -> None:
+        """Begin anew with these, after an exception left it unknown what was counted."""
+        self._clear()
+        for ticket in running:
+            self._run(ticket)
+            self._num_bytes += ticket.work.num_bytes
+        for ticket in waiting:
+            ticket.granted = False
+            self._wait(ticket, now_s)
+
+    def _wait(self, ticket: Ticket, now_s: float) -> None:
+        work = ticket.work
+        self._num_offered += 1
+        self._order[ticket] = (self._latest_s(work, now_s), self._num_offered, ticket)
+        insort(self._waiting, self._order[ticket])
+        insort(self._waiting_lens, work.num_positions)
+        self._num_waiting_tokens += work.num_tokens
+        self._num_waiting_positions += work.num_positions
+        self._most_tokens = max(self._most_tokens, work.num_tokens)
+        self._ring.add(ticket)
+        self._num_waiting_of[work.tenant] += 1
+        self._num_bytes += work.num_bytes
+
+    def _run(self, ticket: Ticket) -> None:
+        ticket.granted = True
+        self._running[ticket] = None
+        self._num_positions += ticket.work.num_positions
 
     # Predictions: the workers as one server of all their rates, which works on what it was given, then on the queue.
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from baton.core.clock import Clock
-from baton.core.errors import RequestDeadlineExceeded
+from baton.core.errors import BatonError, RequestDeadlineExceeded, as_internal
 from baton.core.request import GenerationRequest
 from baton.router.estimate import Estimate
 from baton.router.fair_queue import FairQueue, QueueLimits
@@ -50,7 +50,7 @@ class Turn:
             self._first_s = self._last_s
             late_s = max(0.0, self._first_s - self._begin_s - self._ticket.expected_s)
             self._gate.slack.add(late_s, self._last_s)
-            self._gate.queue.first_token(self._ticket)
+            self._gate.keep(lambda: self._gate.queue.first_token(self._ticket))
             self._gate.look()
         if is_last:
             self._num_open -= 1
@@ -61,7 +61,7 @@ class Turn:
         """The request has ended; later calls change nothing."""
         if not self._has_left:
             self._has_left = True
-            self._gate.queue.leave(self._ticket)
+            self._gate.drop(self._ticket)
             if self._first_s is not None:
                 self._measure(self._first_s)
             self._gate.look()
@@ -100,6 +100,7 @@ class Gate:
         self._members = members
         self._cached_len = cached_len
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
+        self._running: dict[Ticket, None] = {}  # those whose turn has come
         self.residence = Estimate()  # seconds for which a request is with workers
         self.answer_len = Estimate()  # tokens; what was learnt of it stays until more is learnt
 
@@ -111,7 +112,14 @@ class Gate:
             RequestDeadlineExceeded: its turn did not come in time after all.
         """
         now_s = self.clock.now_s()
-        ticket = self.queue.offer(self._work(request, now_s), now_s)
+        work = self._work(request, now_s)
+        try:
+            ticket = self.queue.offer(work, now_s)
+        except BatonError:
+            raise
+        except Exception:
+            self._rebuild()
+            raise
         turn = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         try:
             self.look()
@@ -129,10 +137,31 @@ class Gate:
     def look(self) -> None:
         """Hear what the workers can do, and let in whose turn it is."""
         self.queue.set_capacity(self._capacity())
+        self.keep(self._grant)
+
+    def _grant(self) -> None:
         for ticket in self.queue.grant(self.clock.now_s()):
             turn = self._waiting.pop(ticket)
+            self._running[ticket] = None
             if not turn.done():
                 turn.set_result(None)
+
+    def keep(self, change: Callable[[], None]) -> None:
+        """Change the queue. What goes wrong in it must not hold up those who are not to blame: it begins anew."""
+        try:
+            change()
+        except Exception as error:  # noqa: BLE001  the boundary between the requests that share the queue
+            as_internal("the queue before the workers", error)
+            self._rebuild()
+
+    def drop(self, ticket: Ticket) -> None:
+        """A request has ended, or waits no more."""
+        self._waiting.pop(ticket, None)
+        self._running.pop(ticket, None)
+        self.keep(lambda: self.queue.leave(ticket))
+
+    def _rebuild(self) -> None:
+        self.queue.rebuild(tuple(self._waiting), tuple(self._running), self.clock.now_s())
 
     def measure(self, residence_s: float, num_tokens: int) -> None:
         """A request has ended, after so long, with so many tokens."""
@@ -141,8 +170,7 @@ class Gate:
         self.answer_len.add(num_tokens, now_s)
 
     def _give_up(self, ticket: Ticket) -> None:
-        self._waiting.pop(ticket, None)
-        self.queue.leave(ticket)
+        self.drop(ticket)
         self.look()
 
     def _work(self, request: GenerationRequest, now_s: float) -> Work:

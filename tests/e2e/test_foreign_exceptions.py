@@ -8,11 +8,13 @@ worker, as anywhere else: its process would end, and another life begins.
 import asyncio
 import os
 import random
+from collections import Counter
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 
-from baton.core.errors import from_wire
+from baton.core.errors import RequestDeadlineExceeded, from_wire
 from baton.core.sampling import SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.router.local_prefill import ALWAYS, NEVER
@@ -48,6 +50,7 @@ KINDS = {
     "local": {"bundles": True, "local": True, "sampling": {"temperature": 0.0}},
 }  # fmt: skip
 SAMPLE = 12  # points of each kind by default
+GROUP = 6  # after so many it is looked whether all is well
 
 
 class Bundled(Served):
@@ -127,49 +130,66 @@ class Way:
             await self.running.revive()
         code, error, _ = asking.result()
         self.injection.armed = None
-        if code != "OK" and error is None:
-            self.findings.append((where, f"ended with {code} and no type"))
-        if code == "DEADLINE_EXCEEDED":
+        if code == "DEADLINE_EXCEEDED" or isinstance(error, RequestDeadlineExceeded):
             self.findings.append((where, "hung"))
+        elif code != "OK" and error is None:
+            self.findings.append((where, f"ended with {code} and no type"))
         if code != "OK" and metrics.total("requests_failed") == before:
             self.findings.append((where, f"{code} was not counted"))
         await self.running.revive()
+        return code if error is None else type(error).__name__
+
+    async def is_whole(self, where):
+        """Whether the deployment serves the next request, and holds nothing; if not, that is a finding."""
         try:
             if not await self.served_as_ever():
                 self.findings.append((where, "the next request failed"))
             await self.nothing_held()
         except TimeoutError:
-            self.findings.append((where, f"something is held, or the next request hangs; this one: {code}"))
-            raise
-        return code if error is None else type(error).__name__
+            self.findings.append((where, "something is held, or the next request hangs"))
+            return False
+        return True
 
 
-async def sweep(model, tokenizer, kind, number=None, monkeypatch=None):
+@asynccontextmanager
+async def deployed(model, tokenizer, kind, injection):
+    mode = ALWAYS if kind.get("local") else NEVER
+    config = {"max_wait_s": None, "max_queue_len": None, "migration": MigrationConfig(wait_s=30.0)}
+    async with served(model, tokenizer, 1, 1, local_prefill=mode, **config) as running:
+        try:
+            yield Way(running, injection, kind)
+        finally:
+            await running.revive()
+
+
+async def sweep(model, tokenizer, kind, monkeypatch, number=None):
+    """Inject at `number` of the points that a request passes, or at all; returns what was found."""
     monkeypatch.setattr("baton.tests.e2e.served.Served", Bundled)
     monkeypatch.setattr(Bundled, "bundles", kind["bundles"])
-    injection = Injection(MODULES)
+    injection, findings, ends = Injection(MODULES), [], Counter()
     try:
-        mode = ALWAYS if kind.get("local") else NEVER
-        async with served(
-            model, tokenizer, 1, 1, max_wait_s=None, local_prefill=mode, max_queue_len=None,
-            migration=MigrationConfig(wait_s=30.0),
-        ) as running:  # fmt: skip
-            way = Way(running, injection, kind)
+        async with deployed(model, tokenizer, kind, injection) as way:
             assert (await way.ask())[0] == "OK"
             injection.is_watching = True
             assert (await way.ask())[0] == "OK"
             await way.nothing_held()
             injection.is_watching = False
-            points = sorted(injection.seen)
-            if number is not None:
-                points = random.Random(len(points)).sample(points, number)
-            ends = {}
-            for point in points:
-                end = await way.inject(point)
-                ends[end] = ends.get(end, 0) + 1
-            print(f"{len(points)} of {len(injection.points)} points: {ends}")
-            running.fatal.clear()
-            return way.findings
+        points = sorted(injection.seen)
+        left = points if number is None else random.Random(len(points)).sample(points, number)
+        num_tried = len(left)
+        while left:
+            async with deployed(model, tokenizer, kind, injection) as way:
+                way.findings = findings
+                while left:
+                    group, left = left[:GROUP], left[GROUP:]
+                    for point in group:
+                        ends[await way.inject(point)] += 1
+                    if not await way.is_whole([injection.points[point] for point in group]):
+                        break  # and go on with another
+        print(f"\n{num_tried} of {len(points)} points passed, of {len(injection.points)}: {dict(ends)}")
+        for finding in findings:
+            print("FOUND", finding)
+        return findings
     finally:
         injection.restore()
 
@@ -177,14 +197,14 @@ async def sweep(model, tokenizer, kind, number=None, monkeypatch=None):
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_foreign_exception_anywhere_ends_its_request_alone(kind, load_tiny, tokenizer, monkeypatch):
-    assert await sweep(load_tiny(), tokenizer, KINDS[kind], SAMPLE, monkeypatch) == []
+    assert await sweep(load_tiny(), tokenizer, KINDS[kind], monkeypatch, SAMPLE) == []
 
 
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_foreign_exception_at_every_point_ends_its_request_alone(kind, load_tiny, tokenizer, monkeypatch):
-    assert await sweep(load_tiny(), tokenizer, KINDS[kind], None, monkeypatch) == []
+    assert await sweep(load_tiny(), tokenizer, KINDS[kind], monkeypatch) == []
 
 
 def test_an_injected_exception_is_raised_where_it_was_asked_for():
