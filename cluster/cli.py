@@ -98,6 +98,7 @@ def serve(
     draft_sample_method: Annotated[Text, _drafts("with rejection: probabilistic|greedy  [probabilistic]")] = None,
     gpu_memory_utilization: Annotated[float | None, _kv("share of a GPU's memory for its workers  [0.9]")] = None,
     kv_memory_mib: Annotated[Count, _kv("KV pool per worker on a CPU  [256]")] = None,
+    kv_staging_mib: Annotated[Count, _kv("host memory for KV on its way to a GPU, by sockets  [1024]")] = None,
     kv_cache_dtype: Annotated[Text, _kv("auto|fp8: of the KV pool; auto is the dtype  [auto]")] = None,
     block_size: Annotated[Count, _kv("positions per KV block: 16, 32 or 64  [16]")] = None,
     prefix_cache: Annotated[bool | None, _kv("keep prompts' KV for those that begin alike  [on]")] = None,
@@ -117,8 +118,10 @@ def serve(
     http_port: Annotated[Count, _ports("OpenAI-compatible HTTP port; 0 picks a free one  [none]")] = None,
     metrics_port: Annotated[Count, _ports("port of Prometheus metrics alone; 0 picks a free one  [none]")] = None,
     chat_template: Annotated[Text, _ports("for HTTP: jinja file, or chatml  [the model's own]")] = None,
-    max_queue_len: Annotated[Count, _limits("requests the router holds; more are refused  [256]")] = None,
-    max_wait_s: Annotated[float | None, _limits("requests that would wait longer are refused  [30]")] = None,
+    max_queue_len: Annotated[Count, _limits("requests the router holds; more are refused  [no limit]")] = None,
+    max_wait_s: Annotated[
+        float | None, _limits("requests that would wait longer are refused  [their deadline]")
+    ] = None,
     request_timeout_s: Annotated[float | None, _limits("deadline of a request that has none  [600]")] = None,
     start_timeout_s: Annotated[float | None, _limits("workers must report within this  [600]")] = None,
     canary_idle_s: Annotated[

@@ -77,6 +77,7 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
             *check_ranks(status),
             *check_graphs(status),
             *check_kv_dtype(status),
+            *check_staging(status),
             *check_compute(status),
             *check_prefill(status),
             *check_fitness(status),
@@ -271,6 +272,20 @@ def check_kv_dtype(status: admin_pb2.StatusReply) -> Iterator[Finding]:
     elif found:
         detail = "; ".join(f"{dtype} at {', '.join(workers)}" for dtype, workers in sorted(found.items()))
         yield Finding("KV dtype", "warn", detail, "start all workers with one --kv-cache-dtype")
+
+
+def check_staging(status: admin_pb2.StatusReply) -> Iterator[Finding]:
+    """What one hand-off by sockets can carry to each live decode worker that says so: those with pools on GPUs."""
+    for worker in status.workers:
+        state, limit_len = worker.state, worker.state.inventory.max_handoff_len
+        if not worker.alive or not limit_len:
+            continue
+        name, detail = f"KV staging of {state.worker_id}", f"hand-offs by sockets of up to {limit_len} positions"
+        if limit_len >= state.max_model_len:
+            yield Finding(name, "ok", detail)
+        else:
+            more = f"{detail}; longer prompts, up to {state.max_model_len}, are computed by decode workers"
+            yield Finding(name, "warn", more, "a larger --kv-staging-mib, and as much twice in /dev/shm (--shm-size)")
 
 
 def check_compute(status: admin_pb2.StatusReply) -> list[Finding]:

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from baton.core.config import DEFAULT_DRAFTS, MAX_DRAFTS, KVTransferConfig, ServeConfig, WorkerConfig
+from baton.core.config import DEFAULT_DRAFTS, MAX_DRAFTS, WORKER_QUEUE_LEN, KVTransferConfig, ServeConfig, WorkerConfig
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PortInUse
 from baton.core.tls_files import TlsFiles
 from baton.router.security import LOOPBACK
@@ -149,6 +149,7 @@ def transfer_config(config: ServeConfig) -> KVTransferConfig:
     return KVTransferConfig(
         transport=config.transport,
         digest=config.kv_digest,
+        staging_mib=config.kv_staging_mib,
         curve_key_file=config.kv_curve_key_file,
         tls_cert_file=tls.cert_file,
         tls_key_file=tls.key_file,
@@ -229,7 +230,7 @@ def resolve_worker(
         kv_memory_mib=config.kv_memory_mib,
         gpu_memory_utilization=config.gpu_memory_utilization / workers_per_gpu,
         max_num_seqs=config.max_num_seqs or 0,
-        max_queue_len=config.max_queue_len,
+        max_queue_len=max(config.max_queue_len or 0, WORKER_QUEUE_LEN),
         chunk_len=config.max_num_batched_tokens or 0,
         max_model_len=max_model_len,
         host=host,

@@ -26,11 +26,9 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
         "model-name": name,
         "model-path": model.path,
         "load-format": config.load_format,
-        "max-queue-len": config.max_queue_len,
         "routing": config.routing,
         "local-prefill": config.local_prefill,
         "canary-idle-s": config.canary_idle_s,
-        "max-wait-s": config.max_wait_s,
         "request-timeout-s": config.request_timeout_s,
         "max-migrations": config.max_migrations if config.migration else 0,
         "migration-wait-s": config.migration_wait_s,
@@ -42,6 +40,10 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
         "trace-endpoint": config.trace_endpoint,
         "trace-share": config.trace_share,
     }
+    if config.max_queue_len is not None:
+        flags["max-queue-len"] = config.max_queue_len
+    if config.max_wait_s is not None:
+        flags["max-wait-s"] = config.max_wait_s
     if config.http_port is not None:
         flags |= {"http-port": config.http_port, "chat-template": config.chat_template}
     if config.metrics_port is not None:

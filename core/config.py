@@ -31,6 +31,7 @@ from baton.core.verification import (
 )
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
+WORKER_QUEUE_LEN = 1 << 16  # requests at one worker, against floods: what waits, waits at the router
 MAX_DRAFTS = 4  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many
 TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
 SchedulingName = Literal["async", "sync"]
@@ -121,6 +122,12 @@ class ServeConfig(BaseModel):
     kv_memory_mib: int = Field(
         256, ge=1, le=1 << 24, description="KV pool per worker; on a GPU, see --gpu-memory-utilization"
     )
+    kv_staging_mib: int = Field(
+        1024,
+        ge=1,
+        le=1 << 20,
+        description="host memory before each decode worker's GPU pool; KV that comes by sockets fits in it",
+    )
     kv_offloading_size: float = Field(
         0.0,
         ge=0,
@@ -136,7 +143,9 @@ class ServeConfig(BaseModel):
     max_num_seqs: int | None = Field(
         None, ge=1, le=1024, description="sequences a worker runs at once; unset: by device, model and KV pool"
     )
-    max_queue_len: int = Field(256, ge=1, le=100_000, description="requests the router holds; more are refused")
+    max_queue_len: int | None = Field(
+        None, ge=1, le=100_000, description="requests the router holds; more are refused; unset: deadlines and memory"
+    )
     routing: RoutingName = Field(
         "prefix", description="prefix: least cost with what is cached where; least_cost: by load alone; round_robin"
     )
@@ -147,8 +156,11 @@ class ServeConfig(BaseModel):
     canary_idle_s: float = Field(
         30.0, ge=0, le=MAX_TIMEOUT_S, description="workers from which nothing came for so long are asked; 0: never"
     )
-    max_wait_s: float = Field(
-        30.0, gt=0, le=MAX_TIMEOUT_S, description="requests that would wait longer for their turn are refused"
+    max_wait_s: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_TIMEOUT_S,
+        description="requests that would wait longer for their turn are refused; unset: than their deadline allows",
     )
     max_num_batched_tokens: int | None = Field(
         None, ge=16, le=1 << 24, description="prompt tokens per prefill step; unset: 2048 on a GPU, 256 on a CPU"

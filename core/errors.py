@@ -48,8 +48,11 @@ across gRPC without losing its type.
 """
 
 import json
+import logging
 from enum import Enum
 from typing import Any, ClassVar
+
+log = logging.getLogger(__name__)
 
 
 class Retry(Enum):
@@ -174,6 +177,12 @@ class WorkersIncompatible(ServingError):
     """Workers of both roles live, but every pair has refused: layout, model, TP or version differ."""
 
 
+class HandoffTooLong(ServingError):
+    """No hand-off to a decode worker can carry so long a prompt, and none may compute it itself."""
+
+    retry = Retry.NEVER
+
+
 class WorkerLost(ServingError):
     """A worker that served this request died, was fenced or restarted."""
 
@@ -293,6 +302,23 @@ class KernelArgumentInvalid(BatonError):
 
 class ProtocolError(BatonError):
     """A peer sent something the hand-off protocol does not allow; it changed no state."""
+
+
+class InternalError(BatonError):
+    """Something that has no name of its own went wrong while this request was served; it alone ends with this."""
+
+
+def as_internal(where: str, error: BaseException) -> BatonError:
+    """Any exception as the error of a request, at a boundary; one that is not Baton's is logged with its traceback.
+
+    Args:
+        where: what failed; clients see it, and the exception's type, not its text.
+        error: what was raised there.
+    """
+    if isinstance(error, BatonError):
+        return error
+    log.error("%s failed", where, exc_info=error)
+    return InternalError(f"{where} failed: {type(error).__name__}", cause_type=type(error).__name__)
 
 
 def _leaves(kind: type[BatonError]) -> dict[str, type[BatonError]]:

@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 
 from baton.core.clock import Clock
 from baton.core.config import SchedulingName
-from baton.core.errors import BatonError, InvalidRequest, RequestCancelled, RequestDeadlineExceeded, TransferFailed
+from baton.core.errors import (
+    BatonError,
+    InvalidRequest,
+    RequestCancelled,
+    RequestDeadlineExceeded,
+    TransferFailed,
+    as_internal,
+)
 from baton.core.logprobs import TokenLogprobs
 from baton.core.pace import PrefillPace
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest
@@ -131,9 +138,13 @@ class DecodeWorker:
             raise InvalidRequest("this decode worker computes no prompts", field="prefill_here")
         self.check(request)
         checker = FinishChecker.of(request, self._tokenizer)
-        self._gate.enter()
         sequence = DecodeSequence(request, stream, checker, is_local=prefill_here)
-        self._loop.post(lambda: self._add(sequence), always=True)
+        self._gate.enter()
+        try:
+            self._loop.post(lambda: self._add(sequence), always=True)
+        except BaseException:
+            self._gate.leave()
+            raise
 
     def check(self, request: GenerationRequest) -> None:
         """What `attend` checks first; a new grammar is compiled, which may take a while. Any thread.
@@ -155,7 +166,7 @@ class DecodeWorker:
 
     def inventory(self) -> worker_pb2.Inventory:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
-        return decode_inventory(
+        held = decode_inventory(
             self._scheduler,
             self._allocator,
             self._runner,
@@ -167,6 +178,8 @@ class DecodeWorker:
             num_finished=self._num_finished,
             num_failed=self._num_failed,
         )
+        held.max_handoff_len = self._landing.staging_len
+        return held
 
     # The loop: receive -> preempt -> grant -> admit -> launch -> publish. Everything below runs on the loop thread.
 
@@ -228,9 +241,9 @@ class DecodeWorker:
             return
         try:
             start = self._sequence_start(sequence, event)
-        except TransferFailed as error:
+        except Exception as error:  # noqa: BLE001  what its commit raises ends this request
             self._scheduler.seal(sequence, event, None)
-            self._fail(sequence, error)
+            self._fail(sequence, as_internal("the hand-off of a request", error))
         else:
             sequence.handoff_ms = 1e3 * max(self._clock.now_s() - event.prefill_end_s, 0.0)
             self._scheduler.seal(sequence, event, start)
@@ -295,7 +308,12 @@ class DecodeWorker:
                 dropped.append(Dropped(Fate.FAILED, emitted))
                 self._fail(sequence, emitted.error)
                 continue
-            kept, reason = sequence.checker.accept(emitted.token_ids)
+            try:
+                kept, reason = sequence.checker.accept(emitted.token_ids)
+            except Exception as error:  # noqa: BLE001  likewise below: it ends the request whose text was looked at
+                dropped.append(Dropped(Fate.FAILED, emitted))
+                self._fail(sequence, as_internal("a token of a request", error))
+                continue
             proposed_len, num_accepted = emitted.proposed_len, min(emitted.accepted_len, len(kept))
             sequence.counts.add_step(num_proposed=proposed_len, num_accepted=num_accepted, num_emitted=len(kept))
             proposed_lens.append(proposed_len)
@@ -308,7 +326,10 @@ class DecodeWorker:
             self._tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
         with self.cork.hold():
             for sequence, kept, logprobs, reason in published:
-                self._publish(sequence, kept, logprobs, reason)
+                try:
+                    self._publish(sequence, kept, logprobs, reason)
+                except Exception as error:  # noqa: BLE001  what one request's events raise ends that request
+                    self._fail(sequence, as_internal("a token of a request", error))
 
     def _publish_computed(self, sequence: DecodeSequence, computed: Computed) -> None:
         if computed.prompt_logprobs:

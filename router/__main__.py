@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--load-format", choices=("auto", "safetensors", "dummy"), default="auto", help="dummy: workers load no weights"
     )
     parser.add_argument(
-        "--max-queue-len", type=flag_values.positive_int, default=256, help="requests in flight; more are refused"
+        "--max-queue-len", type=flag_values.positive_int, help="requests in flight; more are refused; default: no limit"
     )
     parser.add_argument(
         "--request-timeout-s", type=flag_values.positive_float, default=600.0, help="longest life of a request"
@@ -65,7 +65,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--canary-idle-s", type=flag_values.duration, default=30.0, help="ask workers idle for this; 0: never"
     )
-    parser.add_argument("--max-wait-s", type=flag_values.positive_float, default=30.0, help="longest wait for a turn")
+    parser.add_argument(
+        "--max-wait-s", type=flag_values.positive_float, help="longest wait for a turn; default: the deadline"
+    )
     parser.add_argument(
         "--metrics-port", type=flag_values.port, help="serve Prometheus metrics here; 0 picks a free one"
     )

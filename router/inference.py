@@ -13,7 +13,15 @@ from google.protobuf.message import Message
 
 from baton.core.clock import Clock
 from baton.core.clock_id import clock_id
-from baton.core.errors import BatonError, EmptyPrompt, InvalidRequest, ModelNotFound, PromptTooLong
+from baton.core.errors import (
+    BatonError,
+    EmptyPrompt,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    PromptTooLong,
+    as_internal,
+)
 from baton.core.grammar_check import MAX_GRAMMAR_BYTES
 from baton.core.metrics import RouterMetrics
 from baton.core.request import AttemptKey, GenerationRequest
@@ -43,6 +51,7 @@ THREAD_TEXT_LEN: Final = 4096  # longer texts (> 1 ms) are tokenized in a thread
 # runs of a few very long tokens; what is longer is refused unread.
 BASE_BYTES: Final = (64 << 10) + MAX_GRAMMAR_BYTES
 BYTES_PER_POSITION: Final = 16
+MAX_CALL_ANSWERS: Final = 256  # of one call, unless an operator set how many the router holds
 MAX_PROMPT_LOGPROBS: Final = 2048  # in a chunk, which stays below 1 MiB
 LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
 
@@ -86,14 +95,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
         Writes to the context: a cancel is then raised here, wherever this waits.
         """
-        if self._tracing is not None:
-            INCOMING.set(from_metadata(context.invocation_metadata()))
         try:
+            if self._tracing is not None:
+                INCOMING.set(from_metadata(context.invocation_metadata()))
             async with self.open([request], context.time_remaining()) as answers:
                 async for chunk in answers.only():
                     await context.write(chunk)
-        except BatonError as error:
-            wire.end_with(context, error)
+        except Exception as error:  # noqa: BLE001  the call's boundary
+            wire.end_with(context, as_internal("the request", error))
 
     @asynccontextmanager
     async def open(
@@ -112,10 +121,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         Raises:
             BatonError: whatever refuses a request.
         """
-        received_s = self._clock.now_s()
-        all_stats = [StreamStats(self._clock, self._metrics, received_s) for _ in asked]
-        num_answers = sum(min(max(one.sampling.n, 1), MAX_CHOICES) for one in asked)
+        all_stats: list[StreamStats] = []
         try:
+            received_s = self._clock.now_s()
+            all_stats += [StreamStats(self._clock, self._metrics, received_s) for _ in asked]
+            num_answers = sum(min(max(one.sampling.n, 1), MAX_CHOICES) for one in asked)
             self._check_number(num_answers)
             with self._admission.slot(num_answers), self._metrics.num_streams_open.track_inprogress():
                 requests = [await self._admit(one, received_s, time_left_s, default_max_tokens) for one in asked]
@@ -128,6 +138,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except BatonError as error:
             self._metrics.requests_failed.labels(type(error).__name__).inc()
             raise
+        except Exception as error:  # noqa: BLE001  the boundary of every call
+            self._metrics.requests_failed.labels(InternalError.__name__).inc()
+            raise as_internal("the request", error) from None
         except (asyncio.CancelledError, GeneratorExit):
             if not all(stats.counted for stats in all_stats):  # else the client had everything but the status
                 self._metrics.requests_failed.labels("RequestCancelled").inc()
@@ -137,8 +150,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Token ids of a text."""
         try:
             return inference_pb2.TokenizeReply(token_ids=await self.tokenize(request))
-        except BatonError as error:
-            await wire.abort_with(context, error)
+        except Exception as error:  # noqa: BLE001  the call's boundary
+            await wire.abort_with(context, as_internal("the request", error))
 
     async def GetModel(self, request: inference_pb2.GetModelRequest, context: Context) -> inference_pb2.Model:
         """What is served, as the live workers report it."""
@@ -251,9 +264,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     chunk.finish.CopyFrom(inference_pb2.Finish(reason=emitted.finish_reason, stats=summary))
                 yield chunk
         finally:
-            choices.close()
-            # No name for the error here: it knows this frame, and with the frame knowing it neither would be freed.
-            self._note_end(request, shown_id, choices, stats, None if stats.counted else sys.exception())
+            try:
+                choices.close()
+            finally:
+                # No name for the error here: it knows this frame, and with the frame knowing it neither would be freed.
+                self._note_end(request, shown_id, choices, stats, None if stats.counted else sys.exception())
 
     def _note_end(
         self,
@@ -291,7 +306,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _check_number(self, num_answers: int) -> None:
         """Refuse a call that an idle router would be too small for."""
-        limit = self._admission.limit
+        limit = MAX_CALL_ANSWERS if self._admission.limit is None else self._admission.limit
         if num_answers > limit:
             raise InvalidRequest(f"{num_answers} answers in one call; at most {limit}", field="n", limit=limit)
 

@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.core.clock import Clock, MonotonicClock
+from baton.core.errors import as_internal
 from baton.core.fleet_metrics import FleetCollector
 from baton.core.metrics import RouterMetrics
 from baton.core.request import GenerationRequest
@@ -36,8 +37,8 @@ from baton.router.inference import InferenceService
 from baton.router.least_cost import LeastCost
 from baton.router.listener import Listener, why_not_bound
 from baton.router.local_metrics import LocalPrefillCollector
-from baton.router.local_prefill import NEVER, LocalPrefill
-from baton.router.members import ALIVE_S, PREFILL, Life, Members
+from baton.router.local_prefill import ALWAYS, NEVER, LocalPrefill
+from baton.router.members import ALIVE_S, DECODE, PREFILL, Life, Members
 from baton.router.membership import MembershipService
 from baton.router.migration import Migration, MigrationConfig
 from baton.router.openai.app import make_app
@@ -76,7 +77,7 @@ class RouterConfig:
 
     host: str
     port: int
-    max_queue_len: int
+    max_queue_len: int | None
     request_timeout_s: float
     alive_s: float = ALIVE_S
     migration: MigrationConfig = MigrationConfig()  # noqa: RUF009
@@ -85,7 +86,7 @@ class RouterConfig:
     log_requests: bool = False
     local_prefill: str = NEVER
     canary: CanaryConfig = CanaryConfig()  # noqa: RUF009
-    max_wait_s: float = 0.0  # for a turn before anything is sent to workers; 0: nobody waits here
+    max_wait_s: float | None = 0.0  # for a turn; None: as long as each deadline allows; 0: no request waits here
     security: RouterSecurity = field(default_factory=RouterSecurity)
     http: HttpConfig | None = None
 
@@ -157,7 +158,7 @@ class RouterServer:
         return canaries
 
     def _make_gate(self) -> Gate | None:
-        if not self.config.max_wait_s:
+        if self.config.max_wait_s == 0.0:
             return None
         policy = self._policy
 
@@ -165,8 +166,10 @@ class RouterServer:
             return policy.cached_len(self.members.live(PREFILL), request) if isinstance(policy, LeastCost) else 0
 
         num = self.config.max_queue_len
-        limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=num, max_running=max(num, MAX_RUNNING))
-        gate = Gate(limits, self.members, self._clock, cached_len)
+        most = MAX_RUNNING if num is None else max(num, MAX_RUNNING)
+        limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=num, max_running=most)
+        role = DECODE if self.config.local_prefill == ALWAYS else PREFILL
+        gate = Gate(limits, self.members, self._clock, cached_len, role)
         self.metrics.registry.register(AdmissionCollector(gate.queue))
         return gate
 
@@ -279,21 +282,28 @@ class RouterServer:
         )
 
     async def _tick(self) -> None:
+        parts = [self._expire, self.migration.drains.tick, self.wishes.tick, self.canaries.tick]
+        if self._gate is not None:
+            parts.append(self._gate.look)
+        if self._policy.name == PREFIX:
+            parts.append(self._feed.follow)
+        parts += [listener.tick for listener in self._listeners]
         while True:
             await asyncio.sleep(TICK_S)
-            for life in self.members.expire():
-                about = {"worker_id": life.worker_id, "epoch": f"{life.epoch:016x}"}
-                log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(life), extra=about)
-            self.migration.drains.tick()
-            self.wishes.tick()
-            self.canaries.tick()
-            if self._gate is not None:
-                self._gate.look()
-            if self._policy.name == PREFIX:
-                self._feed.follow()
-            await self._set_health()
-            for listener in self._listeners:
-                listener.tick()
+            for part in parts:
+                try:
+                    part()
+                except Exception as error:  # noqa: BLE001  the next tick may find it well again, and others go on
+                    as_internal("a part of the router's tick", error)
+            try:
+                await self._set_health()
+            except Exception as error:  # noqa: BLE001  likewise
+                as_internal("the router's health", error)
+
+    def _expire(self) -> None:
+        for life in self.members.expire():
+            about = {"worker_id": life.worker_id, "epoch": f"{life.epoch:016x}"}
+            log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(life), extra=about)
 
     async def _set_health(self) -> None:
         serving = self.migration.serving

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from baton.core.errors import BatonError, InvalidRequest
+from baton.core.errors import BatonError, InvalidRequest, as_internal
 from baton.core.request import GenerationRequest
 from baton.core.trace_context import HEADER, INCOMING
 from baton.proto import inference_pb2
@@ -100,15 +100,20 @@ class GenerationEndpoint(Generic[Asked]):
             asked.refuse_unbuilt()
             call = await self.understand(asked, request_id)
             tenant = self._make_own(call, scope)
-        except (BatonError, HttpRefusal) as error:
-            self.front.metrics.requests_failed.labels(type(error).__name__).inc()
-            await reply.fail(error)
+        except Exception as error:  # noqa: BLE001  the call's boundary
+            typed = error if isinstance(error, HttpRefusal) else as_internal("the request", error)
+            self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
+            await reply.fail(typed)
             return
         try:
             with self.front.door.stream(tenant, connection_of(scope)):
                 await until_disconnect(receive, self._serve(asked, call, reply))
         except BatonError as error:  # it has been counted
             await reply.fail(error)
+        except Exception as error:  # noqa: BLE001  the call's boundary
+            typed = as_internal("the reply", error)
+            self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
+            await reply.fail(typed)
 
     def _make_own(self, call: Call[Asked], scope: Scope) -> str:
         """Make the call its principal's; the tenant. Without keys that is the `cache_salt`, which else must be absent.
