@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from baton.core.answer_text import AnswerText
 from baton.core.clock import Clock
 from baton.core.clock_id import clock_id
 from baton.core.errors import BatonError, EmptyPrompt, InvalidRequest, ModelNotFound, PromptTooLong
@@ -32,7 +33,6 @@ from baton.router.policy import Pair, require
 from baton.router.request_log import log_end
 from baton.router.served_model import ServedModel
 from baton.router.stats import StreamStats
-from baton.router.text import IncrementalText
 from baton.router.tracing import RequestTracing
 from baton.router.work import HIGH, NORMAL, PRIORITIES
 
@@ -222,7 +222,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateChunk]:
         choices = Choices(request, self._attempts, self._gate)
         sampling = request.sampling
-        texts = [IncrementalText(self._model.tokenizer, sampling.stop, sampling.min_tokens) for _ in choices.attempts]
+        texts = [AnswerText(self._model.tokenizer, sampling) for _ in choices.attempts]
         try:
             async for event in choices.events():
                 emitted, text = event.emitted, texts[event.choice]
@@ -247,6 +247,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     summary = stats.summary(event.choice, attempts, same_host=same_host)
                     stats.count(summary, emitted.finish_reason, num_choices=sampling.n)
                     chunk.finish.CopyFrom(inference_pb2.Finish(reason=emitted.finish_reason, stats=summary))
+                    _say_what_stopped(chunk.finish, text.stop_reason)
                 yield chunk
         finally:
             choices.close()
@@ -362,6 +363,13 @@ def _priority(asked: inference_pb2.GenerateRequest) -> int:
     if priority not in PRIORITIES:
         raise InvalidRequest(f"priority = {priority}: 0 is low, 1 normal, 2 high", field="priority", limit=HIGH)
     return priority
+
+
+def _say_what_stopped(finish: inference_pb2.Finish, stop_reason: int | str | None) -> None:
+    if isinstance(stop_reason, str):
+        finish.stop_string = stop_reason
+    elif stop_reason is not None:
+        finish.stop_token_id = stop_reason
 
 
 def _unique_id(given: str) -> str:
