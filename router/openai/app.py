@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from http import HTTPStatus
+from importlib import metadata
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp
 from baton.core.errors import BatonError, NoWorker
 from baton.router.openai.chats import Chats
 from baton.router.openai.completions import Completions
+from baton.router.openai.docs_page import docs_page
 from baton.router.openai.document import openapi_document
 from baton.router.openai.entrance import Entrance
 from baton.router.openai.errors import HttpRefusal
@@ -41,6 +43,10 @@ def make_app(front: Front) -> ASGIApp:
         Route("/ready", plain.ready),
         Route("/metrics", plain.metrics),
         Route("/openapi.json", plain.document),
+        Route("/docs", plain.docs),
+        Route("/ping", plain.health, methods=["GET", "POST"]),
+        Route("/version", plain.version),
+        Route("/load", plain.load),
     ]
     handlers: Any = {BatonError: _on_error, HttpRefusal: _on_error, HTTPException: _on_http, Exception: _on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
@@ -87,6 +93,18 @@ class PlainEndpoints:
     async def document(self, request: Request) -> Response:
         """What is served, in OpenAPI."""
         return JsonResponse(self._document)
+
+    async def docs(self, request: Request) -> Response:
+        """The same as a page."""
+        return Response(docs_page(self._document), headers={"content-type": "text/html; charset=utf-8"})
+
+    async def version(self, request: Request) -> Response:
+        """Which release runs here."""
+        return JsonResponse({"version": metadata.version("baton-pd")})
+
+    async def load(self, request: Request) -> Response:
+        """Answers that are under way."""
+        return JsonResponse({"server_load": self._front.inference.num_answers})
 
     def _model(self) -> dict[str, Any]:
         served = self._front.inference.model()
