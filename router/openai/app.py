@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from http import HTTPStatus
 from importlib import metadata
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,6 +27,7 @@ from baton.router.openai.front import Front
 from baton.router.openai.json_response import JsonResponse
 from baton.router.openai.tokens import Tokens
 
+SHOWN_HEADERS = ("x-request-id", "x-baton-ignored", "x-should-retry", "retry-after", "retry-after-ms")
 log = logging.getLogger(__name__)
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -51,7 +54,16 @@ def make_app(front: Front) -> ASGIApp:
     handlers: Any = {BatonError: _on_error, HttpRefusal: _on_error, HTTPException: _on_http, Exception: _on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Entrance(app, front.door)
+    return _for_pages(Entrance(app, front.door), front.config.allowed_origins)
+
+
+def _for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The same, with CORS for web pages from these origins; a browser asks first, and without a key."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=SHOWN_HEADERS
+    )
 
 
 class PlainEndpoints:

@@ -18,6 +18,7 @@ from baton.router.openai.app import make_app
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
 from baton.router.openai.document import LIMITS, openapi_document
+from baton.router.openai.front import HttpConfig
 from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED
 from baton.router.work import HIGH, LOW, NORMAL
 from baton.tests.router.fakes import TOKENIZER
@@ -106,7 +107,7 @@ def test_numbers_of_the_table_are_those_of_the_code(name):
 
 def test_the_document_has_the_paths_that_are_served():
     model = SimpleNamespace(name="toy", tokenizer=TOKENIZER)
-    front = SimpleNamespace(model=model, now_unix_s=lambda: 0.0, door=None)
+    front = SimpleNamespace(model=model, now_unix_s=lambda: 0.0, door=None, config=HttpConfig(port=0))
     made = make_app(front)._app.routes
     routes = {
         (route.path.replace("{name:path}", "{name}"), method.lower())

@@ -226,3 +226,17 @@ def test_the_page_names_every_path_and_parameter_and_loads_nothing():
         assert f" {path}</code>" in page
     for name in (*ChatRequest.model_fields, *CompletionRequest.model_fields):
         assert f"<code>{name}</code>" in page
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("allowed", "is_allowed"), [((), False), (("https://a.example",), True), (("*",), True)])
+async def test_web_pages_may_call_if_their_origin_is_allowed(allowed, is_allowed):
+    asks = ["Origin: https://a.example", "Access-Control-Request-Method: POST"]
+    more = ["Access-Control-Request-Headers: authorization,content-type"]
+    async with served(http={"allowed_origins": allowed}) as (running, _):
+        status, fields, _ = await raw(running.url, ["OPTIONS /v1/chat/completions HTTP/1.1", *asks, *more])
+        assert (status == 200, "access-control-allow-origin" in fields) == (is_allowed, is_allowed)
+        status, fields, _ = await raw(running.url, ["GET /v1/models HTTP/1.1", "Origin: https://a.example"])
+        assert (status, "access-control-allow-origin" in fields) == (200, is_allowed)
+        status, fields, _ = await raw(running.url, ["GET /v1/models HTTP/1.1", "Origin: https://b.example"])
+        assert fields.get("access-control-allow-origin") == ("*" if "*" in allowed else None)
