@@ -46,6 +46,7 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
         flags["max-wait-s"] = config.max_wait_s
     if config.http_port is not None:
         flags |= {"http-port": config.http_port, "chat-template": config.chat_template}
+        flags["allowed-origins"] = config.allowed_origins
     if config.metrics_port is not None:
         flags["metrics-port"] = config.metrics_port
     pairs = [part for name, value in flags.items() for part in (f"--{name}", str(value))]

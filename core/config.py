@@ -116,6 +116,7 @@ class ServeConfig(BaseModel):
     grpc_port: int = Field(50051, ge=0, le=65535, description="0 picks a free one")
     http_port: int | None = Field(None, ge=0, le=65535, description="OpenAI-compatible HTTP; 0 picks a free one")
     chat_template: str = Field("", description="for HTTP: jinja file, or chatml; else the model's own")
+    allowed_origins: str = Field("", description="web pages that may call by HTTP, by commas; * is any (CORS)")
     metrics_port: int | None = Field(None, ge=0, le=65535, description="Prometheus metrics alone; 0 picks a free one")
     ray_address: str = Field("local", description="auto, local, or HOST:PORT of a running cluster")
     block_size: Literal[16, 32, 64] = Field(16, description="positions per KV block")

@@ -74,6 +74,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_flags(parser)
     parser.add_argument("--http-port", type=flag_values.port, help="serve OpenAI's HTTP API here; 0 picks a free one")
     parser.add_argument("--chat-template", default="", help="jinja file, or chatml; else the model's own")
+    parser.add_argument("--allowed-origins", default="", help="web pages that may call, by commas; * is any (CORS)")
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log on stderr")
     parser.add_argument("--trace-file", default="", help="append spans to this file: OTLP as JSON lines")
     parser.add_argument("--trace-endpoint", default="", help="send spans to this OTLP/HTTP collector")
@@ -214,6 +215,7 @@ def _http_config(options: argparse.Namespace) -> HttpConfig | None:
         port=options.http_port,
         template=ChatTemplate.load(options.model_path, options.chat_template),
         defaults=advised_sampling(options.model_path),
+        allowed_origins=tuple(filter(None, map(str.strip, options.allowed_origins.split(",")))),
     )
 
 

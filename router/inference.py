@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from baton.core.answer_text import AnswerText
 from baton.core.clock import Clock
 from baton.core.clock_id import clock_id
 from baton.core.errors import (
@@ -40,7 +41,6 @@ from baton.router.policy import Pair, require
 from baton.router.request_log import log_end, log_request
 from baton.router.served_model import ServedModel
 from baton.router.stats import StreamStats
-from baton.router.text import IncrementalText
 from baton.router.tracing import RequestTracing
 from baton.router.work import HIGH, NORMAL, PRIORITIES
 
@@ -216,6 +216,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         num_draft_tokens = _num_draft_tokens(asked, limits)
         prompt_token_ids = await self._prompt(asked)  # the only dear step: after all that can refuse without it
         positions = min(limits.max_model_len, limits.decode_capacity_len - limits.num_draft_tokens)
+        if asked.HasField("truncate_prompt_tokens"):
+            has_max = asked.sampling.HasField("max_tokens")
+            answer_len = sampling.max_tokens if has_max else min(default_max_tokens, positions // 2)
+            prompt_len = limits.prefill_capacity_len if limits.max_prompt_len is None else limits.max_prompt_len
+            room_len = min(positions - answer_len, prompt_len, limits.prefill_capacity_len)
+            prompt_token_ids = _end_of(prompt_token_ids, asked.truncate_prompt_tokens, room_len)
         if not asked.sampling.HasField("max_tokens"):
             sampling = self._sampling(asked, positions - len(prompt_token_ids), default_max_tokens)
         validate_request(prompt_token_ids, sampling, limits)
@@ -237,7 +243,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateChunk]:
         choices = Choices(request, self._attempts, self._gate)
         sampling = request.sampling
-        texts = [IncrementalText(self._model.tokenizer, sampling.stop, sampling.min_tokens) for _ in choices.attempts]
+        texts = [AnswerText(self._model.tokenizer, sampling) for _ in choices.attempts]
         try:
             async for event in choices.events():
                 emitted, text = event.emitted, texts[event.choice]
@@ -262,6 +268,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     summary = stats.summary(event.choice, attempts, same_host=same_host)
                     stats.count(summary, emitted.finish_reason, num_choices=sampling.n)
                     chunk.finish.CopyFrom(inference_pb2.Finish(reason=emitted.finish_reason, stats=summary))
+                    _say_what_stopped(chunk.finish, text.stop_reason)
                 yield chunk
         finally:
             try:
@@ -293,6 +300,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             state.clock_id == clock_id() if state.clock_id else state.address.rpartition(":")[0] in self._hosts
             for state in (pair.prefill.state, pair.decode.state)
         )
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that are under way."""
+        return self._admission.num_in_flight
 
     def check_model(self, name: str) -> None:
         """Refuse another model's name; none at all is the one that is served.
@@ -381,6 +393,21 @@ def _priority(asked: inference_pb2.GenerateRequest) -> int:
     if priority not in PRIORITIES:
         raise InvalidRequest(f"priority = {priority}: 0 is low, 1 normal, 2 high", field="priority", limit=HIGH)
     return priority
+
+
+def _end_of(token_ids: list[int], num_tokens: int, room_len: int) -> list[int]:
+    """The last tokens of a prompt: so many, or with -1 as many as leave room for the answer."""
+    if num_tokens == 0 or num_tokens < -1:
+        message = f"truncate_prompt_tokens = {num_tokens}: a number of tokens, or -1 for as many as fit"
+        raise InvalidRequest(message, field="truncate_prompt_tokens")
+    return token_ids[-max(1, room_len if num_tokens == -1 else num_tokens) :]
+
+
+def _say_what_stopped(finish: inference_pb2.Finish, stop_reason: int | str | None) -> None:
+    if isinstance(stop_reason, str):
+        finish.stop_string = stop_reason
+    elif stop_reason is not None:
+        finish.stop_token_id = stop_reason
 
 
 def _unique_id(given: str) -> str:

@@ -122,6 +122,8 @@ class StreamStats:
         if self._num_finished == num_choices:
             self.counted = True
             metrics.requests_finished.labels(reason).inc()
+            metrics.e2e_s.observe(self._clock.now_s() - self.received_s)
+            metrics.queue_s.observe((stats.router_ms + stats.queue_ms) / 1e3)
             metrics.prompt_tokens.inc(stats.prompt_len)
             metrics.cached_tokens.inc(stats.num_cached_tokens)
             metrics.expected_cached_tokens.inc(stats.num_expected_cached_tokens)

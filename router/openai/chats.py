@@ -55,6 +55,7 @@ class ChatCall(Call[ChatRequest]):
             request_id=request_id,
             tenant=asked.cache_salt or "",
             priority=asked.turn,
+            truncate_prompt_tokens=asked.truncate_prompt_tokens,
         )
         self.requests = [request]
 
@@ -86,12 +87,20 @@ class ChatCall(Call[ChatRequest]):
 
     def whole(self) -> dict[str, Any]:
         """The choices in order, and what was asked of the prompt."""
-        data: dict[str, Any] = {"choices": [choice.whole() for choice in self._choices]}
-        if self._asked.prompt_logprobs is not None:
-            data["prompt_logprobs"] = [None, *map(self._names.by_id, self._prompt_reports)]
-        if self._asked.return_token_ids:
-            data["prompt_token_ids"] = list(self._prompt_token_ids)
-        return data
+        asked = self._asked
+        report = None if asked.prompt_logprobs is None else [None, *map(self._names.by_id, self._prompt_reports)]
+        return {
+            "choices": [choice.whole() for choice in self._choices],
+            "prompt_logprobs": report,
+            "prompt_token_ids": list(self._prompt_token_ids) if asked.return_token_ids else None,
+        }
+
+    def reasoning_tokens(self) -> int | None:
+        """Of all choices."""
+        counts = [choice.reasoning_tokens for choice in self._choices]
+        return (
+            sum(count for count in counts if count is not None) if any(count is not None for count in counts) else None
+        )
 
     def _choice(self, index: int) -> ChatChoice:
         asked = self._asked

@@ -36,7 +36,8 @@ class CompletionCall(Call[CompletionRequest]):
         """Make the choices."""
         num = self._asked.num_choices
         for at, (given, request) in enumerate(zip(self._given, requests, strict=True)):
-            text = given if isinstance(given, str) else self._front.model.tokenizer.decode(given)
+            is_whole = isinstance(given, str) and self._asked.truncate_prompt_tokens is None
+            text = given if is_whole else self._front.model.tokenizer.decode(request.prompt_token_ids)
             prompt = PromptReport(request, text)
             self._prompts.append(prompt)
             self._choices.append(
@@ -89,6 +90,7 @@ def _request(
         request_id=request_id,
         tenant=asked.cache_salt or "",
         priority=asked.turn,
+        truncate_prompt_tokens=asked.truncate_prompt_tokens,
     )
     if isinstance(prompt, str):
         request.text = prompt

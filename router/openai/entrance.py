@@ -10,7 +10,7 @@ from baton.router.api_keys import Principal
 from baton.router.door import ANYBODY, Door
 from baton.router.openai.json_response import JsonResponse
 
-OPEN: Final = ("/health", "/ready")  # they say nothing of any tenant
+OPEN: Final = ("/health", "/ping", "/ready")  # they say nothing of any tenant
 _PRINCIPAL: Final = "baton.principal"
 
 

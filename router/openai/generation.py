@@ -23,6 +23,8 @@ from baton.router.openai.options import Options
 from baton.router.openai.reply import Reply
 from baton.router.openai.usage import Usage
 
+# What vLLM may write beside an answer, and what is never known here.
+UNKNOWN: Final = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
 IGNORED_HEADER: Final = "x-baton-ignored"
 MAX_IGNORED_SHOWN: Final = 20
 _ID: Final = re.compile("[!-~]{1,128}")
@@ -60,6 +62,10 @@ class Call(Generic[Asked]):
     def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
         """Take a chunk for `whole`."""
         raise NotImplementedError
+
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of thoughts so far; None where none are split off."""
+        return None
 
     def whole(self) -> dict[str, Any]:
         """The choices of a reply in one piece, and what stands beside them."""
@@ -129,14 +135,14 @@ class GenerationEndpoint(Generic[Asked]):
     async def _serve(self, asked: Asked, call: Call[Asked], reply: Reply) -> None:
         async with self.front.inference.open(call.requests, default_max_tokens=call.default_max_tokens) as answers:
             call.begin(answers.requests)
-            usage = Usage(answers.requests)
+            usage = Usage(answers.requests, call.reasoning_tokens)
             envelope = {"id": call.id, "created": int(self.front.now_unix_s()), "model": self.front.model.name}
             async with aclosing(answers.chunks()) as chunks:
                 if not asked.stream:
                     async for at, chunk in chunks:
                         usage.add(at, chunk)
                         call.add(at, chunk)
-                    document = envelope | {"object": call.object} | call.whole() | {"usage": usage.as_data()}
+                    document = envelope | {"object": call.object} | call.whole() | {"usage": usage.as_data()} | UNKNOWN
                 else:
                     await self._stream(asked, call, chunks, usage, envelope | {"object": call.chunk_object}, reply)
                     return
