@@ -104,6 +104,7 @@ def serve(
     max_migrations: Annotated[Count, _option("times that one answer may move  [2]")] = None,
     migration_wait_s: Annotated[float | None, _option("a stream waits so long for workers to go on with  [30]")] = None,
     drain_grace_s: Annotated[float | None, _option("streams of a drained worker move after this  [10]")] = None,
+    shutdown_grace_s: Annotated[float | None, _option("after SIGTERM open streams end within this  [25]")] = None,
     quarantine_deaths: Annotated[Count, _option("refuse a request that was at so many deaths; 0: none  [2]")] = None,
     quarantine_s: Annotated[float | None, _option("how long it is refused  [600]")] = None,
     start_timeout_s: Annotated[float | None, _option("workers must report within this  [600]")] = None,

@@ -1,5 +1,8 @@
 """Finding and ending the processes a deployment started, by process id only."""
 
+import contextlib
+import os
+import select
 from collections.abc import Iterable
 
 import psutil
@@ -18,6 +21,30 @@ def started_with(marker: str) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return _runs(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for_end(pids: Iterable[int], timeout_s: float, wake: int | None = None) -> None:
+    """Wait until one of the processes has ended, `wake` can be read from, or the time is over."""
+    files = []
+    try:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                files.append(os.pidfd_open(pid))
+        poll = select.poll()
+        for file in (*files, *(() if wake is None else (wake,))):
+            poll.register(file, select.POLLIN)
+        poll.poll(1e3 * timeout_s)
+    finally:
+        for file in files:
+            os.close(file)
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:

@@ -31,6 +31,7 @@ from baton.router.members import DECODE, PREFILL, Members
 from baton.router.policy import Pair, require
 from baton.router.request_log import log_end
 from baton.router.served_model import ServedModel
+from baton.router.shutdown import Shutdown
 from baton.router.stats import StreamStats
 from baton.router.text import IncrementalText
 from baton.router.tracing import RequestTracing
@@ -66,7 +67,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         gate: Gate | None = None,
         max_prompt_len: int | None = None,
         tracer: Tracer | None = None,
+        shutdown: Shutdown | None = None,
     ) -> None:
+        self.shutdown = shutdown or Shutdown()
         self._gate = gate
         self._max_prompt_len = max_prompt_len
         self._tracing = None if tracer is None else RequestTracing(tracer, clock, self._is_near)
@@ -115,7 +118,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         num_answers = sum(min(max(one.sampling.n, 1), MAX_CHOICES) for one in asked)
         try:
             self._check_number(num_answers)
-            with self._admission.slot(num_answers), self._metrics.num_streams_open.track_inprogress():
+            async with self.shutdown.call(), self._held(num_answers):
                 requests = [await self._admit(one, received_s, time_left_s, default_max_tokens) for one in asked]
                 shown_ids = [
                     one.request_id or request.key.request_id for one, request in zip(asked, requests, strict=True)
@@ -130,6 +133,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             if not all(stats.counted for stats in all_stats):  # else the client had everything but the status
                 self._metrics.requests_failed.labels("RequestCancelled").inc()
             raise
+
+    @asynccontextmanager
+    async def _held(self, num_answers: int) -> AsyncIterator[None]:
+        with self._admission.slot(num_answers), self._metrics.num_streams_open.track_inprogress():
+            yield
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> inference_pb2.TokenizeReply:
         """Token ids of a text."""

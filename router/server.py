@@ -52,6 +52,7 @@ from baton.router.routing import PREFIX, ROUND_ROBIN, make_policy
 from baton.router.security import DoorLimits, RouterSecurity
 from baton.router.security_metrics import SecurityMetrics
 from baton.router.served_model import ServedModel
+from baton.router.shutdown import Shutdown
 from baton.router.speculation import SpeculationWish
 from baton.router.wishes import ScaleWish, Wishes
 
@@ -64,6 +65,7 @@ MEMBERSHIP: Final = SERVICES["Membership"]
 MAX_RUNNING: Final = QueueLimits().max_running
 TICK_S: Final = 0.05
 STOP_GRACE_S: Final = 1.0
+NOTICE_S: Final = 2.0  # new requests hear why they are refused, before connections are
 
 __all__ = ["RouterConfig", "RouterServer", "why_not_bound"]
 
@@ -102,6 +104,7 @@ class RouterServer:
         self._background = Background()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._serving: bool | None = None
+        self.shutdown = Shutdown()
         self._http: HttpServer | None = None
         self.metrics = RouterMetrics()
         self.members = Members(self._clock, config.alive_s)
@@ -190,8 +193,26 @@ class RouterServer:
             await listener.server.start()
         self._background.spawn(self._tick())
 
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests with `Draining`, give open ones a grace, then end them likewise; `stop` comes after.
+
+        Clients are told to go away (GOAWAY) as soon as the port is no longer needed: workers' heartbeats are, as long
+        as streams run, so with one port for all that is at the end.
+        """
+        self.shutdown.begin()
+        await self._health.enter_graceful_shutdown()
+        log.warning("shutting down: %d calls may finish within %g s", self.shutdown.num_open, grace_s)
+        has_own_port = self._admin is not self.public
+        if has_own_port and not await self.shutdown.wait_empty(min(NOTICE_S, grace_s)):
+            grace_s = max(0.0, grace_s - NOTICE_S)
+            self._background.spawn(self.public.server.stop(grace_s + STOP_GRACE_S))
+        if not await self.shutdown.wait_empty(grace_s):
+            log.warning("%d calls have not finished, and are ended", self.shutdown.num_open)
+
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Refuse new requests, give open ones a grace, then end them."""
+        """Refuse new requests, end open ones with `Draining`, give that a grace to arrive."""
+        if self.shutdown.cut():
+            await self.shutdown.wait_empty(grace_s)
         await self._health.enter_graceful_shutdown()
         stopping = [listener.server.stop(grace_s) for listener in self._listeners]
         if self._http is not None:
@@ -233,6 +254,7 @@ class RouterServer:
             gate=self._gate,
             max_prompt_len=self.config.security.limits.max_prompt_tokens,
             tracer=self._tracer,
+            shutdown=self.shutdown,
         )
         admin = AdminService(
             model=self._model.name,
