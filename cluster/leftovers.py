@@ -86,9 +86,9 @@ def sweep_memory() -> None:
 
 
 def users_of(directory: Path) -> list[psutil.Process]:
-    """This user's processes of Ray and of ours that name a directory, or write their output there; without this one.
+    """This user's processes of Ray and of ours that name a directory, or write files there; without this one.
 
-    Ray's workers rewrite their command lines, but write their output there. Who reads a log there is let be.
+    Ray's agents and workers rewrite their command lines, but write logs there. Who reads a log there is let be.
     """
     marker, found = str(directory), []
     for process in psutil.process_iter():
@@ -111,11 +111,18 @@ def _names(process: psutil.Process, marker: str) -> bool:
 
 
 def _writes(process: psutil.Process, marker: str) -> bool:
-    for number in (1, 2):
+    """Whether it has a file there open for writing, and so is no reader of logs."""
+    place = Path("/proc") / str(process.pid)
+    for number in os.listdir(place / "fd"):
         with contextlib.suppress(OSError):
-            if _is_below(os.readlink(f"/proc/{process.pid}/fd/{number}"), marker):
+            if _is_below(os.readlink(place / "fd" / number), marker) and _is_writable(place / "fdinfo" / number):
                 return True
     return False
+
+
+def _is_writable(info: Path) -> bool:
+    flags = next(line.split()[1] for line in info.read_text().splitlines() if line.startswith("flags:"))
+    return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 def _is_below(path: str, marker: str) -> bool:

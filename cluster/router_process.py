@@ -136,7 +136,7 @@ class RouterProcess:
         if self._is_draining:
             return
         error = self._last_words(code)
-        if not self._ports:
+        if not self._ports and not self._hear():
             raise error
         self._again(code, error)
 

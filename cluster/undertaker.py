@@ -1,8 +1,9 @@
 """`python -m baton.cluster.undertaker`: clears up after a deployment whose process was killed.
 
 Whatever a deployment ends itself, this never touches. Stdin's first line is the directory. It waits for the end of
-stdin, which only the deployment holds; if the deployment has not said by then that it is through, it was killed, and its processes, its directory and
-its shared memory are ended and removed. Ray's agents would else live on for half a minute.
+stdin, which only the deployment holds; if the deployment has not said by then that it is through, it was killed, and
+its processes, its directory and its shared memory are ended and removed. Ray's agents would else live on for half a
+minute.
 """
 
 import os

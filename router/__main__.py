@@ -1,8 +1,8 @@
 """`python -m baton.router`: the router as a plain process. Says `{"grpc_port": N}` on stdout once it listens.
 
-SIGTERM and SIGINT drain it: nothing new is taken, what runs may finish within `--shutdown-grace-s`; a second one ends it
-at once, and so does with `--exit-with-parent` the end of stdin. An error at the start is one line on
-stderr, the error's JSON, and exit code 3.
+SIGTERM and SIGINT drain it: nothing new is taken, what runs may finish within `--shutdown-grace-s`; a second one ends
+it at once, and so does with `--exit-with-parent` the end of stdin. An error at the start is one line on stderr, the
+error's JSON, and exit code 3.
 """
 
 import argparse
