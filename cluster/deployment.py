@@ -5,10 +5,13 @@ router and the workers talk to each other directly. A private Ray it drives itse
 In a cluster a supervisor drives Ray, as a child beside the router: what becomes of Ray's head is not the router's fate.
 """
 
+import hashlib
+import json
 import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -86,7 +89,7 @@ class Deployment:
         self.workers: dict[str, dict[str, Any]] = {}
         self._on_progress = on_progress
         self._parts = parts or Parts()
-        self._name = f"baton-{secrets.token_hex(4)}"
+        self._name = _name_of(config)
         self._ray: RaySession | None = None
         self._crew: Crew | None = None
         self._supervisor: SupervisorProcess | None = None
@@ -323,6 +326,19 @@ class Deployment:
                 message = f"the router has not heard from {', '.join(sorted(missing))}"
                 raise WorkerStartFailed(message, worker_ids=sorted(missing), timed_out=True)
             time.sleep(0.05)
+
+
+def _name_of(config: ServeConfig) -> str:
+    """Of the deployment, and of its namespace in Ray.
+
+    In a cluster the next `baton serve` of the same configuration on this host has the same one: it finds the workers
+    that one which was killed has left, and they find its router. Where the router's port is any, they could not.
+    """
+    port = config.grpc_port if config.admin_port is None else config.admin_port
+    if config.ray_address == "local" or port == 0:
+        return f"baton-{secrets.token_hex(4)}"
+    said = json.dumps([socket.gethostname(), config.model_dump(mode="json")], sort_keys=True)
+    return f"baton-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
 
 @contextmanager
