@@ -249,6 +249,7 @@ class Campaign:
         """Clients ask again, as soon and as often as they like, until they are served."""
         clients = Clients(serve.address, tenant)
         served, cached, wrong = [], 0, 0
+        num_begun = sum(bool(one.events) for one in lost)  # whose prompt was computed
 
         async def again(one):
             nonlocal cached, wrong
@@ -260,13 +261,14 @@ class Campaign:
                 assert time.monotonic() - hit_s < PATIENCE_S, other.error
                 await asyncio.sleep(0.1)
             served.append(other.events[0][0] - max(hit_s, one.ended_s))
-            cached += other.stats.num_cached_tokens > 0
+            cached += bool(one.events) and other.stats.num_cached_tokens > 0
             wrong += other.token_ids != self._replay.tokens(one.ask)
 
         await asyncio.gather(*(again(one) for one in lost))
         await clients.close()
         return {
             "num_again": len(lost),
+            "num_again_begun": num_begun,
             "num_again_cached": cached,
             "num_again_wrong": wrong,
             "again_first_s": sorted(round(one, 3) for one in served),
@@ -349,8 +351,8 @@ def summary(rows):
         again = sorted(first for row in of_kind for first in row.get("again_first_s", ()))
         if again:
             one |= {"again_first_p50_s": statistics.median(again), "again_first_max_s": again[-1]}
-            for name in ("num_again", "num_again_cached", "num_again_wrong"):
-                one[name] = sum(row[name] for row in of_kind)
+            for name in ("num_again", "num_again_begun", "num_again_cached", "num_again_wrong"):
+                one[name] = sum(row.get(name, 0) for row in of_kind)
         if kind in EXITS:
             one["num_right_exits"] = sum(row["code"] == EXITS[kind] and row["has_words"] for row in of_kind)
         found[kind] = one

@@ -29,7 +29,7 @@ def test_who_is_started_again_takes_nobody_with_it(tmp_path):
             assert row["num_whole"] == ends.NUM_STREAMS, row
         else:
             assert row["num_again_wrong"] == 0
-            assert row["num_again_cached"] == row["num_again"] > 0
+            assert row["num_again_cached"] == row["num_again_begun"] > 0
 
 
 @pytest.mark.parametrize("kind", ends.ENDING)
