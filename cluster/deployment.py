@@ -49,6 +49,7 @@ from baton.router.security_flags import security_of
 
 END_GRACE_S = 2.0
 CHECK_INTERVAL_S = 0.5
+RESTART_POLL_S = 0.05
 DRAIN_MARGIN_S = 3.0  # for the router to end after its grace
 
 
@@ -152,6 +153,8 @@ class Deployment:
         """Wait until there may be something to `check`: a process has ended, `wake` can be read, the time is over."""
         pids = [process.pid for process in (self._router, self._supervisor) if process is not None]
         found = [pid for pid in pids if pid is not None]
+        if len(found) < len(pids):  # one is about to be started again
+            timeout_s = min(timeout_s, RESTART_POLL_S)
         processes.wait_for_end([*found, *(self._ray.pids() if self._ray is not None else ())], timeout_s, wake)
 
     def drain(self) -> None:
