@@ -243,6 +243,8 @@ class Deployment:
         command = self._parts.router_command(self.config.model_copy(update=dict(ports)), model)
         if self.config.admin_keys_file:  # only this process knows the key; the router knows its digest
             command = [*command, "--operator-key-digest", digest_of(self._operator_key)]
+        if ports and self.workers and self._parts.router_command is router_command:
+            command = [*command, "--follows-workers", str(len(self.workers))]
         return command
 
     def _start_private(self, model: ModelDirectory, device: str, deadline_s: float, num_total: int) -> None:

@@ -78,6 +78,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shutdown-grace-s", type=flag_values.duration, default=25.0, help="for open streams, after a signal"
     )
+    parser.add_argument(
+        "--follows-workers",
+        type=flag_values.count,
+        default=0,
+        help="of a router before this one: requests wait a moment until so many are heard",
+    )
     parser.add_argument("--exit-with-parent", action="store_true", help="end when stdin closes")
     options = parser.parse_args(arguments)
     if options.chat_template and options.http_port is None:
@@ -135,6 +141,7 @@ async def serve(options: argparse.Namespace, ending: "Ending") -> None:
         max_wait_s=options.max_wait_s,
         security=security_of(options),
         http=_http_config(options),
+        follows_workers=options.follows_workers,
     )
     telemetry = Telemetry(_telemetry(options), "router", MonotonicClock())
     router = RouterServer(config, model, tracer=telemetry.tracer)

@@ -31,6 +31,7 @@ from baton.router.members import DECODE, PREFILL, Members
 from baton.router.policy import Pair, require
 from baton.router.request_log import log_end
 from baton.router.served_model import ServedModel
+from baton.router.settling import Settling
 from baton.router.shutdown import Shutdown
 from baton.router.stats import StreamStats
 from baton.router.text import IncrementalText
@@ -68,7 +69,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         max_prompt_len: int | None = None,
         tracer: Tracer | None = None,
         shutdown: Shutdown | None = None,
+        settling: Settling | None = None,
     ) -> None:
+        self._settling = settling
         self.shutdown = shutdown or Shutdown()
         self._gate = gate
         self._max_prompt_len = max_prompt_len
@@ -137,6 +140,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     @asynccontextmanager
     async def _held(self, num_answers: int) -> AsyncIterator[None]:
         with self._admission.slot(num_answers), self._metrics.num_streams_open.track_inprogress():
+            if self._settling is not None:
+                await self._settling.wait()
             yield
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> inference_pb2.TokenizeReply:

@@ -37,7 +37,7 @@ from baton.router.least_cost import LeastCost
 from baton.router.listener import Listener, why_not_bound
 from baton.router.local_metrics import LocalPrefillCollector
 from baton.router.local_prefill import NEVER, LocalPrefill
-from baton.router.members import ALIVE_S, PREFILL, Life, Members
+from baton.router.members import ALIVE_S, DECODE, PREFILL, Life, Members
 from baton.router.membership import MembershipService
 from baton.router.migration import Migration, MigrationConfig
 from baton.router.openai.app import make_app
@@ -52,6 +52,7 @@ from baton.router.routing import PREFIX, ROUND_ROBIN, make_policy
 from baton.router.security import DoorLimits, RouterSecurity
 from baton.router.security_metrics import SecurityMetrics
 from baton.router.served_model import ServedModel
+from baton.router.settling import Settling
 from baton.router.shutdown import Shutdown
 from baton.router.speculation import SpeculationWish
 from baton.router.wishes import ScaleWish, Wishes
@@ -65,6 +66,7 @@ MEMBERSHIP: Final = SERVICES["Membership"]
 MAX_RUNNING: Final = QueueLimits().max_running
 TICK_S: Final = 0.05
 STOP_GRACE_S: Final = 1.0
+SETTLE_S: Final = 2.5  # at most
 NOTICE_S: Final = 2.0  # new requests hear why they are refused, before connections are
 
 __all__ = ["RouterConfig", "RouterServer", "why_not_bound"]
@@ -89,6 +91,7 @@ class RouterConfig:
     max_wait_s: float = 0.0  # for a turn before anything is sent to workers; 0: nobody waits here
     security: RouterSecurity = field(default_factory=RouterSecurity)
     http: HttpConfig | None = None
+    follows_workers: int = 0  # that a router before this one had; requests wait until they are heard, see `Settling`
 
 
 class RouterServer:
@@ -105,6 +108,7 @@ class RouterServer:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._serving: bool | None = None
         self.shutdown = Shutdown()
+        self._settling: Settling | None = None
         self._http: HttpServer | None = None
         self.metrics = RouterMetrics()
         self.members = Members(self._clock, config.alive_s)
@@ -181,6 +185,8 @@ class RouterServer:
         """
         for listener in self._listeners:
             listener.open()
+        if self.config.follows_workers:
+            self._settling = Settling(self._clock.now_s() + SETTLE_S, self._is_whole)
         inference = self._register(self.public.server, self._admin.server)
         self.public.listen(self.config.host, self.config.port)
         if self.config.security.admin_port is not None:
@@ -221,6 +227,10 @@ class RouterServer:
         await self._background.close()
         await self._channels.close()
 
+    def _is_whole(self) -> bool:
+        num_live = len(self.members.live(PREFILL)) + len(self.members.live(DECODE))
+        return num_live >= self.config.follows_workers and self._feed.is_caught_up
+
     async def _start_http(self, config: HttpConfig, inference: InferenceService) -> None:
         limits = self.config.security.limits
         front = Front(
@@ -255,6 +265,7 @@ class RouterServer:
             max_prompt_len=self.config.security.limits.max_prompt_tokens,
             tracer=self._tracer,
             shutdown=self.shutdown,
+            settling=self._settling,
         )
         admin = AdminService(
             model=self._model.name,
@@ -311,6 +322,8 @@ class RouterServer:
                 self._gate.look()
             if self._policy.name == PREFIX:
                 self._feed.follow()
+            if self._settling is not None:
+                self._settling.look(self._clock.now_s())
             await self._set_health()
             for listener in self._listeners:
                 listener.tick()
