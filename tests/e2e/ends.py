@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -103,10 +104,9 @@ class Serve:
         pids = {self.process.pid, *(one.pid for one in self.tree)}
         memory = [path for path in Path("/dev/shm").glob("baton-*") if _owner(path) in pids]
         homes = {
-            Path(*Path(part.partition("=")[2]).parts[:3])
+            Path(found)
             for one in _live(self.tree)
-            for part in _command(one)
-            if "=/tmp/baton-" in part
+            for found in re.findall("/tmp/baton-[^/ ]+", " ".join(_command(one)))
         }
         self.known = [*memory, *homes]
 
