@@ -124,6 +124,7 @@ def serve(
         float | None, _limits("requests that would wait longer are refused  [their deadline]")
     ] = None,
     request_timeout_s: Annotated[float | None, _limits("deadline of a request that has none  [600]")] = None,
+    shutdown_grace_s: Annotated[float | None, _limits("after SIGTERM open streams end within this  [25]")] = None,
     start_timeout_s: Annotated[float | None, _limits("workers must report within this  [600]")] = None,
     canary_idle_s: Annotated[
         float | None, _limits("probe workers idle for this many seconds with a request; 0: never  [30]")

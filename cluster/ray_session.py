@@ -11,12 +11,14 @@ from typing import Any
 
 import grpc
 
-from baton.core.errors import RayUnavailable, RayVersionMismatch
+from baton.cluster.processes import is_alive
+from baton.core.errors import RayLost, RayUnavailable, RayVersionMismatch
 
 TESTED_RAY = "2.60.0"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's minimum is 75 MiB
 CONNECT_TIMEOUT_S = 5.0
 MAX_STARTS = 3  # of a private Ray, whose head has been seen to hang as it started, without a word
+VITAL = ("gcs_server", "raylet")
 _HANGS = ("Timed out waiting for file", "timed out during startup")
 _logger = logging.getLogger(__name__)
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request is a valid one
@@ -137,6 +139,30 @@ class RaySession:
 
         found: dict[str, Any] = state.actors(actor_id=actor._actor_id.hex())
         return int(found["Pid"]) if found.get("State") == "ALIVE" else None
+
+    def pids(self) -> dict[int, str]:
+        """Of a private Ray's processes without which no worker lives long: what each is."""
+        node = self.ray._private.worker._global_node if self.is_private else None
+        if node is None:
+            return {}
+        return {one.process.pid: kind for kind in VITAL for one in node.all_processes.get(kind, ())}
+
+    def lost(self) -> dict[int, str]:
+        """Those of them that have ended."""
+        return {pid: kind for pid, kind in self.pids().items() if not is_alive(pid)}
+
+    def check(self) -> None:
+        """Check that a private Ray is whole.
+
+        Raises:
+            RayLost: one of its processes has ended; nothing mends it.
+        """
+        for pid, kind in self.lost().items():
+            message = (
+                f"the {kind} (process {pid}) of this deployment's private Ray has ended: no worker can be started "
+                "any more, so the deployment ends"
+            )
+            raise RayLost(message, process=kind, pid=pid)
 
     def close(self) -> None:
         """Leave the cluster; a private one ends with it."""

@@ -25,6 +25,7 @@ STUCK_S: Final = 60.0  # without a sign of life; a call to Ray may wait for a he
 STOP_GRACE_S: Final = 15.0
 RECONNECT_S: Final = 10  # a driver that has lost the head so long dies, and the next one adopts its workers
 POLL_S: Final = 0.05
+STOP: Final = "stop"  # on stdin, before it closes: end the workers, too
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -210,6 +211,7 @@ class SupervisorProcess:
             return
         assert self._process.stdin is not None
         try:
+            self._process.stdin.write(f"{STOP}\n".encode())
             self._process.stdin.close()
         except BrokenPipeError:
             pass

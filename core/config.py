@@ -181,6 +181,9 @@ class ServeConfig(BaseModel):
     drain_grace_s: float = Field(
         10.0, ge=0, le=MAX_TIMEOUT_S, description="streams of a drained worker may finish there within this, then move"
     )
+    shutdown_grace_s: float = Field(
+        25.0, ge=0, le=MAX_TIMEOUT_S, description="open streams may finish within this after SIGTERM, then they end"
+    )
     quarantine_deaths: int = Field(
         2, ge=0, le=8, description="deaths of workers before a request that was there is refused; 0 refuses none"
     )

@@ -15,13 +15,17 @@
     │   └── PermissionDenied           a key that is good, for something else
     ├── ServingError                   the request was fine; serving it was not possible
     │   ├── Overloaded                 a bounded queue is full
+    │   ├── Draining                   the deployment is shutting down
     │   ├── NoWorker                   no live worker of a role that is needed
     │   ├── WorkersIncompatible        live workers of both roles, but no two that may hand over
     │   ├── WorkerLost                 a worker died, was fenced or was restarted under the request
     │   ├── TransferFailed             the KV hand-off could not be completed and verified
     │   ├── RequestQuarantined         workers died of it; refused for a while
     │   ├── RequestCancelled
-    │   └── RequestDeadlineExceeded
+    │   ├── RequestDeadlineExceeded
+    │   └── DeploymentLost             what a deployment cannot do without has ended
+    │       ├── RouterLost             the router, more often than it is started again
+    │       └── RayLost                a process of the Ray that `baton serve` started
     ├── StartupError                   a precondition of starting does not hold (exit code 3; ConfigInvalid is usage, 2)
     │   ├── ModelMissing
     │   ├── ModelFileDamaged
@@ -169,6 +173,10 @@ class Overloaded(ServingError):
     http_status = 429
 
 
+class Draining(ServingError):
+    """The deployment is shutting down: it takes nothing new, and ends what does not finish in time."""
+
+
 class NoWorker(ServingError):
     """No live worker of a needed role."""
 
@@ -218,6 +226,20 @@ class RequestDeadlineExceeded(ServingError):
     grpc_code = "DEADLINE_EXCEEDED"
     http_status = 504
     retry = Retry.NEVER
+
+
+class DeploymentLost(ServingError):
+    """A process that a deployment cannot do without has ended, and is not started again."""
+
+    retry = Retry.NEVER
+
+
+class RouterLost(DeploymentLost):
+    """The router ended more often than it is started again."""
+
+
+class RayLost(DeploymentLost):
+    """A process of the private Ray ended, so no worker can be started any more."""
 
 
 class StartupError(BatonError):

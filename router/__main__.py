@@ -1,7 +1,8 @@
 """`python -m baton.router`: the router as a plain process. Says `{"grpc_port": N}` on stdout once it listens.
 
-It ends on SIGTERM or SIGINT, and with `--exit-with-parent` when its stdin closes. An error at the start is one line on
-stderr, the error's JSON, and exit code 3.
+SIGTERM and SIGINT drain it: nothing new is taken, what runs may finish within `--shutdown-grace-s`; a second one ends
+it at once, and so does with `--exit-with-parent` the end of stdin. An error at the start is one line on stderr, the
+error's JSON, and exit code 3.
 """
 
 import argparse
@@ -13,9 +14,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -81,6 +83,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--trace-share", type=flag_values.share, default=1.0, help="of requests whose clients leave it open"
     )
+    parser.add_argument(
+        "--shutdown-grace-s", type=flag_values.duration, default=25.0, help="for open streams, after a signal"
+    )
+    parser.add_argument(
+        "--follows-workers",
+        type=flag_values.count,
+        default=0,
+        help="of a router before this one: requests wait a moment until so many are heard",
+    )
     parser.add_argument("--exit-with-parent", action="store_true", help="end when stdin closes")
     options = parser.parse_args(arguments)
     if options.chat_template and options.http_port is None:
@@ -113,8 +124,8 @@ def _add_migration(parser: argparse.ArgumentParser) -> None:
     add("--quarantine-s", type=flag_values.positive_float, default=own.quarantine_s, help="how long it is refused")
 
 
-async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set.
+async def serve(options: argparse.Namespace, ending: "Ending") -> None:
+    """Serve until the end is asked for.
 
     Raises:
         StartupError: the model directory or a port is not usable.
@@ -141,6 +152,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         security=security_of(options),
         http=_http_config(options),
         log_requests=options.log_requests,
+        follows_workers=options.follows_workers,
     )
     telemetry = Telemetry(_telemetry(options), "router", MonotonicClock())
     router = RouterServer(config, model, tracer=telemetry.tracer)
@@ -163,7 +175,8 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
                 options.host, options.metrics_port, router.metrics.registry, config.security.tls
             )
         print(json.dumps(ports), flush=True)
-        await stop.wait()
+        await ending.drain.wait()
+        await ending.unless_now(router.drain(options.shutdown_grace_s))
         if close_metrics is not None:
             close_metrics()
     finally:
@@ -179,12 +192,39 @@ async def run(options: argparse.Namespace) -> None:
         StartupError: see `serve`.
     """
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    ending = Ending()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, ending.signalled)
     if options.exit_with_parent:
-        threading.Thread(target=_wait_for_parent, args=(loop, stop), name="parent-watch", daemon=True).start()
-    await serve(options, stop)
+        threading.Thread(target=_wait_for_parent, args=(loop, ending), name="parent-watch", daemon=True).start()
+    await serve(options, ending)
+
+
+class Ending:
+    """How the process is to end: `drain` first, and `now` if it is to be at once."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.now = asyncio.Event()
+
+    def signalled(self) -> None:
+        """The first signal drains, the next one ends."""
+        (self.now if self.drain.is_set() else self.drain).set()
+
+    def at_once(self) -> None:
+        """Do not wait for anything."""
+        self.now.set()
+        self.drain.set()
+
+    async def unless_now(self, course: Coroutine[Any, Any, None]) -> None:
+        """Follow a course to its end, or until everything is to end at once."""
+        tasks = [asyncio.create_task(course), asyncio.create_task(self.now.wait())]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks[0] in done:
+            tasks[0].result()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -201,11 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _wait_for_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+def _wait_for_parent(loop: asyncio.AbstractEventLoop, ending: Ending) -> None:
     while os.read(0, 4096):
         pass
     if not loop.is_closed():
-        loop.call_soon_threadsafe(stop.set)
+        loop.call_soon_threadsafe(ending.at_once)
 
 
 def _http_config(options: argparse.Namespace) -> HttpConfig | None:

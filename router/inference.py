@@ -40,6 +40,8 @@ from baton.router.members import DECODE, PREFILL, Members
 from baton.router.policy import Pair, require
 from baton.router.request_log import log_end, log_request
 from baton.router.served_model import ServedModel
+from baton.router.settling import Settling
+from baton.router.shutdown import Shutdown
 from baton.router.stats import StreamStats
 from baton.router.tracing import RequestTracing
 from baton.router.work import HIGH, NORMAL, PRIORITIES
@@ -76,7 +78,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         max_prompt_len: int | None = None,
         tracer: Tracer | None = None,
         log_requests: bool = False,
+        shutdown: Shutdown | None = None,
+        settling: Settling | None = None,
     ) -> None:
+        self._settling = settling
+        self.shutdown = shutdown or Shutdown()
         self._gate = gate
         self._log_requests = log_requests
         self._max_prompt_len = max_prompt_len
@@ -127,7 +133,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             all_stats += [StreamStats(self._clock, self._metrics, received_s) for _ in asked]
             num_answers = sum(min(max(one.sampling.n, 1), MAX_CHOICES) for one in asked)
             self._check_number(num_answers)
-            with self._admission.slot(num_answers), self._metrics.num_streams_open.track_inprogress():
+            async with self.shutdown.call(), self._held(num_answers):
                 requests = [await self._admit(one, received_s, time_left_s, default_max_tokens) for one in asked]
                 shown_ids = [
                     one.request_id or request.key.request_id for one, request in zip(asked, requests, strict=True)
@@ -145,6 +151,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             if not all(stats.counted for stats in all_stats):  # else the client had everything but the status
                 self._metrics.requests_failed.labels("RequestCancelled").inc()
             raise
+
+    @asynccontextmanager
+    async def _held(self, num_answers: int) -> AsyncIterator[None]:
+        with self._admission.slot(num_answers), self._metrics.num_streams_open.track_inprogress():
+            if self._settling is not None:
+                await self._settling.wait()
+            yield
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> inference_pb2.TokenizeReply:
         """Token ids of a text."""

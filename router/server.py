@@ -53,6 +53,8 @@ from baton.router.routing import PREFIX, ROUND_ROBIN, make_policy
 from baton.router.security import DoorLimits, RouterSecurity
 from baton.router.security_metrics import SecurityMetrics
 from baton.router.served_model import ServedModel
+from baton.router.settling import Settling
+from baton.router.shutdown import Shutdown
 from baton.router.speculation import SpeculationWish
 from baton.router.wishes import ScaleWish, Wishes
 
@@ -65,6 +67,8 @@ MEMBERSHIP: Final = SERVICES["Membership"]
 MAX_RUNNING: Final = QueueLimits().max_running
 TICK_S: Final = 0.05
 STOP_GRACE_S: Final = 1.0
+SETTLE_S: Final = 2.5  # at most
+NOTICE_S: Final = 2.0  # new requests hear why they are refused, before connections are
 
 __all__ = ["RouterConfig", "RouterServer", "why_not_bound"]
 
@@ -89,6 +93,7 @@ class RouterConfig:
     max_wait_s: float | None = 0.0  # for a turn; None: as long as each deadline allows; 0: no request waits here
     security: RouterSecurity = field(default_factory=RouterSecurity)
     http: HttpConfig | None = None
+    follows_workers: int = 0  # that a router before this one had; requests wait until they are heard, see `Settling`
 
 
 class RouterServer:
@@ -104,6 +109,8 @@ class RouterServer:
         self._background = Background()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._serving: bool | None = None
+        self.shutdown = Shutdown()
+        self._settling: Settling | None = None
         self._http: HttpServer | None = None
         self.metrics = RouterMetrics()
         self.members = Members(self._clock, config.alive_s)
@@ -182,6 +189,8 @@ class RouterServer:
         """
         for listener in self._listeners:
             listener.open()
+        if self.config.follows_workers:
+            self._settling = Settling(self._clock.now_s() + SETTLE_S, self._is_whole)
         inference = self._register(self.public.server, self._admin.server)
         self.public.listen(self.config.host, self.config.port)
         if self.config.security.admin_port is not None:
@@ -194,8 +203,26 @@ class RouterServer:
             await listener.server.start()
         self._background.spawn(self._tick())
 
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests with `Draining`, give open ones a grace, then end them likewise; `stop` comes after.
+
+        Clients are told to go away (GOAWAY) as soon as the port is no longer needed: workers' heartbeats are, as long
+        as streams run, so with one port for all that is at the end.
+        """
+        self.shutdown.begin()
+        await self._health.enter_graceful_shutdown()
+        log.warning("shutting down: %d calls may finish within %g s", self.shutdown.num_open, grace_s)
+        has_own_port = self._admin is not self.public
+        if has_own_port and not await self.shutdown.wait_empty(min(NOTICE_S, grace_s)):
+            grace_s = max(0.0, grace_s - NOTICE_S)
+            self._background.spawn(self.public.server.stop(grace_s + STOP_GRACE_S))
+        if not await self.shutdown.wait_empty(grace_s):
+            log.warning("%d calls have not finished, and are ended", self.shutdown.num_open)
+
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Refuse new requests, give open ones a grace, then end them."""
+        """Refuse new requests, end open ones with `Draining`, give that a grace to arrive."""
+        if self.shutdown.cut():
+            await self.shutdown.wait_empty(grace_s)
         await self._health.enter_graceful_shutdown()
         stopping = [listener.server.stop(grace_s) for listener in self._listeners]
         if self._http is not None:
@@ -203,6 +230,10 @@ class RouterServer:
         await asyncio.gather(*stopping)
         await self._background.close()
         await self._channels.close()
+
+    def _is_whole(self) -> bool:
+        num_live = len(self.members.live(PREFILL)) + len(self.members.live(DECODE))
+        return num_live >= self.config.follows_workers and self._feed.is_caught_up
 
     async def _start_http(self, config: HttpConfig, inference: InferenceService) -> None:
         limits = self.config.security.limits
@@ -238,6 +269,8 @@ class RouterServer:
             max_prompt_len=self.config.security.limits.max_prompt_tokens,
             tracer=self._tracer,
             log_requests=self.config.log_requests,
+            shutdown=self.shutdown,
+            settling=self._settling,
         )
         admin = AdminService(
             model=self._model.name,
@@ -287,6 +320,9 @@ class RouterServer:
             parts.append(self._gate.look)
         if self._policy.name == PREFIX:
             parts.append(self._feed.follow)
+        if self._settling is not None:
+            settling = self._settling
+            parts.append(lambda: settling.look(self._clock.now_s()))
         parts += [listener.tick for listener in self._listeners]
         while True:
             await asyncio.sleep(TICK_S)

@@ -92,7 +92,8 @@ class PlainEndpoints:
         return JsonResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Both roles have a live worker, so requests are served."""
+        """Both roles have a live worker and nothing shuts down, so requests are served."""
+        self._front.inference.shutdown.require_open()
         if not self._front.is_serving():
             return JsonResponse.of_error(NoWorker("a role has no live worker"))
         return JsonResponse({"status": "ready"})

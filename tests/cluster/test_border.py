@@ -18,7 +18,7 @@ pytestmark = pytest.mark.fast
 
 
 def router(tmp_path, script):
-    return RouterProcess([sys.executable, "-S", "-c", script], tmp_path)
+    return RouterProcess(lambda ports: [sys.executable, "-S", "-c", script], tmp_path)
 
 
 @pytest.mark.parametrize(
