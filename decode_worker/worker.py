@@ -288,6 +288,8 @@ class DecodeWorker:
         num_emitted = 0
         published: list[tuple[DecodeSequence, list[int], Sequence[TokenLogprobs], FinishReason | None]] = []
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
+            if emitted.is_idle and emitted.error is None:
+                continue  # its grammar was late; the next step has it again
             if sequence.state is not DecodeState.RUNNING:
                 dropped.append(Dropped(Fate.LATE, emitted))  # it ended, or was given up, after this step was launched
                 continue

@@ -31,6 +31,7 @@ from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
 from baton.engine.slots import Growth, Room, SlotTable
 from baton.engine.step_batch import StepBatch
+from baton.engine.step_counters import IDLE
 from baton.engine.step_meter import StepMeter
 from baton.engine.step_ticket import DecodeOutput, StepTicket
 from baton.engine.verifiers import verifier_for
@@ -92,7 +93,8 @@ class DecodeRunner:
         self.grammars = grammars
         self._states: dict[int, GrammarState] = {}  # of slots with a grammar; belongs to the lane
         self._emitted: EmittedTokens | None = None  # by the step before, where a grammar has not taken it yet
-        self._decisions = Decisions(communicator or Alone(), pool.device)
+        self._communicator = communicator or Alone()
+        self._decisions = Decisions(self._communicator, pool.device)
         self._verifier = verifier_for(model, verification or VerificationConfig(), num_draft_tokens)
         if self._verifier.draft_law is DraftLaw.SAMPLED:
             model.t2d()  # made before the first step, not in it
@@ -303,7 +305,8 @@ class DecodeRunner:
             self._buffers.give_back(buffer)
             self._decisions.check(accepted_lens)
             self.meter.read(times)
-            self._lengths.collect(launched, np.array(accepted_lens, dtype=np.int64) + 1)
+            accepted_B = np.array(accepted_lens, dtype=np.int64)
+            self._lengths.collect(launched, np.where(accepted_B == IDLE, 0, accepted_B + 1))
             del self._unread[number]
 
         ticket = StepTicket(
@@ -348,7 +351,10 @@ class DecodeRunner:
         state, verified = self._step(before, rows, plan, self._model, self._pool, self._verifier, self._preparer)
         self._table.scatter(batch.slots_B, state)
         self._table.sampling.advance(batch.slots_B, verified)
-        columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
+        accepted_len_B = verified.accepted_len_B
+        if grammar is not None:
+            accepted_len_B = accepted_len_B.masked_fill(accepted_len_B < 0, IDLE)
+        columns = [accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
         result_BC = torch.cat(columns, dim=1)
         self.meter.counters.add(batch.slots_B, rows.draft_cap_B, batch.num_drafts, result_BC)
         if grammar is not None:
@@ -366,7 +372,7 @@ class DecodeRunner:
         if not states:
             return None
         emitted, self._emitted = self._emitted, None
-        return GrammarRows(states, self._pool.device, emitted)
+        return GrammarRows(states, self._pool.device, emitted, self._communicator)
 
     def _grammar_errors(self, batch: StepBatch) -> dict[int, BatonError]:
         """What ended sequences of a step that is over, by their place in it."""

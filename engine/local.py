@@ -299,6 +299,8 @@ class LocalEngine:
         dropped: list[Dropped] = []
         num_emitted = 0
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
+            if emitted.is_idle and emitted.error is None:
+                continue
             if not sequence.is_decoding:
                 dropped.append(Dropped(Fate.LATE, emitted))  # it ended after this step was launched
                 continue

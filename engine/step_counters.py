@@ -14,6 +14,7 @@ import torch
 
 from baton.core.step_report import RowCounts
 
+IDLE: Final = (1 << 31) - 1  # instead of a number of drafts: the step made nothing of this sequence
 _MAX_PENDING: Final = 16
 
 
@@ -45,7 +46,8 @@ class StepCounters:
             slots_B: of its sequences; the same tensor only while nothing about the batch has changed.
             draft_cap_B: int64, drafts each sequence may accept.
             num_drafts: made in this step.
-            result_BC: int64, of each sequence first the number of drafts that stand; nobody may change it afterwards.
+            result_BC: int64, of each sequence first the number of drafts that stand, `IDLE` if it emitted nothing and
+                is not counted; nobody may change it afterwards.
         """
         if self._slots_B is not slots_B or self._num_drafts != num_drafts:
             self._add_pending()
@@ -75,9 +77,11 @@ class StepCounters:
 
     def _add_pending(self) -> None:
         if self._pending:
-            places_PB = torch.stack(self._pending)[:, :, 0] + self._first_B
+            accepted_PB = torch.stack(self._pending)[:, :, 0]
             self._pending.clear()
-            self._rows_QQ.index_add_(0, places_PB.flatten(), torch.ones_like(places_PB).flatten())
+            is_idle_PB = accepted_PB == IDLE
+            places_PB = accepted_PB.masked_fill(is_idle_PB, 0) + self._first_B
+            self._rows_QQ.index_add_(0, places_PB.flatten(), (~is_idle_PB).to(torch.int64).flatten())
 
 
 def at_least(by_length: list[int]) -> tuple[int, ...]:
