@@ -31,7 +31,7 @@ from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
 from baton.engine.slots import Growth, Room, SlotTable
 from baton.engine.step_batch import StepBatch
-from baton.engine.step_counters import IDLE
+from baton.engine.step_counters import emitted_lens, mark_idle
 from baton.engine.step_meter import StepMeter
 from baton.engine.step_ticket import DecodeOutput, StepTicket
 from baton.engine.verifiers import verifier_for
@@ -305,8 +305,7 @@ class DecodeRunner:
             self._buffers.give_back(buffer)
             self._decisions.check(accepted_lens)
             self.meter.read(times)
-            accepted_B = np.array(accepted_lens, dtype=np.int64)
-            self._lengths.collect(launched, np.where(accepted_B == IDLE, 0, accepted_B + 1))
+            self._lengths.collect(launched, emitted_lens(accepted_lens))
             del self._unread[number]
 
         ticket = StepTicket(
@@ -351,9 +350,7 @@ class DecodeRunner:
         state, verified = self._step(before, rows, plan, self._model, self._pool, self._verifier, self._preparer)
         self._table.scatter(batch.slots_B, state)
         self._table.sampling.advance(batch.slots_B, verified)
-        accepted_len_B = verified.accepted_len_B
-        if grammar is not None:
-            accepted_len_B = accepted_len_B.masked_fill(accepted_len_B < 0, IDLE)
+        accepted_len_B = verified.accepted_len_B if grammar is None else mark_idle(verified.accepted_len_B)
         columns = [accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
         result_BC = torch.cat(columns, dim=1)
         self.meter.counters.add(batch.slots_B, rows.draft_cap_B, batch.num_drafts, result_BC)

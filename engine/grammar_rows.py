@@ -17,8 +17,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from baton.engine.grammar import GrammarState, Lookahead
+from baton.engine.grammar import GrammarState
 from baton.engine.grammar_masks import GrammarMasks
+from baton.engine.grammar_walk import Lookahead
 from baton.engine.verify import Verified
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
 from baton.model.parallel import Alone, Communicator

@@ -59,6 +59,7 @@ class LocalEngine:
         graphs: which CUDA graphs to capture; none if None.
         speculation: how many drafts each step makes, which may be changed while the engine runs; `num_draft_tokens` if
             None.
+        grammars: of this model and tokenizer; made here if None.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class LocalEngine:
         preempt_at: Sequence[int] = (),
         graphs: CudaGraphConfig | None = None,
         speculation: Speculation | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
@@ -88,7 +90,7 @@ class LocalEngine:
             allocator, num_slots=max_num_sequences, chunk_len=chunk_len, overcommit=overcommit
         )
         eos_token_ids = tokenizer.eos_token_ids
-        self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
+        self._grammars = grammars or GrammarCompiler(tokenizer, model.config.vocab_size)
         self._prefill = PrefillRunner(model, self.pool, eos_token_ids=eos_token_ids, grammars=self._grammars)
         self._decode = DecodeRunner(
             model,

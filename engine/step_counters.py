@@ -8,8 +8,11 @@ what was computed, whoever wants it (`core.step_report`).
 Legend: B sequences of a step, Q = most drafts of a step + 1, C columns of a result, P results to be added.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.core.step_report import RowCounts
@@ -82,6 +85,16 @@ class StepCounters:
             is_idle_PB = accepted_PB == IDLE
             places_PB = accepted_PB.masked_fill(is_idle_PB, 0) + self._first_B
             self._rows_QQ.index_add_(0, places_PB.flatten(), (~is_idle_PB).to(torch.int64).flatten())
+
+
+def mark_idle(accepted_len_B: torch.Tensor) -> torch.Tensor:
+    """Accepted lengths as results hold them: `IDLE` for -1."""
+    return accepted_len_B.masked_fill(accepted_len_B < 0, IDLE)
+
+
+def emitted_lens(accepted_lens: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Tokens emitted, by the accepted lengths of a result."""
+    return np.array([0 if accepted_len == IDLE else accepted_len + 1 for accepted_len in accepted_lens], dtype=np.int64)
 
 
 def at_least(by_length: list[int]) -> tuple[int, ...]:

@@ -17,7 +17,8 @@ from baton.core.errors import GrammarBudgetExceeded, InvalidGrammar
 from baton.core.sampling import GrammarSpec
 from baton.core.tokenizer import Tokenizer
 from baton.engine import grammar as grammar_module
-from baton.engine.grammar import QUICK_LIMITS, GrammarBudget, GrammarCompiler
+from baton.engine.compiled_grammar import QUICK_LIMITS, GrammarBudget
+from baton.engine.grammar import GrammarCompiler
 
 pytestmark = pytest.mark.fast
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
