@@ -369,7 +369,7 @@ class DecodeRunner:
         if not states:
             return None
         emitted, self._emitted = self._emitted, None
-        return GrammarRows(states, self._pool.device, emitted, self._communicator)
+        return GrammarRows(states, self._pool.device, emitted, self._communicator, is_alone=len(states) == len(batch.slots))
 
     def _grammar_errors(self, batch: StepBatch) -> dict[int, BatonError]:
         """What ended sequences of a step that is over, by their place in it."""

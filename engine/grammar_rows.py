@@ -25,6 +25,7 @@ from baton.kernels.copies import copy_to_host, host_buffer, to_device
 from baton.model.parallel import Alone, Communicator
 
 PATIENCE_S: Final = 0.002
+ALONE_PATIENCE_S: Final = 0.02  # where nothing else waits for the step
 
 
 class GrammarRows:
@@ -35,6 +36,7 @@ class GrammarRows:
         device: of the step.
         before: what the step before emitted, if no state has heard of it yet.
         communicator: of the ranks, which emit the same tokens.
+        is_alone: the batch has no other sequences, so that a step may wait somewhat longer.
         is_patient: wait for every mask, however long it takes.
     """
 
@@ -45,12 +47,14 @@ class GrammarRows:
         before: "EmittedTokens | None" = None,
         communicator: Communicator | None = None,
         *,
+        is_alone: bool = False,
         is_patient: bool = False,
     ) -> None:
         assert states
         self._before = before
         self._communicator = communicator or Alone()
         self._is_patient = is_patient
+        self._is_alone = is_alone
         self._states = tuple(states.values())
         self._index_G = to_device(torch.tensor(tuple(states), dtype=torch.int64), device)
         self._drafts_GK: HostCopy | None = None
@@ -78,8 +82,10 @@ class GrammarRows:
         rows = list(zip(self._states, drafts_GK, strict=True))
         for state, drafts in rows:
             state.begin(drafts)
-        looks = {at: state.found(drafts, None) for at, (state, drafts) in enumerate(rows) if state.is_quick}
-        end_s = time.monotonic() + PATIENCE_S
+        # The quick lane finds at once; who leaves it in doing so has begun, and waits with the others.
+        looks = {at: state.found(drafts, 0.0) for at, (state, drafts) in enumerate(rows) if state.is_quick}
+        is_alone = self._is_alone and not any(look.num_rows for look in looks.values())
+        end_s = time.monotonic() + (ALONE_PATIENCE_S if is_alone else PATIENCE_S)
         for at, (state, drafts) in enumerate(rows):
             if at not in looks or looks[at].num_rows == 0:
                 patience_s = None if self._is_patient else max(0.0, end_s - time.monotonic())

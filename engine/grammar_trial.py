@@ -69,6 +69,7 @@ class GrammarTrial:
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._process is None or self._process.poll() is not None:
+                self._waiting = {}  # what waited for another process is failed by its reader
                 self._process = self._start()
             number = next(self._numbers)
             self._waiting[number] = answer
