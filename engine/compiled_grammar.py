@@ -66,7 +66,6 @@ class CompiledGrammar:
         lock: of the automata.
         eos_token_ids: any of them ends the text.
         vocab_size: V.
-        rolls_back: whether the library can take back tokens of this grammar exactly.
         is_spent: the shared automata are spent: new sequences should start from another compilation.
         is_slow: a look took long: new sequences do without the quick lane.
     """
@@ -86,8 +85,6 @@ class CompiledGrammar:
         self.eos_token_ids = eos_token_ids
         self.vocab_size = vocab_size
         self.num_words = num_words(vocab_size)
-        # The library takes back as many bytes as tokens spell; tokens named by number or name spell none.
-        self.rolls_back = spec.kind != "grammar" or "<" not in spec.text
         self.budget = budget
         self.is_spent = False
         self.is_slow = False

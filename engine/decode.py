@@ -363,13 +363,12 @@ class DecodeRunner:
         return torch.cat([decided, verified.logprobs_LQX.contiguous().view(torch.int64).flatten()])
 
     def _grammar_rows(self, batch: StepBatch) -> GrammarRows | None:
-        if not self._states:
-            return None
         states = {row: self._states[slot] for row, slot in enumerate(batch.slots) if slot in self._states}
         if not states:
             return None
         emitted, self._emitted = self._emitted, None
-        return GrammarRows(states, self._pool.device, emitted, self._communicator, is_alone=len(states) == len(batch.slots))
+        alone = len(states) == len(batch.slots)
+        return GrammarRows(states, self._pool.device, emitted, self._communicator, is_alone=alone)
 
     def _grammar_errors(self, batch: StepBatch) -> dict[int, BatonError]:
         """What ended sequences of a step that is over, by their place in it."""

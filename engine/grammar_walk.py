@@ -2,7 +2,8 @@
 
 A mask that the library gives is exact, whatever was asked before. What it refuses is not: a matcher whose automata are
 spent refuses without an error. So drafts are judged by the mask before them, and a token that the mask allows and the
-matcher does not take means that its budget is spent.
+matcher does not take means that its budget is spent. Drafts are looked at by a copy: a matcher that takes tokens back
+may answer with a mask that it remembers of them (llguidance 1.9.1).
 
 Legend: K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32) words of a row's bitmask.
 """
@@ -54,7 +55,6 @@ class Ends(Protocol):
     """What a walk needs to know of a grammar; `CompiledGrammar` is such."""
 
     eos_token_ids: tuple[int, ...]
-    rolls_back: bool
     num_words: int
 
 
@@ -83,13 +83,13 @@ def take(matcher: Any, token_id: int) -> bool:
 def walk(
     matcher: Any, grammar: Ends, drafts: Sequence[int], takes: Callable[[Any, int], bool] = take
 ) -> tuple[Lookahead, bool]:
-    """Look along the drafts, and come back.
+    """Look along the drafts; the matcher stays where it is.
 
     Returns:
-        What was found, and whether the matcher is where it was; else it is of no use any more.
+        What was found, and whether the matcher can go on; else its automata are spent.
     """
     masks_QW = np.full((len(drafts) + 1, grammar.num_words), ALL_BITS, dtype=np.int32)
-    ahead = matcher if grammar.rolls_back or not drafts else matcher.deep_copy()
+    ahead = matcher
     num_rows = num_valid = 0
     gave_up = False
     for row, mask_W in enumerate(masks_QW):
@@ -100,15 +100,15 @@ def walk(
             if draft in grammar.eos_token_ids:
                 num_valid += 1
                 break
+            if ahead is matcher:
+                ahead = matcher.deep_copy()
             gave_up = not takes(ahead, draft)
         gave_up = gave_up or not _fill(ahead, grammar, mask_W)
         if gave_up:
             mask_W[:] = ALL_BITS
             break
         num_valid, num_rows = row, row + 1
-    is_intact = not gave_up
-    if is_intact and ahead is matcher and num_rows > 1:
-        is_intact = bool(matcher.rollback(num_rows - 1))
+    is_intact = not gave_up or (num_rows > 0 and not is_spent(matcher))
     return Lookahead(masks_QW, num_valid, num_rows if gave_up else len(drafts) + 1), is_intact
 
 

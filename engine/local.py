@@ -299,8 +299,9 @@ class LocalEngine:
         proposed_lens: list[int] = []
         accepted_lens: list[int] = []
         dropped: list[Dropped] = []
-        num_emitted = 0
+        num_emitted, has_read = 0, False
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
+            has_read = True
             if emitted.is_idle and emitted.error is None:
                 continue
             if not sequence.is_decoding:
@@ -321,7 +322,7 @@ class LocalEngine:
             if len(kept) < len(emitted.token_ids):
                 dropped.append(Dropped(Fate.CUT, emitted, len(kept)))
             self._publish(sequence, kept)
-        if proposed_lens or dropped:
+        if has_read:
             self._tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
 
     def _take(

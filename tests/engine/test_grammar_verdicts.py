@@ -177,6 +177,20 @@ def pairs_of(number, tokenizer, monkeypatch):
     return count
 
 
+def test_a_draft_that_was_looked_at_leaves_no_trace(tiny_tokenizer):
+    """The library's own way back does: it may answer with a mask of the text that was taken back."""
+    spec = GrammarSpec("grammar", 'root ::= item (" " item){0,8}\nitem ::= [a-z]{1,8} | "(" root ")"')
+    compiler, rng = GrammarCompiler(tiny_tokenizer, 4096), random.Random(0)
+    for seed in range(12):
+        seen, unseen = Answer(compiler, spec, seed, 12), Answer(compiler, spec, seed, 12)
+        while not unseen.has_ended:
+            bits = np.unpackbits(unseen.state.look([]).masks_QW[0].view(np.uint8), bitorder="little")
+            seen.step([int(rng.choice(np.nonzero(bits)[0]))], 30.0)
+            while len(unseen.tokens) < len(seen.tokens):
+                unseen.step([])
+        assert seen.verdict() == unseen.verdict()
+
+
 def test_tokens_and_verdicts_of_drawn_grammars(tiny_tokenizer, monkeypatch):
     assert sum(pairs_of(number, tiny_tokenizer, monkeypatch) for number in range(12)) >= 40
 
