@@ -195,8 +195,9 @@ def _tell(results: int, lock: IO[bytes], answer: dict[str, Any]) -> None:
     line = json.dumps(answer).encode() + b"\n"
     fcntl.lockf(lock, fcntl.LOCK_EX)
     try:
-        while line:
-            line = line[os.write(results, line) :]
+        with contextlib.suppress(BrokenPipeError):  # the owner has gone
+            while line:
+                line = line[os.write(results, line) :]
     finally:
         fcntl.lockf(lock, fcntl.LOCK_UN)
 
