@@ -83,6 +83,7 @@ def serve(
     grpc_port: Annotated[Count, _option("gRPC port; 0 picks a free one  [50051]")] = None,
     http_port: Annotated[Count, _option("OpenAI-compatible HTTP port; 0 picks a free one  [none]")] = None,
     chat_template: Annotated[Text, _option("for HTTP: jinja file, or chatml  [the model's own]")] = None,
+    json_whitespace: Annotated[bool | None, _option("let JSON answers have white space between tokens  [off]")] = None,
     metrics_port: Annotated[Count, _option("port of Prometheus metrics alone; 0 picks a free one  [none]")] = None,
     ray_address: Annotated[Text, _option("local starts a private Ray; auto or HOST:PORT joins one  [local]")] = None,
     block_size: Annotated[Count, _option("positions per KV block: 16, 32 or 64  [16]")] = None,

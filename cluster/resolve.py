@@ -220,6 +220,7 @@ def resolve_worker(
         tls=config.tls,
         prefix_cache=config.prefix_cache,
         overcommit=config.overcommit,
+        json_whitespace=config.json_whitespace,
         host_kv_bytes=int(config.host_kv_gib * (1 << 30)) // tp_size,
         weights=config.weights,
         quantization=config.quantization,

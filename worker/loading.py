@@ -98,7 +98,7 @@ def load_worker(
         key = "gpu_memory_share" if device.type == "cuda" else "kv_memory_mib"
         mib = num_blocks * layout.bytes_per_block >> 20
         raise ConfigInvalid(f"{key}: a KV pool of {mib} MiB does not fit into memory; lower it", keys=[key]) from error
-    grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
+    grammars = GrammarCompiler(tokenizer, model.config.vocab_size, is_compact=not config.json_whitespace)
     return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars)
 
 
