@@ -363,7 +363,8 @@ class DecodeRunner:
         return torch.cat([decided, verified.logprobs_LQX.contiguous().view(torch.int64).flatten()])
 
     def _grammar_rows(self, batch: StepBatch) -> GrammarRows | None:
-        states = {row: self._states[slot] for row, slot in enumerate(batch.slots) if slot in self._states}
+        rows = enumerate(batch.slots) if self._states else ()
+        states = {row: self._states[slot] for row, slot in rows if slot in self._states}
         if not states:
             return None
         emitted, self._emitted = self._emitted, None

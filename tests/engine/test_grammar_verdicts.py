@@ -18,8 +18,10 @@ from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
 from baton.engine.compiled_grammar import QUICK_LIMITS, GrammarBudget
 from baton.engine.grammar import GrammarCompiler, GrammarState
+from baton.engine.grammar_masks import GrammarMasks
 from baton.engine.grammar_walk import Lookahead
 from baton.engine.local import LocalEngine
+from baton.tests.model.ranks import on_ranks
 
 TIGHT = (
     {"max_lexer_states": 40},
@@ -271,6 +273,34 @@ def test_no_unmasked_token_is_shown_where_drafts_are_sampled(
         assert result.error is None
         state = engine._grammars.start(spec, result.token_ids)
         assert state.error is None, "a token that the grammar forbids was shown"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_agree_on_what_is_known(size):
+    """One rank waits longer than another; all go on with what each of them knows."""
+    known_RG = [[3, 1 + rank % 2, 0, 3 - (rank == size - 1)] for rank in range(size)]
+    valid_RG = [[1, 0, 0, 2 - (rank == size - 1)] for rank in range(size)]
+    full_GQW = torch.arange(12, dtype=torch.int32).view(4, 3, 1)
+
+    def rank_of(communicator):
+        num_rows_G = torch.tensor(known_RG[communicator.rank])
+        is_known_GQ1 = (torch.arange(3) < num_rows_G[:, None])[..., None]
+        masks = GrammarMasks(
+            index_G=torch.arange(4),
+            bitmask_GQW=torch.where(is_known_GQ1, full_GQW, -1),
+            num_valid_G=torch.tensor(valid_RG[communicator.rank]),
+            num_rows_G=num_rows_G,
+        )
+        agreed = masks.agreed(communicator)
+        cut_B = agreed.cut(torch.tensor([2, 2, 2, 2, 2]))
+        return agreed.num_rows_G.tolist(), agreed.num_valid_G.tolist(), agreed.bitmask_GQW.tolist(), cut_B.tolist()
+
+    made = on_ranks(size, rank_of)
+    assert all(one == made[0] for one in made)
+    num_rows, num_valid, bitmask, cut = made[0]
+    assert (num_rows, num_valid) == ([3, 1, 0, 2], [1, 0, 0, 1])
+    assert cut == [2, 0, -1, 1, 2]
+    assert bitmask[1] == [[3], [-1], [-1]]
 
 
 @pytest.mark.parametrize(
