@@ -118,6 +118,7 @@ def serve(
     http_port: Annotated[Count, _ports("OpenAI-compatible HTTP port; 0 picks a free one  [none]")] = None,
     metrics_port: Annotated[Count, _ports("port of Prometheus metrics alone; 0 picks a free one  [none]")] = None,
     chat_template: Annotated[Text, _ports("for HTTP: jinja file, or chatml  [the model's own]")] = None,
+    json_whitespace: Annotated[bool | None, _ports("let JSON answers have white space between tokens  [off]")] = None,
     allowed_origins: Annotated[Text, _ports("web pages that may call by HTTP, by commas; * is any  [none]")] = None,
     max_queue_len: Annotated[Count, _limits("requests the router holds; more are refused  [no limit]")] = None,
     max_wait_s: Annotated[

@@ -239,6 +239,7 @@ def resolve_worker(
         tls=config.tls,
         prefix_cache=config.prefix_cache,
         overcommit=config.overcommit,
+        json_whitespace=config.json_whitespace,
         host_kv_bytes=int(config.kv_offloading_size * (1 << 30)) // tp_size,
         weights="random" if config.is_dummy else "checkpoint",
         quantization=config.quantization,

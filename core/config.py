@@ -117,6 +117,7 @@ class ServeConfig(BaseModel):
     http_port: int | None = Field(None, ge=0, le=65535, description="OpenAI-compatible HTTP; 0 picks a free one")
     chat_template: str = Field("", description="for HTTP: jinja file, or chatml; else the model's own")
     allowed_origins: str = Field("", description="web pages that may call by HTTP, by commas; * is any (CORS)")
+    json_whitespace: bool = Field(False, description="let answers that must be JSON have white space between tokens")
     metrics_port: int | None = Field(None, ge=0, le=65535, description="Prometheus metrics alone; 0 picks a free one")
     ray_address: str = Field("local", description="auto, local, or HOST:PORT of a running cluster")
     block_size: Literal[16, 32, 64] = Field(16, description="positions per KV block")
@@ -381,6 +382,7 @@ class WorkerConfig:
     auto_drafts: bool = False  # each step's k is chosen by measurement, up to num_draft_tokens
     prefix_cache: bool = True
     overcommit: bool = True
+    json_whitespace: bool = False
     host_kv_bytes: int = 0  # of one rank
     weights: str = "checkpoint"
     quantization: Quantization = Quantization.NONE

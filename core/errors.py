@@ -21,6 +21,7 @@
     │   ├── WorkerLost                 a worker died, was fenced or was restarted under the request
     │   ├── TransferFailed             the KV hand-off could not be completed and verified
     │   ├── RequestQuarantined         workers died of it; refused for a while
+    │   ├── GrammarBudgetExceeded      following its grammar costs more than one request may spend
     │   ├── RequestCancelled
     │   ├── RequestDeadlineExceeded
     │   └── DeploymentLost             what a deployment cannot do without has ended
@@ -206,6 +207,14 @@ class TransferFailed(ServingError):
 
 class RequestQuarantined(ServingError):
     """This prompt with these parameters was at the deaths of several workers, and is refused for a while."""
+
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 422
+    retry = Retry.NEVER
+
+
+class GrammarBudgetExceeded(ServingError):
+    """A valid answer needs more time or memory to follow its grammar than one request may spend."""
 
     grpc_code = "FAILED_PRECONDITION"
     http_status = 422

@@ -298,9 +298,12 @@ class DecodeWorker:
         proposed_lens: list[int] = []
         accepted_lens: list[int] = []
         dropped: list[Dropped] = []
-        num_emitted = 0
+        num_emitted, has_read = 0, False
         published: list[tuple[DecodeSequence, list[int], Sequence[TokenLogprobs], FinishReason | None]] = []
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
+            has_read = True
+            if emitted.is_idle and emitted.error is None:
+                continue  # its grammar was late; the next step has it again
             if sequence.state is not DecodeState.RUNNING:
                 dropped.append(Dropped(Fate.LATE, emitted))  # it ended, or was given up, after this step was launched
                 continue
@@ -322,7 +325,7 @@ class DecodeWorker:
             if reason is not None and len(kept) < len(emitted.token_ids):
                 dropped.append(Dropped(Fate.CUT, emitted, len(kept)))
             published.append((sequence, kept, (emitted.logprobs or ())[: len(kept)], reason))
-        if proposed_lens or dropped:  # counted before anybody hears of it
+        if has_read:  # counted before anybody hears of it
             self._tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
         with self.cork.hold():
             for sequence, kept, logprobs, reason in published:
