@@ -5,11 +5,11 @@ router and the workers talk to each other directly. A private Ray it drives itse
 In a cluster a supervisor drives Ray, as a child beside the router: what becomes of Ray's head is not the router's fate.
 """
 
+import logging
 import os
 import secrets
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.client.access import Access
-from baton.cluster import processes
+from baton.cluster import private_files, processes
 from baton.cluster.access import using
 from baton.cluster.actors import ShellLoader, decode_shell, prefill_shell
 from baton.cluster.admin import as_data, fetch_status
@@ -38,12 +38,15 @@ from baton.cluster.resolve import (
 from baton.cluster.router_process import RouterProcess, router_command
 from baton.cluster.supervisor_process import Order, SupervisorProcess
 from baton.core.config import ServeConfig
-from baton.core.errors import WorkerStartFailed
+from baton.core.errors import BatonError, WorkerStartFailed
 from baton.proto.secure_channel import SecureChannels
 from baton.router.api_keys import digest_of, new_key
 from baton.router.security_flags import security_of
 
 END_GRACE_S = 2.0
+RAY_FOLDER = "ray"  # Ray opens its folder to all; the one around it is closed
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +92,12 @@ class Deployment:
         self._supervisor: SupervisorProcess | None = None
         self._router: RouterProcess | None = None
         self._dir: Path | None = None
+        self._keeps_logs = False
 
     def __enter__(self) -> Self:
         try:
-            self._start()
+            with self._logs_named():
+                self._start()
         except BaseException:
             self.close()
             raise
@@ -133,15 +138,38 @@ class Deployment:
             WorkerLost: every worker of a role is dead for good. Never waits for one.
         """
         assert self._router is not None
-        self._router.check()
-        if self._supervisor is not None:
-            self._supervisor.check()
-        if self._crew is not None:
-            with using(self.access):
-                self._crew.check()
+        with self._logs_named():
+            self._router.check()
+            if self._supervisor is not None:
+                self._supervisor.check()
+            if self._crew is not None:
+                with using(self.access):
+                    self._crew.check()
+
+    @contextmanager
+    def _logs_named(self) -> Iterator[None]:
+        """Whatever fails here says where its logs will be, and they will be there."""
+        try:
+            yield
+        except Exception as error:
+            if self._dir is not None:
+                self._keeps_logs = True
+                if isinstance(error, BatonError):
+                    private_files.say_where(error, self._dir)
+            raise
+
+    def _end_files(self, folder: Path, has_died: bool) -> None:
+        if self._keeps_logs:
+            private_files.keep_logs(folder)
+        elif has_died:
+            _logger.warning("a worker died in this run; the logs are in %s", private_files.keep_logs(folder))
+        shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """End everything that was started, and verify it. Safe to call twice, and after a failed start."""
+        """End everything that was started, and verify it. Safe to call twice, and after a failed start.
+
+        Logs are kept where something failed or died (`private_files`).
+        """
         with _signals_ignored():
             if self._router is not None:
                 self._router.stop()
@@ -153,6 +181,7 @@ class Deployment:
                 return
             # Taken before Ray stops: what loses its parent is no longer found by descent. A start that was
             # interrupted may have left processes that no attribute knows of.
+            has_died = private_files.worker_died(self._dir)
             started = set(processes.started_with(str(self._dir)))
             if self._crew is not None:
                 self._crew.end()
@@ -162,7 +191,7 @@ class Deployment:
                 self._ray.close()
                 self._ray = None
             left = processes.end_processes(started, grace_s=END_GRACE_S)
-            shutil.rmtree(self._dir, ignore_errors=True)
+            self._end_files(self._dir, has_died)
             self._dir = None
             assert not left, f"processes {left} survived SIGKILL"
 
@@ -178,7 +207,7 @@ class Deployment:
         SecureChannels(config.tls)
         deadline_s = time.monotonic() + config.start_timeout_s
         num_total = config.prefill + config.decode + 2
-        self._dir = Path(tempfile.mkdtemp(prefix="baton-", dir="/tmp"))  # short: sockets below it have long names
+        self._dir = private_files.make_folder()
         command = self._parts.router_command(config, model)
         if config.admin_keys_file:  # only this process knows the key; the router knows its digest
             command = [*command, "--operator-key-digest", digest_of(self._operator_key)]
@@ -195,7 +224,7 @@ class Deployment:
         assert self._router is not None
         assert self._dir is not None
         self._ray = RaySession(
-            "local", namespace=self._name, temp_dir=self._dir, num_gpus=None if device == "cuda" else 0
+            "local", namespace=self._name, temp_dir=self._dir / RAY_FOLDER, num_gpus=None if device == "cuda" else 0
         )
         ports = self._router.wait_ports(deadline_s - time.monotonic())
         self._is_at("127.0.0.1" if self.config.host in ("0.0.0.0", "::") else self.config.host, ports)

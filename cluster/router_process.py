@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from baton.cluster.private_files import PRIVATE_UMASK, open_private
 from baton.cluster.resolve import ModelDirectory
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, MalformedMessage, WorkerStartFailed, from_wire
@@ -56,10 +57,16 @@ class RouterProcess:
         self._out_path = log_dir / "router.out"
         self._err_path = log_dir / "router.err"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        with self._out_path.open("wb") as out, self._err_path.open("wb") as err:
+        with open_private(self._out_path, "wb") as out, open_private(self._err_path, "wb") as err:
             # A session of its own: Ctrl-C is for the driver, which then stops the router in order.
             self._process = subprocess.Popen(
-                list(command), stdin=subprocess.PIPE, stdout=out, stderr=err, env=environment, start_new_session=True
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+                umask=PRIVATE_UMASK,
             )
 
     @property

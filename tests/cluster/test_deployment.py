@@ -83,7 +83,7 @@ def test_it_starts_serves_restarts_workers_and_leaves_nothing(model):
     with make(model, worker_threads=2) as deployment:
         assert set(deployment.workers) == {"prefill-0", "decode-0"}
         assert deployment.workers["prefill-0"]["OMP_NUM_THREADS"] == "2"
-        assert deployment.workers["prefill-0"]["RAY_AUTH_MODE"] == "disabled"
+        assert deployment.workers["prefill-0"]["RAY_AUTH_MODE"] == "token"
         assert {worker["state"]["worker_id"] for worker in deployment.status()["workers"]} == set(deployment.workers)
         pids = deployment.worker_pids()
         assert pids["decode-0"] == deployment.workers["decode-0"]["pid"]
