@@ -48,7 +48,8 @@ class StubShell:
 
     def ready(self):
         environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
-        return {"worker_id": self._config.worker_id, "epoch": self._epoch, "pid": os.getpid(), "nice": os.nice(0), **environment}
+        found = {"worker_id": self._config.worker_id, "epoch": self._epoch, "pid": os.getpid()}
+        return found | {"nice": os.nice(0)} | environment
 
     def pid(self):
         return os.getpid()

@@ -107,13 +107,18 @@ def assert_closed(pid, announced, paths=()):
     for door in doors:
         answers = said["doors"][str(door.port)]
         if table[door.process, door.name][1].startswith("refuses"):
-            refused = [call for call, answer in answers.items() if answer in REFUSALS or " 401 " in answer]
-            answered = {call: answer for call, answer in answers.items() if not NO_ANSWER.search(answer)}
-            assert refused and not answered, f"{door} answers a stranger: {answered or answers}"
+            assert_refused(door, answers)
     if os.geteuid() == 0:
         for path, read in said["paths"].items():
             assert read == "PermissionError", f"a stranger reads {path}: {read}"
     return doors
+
+
+def assert_refused(door, answers):
+    """Some call was told that it lacks a credential, and none anything else."""
+    refused = [call for call, answer in answers.items() if answer in REFUSALS or " 401 " in answer]
+    answered = {call: answer for call, answer in answers.items() if not NO_ANSWER.search(answer)}
+    assert refused and not answered, f"{door} answers a stranger: {answered or answers}"
 
 
 def knocked(ports, paths=()):
@@ -133,7 +138,12 @@ def knocked(ports, paths=()):
 @cache
 def ray_methods():
     """Every gRPC method that Ray's programs name."""
-    programs = [*Path(ray.__file__).parent.glob("core/src/ray/*/*"), Path(ray._raylet.__file__)]
+    folder = Path(ray.__file__).parent
+    programs = [
+        *folder.glob("core/src/ray/*/*"),
+        *folder.glob("core/generated/*_pb2_grpc.py"),
+        Path(ray._raylet.__file__),
+    ]
     texts = [path.read_bytes() for path in programs if path.is_file()]
     return sorted(
         {name.decode() for text in texts for name in re.findall(rb"/ray\.rpc\.[A-Za-z.]+/[A-Za-z]+", text)} - ENDS_RAY

@@ -39,10 +39,10 @@ def become_nobody():
     os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
-def knock(port, calls=CALLS, metadata=()):
+def knock(port, host="127.0.0.1", *, calls=CALLS, metadata=()):
     """What each call is answered with: a gRPC code's name, an HTTP status line, or nothing."""
     found = {}
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
+    with grpc.insecure_channel(f"{host}:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
         for method, request in calls.items():
             call = channel.unary_stream(method, lambda data: data, lambda data: data)
             try:
@@ -53,14 +53,14 @@ def knock(port, calls=CALLS, metadata=()):
                 if found[method] in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):  # it speaks no gRPC, or TLS
                     break
     for name, request in HTTP.items():
-        found[name] = say(port, request)
+        found[name] = say((host, port), request)
     return found
 
 
-def say(port, request):
+def say(address, request):
     """The first line of an HTTP answer."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+        with socket.create_connection(address, timeout=1.0) as connection:
             connection.sendall(request)
             answer = connection.recv(4096)
     except OSError:
@@ -84,7 +84,7 @@ def main():
     if os.geteuid() == 0:
         become_nobody()
     calls = CALLS | {method: b"" for method in asked["methods"] if method not in CALLS}
-    doors = {port: knock(port, calls) for port in asked["ports"]}
+    doors = {port: knock(port, calls=calls) for port in asked["ports"]}
     print(json.dumps({"doors": doors, "paths": {path: look(path) for path in asked["paths"]}}))
 
 
