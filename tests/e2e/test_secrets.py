@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.tests.e2e import doors
 from baton.tests.kvtransfer.transport_ends import make_curve_key
 from baton.tests.router.certificates import Authority
 
@@ -119,6 +120,7 @@ def test_no_secret_is_said_and_doctor_sees_that_all_is_encrypted(secrets, servin
     assert wires.keys() == {"wire router", "wire prefill-0", "wire decode-0", "wire KV to decode-0"}
     assert all("TLSv1.3, asks for certificates" in wires[name] for name in wires if "KV" not in name)
     assert "CURVE" in wires["wire KV to decode-0"]
+    doors.assert_closed(process.pid, at, [doors.folder_of(process.pid)])
     # What the processes were started with, and every log they have written.
     for child in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
         secrets.seen.append(" ".join(child.cmdline()))
