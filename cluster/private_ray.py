@@ -35,7 +35,7 @@ def closed_doors(token: str) -> Iterator[dict[str, Any]]:
     Args:
         token: of this Ray; random.
     """
-    settings = SETTINGS | {"RAY_AUTH_TOKEN": token}
+    settings = {**SETTINGS, "RAY_AUTH_TOKEN": token}
     before = {name: os.environ.get(name) for name in (*settings, *TOKEN_VARIABLES)}
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
     os.environ.update(settings)
