@@ -1,5 +1,4 @@
-# Every target sets up what it needs. RAY_AUTH_MODE: unset, Ray would turn token authentication on.
-export RAY_AUTH_MODE ?= disabled
+# Every target sets up what it needs.
 export RAY_USAGE_STATS_ENABLED ?= 0
 # Without Python's caches each of the hundreds of processes that tests start would compile the checkout anew.
 unexport PYTHONDONTWRITEBYTECODE

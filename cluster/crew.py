@@ -6,7 +6,6 @@ to, is the router's business.
 """
 
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -328,7 +327,6 @@ class Crew:
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             "NCCL_NVLS_ENABLE": "0",
-            "RAY_AUTH_MODE": os.environ["RAY_AUTH_MODE"],
             SEE_ALL_GPUS: "1",
         }
         if role == "prefill" and config.transport in ("auto", "shm"):  # its writers may copy into pools

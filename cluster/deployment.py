@@ -7,12 +7,12 @@ In a cluster a supervisor drives Ray, as a child beside the router: what becomes
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.client.access import Access
-from baton.cluster import leftovers, processes
+from baton.cluster import leftovers, private_files, processes
 from baton.cluster.access import using
 from baton.cluster.actors import ShellLoader, decode_shell, prefill_shell
 from baton.cluster.admin import as_data, fetch_status
@@ -43,7 +43,7 @@ from baton.cluster.router_process import RouterProcess, router_command
 from baton.cluster.supervisor_process import Order, SupervisorProcess
 from baton.cluster.undertaker import Undertaker
 from baton.core.config import ServeConfig
-from baton.core.errors import WorkerStartFailed
+from baton.core.errors import BatonError, WorkerStartFailed
 from baton.proto.secure_channel import SecureChannels
 from baton.router.api_keys import digest_of, new_key
 from baton.router.security_flags import security_of
@@ -52,6 +52,9 @@ END_GRACE_S = 2.0
 CHECK_INTERVAL_S = 0.5
 RESTART_POLL_S = 0.05
 DRAIN_MARGIN_S = 3.0  # for the router to end after its grace
+RAY_FOLDER = "ray"  # Ray opens its folder to all; the one around it is closed
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +108,12 @@ class Deployment:
         self._router: RouterProcess | None = None
         self._dir: Path | None = None
         self._undertaker: Undertaker | None = None
+        self._keeps_logs = False
 
     def __enter__(self) -> Self:
         try:
-            self._start()
+            with self._logs_named():
+                self._start()
         except BaseException:
             self.close()
             raise
@@ -152,10 +157,11 @@ class Deployment:
             WorkerLost: every worker of a role is dead for good. Never waits for one.
         """
         assert self._router is not None
-        assert self._undertaker is not None
-        self._undertaker.check()
-        self._router.check()
-        self._check_workers()
+        with self._logs_named():
+            assert self._undertaker is not None
+            self._undertaker.check()
+            self._router.check()
+            self._check_workers()
 
     def wait(self, timeout_s: float, wake: int | None = None) -> None:
         """Wait until there may be something to `check`: a process has ended, `wake` can be read, the time is over."""
@@ -176,7 +182,8 @@ class Deployment:
         self._router.drain()
         deadline_s = time.monotonic() + self.config.shutdown_grace_s + DRAIN_MARGIN_S
         while not self._router.has_ended and time.monotonic() < deadline_s:
-            self._check_workers()
+            with self._logs_named():
+                self._check_workers()
             self.wait(CHECK_INTERVAL_S)
 
     def _check_workers(self) -> None:
@@ -188,8 +195,30 @@ class Deployment:
             with using(self.access):
                 self._crew.check()
 
+    @contextmanager
+    def _logs_named(self) -> Iterator[None]:
+        """Whatever fails here says where its logs will be, and they will be there."""
+        try:
+            yield
+        except Exception as error:
+            if self._dir is not None:
+                self._keeps_logs = True
+                if isinstance(error, BatonError):
+                    private_files.say_where(error, self._dir)
+            raise
+
+    def _end_files(self, folder: Path, has_died: bool) -> None:
+        if self._keeps_logs:
+            private_files.keep_logs(folder)
+        elif has_died:
+            _logger.warning("a worker died in this run; the logs are in %s", private_files.keep_logs(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+
     def close(self) -> None:
-        """End everything that was started, and verify it. Safe to call twice, and after a failed start."""
+        """End everything that was started, and verify it. Safe to call twice, and after a failed start.
+
+        Logs are kept where something failed or died (`private_files`).
+        """
         with _signals_ignored():
             if self._router is not None:
                 self._router.stop()
@@ -201,6 +230,7 @@ class Deployment:
                 return
             # Taken before Ray stops: what loses its parent is no longer found by descent. A start that was
             # interrupted may have left processes that no attribute knows of.
+            has_died = private_files.worker_died(self._dir)
             started = set(processes.started_with(str(self._dir)))
             lost = set(self._ray.lost().values()) if self._ray is not None else set()
             if self._crew is not None:
@@ -220,7 +250,7 @@ class Deployment:
             if self._undertaker is not None:
                 self._undertaker.dismiss()
                 self._undertaker = None
-            shutil.rmtree(self._dir, ignore_errors=True)
+            self._end_files(self._dir, has_died)
             leftovers.sweep_memory()
             self._dir = None
             assert not left, f"processes {left} survived SIGKILL"
@@ -238,7 +268,7 @@ class Deployment:
         deadline_s = time.monotonic() + config.start_timeout_s
         num_total = config.prefill + config.decode + 2
         leftovers.sweep()
-        self._dir = Path(tempfile.mkdtemp(prefix=leftovers.PREFIX, dir=leftovers.ROOT))  # short, as sockets' names are
+        self._dir = private_files.make_folder()
         self._undertaker = Undertaker(self._dir)
         if self._on_log is not None:
             self._log_tail = LogTail(self._dir, self._on_log)
@@ -264,7 +294,7 @@ class Deployment:
         assert self._router is not None
         assert self._dir is not None
         self._ray = RaySession(
-            "local", namespace=self._name, temp_dir=self._dir, num_gpus=None if device == "cuda" else 0
+            "local", namespace=self._name, temp_dir=self._dir / RAY_FOLDER, num_gpus=None if device == "cuda" else 0
         )
         ports = self._router.wait_ports(deadline_s - time.monotonic())
         self._is_at("127.0.0.1" if self.config.host in ("0.0.0.0", "::") else self.config.host, ports)

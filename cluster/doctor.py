@@ -166,13 +166,20 @@ def check_port(port: int) -> Finding:
 
 
 def check_ray_auth(mode: str | None, token: Path) -> Finding:
-    """The trap that makes a head demand tokens which its workers do not have."""
+    """What clusters are joined and started with; a private Ray has a token of its own whatever this says."""
+    if mode is not None and mode.lower() == "disabled":
+        return Finding(
+            "ray auth",
+            "warn",
+            "RAY_AUTH_MODE=disabled: whatever reaches the ports of a cluster started or joined with it runs code there",
+            "start clusters with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, and join them with both",
+        )
     if token.exists() and mode is None:
         return Finding(
             "ray auth",
             "warn",
             f"{token} exists and RAY_AUTH_MODE is unset: `ray start --head` would demand tokens of every worker",
-            "export RAY_AUTH_MODE=disabled (or token, with the file on every node)",
+            "export RAY_AUTH_MODE=token, with the file on every node",
         )
     return Finding("ray auth", "ok", f"RAY_AUTH_MODE={mode or 'unset, no token file'}")
 

@@ -17,11 +17,10 @@ from typing import Final
 import psutil
 
 from baton.cluster import processes
+from baton.cluster.private_files import PREFIX, ROOT
 from baton.kvtransfer.life_file import sweep_lives
 from baton.kvtransfer.shared_region import sweep as sweep_regions
 
-ROOT: Final = Path("/tmp")
-PREFIX: Final = "baton-"
 OWNER: Final = "owner.lock"
 END_GRACE_S: Final = 1.0  # for processes that are about to end by themselves
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from baton.cluster.private_files import PRIVATE_UMASK, open_private
 from baton.cluster.resolve import ModelDirectory, served_names
 from baton.cluster.restarts import Restarts
 from baton.core.config import ServeConfig
@@ -185,7 +186,7 @@ class RouterProcess:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        with self._out_path.open("wb") as out, self._err_path.open("ab") as err:
+        with open_private(self._out_path, "wb") as out, open_private(self._err_path, "ab") as err:
             self._err_at = err.tell()
             # A session of its own: Ctrl-C is for the driver, which then stops the router in order.
             return subprocess.Popen(
@@ -195,6 +196,7 @@ class RouterProcess:
                 stderr=err,
                 env=environment,
                 start_new_session=True,
+                umask=PRIVATE_UMASK,
             )
 
     def _hear(self) -> bool:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.cluster import crew
+from baton.cluster import crew, private_files
 from baton.cluster import deployment as deployment_module
 from baton.cluster.deployment import Deployment, Parts
 from baton.cluster.restarts import Restarts
@@ -83,13 +84,13 @@ def test_what_can_be_refused_is_refused_before_anything_starts(model, tmp_path):
 
 @pytest.mark.ray
 @IGNORED
-def test_it_starts_serves_restarts_workers_and_leaves_nothing(model):
-    before = our_processes()
+def test_it_starts_serves_restarts_workers_and_leaves_nothing(model, caplog):
+    before, known = our_processes(), set(os.environ)
     own_child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     with make(model, worker_threads=2) as deployment:
         assert set(deployment.workers) == {"prefill-0", "decode-0"}
         assert deployment.workers["prefill-0"]["OMP_NUM_THREADS"] == "2"
-        assert deployment.workers["prefill-0"]["RAY_AUTH_MODE"] == "disabled"
+        assert deployment.workers["prefill-0"]["RAY_AUTH_MODE"] == "token"
         assert {worker["state"]["worker_id"] for worker in deployment.status()["workers"]} == set(deployment.workers)
         pids = deployment.worker_pids()
         assert pids["decode-0"] == deployment.workers["decode-0"]["pid"]
@@ -101,12 +102,20 @@ def test_it_starts_serves_restarts_workers_and_leaves_nothing(model):
         deployment.check()
         directory = directory_of(psutil.Process().children())
         assert directory.is_dir()
+        assert deployment.workers["prefill-0"]["nice"] == 0
+        tokens = {worker.pop("RAY_AUTH_TOKEN") for worker in deployment.workers.values()}
+        assert len(tokens) == 1 and {len(token) for token in tokens} == {64}
+        assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & (os.environ.keys() - known)
         start_s = time.monotonic()
     assert time.monotonic() - start_s < 20
     assert own_child.poll() is None  # not ours to end
     own_child.communicate()
     assert our_processes() == before
     assert not directory.exists()
+    logs = private_files.kept_logs(directory)  # a worker was killed: its words are worth something
+    assert_private(logs)
+    assert f"a worker died in this run; the logs are in {logs}" in caplog.text
+    shutil.rmtree(logs)
 
 
 @pytest.mark.ray
@@ -119,6 +128,52 @@ def test_a_worker_that_refuses_to_start_is_reported_with_its_own_error(model):
     assert failed.value.fields["cause"] == "ModelTensorMissing"
     assert failed.value.fields["cause_fields"] == {"tensors": ["lm_head.weight"]}
     assert our_processes() == before
+    logs = Path(failed.value.fields["logs"])
+    assert failed.value.message.endswith(f"(logs: {logs})")
+    assert_private(logs)
+    said = [path.read_text() for path in logs.glob("worker-*.err")]
+    assert any("lacks lm_head.weight" in text for text in said)
+    shutil.rmtree(logs)
+
+
+def assert_private(logs):
+    """A folder of kept logs: of this account alone, and nothing but words in it."""
+    assert logs.stat().st_mode & 0o777 == 0o700
+    files = list(logs.iterdir())
+    assert files and all(path.is_file() and path.stat().st_mode & 0o777 == 0o600 for path in files)
+
+
+@pytest.mark.fast
+def test_kept_logs_are_few_and_hold_no_links(monkeypatch, tmp_path):
+    monkeypatch.setattr(private_files, "ROOT", tmp_path)
+    kept = []
+    for at in range(private_files.MAX_KEPT + 2):
+        folder = private_files.make_folder()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        logs = folder / "ray" / "session_1" / "logs"
+        logs.mkdir(parents=True)
+        (folder / "ray" / "session_latest").symlink_to(logs.parent)
+        (logs / "worker-a-01000000-1.err").write_text(f"life {at}")
+        (logs / "empty.err").touch()
+        (logs / "linked.log").symlink_to("/etc/passwd")
+        with private_files.open_private(folder / "router.err", "wb") as file:
+            file.write(b"words")
+        assert (folder / "router.err").stat().st_mode & 0o777 == 0o600
+        said = private_files.kept_logs(folder)
+        assert private_files.keep_logs(folder) == said
+        os.utime(said, (at, at))
+        kept.append(said)
+        assert {path.name for path in said.iterdir()} == {"worker-a-01000000-1.err", "router.err"}
+        assert_private(said)
+    assert [path.exists() for path in kept] == [False] * 2 + [True] * private_files.MAX_KEPT
+
+
+@pytest.mark.fast
+def test_an_error_names_the_logs_once(tmp_path):
+    error = WorkerStartFailed("decode-0 did not start", worker_id="decode-0")
+    for _ in range(2):
+        private_files.say_where(error, tmp_path / "baton-x")
+    assert str(error) == f"decode-0 did not start (logs: {tmp_path / 'baton_logs-x'})"
 
 
 @pytest.mark.ray

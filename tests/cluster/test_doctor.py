@@ -29,7 +29,8 @@ def test_a_stray_token_without_a_mode_is_a_trap(tmp_path):
     assert doctor.check_ray_auth(None, token).level == "ok"
     token.write_text("secret")
     assert doctor.check_ray_auth(None, token).level == "warn"
-    assert doctor.check_ray_auth("disabled", token).level == "ok"
+    assert doctor.check_ray_auth("token", token).level == "ok"
+    assert doctor.check_ray_auth("disabled", token).level == "warn"
     assert "secret" not in str(doctor.check_ray_auth(None, token))
 
 

@@ -29,9 +29,9 @@ class Shown:
 
 
 def worker_log(tmp_path):
-    logs = tmp_path / "session_1" / "logs"
+    logs = tmp_path / "ray" / "session_1" / "logs"
     logs.mkdir(parents=True)
-    (tmp_path / "session_latest").symlink_to(tmp_path / "session_1")
+    (tmp_path / "ray" / "session_latest").symlink_to(tmp_path / "ray" / "session_1")
     return logs / "worker-abc-01000000-4321.err"
 
 

@@ -178,7 +178,7 @@ class RayCluster:
     def restart_head(self):
         """As an operator does it; what the runbook answers."""
         home = self._directory / "home"
-        command = f"env HOME={home} RAY_AUTH_MODE=disabled ray up -y --no-config-cache --restart-only {self.file}"
+        command = f"env HOME={home} RAY_AUTH_MODE=token ray up -y --no-config-cache --restart-only {self.file}"
         where = ("--ray-address", f"{self.head.address}:6379", "--timeout", "240")
         return self.runbook("head-restart", *where, "--command", command)
 

@@ -41,7 +41,7 @@ def ray(directory, *arguments, timeout_s=UP_S):
     """Ray's own command, on the operator's machine, with a home of its own."""
     home = Path(directory) / "home"
     home.mkdir(exist_ok=True)
-    environment = os.environ | {"HOME": str(home), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = os.environ | {"HOME": str(home), "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(["ray", *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment)
     if done.returncode:
         raise RuntimeError(f"ray {' '.join(arguments)}: {done.stdout[-6000:]}\n{done.stderr[-3000:]}")
