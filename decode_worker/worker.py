@@ -97,8 +97,7 @@ class DecodeWorker:
         self._preemption = Preemption(self._allocator, self._scheduler, runner, self._steps)
         self._recompute = None if prefill is None else self._make_recompute(prefill, chunk_len)
         self._returns = Returns(self._scheduler, self._preemption, self._steps, runner, self._recompute, preempt_at)
-        capacity_len = pool.num_blocks * pool.layout.block_size
-        self._limits = dataclasses.replace(limits, decode_capacity_len=capacity_len)
+        self._limits = dataclasses.replace(limits, decode_capacity_len=pool.num_blocks * pool.layout.block_size)
         self._gate = Gate("the decode worker is full", max_queue_len)
         self._tally = StepTally(runner.num_draft_tokens)
         self.cork = Cork()  # held while a step is published
@@ -140,11 +139,7 @@ class DecodeWorker:
         checker = FinishChecker.of(request, self._tokenizer)
         sequence = DecodeSequence(request, stream, checker, is_local=prefill_here)
         self._gate.enter()
-        try:
-            self._loop.post(lambda: self._add(sequence), always=True)
-        except BaseException:
-            self._gate.leave()
-            raise
+        self._loop.post(lambda: self._add(sequence), always=True)
 
     def check(self, request: GenerationRequest) -> None:
         """What `attend` checks first; a new grammar is compiled, which may take a while. Any thread.
@@ -166,7 +161,7 @@ class DecodeWorker:
 
     def inventory(self) -> worker_pb2.Inventory:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
-        held = decode_inventory(
+        return decode_inventory(
             self._scheduler,
             self._allocator,
             self._runner,
@@ -177,9 +172,8 @@ class DecodeWorker:
             num_host_blocks_used=self._preemption.num_host_blocks_used,
             num_finished=self._num_finished,
             num_failed=self._num_failed,
+            max_handoff_len=self._landing.staging_len,
         )
-        held.max_handoff_len = self._landing.staging_len
-        return held
 
     # The loop: receive -> preempt -> grant -> admit -> launch -> publish. Everything below runs on the loop thread.
 
@@ -351,9 +345,8 @@ class DecodeWorker:
         logprobs: Sequence[TokenLogprobs],
         reason: FinishReason | None,
     ) -> None:
-        event = token_event(sequence, token_ids, logprobs, reason, self._clock.now_s())
+        sequence.stream.emit(token_event(sequence, token_ids, logprobs, reason, self._clock.now_s()))
         sequence.token_ids += token_ids
-        sequence.stream.emit(event)
         if reason is not None:
             sequence.stream.end()
             self._num_finished += 1
