@@ -96,9 +96,7 @@ def serve(
     routing: Annotated[Text, _option("prefix|least_cost|round_robin: how workers are chosen  [prefix]")] = None,
     local_prefill: Annotated[Text, _option("auto|never|always: prompts that decode workers compute  [auto]")] = None,
     canary_idle_s: Annotated[float | None, _option("ask workers idle for this, can they serve; 0: never  [30]")] = None,
-    max_wait_s: Annotated[
-        float | None, _option("requests that would wait longer are refused  [their deadline]")
-    ] = None,
+    max_wait_s: Annotated[float | None, _option("requests that would wait longer are refused  [no limit]")] = None,
     chunk_len: Annotated[Count, _option("prompt tokens per prefill step  [256]")] = None,
     prefix_cache: Annotated[bool | None, _option("keep prompts' KV for those that begin alike  [on]")] = None,
     max_model_len: Annotated[Count, _option("shorter than the model's own length, to save memory")] = None,

@@ -40,8 +40,7 @@ def decode_inventory(
         preempted: what giving way has cost.
         recompute: what computes prompts here, if anything does.
         num_host_blocks_used: of host memory.
-        num_finished: requests that ended well.
-        num_failed: that did not.
+        num_finished: requests that ended well; `num_failed` did not.
         max_handoff_len: positions that one hand-off by sockets can carry; 0: any.
     """
     meter, waiting = runner.meter, scheduler.num_waiting()

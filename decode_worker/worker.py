@@ -208,7 +208,6 @@ class DecodeWorker:
                     self._landing.deny(event.attempt, kv_pb2.Deny.STALE, "the attempt has ended")
                 continue
             if isinstance(event, Drained):
-                # A landing ends by itself when its prefill worker dies; that is reported failed first.
                 self._scheduler.drained(event.attempt)
                 continue
             if isinstance(event, LandingFailed):
@@ -262,7 +261,6 @@ class DecodeWorker:
             self._landing.grant(sequence.key, sequence.table)
 
     def _admit(self) -> None:
-        # Those that are computed here get their slots on the way, and run when `_returns` has computed them.
         while (sequence := self._scheduler.next_admission()) is not None:
             sealed, start = sequence.sealed, sequence.start
             assert sealed is not None
@@ -384,7 +382,6 @@ class DecodeWorker:
                     self._landing.release(sequence.key)
                 self._forget(sequence)
             case DecodeState.RUNNING:
-                # Nor of this one, but a step in flight may read and write its blocks.
                 if sequence.num_preemptions == 0 and not sequence.is_local:
                     self._landing.release(sequence.key)
                 self._scheduler.retire(sequence)
