@@ -40,11 +40,11 @@ def decode_inventory(
         preempted: what giving way has cost.
         recompute: what computes prompts here, if anything does.
         num_host_blocks_used: of host memory.
-        num_finished: requests that ended well; `num_failed` did not.
+        num_finished: requests that ended well.
+        num_failed: that did not.
         max_handoff_len: positions that one hand-off by sockets can carry; 0: any.
     """
-    meter, waiting = runner.meter, scheduler.num_waiting()
-    steps = tally.report(meter, meter.computed())
+    waiting, steps = scheduler.num_waiting(), tally.report(runner.meter, runner.meter.computed())
     held = worker_pb2.Inventory(
         num_requests_waiting=sum(waiting.values()),
         waiting=waiting_to_proto(waiting),
