@@ -65,7 +65,7 @@ class EchoFleet:
         err = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "err"
         command = (
             *("--port", 0, "--model-name", MODEL, "--model-path", self._model_path, "--load-format", "dummy"),
-            *("--max-queue-len", 8192, "--request-timeout-s", 600, "--exit-with-parent"),
+            *("--request-timeout-s", 600, "--exit-with-parent"),
         )
         router = stack.enter_context(PlainProcess("baton.router", *command, *self._router_arguments, err=err))
         self.address = f"127.0.0.1:{router.first_line()['grpc_port']}"

@@ -97,8 +97,7 @@ class DecodeWorker:
         self._preemption = Preemption(self._allocator, self._scheduler, runner, self._steps)
         self._recompute = None if prefill is None else self._make_recompute(prefill, chunk_len)
         self._returns = Returns(self._scheduler, self._preemption, self._steps, runner, self._recompute, preempt_at)
-        capacity_len = pool.num_blocks * pool.layout.block_size
-        self._limits = dataclasses.replace(limits, decode_capacity_len=capacity_len)
+        self._limits = dataclasses.replace(limits, decode_capacity_len=pool.num_blocks * pool.layout.block_size)
         self._gate = Gate("the decode worker is full", max_queue_len)
         self._tally = StepTally(runner.num_draft_tokens)
         self.cork = Cork()  # held while a step is published
@@ -140,11 +139,7 @@ class DecodeWorker:
         checker = FinishChecker.of(request, self._tokenizer)
         sequence = DecodeSequence(request, stream, checker, is_local=prefill_here)
         self._gate.enter()
-        try:
-            self._loop.post(lambda: self._add(sequence), always=True)
-        except BaseException:
-            self._gate.leave()
-            raise
+        self._loop.post(lambda: self._add(sequence), always=True)
 
     def check(self, request: GenerationRequest) -> None:
         """What `attend` checks first; a new grammar is compiled, which may take a while. Any thread.
@@ -166,7 +161,7 @@ class DecodeWorker:
 
     def inventory(self) -> worker_pb2.Inventory:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
-        held = decode_inventory(
+        return decode_inventory(
             self._scheduler,
             self._allocator,
             self._runner,
@@ -177,9 +172,8 @@ class DecodeWorker:
             num_host_blocks_used=self._preemption.num_host_blocks_used,
             num_finished=self._num_finished,
             num_failed=self._num_failed,
+            max_handoff_len=self._landing.staging_len,
         )
-        held.max_handoff_len = self._landing.staging_len
-        return held
 
     # The loop: receive -> preempt -> grant -> admit -> launch -> publish. Everything below runs on the loop thread.
 
@@ -214,7 +208,6 @@ class DecodeWorker:
                     self._landing.deny(event.attempt, kv_pb2.Deny.STALE, "the attempt has ended")
                 continue
             if isinstance(event, Drained):
-                # A landing ends by itself when its prefill worker dies; that is reported failed first.
                 self._scheduler.drained(event.attempt)
                 continue
             if isinstance(event, LandingFailed):
@@ -268,7 +261,6 @@ class DecodeWorker:
             self._landing.grant(sequence.key, sequence.table)
 
     def _admit(self) -> None:
-        # Those that are computed here get their slots on the way, and run when `_returns` has computed them.
         while (sequence := self._scheduler.next_admission()) is not None:
             sealed, start = sequence.sealed, sequence.start
             assert sealed is not None
@@ -354,9 +346,8 @@ class DecodeWorker:
         logprobs: Sequence[TokenLogprobs],
         reason: FinishReason | None,
     ) -> None:
-        event = token_event(sequence, token_ids, logprobs, reason, self._clock.now_s())
+        sequence.stream.emit(token_event(sequence, token_ids, logprobs, reason, self._clock.now_s()))
         sequence.token_ids += token_ids
-        sequence.stream.emit(event)
         if reason is not None:
             sequence.stream.end()
             self._num_finished += 1
@@ -394,7 +385,6 @@ class DecodeWorker:
                     self._landing.release(sequence.key)
                 self._forget(sequence)
             case DecodeState.RUNNING:
-                # Nor of this one, but a step in flight may read and write its blocks.
                 if sequence.num_preemptions == 0 and not sequence.is_local:
                     self._landing.release(sequence.key)
                 self._scheduler.retire(sequence)

@@ -5,7 +5,7 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.core.errors import BatonError
+from baton.core.errors import as_internal
 from baton.router.api_keys import Principal
 from baton.router.door import ANYBODY, Door
 from baton.router.openai.json_response import JsonResponse
@@ -31,8 +31,8 @@ class Entrance:
         if scope["type"] == "http" and scope["path"] not in OPEN:
             try:
                 scope[_PRINCIPAL] = self._door.authenticate(Headers(scope=scope).get("authorization"))
-            except BatonError as error:
-                await JsonResponse.of_error(error)(scope, receive, send)
+            except Exception as error:  # noqa: BLE001  the boundary of what is before the applications
+                await JsonResponse.of_error(as_internal("the request", error))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -95,10 +95,10 @@ class GenerationEndpoint(Generic[Asked]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        request = Request(scope, receive)
-        INCOMING.set(request.headers.get(HEADER, ""))
         reply = Reply(send)
         try:
+            request = Request(scope, receive)
+            INCOMING.set(request.headers.get(HEADER, ""))
             asked = await read_body(request, self.kind, self.front.config.max_body_bytes)
             request_id = _request_id(asked.request_id or request.headers.get("x-request-id"))
             reply.headers["x-request-id"] = request_id
