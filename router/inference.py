@@ -38,6 +38,7 @@ from baton.router.choices import Choices
 from baton.router.gate import Gate
 from baton.router.members import DECODE, PREFILL, Members
 from baton.router.policy import Pair, require
+from baton.router.prompt_end import end_of
 from baton.router.request_log import log_end, log_request
 from baton.router.served_model import ServedModel
 from baton.router.settling import Settling
@@ -234,7 +235,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             answer_len = sampling.max_tokens if has_max else min(default_max_tokens, positions // 2)
             prompt_len = limits.prefill_capacity_len if limits.max_prompt_len is None else limits.max_prompt_len
             room_len = min(positions - answer_len, prompt_len, limits.prefill_capacity_len)
-            prompt_token_ids = _end_of(prompt_token_ids, asked.truncate_prompt_tokens, room_len)
+            prompt_token_ids = end_of(prompt_token_ids, asked.truncate_prompt_tokens, room_len)
         if not asked.sampling.HasField("max_tokens"):
             sampling = self._sampling(asked, positions - len(prompt_token_ids), default_max_tokens)
         validate_request(prompt_token_ids, sampling, limits)
@@ -406,14 +407,6 @@ def _priority(asked: inference_pb2.GenerateRequest) -> int:
     if priority not in PRIORITIES:
         raise InvalidRequest(f"priority = {priority}: 0 is low, 1 normal, 2 high", field="priority", limit=HIGH)
     return priority
-
-
-def _end_of(token_ids: list[int], num_tokens: int, room_len: int) -> list[int]:
-    """The last tokens of a prompt: so many, or with -1 as many as leave room for the answer."""
-    if num_tokens == 0 or num_tokens < -1:
-        message = f"truncate_prompt_tokens = {num_tokens}: a number of tokens, or -1 for as many as fit"
-        raise InvalidRequest(message, field="truncate_prompt_tokens")
-    return token_ids[-max(1, room_len if num_tokens == -1 else num_tokens) :]
 
 
 def _say_what_stopped(finish: inference_pb2.Finish, stop_reason: int | str | None) -> None:
