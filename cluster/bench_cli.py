@@ -9,7 +9,7 @@ from baton.cluster.cli_types import Count, Json, Text
 from baton.cluster.cli_types import option as _option
 from baton.cluster.outcome import ExitCode, Output, run_command
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="Measure speed.", rich_markup_mode="rich")
 
 
 @app.command("kv")

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
+from baton.cluster.cli_types import option
 from baton.cluster.outcome import ExitCode, Output, run_command
 
-app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.", rich_markup_mode="rich")
 
 File = Annotated[Path, typer.Option("--file", help="the file of --api-keys-file or --admin-keys-file")]
 Name = Annotated[str, typer.Argument(help="of the key")]
@@ -19,7 +20,7 @@ def create(
     name: Name,
     file: File,
     tenant: Annotated[str, typer.Option(help="whose requests it is for; KV is shared only within a tenant")],
-    expires_days: Annotated[float | None, typer.Option(help="days until it expires  [never]")] = None,
+    expires_days: Annotated[float | None, option("days until it expires  [never]")] = None,
     json: Json = False,
 ) -> int:
     """Make a key and print it, once; the file keeps its digest."""

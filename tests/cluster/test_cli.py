@@ -49,6 +49,33 @@ def test_serve_has_a_flag_for_every_key_and_every_documented_flag():
     assert {f"--{flag.removeprefix('--no-')}" for flag in flags - named} <= named
 
 
+def help_of(command):
+    result = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "160"})
+    assert result.exit_code == 0
+    return result.output
+
+
+@pytest.mark.fast
+def test_the_help_of_serve_is_in_panels_and_says_defaults():
+    text = help_of("serve")
+    panels = re.findall(r"╭─ (.+?) ─", text)
+    wanted = "Options, Model, Parallelism, Speculation, KV cache, Scheduling, Ports and addresses, Limits and times"
+    assert panels == [*wanted.split(", "), "Logging and tracing", "Security"]
+    for default in ("[127.0.0.1]", "[auto]", "[GPU 2048, CPU 256]", "[2; 0 without an MTP head]"):
+        assert default in text
+    assert "\\[" not in text
+    assert "[never]" in help_of("keys create")
+    assert "\\[" not in help_of("bench decode")
+
+
+@pytest.mark.fast
+def test_commands_are_summed_up_in_whole_sentences_and_unbuilt_ones_are_not_listed():
+    text = help_of("")
+    assert "..." not in text.partition("Commands")[2]
+    assert "plan" not in re.findall(r"│ (\w+) ", text)
+    assert {"serve", "check", "generate", "demo", "doctor", "top"} <= set(re.findall(r"│ (\w+) ", text))
+
+
 @pytest.mark.fast
 def test_generate_has_every_documented_flag():
     assert {f"--{name}" for name in DESIGN_GENERATE_FLAGS} <= flags_of("generate")
