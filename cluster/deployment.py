@@ -39,6 +39,7 @@ from baton.cluster.router_process import RouterProcess, router_command
 from baton.cluster.supervisor_process import Order, SupervisorProcess
 from baton.core.config import ServeConfig
 from baton.core.errors import WorkerStartFailed
+from baton.core.inside import DeploymentSecret
 from baton.proto.secure_channel import SecureChannels
 from baton.router.api_keys import digest_of, new_key
 from baton.router.security_flags import security_of
@@ -83,6 +84,7 @@ class Deployment:
         self.workers: dict[str, dict[str, Any]] = {}
         self._on_progress = on_progress
         self._parts = parts or Parts()
+        self._secret: DeploymentSecret | None = None
         self._name = f"baton-{secrets.token_hex(4)}"
         self._ray: RaySession | None = None
         self._crew: Crew | None = None
@@ -102,6 +104,12 @@ class Deployment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def secret(self) -> DeploymentSecret:
+        """What everything of this deployment can prove to know."""
+        assert self._secret is not None, "it is started"
+        return self._secret
 
     def status(self) -> dict[str, Any]:
         """The router's status as plain data."""
@@ -182,7 +190,8 @@ class Deployment:
         command = self._parts.router_command(config, model)
         if config.admin_keys_file:  # only this process knows the key; the router knows its digest
             command = [*command, "--operator-key-digest", digest_of(self._operator_key)]
-        self._router = RouterProcess(command, self._dir)
+        secret = self._secret = _secret_of(config)
+        self._router = RouterProcess(command, self._dir, secret)
         self._on_progress(0, num_total, "starting Ray and the router")
         if config.ray_address == "local":
             self._start_private(model, device, deadline_s, num_total)
@@ -206,6 +215,7 @@ class Deployment:
             device=device,
             name=self._name,
             router_address=self.admin_address,
+            secret=self.secret,
             shells=self._parts.shells,
             rank_shells=self._parts.rank_shells,
             max_restarts=MAX_RESTARTS,
@@ -236,6 +246,7 @@ class Deployment:
             access=self.access,
             admin_port=ports.get("admin_port", ports["grpc_port"]),
             directory=self._dir,
+            secret=self.secret,
         )
         self._supervisor = SupervisorProcess(order, on_event)
         self._supervisor.start(max(1.0, deadline_s - time.monotonic()))
@@ -269,6 +280,13 @@ class Deployment:
                 message = f"the router has not heard from {', '.join(sorted(missing))}"
                 raise WorkerStartFailed(message, worker_ids=sorted(missing), timed_out=True)
             time.sleep(0.05)
+
+
+def _secret_of(config: ServeConfig) -> DeploymentSecret:
+    """The one in the file that is named, else the one this process was started with, else a new one."""
+    if config.secret_file:
+        return DeploymentSecret.of_file(Path(config.secret_file))
+    return DeploymentSecret.given() or DeploymentSecret.new()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 from baton.cluster.resolve import ModelDirectory
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, MalformedMessage, WorkerStartFailed, from_wire
+from baton.core.inside import ENVIRONMENT, DeploymentSecret
 from baton.router.security_flags import flags_of
 
 STOP_GRACE_S = 3.0
@@ -50,12 +51,22 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
 
 
 class RouterProcess:
-    """One router. It ends with this process, whatever ends this process: its stdin closes then."""
+    """One router. It ends with this process, whatever ends this process: its stdin closes then.
 
-    def __init__(self, command: Sequence[str], log_dir: Path) -> None:
+    Args:
+        command: starts it.
+        log_dir: of its files.
+        secret: of the deployment; handed to it in its environment, which only its own account reads.
+    """
+
+    def __init__(self, command: Sequence[str], log_dir: Path, secret: DeploymentSecret) -> None:
         self._out_path = log_dir / "router.out"
         self._err_path = log_dir / "router.err"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            ENVIRONMENT: secret.text,
+        }
         with self._out_path.open("wb") as out, self._err_path.open("wb") as err:
             # A session of its own: Ctrl-C is for the driver, which then stops the router in order.
             self._process = subprocess.Popen(
