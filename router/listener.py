@@ -16,6 +16,7 @@ from baton.core.handshakes import Handshakes
 from baton.core.inside import Verifier
 from baton.core.tls_files import TlsFiles, TlsWatch, server_context
 from baton.proto.inside import RequireProof
+from baton.proto.roles import ALLOWED, RequireRole
 from baton.proto.secure_channel import server_credentials
 from baton.proto.unreadable import RefuseUnreadable
 from baton.router.api_keys import KeyEntry
@@ -91,7 +92,9 @@ class Listener:
         """Make the server, on the running event loop."""
         options = _options(self._limits)
         require_proof = RequireProof(self._verifier, self._outside, self._count_refused)
-        self.server = grpc.aio.server(options=options, interceptors=(require_proof, self._guard, RefuseUnreadable()))
+        require_role = RequireRole(ALLOWED.get, self._metrics.refused.labels("certificate_role").inc)
+        interceptors = (require_proof, self._guard, require_role, RefuseUnreadable())
+        self.server = grpc.aio.server(options=options, interceptors=interceptors)
 
     def listen(self, host: str, port: int) -> None:
         """Bind; 0 picks a free port.

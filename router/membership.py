@@ -11,6 +11,7 @@ from baton.core.errors import BatonError, ModelNotFound, PermissionDenied
 from baton.core.inside import worker_name
 from baton.proto import wire, worker_pb2, worker_pb2_grpc
 from baton.proto.inside import caller_name
+from baton.proto.roles import roles_of
 from baton.router.members import DECODE, Members
 from baton.router.speculation import SpeculationWish
 from baton.router.wishes import Wishes
@@ -47,7 +48,7 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
     ) -> worker_pb2.HeartbeatReply:
         """Take one report."""
         try:
-            self._check_name(request)
+            self._check_name(request, roles_of(context))
             if request.model != self._model:
                 message = f"{request.worker_id} serves {request.model!r}, this router {self._model!r}"
                 raise ModelNotFound(message, model=request.model)
@@ -63,8 +64,10 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
         except BatonError as error:
             await wire.abort_with(context, error)
 
-    def _check_name(self, state: worker_pb2.WorkerState) -> None:
+    def _check_name(self, state: worker_pb2.WorkerState, certified: frozenset[str]) -> None:
         named, caller = worker_name(state.role, state.worker_id), caller_name()
+        if certified and state.role not in certified:
+            caller = f"{caller}, whose certificate is one of {', '.join(sorted(certified))[:200]},"
         if named != caller:
             self._on_other()
             log.warning("refused (worker_name): %s reports as %s", caller or "a caller without a name", named[:200])

@@ -19,7 +19,8 @@ from baton.core.inside import ROUTER, WorkerIdentity
 from baton.core.tls_files import TlsFiles, TlsWatch
 from baton.kernels.compiles import COMPILES
 from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
-from baton.proto.inside import InsideChannel, RequireProof
+from baton.proto.inside import ALWAYS_OPEN, InsideChannel, RequireProof
+from baton.proto.roles import ALLOWED_AT_WORKERS, RequireRole
 from baton.proto.secure_channel import SecureChannels, is_refused_certificate, server_credentials
 from baton.proto.unreadable import RefuseUnreadable
 
@@ -129,7 +130,8 @@ class WorkerHost:
         handshakes = Handshakes("worker's", lambda num: None)
         identity = self._given_identity or _identity_of(self._state())
         require_proof = RequireProof(identity.verifier(time.time), on_call=handshakes.called)
-        interceptors = (require_proof, RefuseUnreadable(handshakes.called))
+        require_role = RequireRole(lambda service: None if service in ALWAYS_OPEN else ALLOWED_AT_WORKERS)
+        interceptors = (require_proof, require_role, RefuseUnreadable(handshakes.called))
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
         self._register(server)
         admin_pb2_grpc.add_AdminServicer_to_server(_WorkerAdmin(self._state, self._set_speculation, self._end), server)
