@@ -250,7 +250,7 @@ def test_a_prefill_worker_survives_any_message(seed, lane):
     rng = random.Random(seed)
     node = AnyPush(rng, lane)
     now_s = 0.0
-    for _ in range(400):
+    for _ in range(600):
         now_s += rng.choice([0.0, 0.01, 0.3])
         if len(tuple(node.protocol.transfers())) < 3:
             node.obey(node.reserve(now_s), now_s)
