@@ -24,7 +24,7 @@ class Authority:
     def issue(self, name="server", *, days=None, names=NAMES, roles=()):
         """A certificate, in files that are replaced if they are there. `days`: until it expires; negative is past."""
         if roles:
-            return self._issue_by_openssl(name, names, roles)
+            return self._issue_by_openssl(name, names, roles, days or 2)
         until = None
         if days is not None:
             until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
@@ -34,7 +34,7 @@ class Authority:
         replace(files.cert_file, b"".join(part.bytes() for part in made.cert_chain_pems))
         return files
 
-    def _issue_by_openssl(self, name, names, roles):
+    def _issue_by_openssl(self, name, names, roles, days):
         """As docs/security.md does it: trustme knows no names that are URIs."""
         key = self.folder / "ca.key"
         key.write_bytes(self.ca.private_key_pem.bytes())
@@ -43,7 +43,7 @@ class Authority:
         lines = f"subjectAltName = {', '.join(alternatives)}\nextendedKeyUsage = serverAuth, clientAuth\n"
         (self.folder / "names").write_text(lines)
         new = "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj".split()
-        sign = "x509 -req -extfile names -days 2 -CAcreateserial -CAkey ca.key".split()
+        sign = f"x509 -req -extfile names -days {days} -CAcreateserial -CAkey ca.key".split()
         for command in (
             [*new, f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr"],
             [*sign, "-CA", self.file.name, "-in", f"{name}.csr", "-out", f"{name}.crt"],
