@@ -80,14 +80,15 @@ class LandingReplies:
     def challenge(self, peer: str, hello: kv_pb2.Hello, now_s: float) -> SendControl:
         """HELLO_REPLY that says nothing but what the next HELLO is to prove."""
         challenge = self._proofs.challenge(self._epoch, peer, now_s)
-        echo = {"version": VERSION, "peer_epoch": hello.epoch, "echo_sent_ns": hello.sent_ns}
-        return SendControl(peer, control_of(kv_pb2.HelloReply(**echo, challenge=challenge)))
+        reply = kv_pb2.HelloReply(version=VERSION, peer_epoch=hello.epoch, echo_sent_ns=hello.sent_ns)
+        reply.challenge = challenge
+        return SendControl(peer, control_of(reply))
 
     def unproved(self, peer: str, hello: kv_pb2.Hello) -> SendControl:
         """HELLO_REPLY to a peer that knows another secret."""
-        echo = {"version": VERSION, "peer_epoch": hello.epoch, "echo_sent_ns": hello.sent_ns}
-        refused = "it does not know the secret of this decode worker's deployment"
-        return SendControl(peer, control_of(kv_pb2.HelloReply(**echo, refused=refused)))
+        reply = kv_pb2.HelloReply(version=VERSION, peer_epoch=hello.epoch, echo_sent_ns=hello.sent_ns)
+        reply.refused = "it does not know the secret of this decode worker's deployment"
+        return SendControl(peer, control_of(reply))
 
     def grant(self, landing: Landing) -> SendControl:
         """GRANT of what `landing` was given."""
