@@ -36,8 +36,10 @@ class CompletionCall(Call[CompletionRequest]):
         """Make the choices."""
         num = self._asked.num_choices
         for at, (given, request) in enumerate(zip(self._given, requests, strict=True)):
-            is_whole = isinstance(given, str) and self._asked.truncate_prompt_tokens is None
-            text = given if is_whole else self._front.model.tokenizer.decode(request.prompt_token_ids)
+            if isinstance(given, str) and self._asked.truncate_prompt_tokens is None:
+                text = given
+            else:
+                text = self._front.model.tokenizer.decode(request.prompt_token_ids)
             prompt = PromptReport(request, text)
             self._prompts.append(prompt)
             self._choices.append(
