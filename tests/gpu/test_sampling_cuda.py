@@ -13,8 +13,8 @@ from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.core.tokenizer import Tokenizer
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.decode import DecodeRunner
-from baton.engine.grammar_walk import Lookahead
 from baton.engine.grammar_rows import GrammarRows, HostCopy
+from baton.engine.grammar_walk import Lookahead
 from baton.engine.local import LocalEngine
 from baton.engine.prefill import SequenceStart
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
