@@ -95,8 +95,7 @@ class RaySession:
                 self._connect(address, options | more)
         else:
             require_ray(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
-            if not read_settings():
-                raise RayUnavailable(f"{NO_TOKEN}, or {ACCEPT_OPEN}", address=address)
+            require_token(address)
             self._connect(address, options)
             try:
                 require_token_there(self.address)
@@ -213,6 +212,16 @@ def require_ray(address: str) -> None:
     if code not in (grpc.StatusCode.OK, *TOKEN_CODES):
         name = "no answer" if code is None else code.name
         raise RayUnavailable(f"no Ray cluster answers at {address}: {name}", address=address)
+
+
+def require_token(address: str) -> None:
+    """Check that the environment has a token for a cluster, or says that the cluster asks for none.
+
+    Raises:
+        RayUnavailable: it does neither.
+    """
+    if not read_settings():
+        raise RayUnavailable(f"{NO_TOKEN}, or {ACCEPT_OPEN}", address=address)
 
 
 def require_token_there(address: str) -> None:

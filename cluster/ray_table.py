@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from baton.cluster.ray_session import import_ray, prepare_environment, require_ray
+from baton.cluster.ray_session import import_ray, prepare_environment, require_ray, require_token
 from baton.core.errors import BatonError
 
 EXIT_PRECONDITION = 3
@@ -18,10 +18,11 @@ def read_table(address: str) -> dict[str, Any]:
     """Live nodes by their address, and state and node of each named actor.
 
     Raises:
-        BatonError: nobody answers there, or it is another Ray.
+        BatonError: there is no token to ask with, nobody answers there, or it is another Ray.
     """
     prepare_environment()
     import_ray()
+    require_token(address)
     require_ray(address)
     # There is no public way to ask a head without joining; the version is pinned.
     state: Any = importlib.import_module("ray._private.state")

@@ -13,10 +13,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from baton.core.config import DEFAULT_DRAFTS, MAX_DRAFTS, WORKER_QUEUE_LEN, KVTransferConfig, ServeConfig, WorkerConfig
+from baton.core.config import (
+    DEFAULT_DRAFTS,
+    LOOPBACK,
+    MAX_DRAFTS,
+    WORKER_QUEUE_LEN,
+    KVTransferConfig,
+    ServeConfig,
+    WorkerConfig,
+)
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PortInUse
 from baton.core.tls_files import TlsFiles
-from baton.router.security import LOOPBACK
 
 BUNDLED_MODELS = ("tiny", "tiny-pruned")
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"

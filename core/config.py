@@ -7,7 +7,7 @@ dataclasses and trusts them.
 import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -31,6 +31,7 @@ from baton.core.verification import (
     refuse_made_up,
 )
 
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1", "[::1]")
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
 WORKER_QUEUE_LEN = 1 << 16  # requests at one worker, against floods: what waits, waits at the router
 MAX_DRAFTS = 4  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many

@@ -11,6 +11,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
+from baton.core.config import LOOPBACK
 from baton.core.errors import BatonError, ConfigInvalid, PortInUse
 from baton.core.handshakes import Handshakes
 from baton.core.inside import Verifier
@@ -22,7 +23,7 @@ from baton.proto.unreadable import RefuseUnreadable
 from baton.router.api_keys import KeyEntry
 from baton.router.door import Door
 from baton.router.guard import OPEN, Guard
-from baton.router.security import LOOPBACK, DoorLimits
+from baton.router.security import DoorLimits
 from baton.router.security_metrics import SecurityMetrics
 
 MAX_SEND_BYTES: Final = 16 << 20

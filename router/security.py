@@ -8,14 +8,13 @@ of everybody.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
+from baton.core.config import LOOPBACK
 from baton.core.errors import ConfigInvalid
 from baton.core.tls_files import TlsFiles
 from baton.router.api_keys import KeyEntry
 
 MIB = 1 << 20
-LOOPBACK: Final = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

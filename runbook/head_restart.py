@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from baton.core.config import LOOPBACK
 from baton.core.errors import ConfigInvalid, StepFailed
-from baton.router.security import LOOPBACK
 from baton.runbook.common import ray_head
 from baton.runbook.common.canary import Canaries
 from baton.runbook.common.command import Runbook, main

@@ -224,7 +224,10 @@ def test_a_part_of_a_private_ray_that_ends_is_named_and_ends_the_deployment(mode
         start_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         check_until(deployment, lambda: False)
-    assert lost.value.fields == {"process": victim, "pid": pid}
+    logs = Path(lost.value.fields["logs"])
+    assert lost.value.fields == {"process": victim, "pid": pid, "logs": str(logs)}
+    assert_private(logs)
+    shutil.rmtree(logs)
     assert time.monotonic() - start_s < 30.0  # not the minute that Ray waits for its head
     assert our_processes() == before
     assert not directory.exists()
@@ -293,6 +296,7 @@ def pid_of(deployment, worker_id):
 
 SERVE = """
 import sys
+import types
 sys.path.insert(0, {here!r})
 import stubs
 from baton.cluster import deployment, serve
@@ -302,7 +306,8 @@ parts = deployment.Parts(
     shells={{"prefill": stubs.stub_shell, "decode": stubs.stub_shell}}, router_command=stubs.stub_router_command
 )
 plain = deployment.Deployment
-serve.Deployment = lambda config, on_progress: plain(config, on_progress=on_progress, parts=parts)
+serve.Deployment = lambda config, **options: plain(config, parts=parts, **options)
+serve.require_servable = lambda config: types.SimpleNamespace(notes=(), facts={{"names": ["stub"]}})
 config = ServeConfig.from_mapping({{"model": {model!r}, "grpc_port": 0}})
 sys.exit(serve.serve(config, Output(True)))
 """

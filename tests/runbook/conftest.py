@@ -28,6 +28,7 @@ CONFIG = {
     "decode": 2,
     "max_num_batched_tokens": 48,
     "start_timeout_s": 240,
+    "max_queue_len": 256,  # as an operator who plans for overload sets it
 }
 
 

@@ -6,6 +6,7 @@ import signal
 import tarfile
 import threading
 
+import psutil
 import pytest
 
 from baton.cluster.admin import set_speculation
@@ -284,8 +285,12 @@ def test_a_request_that_workers_died_of_is_shown_and_taken_again(runbook, client
     assert not runbook("poison-request", "--watch", "1").data["found"]["quarantined"]
 
 
-def test_a_head_is_started_again_by_what_the_operator_says(runbook, deployment, standing, tmp_path):
+def test_a_head_is_started_again_by_what_the_operator_says(runbook, deployment, standing, tmp_path, monkeypatch):
     head = deployment._ray.ray.get_runtime_context().gcs_address
+    processes = psutil.Process().children(recursive=True)
+    (token,) = {one.environ()["RAY_AUTH_TOKEN"] for one in processes if one.name() == "gcs_server"}
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
     mark, before = tmp_path / "started", standing()
     given = ("--ray-address", head, "--command", f"echo again >> {mark}")
     dry = runbook("head-restart", *given, "--force", "--dry-run")
