@@ -327,7 +327,7 @@ class DecodeWorker:
             for sequence, kept, logprobs, reason in published:
                 try:
                     self._publish(sequence, kept, logprobs, reason)
-                except Exception as error:  # noqa: BLE001  what one request's events raise ends that request
+                except Exception as error:  # what one request's events raise ends that request
                     if sequence.state is DecodeState.ENDED:  # what it still holds is not known: that ends the loop
                         raise
                     self._fail(sequence, as_internal("a token of a request", error))
