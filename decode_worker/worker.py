@@ -139,7 +139,11 @@ class DecodeWorker:
         checker = FinishChecker.of(request, self._tokenizer)
         sequence = DecodeSequence(request, stream, checker, is_local=prefill_here)
         self._gate.enter()
-        self._loop.post(lambda: self._add(sequence), always=True)
+        try:
+            self._loop.post(lambda: self._add(sequence), always=True)
+        except BaseException:  # it was not posted
+            self._gate.leave()
+            raise
 
     def check(self, request: GenerationRequest) -> None:
         """What `attend` checks first; a new grammar is compiled, which may take a while. Any thread.
@@ -323,7 +327,9 @@ class DecodeWorker:
             for sequence, kept, logprobs, reason in published:
                 try:
                     self._publish(sequence, kept, logprobs, reason)
-                except Exception as error:  # noqa: BLE001  what one request's events raise ends that request
+                except Exception as error:  # what one request's events raise ends that request
+                    if sequence.state is DecodeState.ENDED:  # what it still holds is not known: that ends the loop
+                        raise
                     self._fail(sequence, as_internal("a token of a request", error))
 
     def _publish_computed(self, sequence: DecodeSequence, computed: Computed) -> None:

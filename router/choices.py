@@ -62,22 +62,17 @@ class Choices:
 
     async def _events(self) -> AsyncIterator[ChoiceEvent]:
         # Each answer has at most `max_tokens` events, so the queue needs no other bound.
-        queue: asyncio.Queue[ChoiceEvent | BaseException | None] = asyncio.Queue()
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled():
-                queue.put_nowait(task.exception())
-
+        queue: asyncio.Queue[ChoiceEvent | asyncio.Task[None]] = asyncio.Queue()
         for choice, attempts in enumerate(self.attempts):
             task = asyncio.create_task(_read(choice, attempts, queue))
-            task.add_done_callback(ended)
             self._tasks.append(task)
+            # As it is, without code of ours in between: what that raised would leave the loop below waiting for ever.
+            task.add_done_callback(queue.put_nowait)
         num_open = len(self._tasks)
         while num_open:
             event = await queue.get()
-            if isinstance(event, BaseException):
-                raise event
-            if event is None:
+            if isinstance(event, asyncio.Task):
+                event.result()
                 num_open -= 1
             else:
                 yield event
@@ -93,7 +88,7 @@ class Choices:
                 task.cancel()
 
 
-async def _read(choice: int, attempts: Attempts, queue: "asyncio.Queue[ChoiceEvent | BaseException | None]") -> None:
+async def _read(choice: int, attempts: Attempts, queue: "asyncio.Queue[ChoiceEvent | asyncio.Task[None]]") -> None:
     async for emitted in attempts.events():
         queue.put_nowait(ChoiceEvent(choice, emitted))
 

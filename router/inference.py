@@ -108,7 +108,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async with self.open([request], context.time_remaining()) as answers:
                 async for chunk in answers.only():
                     await context.write(chunk)
-        except Exception as error:  # noqa: BLE001  the call's boundary
+        except BatonError as error:  # `open` has counted it
+            wire.end_with(context, error)
+        except Exception as error:  # noqa: BLE001  the call's boundary: it was raised outside of `open`
+            self._metrics.requests_failed.labels(InternalError.__name__).inc()
             wire.end_with(context, as_internal("the request", error))
 
     @asynccontextmanager

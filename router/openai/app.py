@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from baton.core.errors import BatonError, NoWorker
+from baton.core.errors import BatonError, InternalError, NoWorker
 from baton.router.openai.chats import Chats
 from baton.router.openai.completions import Completions
 from baton.router.openai.docs_page import docs_page
@@ -51,10 +51,18 @@ def make_app(front: Front) -> ASGIApp:
         Route("/version", plain.version),
         Route("/load", plain.load),
     ]
-    handlers: Any = {BatonError: _on_error, HttpRefusal: _on_error, HTTPException: _on_http, Exception: _on_bug}
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        """Starlette raises it again behind the reply, so uvicorn logs it."""
+        front.metrics.requests_failed.labels(InternalError.__name__).inc()
+        return JsonResponse.of_error(
+            HttpRefusal(500, "an internal error; the router's log says more", "internal_error")
+        )
+
+    handlers: Any = {BatonError: _on_error, HttpRefusal: _on_error, HTTPException: _on_http, Exception: on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return _for_pages(Entrance(app, front.door), front.config.allowed_origins)
+    return _for_pages(Entrance(app, front.door, front.metrics), front.config.allowed_origins)
 
 
 def _for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -142,8 +150,3 @@ async def _on_http(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
     code = _CODES.get(error.status_code, HTTPStatus(error.status_code).phrase.lower().replace(" ", "_"))
     return JsonResponse.of_error(HttpRefusal(error.status_code, message, code), error.headers)
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    """Starlette raises it again behind the reply, so uvicorn logs it."""
-    return JsonResponse.of_error(HttpRefusal(500, "an internal error; the router's log says more", "internal_error"))

@@ -11,9 +11,14 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
     """Run `work`; cancel it when the connection closes. The body must have been read.
 
     Raises:
-        Exception: whatever `work` raises.
+        Exception: whatever `work` raises, or `receive`.
     """
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        gone = asyncio.create_task(_disconnected(receive))  # it ends with the connection, whatever follows
+        task = asyncio.create_task(work)
+    except BaseException:
+        work.close()  # it has not begun
+        raise
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -23,8 +28,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         await asyncio.wait({task, gone})
         if not task.cancelled() and not is_done:
             task.exception()  # of work that nobody waits for any more
-    if is_done:
-        task.result()
+    (task if is_done else gone).result()  # a `receive` that failed does not say that the client is gone
 
 
 async def _disconnected(receive: Receive) -> None:

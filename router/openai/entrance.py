@@ -6,6 +6,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.core.errors import as_internal
+from baton.core.metrics import RouterMetrics
 from baton.router.api_keys import Principal
 from baton.router.door import ANYBODY, Door
 from baton.router.openai.json_response import JsonResponse
@@ -20,11 +21,13 @@ class Entrance:
     Args:
         app: for those who come in.
         door: decides.
+        metrics: count what fails here that no caller is to blame for.
     """
 
-    def __init__(self, app: ASGIApp, door: Door) -> None:
+    def __init__(self, app: ASGIApp, door: Door, metrics: RouterMetrics) -> None:
         self._app = app
         self._door = door
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse, or let in."""
@@ -32,7 +35,10 @@ class Entrance:
             try:
                 scope[_PRINCIPAL] = self._door.authenticate(Headers(scope=scope).get("authorization"))
             except Exception as error:  # noqa: BLE001  the boundary of what is before the applications
-                await JsonResponse.of_error(as_internal("the request", error))(scope, receive, send)
+                typed = as_internal("the request", error)
+                if typed is not error:
+                    self._metrics.requests_failed.labels(type(typed).__name__).inc()
+                await JsonResponse.of_error(typed)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

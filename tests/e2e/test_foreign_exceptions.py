@@ -103,6 +103,7 @@ class Way:
         async with asyncio.timeout(WAIT_S):
             while (code := (await self.ask())[0]) == "UNAVAILABLE":
                 await asyncio.sleep(0.05)
+                await self.running.revive()  # a loop may end after its last request has
         return code == "OK"
 
     async def nothing_held(self):
@@ -119,6 +120,7 @@ class Way:
                 if not any(held.values()):
                     break
                 await asyncio.sleep(0.02)
+                await self.running.revive()
         await self.running.wait_idle(WAIT_S)
 
     async def inject(self, point):

@@ -65,13 +65,11 @@ async def sweep(call, number=None):
                 injection.armed = None
                 ends[end] = ends.get(end, 0) + 1
                 # What fails while a reply is written leaves nothing to write it with: the connection is closed.
-                is_closed = end[0] == 0 and where[0].endswith((".reply", ".entrance", ".disconnect"))
+                is_closed = end[0] == 0 and where[0].endswith((".reply", ".entrance"))
                 if end not in ((200, None), (200, "internal_error"), (500, "internal_error")) and not is_closed:
                     findings.append((where, end))
                 is_counted = running.router.metrics.total("requests_failed") > before
-                # Before there is a reply, the application's own handler answers, which counts nothing.
-                is_outside = where[0].endswith(".entrance") or where[2] in ("Reply(send)", "dict(headers or {})")
-                if end[0] and end[1] and not is_counted and not is_outside:
+                if end[0] and end[1] and not is_counted:
                     findings.append((where, "was not counted", end))
                 if await ask(running.url, path, body) != (200, None):
                     findings.append((where, "the next call failed"))
