@@ -5,6 +5,8 @@ import secrets
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -28,7 +30,9 @@ from baton.router.attempts import Attempts, AttemptsContext
 from baton.router.choices import Choices
 from baton.router.gate import Gate
 from baton.router.members import DECODE, PREFILL, Members
+from baton.router.message_limits import check_message, check_num_answers
 from baton.router.policy import Pair, require
+from baton.router.quota import CURRENT
 from baton.router.request_log import log_end
 from baton.router.served_model import ServedModel
 from baton.router.stats import StreamStats
@@ -36,8 +40,7 @@ from baton.router.text import IncrementalText
 from baton.router.tracing import RequestTracing
 from baton.router.work import HIGH, NORMAL, PRIORITIES
 
-MAX_REQUEST_ID_LEN: Final = 128
-MAX_TENANT_LEN: Final = 256
+ANY_ROOM: Final = (1 << 31) - 1
 THREAD_TEXT_LEN: Final = 4096  # longer texts (> 1 ms) are tokenized in a thread, so that other streams go on
 # A request may have this many bytes, and so many more per position of the model: no text that fits is longer, but for
 # runs of a few very long tokens; what is longer is refused unread.
@@ -99,6 +102,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         asked: Sequence[inference_pb2.GenerateRequest],
         time_left_s: float | None = None,
         default_max_tokens: int = wire.DEFAULT_MAX_TOKENS,
+        sampling: inference_pb2.Sampling | None = None,
     ) -> AsyncIterator[Answers]:
         """Check one call's requests, all before any begins, and hold their places; leaving ends what still runs.
 
@@ -106,17 +110,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             asked: one for each prompt; they succeed or fail together.
             time_left_s: until the client's own deadline, if it has one.
             default_max_tokens: where a request names none; never more than fit.
+            sampling: of all of them together, checked once; None if each brings its own.
 
         Raises:
             BatonError: whatever refuses a request.
         """
         received_s = self._clock.now_s()
-        all_stats = [StreamStats(self._clock, self._metrics, received_s) for _ in asked]
-        num_answers = sum(min(max(one.sampling.n, 1), MAX_CHOICES) for one in asked)
+        all_stats: list[StreamStats] = []
         try:
-            self._check_number(num_answers)
+            num_answers = sum(_num_choices(one.sampling if sampling is None else sampling) for one in asked)
+            check_num_answers(num_answers, self.max_answers)
+            all_stats.extend(StreamStats(self._clock, self._metrics, received_s) for _ in asked)
             with self._admission.slot(num_answers), self._metrics.num_streams_open.track_inprogress():
-                requests = [await self._admit(one, received_s, time_left_s, default_max_tokens) for one in asked]
+                shared = None if sampling is None else self._check_sampling(sampling, default_max_tokens)
+                admit = partial(self._admit, received_s=received_s, time_left_s=time_left_s)
+                requests = [
+                    await admit(one, shared or self._check_sampling(one.sampling, default_max_tokens, one))
+                    for one in asked
+                ]
                 shown_ids = [
                     one.request_id or request.key.request_id for one, request in zip(asked, requests, strict=True)
                 ]
@@ -176,9 +187,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _admit(
         self,
         asked: inference_pb2.GenerateRequest,
+        checked: "_CheckedSampling",
         received_s: float,
         time_left_s: float | None,
-        default_max_tokens: int,
     ) -> GenerationRequest:
         """Check a request; nothing is allocated yet.
 
@@ -187,23 +198,23 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             NoWorker: there is nobody to serve it.
         """
         self.check_model(asked.model)
-        if len(asked.request_id) > MAX_REQUEST_ID_LEN:
-            message = f"request_id has {len(asked.request_id)} characters; at most {MAX_REQUEST_ID_LEN}"
-            raise InvalidRequest(message, field="request_id", limit=MAX_REQUEST_ID_LEN)
-        if len(asked.tenant) > MAX_TENANT_LEN:
-            message = f"tenant has {len(asked.tenant)} characters; at most {MAX_TENANT_LEN}"
-            raise InvalidRequest(message, field="tenant", limit=MAX_TENANT_LEN)
+        check_message(asked)
+        if not asked.request_id.isprintable():
+            raise InvalidRequest("request_id holds characters that cannot be printed", field="request_id")
         self._check_size(asked)
-        # Once without the workers, so that a bad value is named even when nobody is there to serve a good one.
-        sampling = self._sampling(asked, 1, default_max_tokens)
-        sampling.validate(self._model.vocab_size)
+        hold = CURRENT.get()
+        priority = _priority(asked)
+        if hold is not None:
+            hold.check_priority(priority)
         limits = self._limits()
         num_draft_tokens = _num_draft_tokens(asked, limits)
-        prompt_token_ids = await self._prompt(asked)  # the only dear step: after all that can refuse without it
+        prompt_token_ids = await self._prompt(asked, limits)  # the dear step: after all that can refuse without it
         positions = min(limits.max_model_len, limits.decode_capacity_len - limits.num_draft_tokens)
-        if not asked.sampling.HasField("max_tokens"):
-            sampling = self._sampling(asked, positions - len(prompt_token_ids), default_max_tokens)
-        validate_request(prompt_token_ids, sampling, limits)
+        sampling = checked.complete(positions - len(prompt_token_ids))
+        is_text = asked.HasField("text")
+        validate_request(prompt_token_ids, sampling, limits, sampling_is_checked=True, tokens_are_known=is_text)
+        if hold is not None:
+            hold.add_tokens(len(prompt_token_ids))
         timeout_s = self._request_timeout_s if time_left_s is None else min(time_left_s, self._request_timeout_s)
         return GenerationRequest(
             key=AttemptKey(_unique_id(asked.request_id), 1),
@@ -212,7 +223,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             deadline_s=received_s + timeout_s,
             num_draft_tokens=num_draft_tokens,
             tenant=asked.tenant,
-            priority=_priority(asked),
+            priority=priority,
             split_only=asked.split_only,
             trace=None if self._tracing is None else self._tracing.begin(),
         )
@@ -285,11 +296,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             message = f"this deployment serves {self._model.name!r}, not {name[:200]!r}"
             raise ModelNotFound(message, model=name[:200], served=self._model.name)
 
-    def _check_number(self, num_answers: int) -> None:
-        """Refuse a call that an idle router would be too small for."""
-        limit = self._admission.limit
-        if num_answers > limit:
-            raise InvalidRequest(f"{num_answers} answers in one call; at most {limit}", field="n", limit=limit)
+    @property
+    def max_answers(self) -> int:
+        """Of one call."""
+        return self._admission.limit
 
     def _check_size(self, asked: Message) -> None:
         """Refuse what cannot fit before any work is spent on it.
@@ -298,20 +308,40 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             PromptTooLong: more bytes than the longest prompt and its sampling values take.
             NoWorker: it is not small, and there is nobody to say how long a prompt may be.
         """
-        num_bytes = asked.ByteSize()
+        self.check_num_bytes(asked.ByteSize())
+
+    def check_num_bytes(self, num_bytes: int) -> None:
+        """Refuse a request that cannot fit by its number of bytes alone.
+
+        Raises:
+            PromptTooLong: see `max_request_bytes`.
+            NoWorker: it is not small, and there is nobody to say how long a prompt may be.
+        """
         if num_bytes <= BASE_BYTES:
             return
-        limit_bytes = BASE_BYTES + BYTES_PER_POSITION * self._limits().max_model_len
+        limit_bytes = self.max_request_bytes()
         if num_bytes > limit_bytes:
             message = f"the request has {num_bytes} bytes; this deployment reads at most {limit_bytes}"
             raise PromptTooLong(message, num_bytes=num_bytes, limit_bytes=limit_bytes)
 
-    async def _prompt(self, asked: inference_pb2.GenerateRequest) -> list[int]:
+    def max_request_bytes(self) -> int:
+        """The longest prompt and its sampling values take no more.
+
+        Raises:
+            NoWorker: a role has no live worker.
+        """
+        return BASE_BYTES + BYTES_PER_POSITION * self._limits().max_model_len
+
+    async def _prompt(self, asked: inference_pb2.GenerateRequest, limits: RequestLimits) -> Sequence[int]:
         match asked.WhichOneof("prompt"):
             case "text":
                 return await self._encode(asked.text)
             case "token_ids":
-                return list(asked.token_ids.ids)
+                num = len(asked.token_ids.ids)
+                if num >= limits.max_model_len:
+                    message = f"the prompt has {num} tokens; the model's length is {limits.max_model_len}"
+                    raise PromptTooLong(message, length=num, limit=limits.max_model_len)
+                return tuple(asked.token_ids.ids)
         raise EmptyPrompt("the request holds neither a text nor token ids")
 
     async def _encode(self, text: str) -> list[int]:
@@ -319,13 +349,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return self._model.tokenizer.encode(text)
         return await asyncio.to_thread(self._model.tokenizer.encode, text)
 
-    def _sampling(self, asked: inference_pb2.GenerateRequest, room_len: int, default_max_tokens: int) -> SamplingParams:
-        return wire.sampling_from_client(
-            asked.sampling,
-            room_len=room_len,
-            draw_seed=lambda: secrets.randbits(63),
-            default_max_tokens=default_max_tokens,
+    def _check_sampling(
+        self,
+        asked: inference_pb2.Sampling,
+        default_max_tokens: int,
+        owner: inference_pb2.GenerateRequest | None = None,
+    ) -> "_CheckedSampling":
+        """Check sampling values once, whatever number of prompts they are of, and without the workers.
+
+        So a bad value is named even when nobody is there to serve a good one.
+
+        Raises:
+            InvalidRequest: another model's, too many of something, or a value out of range.
+        """
+        if owner is not None:
+            self.check_model(owner.model)
+        check_message(asked, "sampling.")
+        params = wire.sampling_from_client(
+            asked, room_len=ANY_ROOM, draw_seed=_draw_seed, default_max_tokens=default_max_tokens
         )
+        params.validate(self._model.vocab_size)
+        return _CheckedSampling(params, asked.HasField("seed"), asked.HasField("max_tokens"))
 
     def _limits(self) -> RequestLimits:
         """What every live worker can hold, so that an answer never depends on whose turn it is.
@@ -346,6 +390,29 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             decode_capacity_len=min(member.capacity_len for member in decode),
             max_prompt_len=self._max_prompt_len,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedSampling:
+    """Values that are in range; a seed, and a length that was left open, are each prompt's own."""
+
+    params: SamplingParams
+    has_seed: bool
+    has_max_tokens: bool
+
+    def complete(self, room_len: int) -> SamplingParams:
+        """For a prompt that leaves so much room: everything large is shared, nothing is copied."""
+        seed = self.params.seed if self.has_seed else _draw_seed()
+        max_tokens = self.params.max_tokens if self.has_max_tokens else max(1, min(self.params.max_tokens, room_len))
+        return replace(self.params, seed=seed, max_tokens=max_tokens)
+
+
+def _draw_seed() -> int:
+    return secrets.randbits(63)
+
+
+def _num_choices(sampling: inference_pb2.Sampling) -> int:
+    return min(max(sampling.n, 1), MAX_CHOICES)
 
 
 def _num_draft_tokens(asked: inference_pb2.GenerateRequest, limits: RequestLimits) -> int:

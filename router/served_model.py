@@ -16,11 +16,13 @@ class ServedModel:
         name: what clients call it.
         tokenizer: its tokenizer.
         vocab_size: rows of its embedding; at least as many as the tokenizer has tokens.
+        source: (directory, weights) that it was read from, by which another process can read it, too.
     """
 
     name: str
     tokenizer: Tokenizer
     vocab_size: int
+    source: tuple[str, str] | None = None
 
     @classmethod
     def from_directory(cls, name: str, directory: Path, *, weights: str = "checkpoint") -> "ServedModel":
@@ -38,6 +40,7 @@ class ServedModel:
             raise ModelMissing(f"{path} does not exist", path=str(path)) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelFileDamaged(f"{path} names no vocab_size: {error!r}", path=str(path)) from error
+        source = (str(directory), weights)
         if weights == "random" and not (directory / "tokenizer.json").exists():
-            return cls(name, Tokenizer.byte_level(directory, vocab_size), vocab_size)
-        return cls(name, Tokenizer.from_directory(directory), vocab_size)
+            return cls(name, Tokenizer.byte_level(directory, vocab_size), vocab_size, source)
+        return cls(name, Tokenizer.from_directory(directory), vocab_size, source)

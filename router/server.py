@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.core.clock import Clock, MonotonicClock
+from baton.core.file_numbers import share_of_clients
 from baton.core.fleet_metrics import FleetCollector
 from baton.core.metrics import RouterMetrics
 from baton.core.request import GenerationRequest
@@ -34,13 +35,15 @@ from baton.router.fleet import fleet_totals
 from baton.router.gate import Gate
 from baton.router.inference import InferenceService
 from baton.router.least_cost import LeastCost
-from baton.router.listener import Listener, why_not_bound
+from baton.router.listener import NUM_DOORS, Listener, why_not_bound
 from baton.router.local_metrics import LocalPrefillCollector
 from baton.router.local_prefill import NEVER, LocalPrefill
 from baton.router.members import ALIVE_S, PREFILL, Life, Members
 from baton.router.membership import MembershipService
 from baton.router.migration import Migration, MigrationConfig
 from baton.router.openai.app import make_app
+from baton.router.openai.body_reader import BodyReader
+from baton.router.openai.connection import ConnectionLimits, Connections
 from baton.router.openai.front import Front, HttpConfig
 from baton.router.openai.server import HttpServer
 from baton.router.prefix_feed import PrefixFeed
@@ -103,6 +106,7 @@ class RouterServer:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._serving: bool | None = None
         self._http: HttpServer | None = None
+        self._reader: BodyReader | None = None
         self.metrics = RouterMetrics()
         self.members = Members(self._clock, config.alive_s)
         self.metrics.watch_transfers(self.members.transfers)
@@ -197,20 +201,29 @@ class RouterServer:
         if self._http is not None:
             stopping.append(self._http.stop(grace_s))
         await asyncio.gather(*stopping)
+        if self._reader is not None:
+            await self._reader.close()
         await self._background.close()
         await self._channels.close()
 
     async def _start_http(self, config: HttpConfig, inference: InferenceService) -> None:
         limits = self.config.security.limits
+        config = replace(config, max_body_bytes=min(config.max_body_bytes, limits.max_message_bytes))
+        self._reader = BodyReader(inference, self._model, config)
         front = Front(
             inference=inference,
             model=self._model,
             metrics=self.metrics,
-            config=replace(config, max_body_bytes=min(config.max_body_bytes, limits.max_message_bytes)),
+            config=config,
+            reader=self._reader,
             is_serving=lambda: self.migration.serving,
             door=self.public.door,
+            operators=self._admin.door,
         )
-        self._http = HttpServer(make_app(front), self.public.http_context())
+        most = share_of_clients(NUM_DOORS)
+        most = most if limits.max_connections is None else min(most, limits.max_connections)
+        connections = Connections(ConnectionLimits(max_connections=most), self.metrics.registry)
+        self._http = HttpServer(make_app(front), connections, self.public.http_context())
         try:
             await self._http.start(self.config.host, config.port)
         except OSError as error:
@@ -247,6 +260,7 @@ class RouterServer:
             retries=self.retries,
             clock=self._clock,
         )
+        self.public.check_num_bytes = inference.check_num_bytes
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, admin_server)
         membership = MembershipService(self.members, self._model.name, speculation, self.wishes)
@@ -278,7 +292,9 @@ class RouterServer:
 
     async def _tick(self) -> None:
         while True:
+            asleep_s = self._clock.now_s()
             await asyncio.sleep(TICK_S)
+            self.metrics.event_loop_lag.observe(max(0.0, self._clock.now_s() - asleep_s - TICK_S))
             for life in self.members.expire():
                 about = {"worker_id": life.worker_id, "epoch": f"{life.epoch:016x}"}
                 log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(life), extra=about)

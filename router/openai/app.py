@@ -45,7 +45,7 @@ def make_app(front: Front) -> ASGIApp:
     handlers: Any = {BatonError: _on_error, HttpRefusal: _on_error, HTTPException: _on_http, Exception: _on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Entrance(app, front.door)
+    return Entrance(app, front.door, front.operators)
 
 
 class PlainEndpoints:

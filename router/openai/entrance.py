@@ -5,12 +5,14 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, PermissionDenied
 from baton.router.api_keys import Principal
 from baton.router.door import ANYBODY, Door
+from baton.router.openai.connection import PLACE
 from baton.router.openai.json_response import JsonResponse
 
 OPEN: Final = ("/health", "/ready")  # they say nothing of any tenant
+OPERATORS: Final = ("/metrics",)  # it says something of every tenant
 _PRINCIPAL: Final = "baton.principal"
 
 
@@ -20,21 +22,34 @@ class Entrance:
     Args:
         app: for those who come in.
         door: decides.
+        operators: decides who may read metrics, which tell of all tenants, where clients need keys.
     """
 
-    def __init__(self, app: ASGIApp, door: Door) -> None:
+    def __init__(self, app: ASGIApp, door: Door, operators: Door) -> None:
         self._app = app
         self._door = door
+        self._operators = operators
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse, or let in."""
         if scope["type"] == "http" and scope["path"] not in OPEN:
             try:
-                scope[_PRINCIPAL] = self._door.authenticate(Headers(scope=scope).get("authorization"))
+                principal = self._authenticate(scope["path"], Headers(scope=scope).get("authorization"))
+                scope[_PRINCIPAL] = principal
+                if PLACE in scope:
+                    scope[PLACE].own(principal.tenant, self._door.quota_of(principal).max_connections)
             except BatonError as error:
                 await JsonResponse.of_error(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _authenticate(self, path: str, header: str | None) -> Principal:
+        if path not in OPERATORS or self._door.keys is None:
+            return self._door.authenticate(header)
+        if self._operators.keys is None:
+            self._door.authenticate(header)
+            raise PermissionDenied("metrics tell of all tenants: read them at --metrics-port, or name admin keys")
+        return self._operators.authenticate(header)
 
 
 def principal_of(scope: Scope) -> Principal:

@@ -1,8 +1,6 @@
 """The course of one call that generates: body, checks, chunks, reply; ended at once when its client is gone."""
 
 import logging
-import re
-import secrets
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Final, Generic, TypeVar
@@ -10,22 +8,22 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from baton.core.errors import BatonError, InvalidRequest
+from baton.core.errors import BatonError
 from baton.core.request import GenerationRequest
+from baton.core.sampling import MAX_CHOICES
 from baton.core.trace_context import HEADER, INCOMING
 from baton.proto import inference_pb2
-from baton.router.openai.body import read_body
 from baton.router.openai.disconnect import until_disconnect
 from baton.router.openai.entrance import connection_of, principal_of
 from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.front import Front
 from baton.router.openai.options import Options
 from baton.router.openai.reply import Reply
+from baton.router.openai.understood import Understood
 from baton.router.openai.usage import Usage
 
 IGNORED_HEADER: Final = "x-baton-ignored"
 MAX_IGNORED_SHOWN: Final = 20
-_ID: Final = re.compile("[!-~]{1,128}")
 
 log = logging.getLogger(__name__)
 Asked = TypeVar("Asked", bound=Options)
@@ -36,10 +34,12 @@ class Call(Generic[Asked]):
 
     Attributes:
         requests: for the workers, one for each prompt.
+        sampling: of all of them.
         default_max_tokens: where `max_tokens` is absent.
     """
 
     requests: list[inference_pb2.GenerateRequest]
+    sampling: inference_pb2.Sampling
     default_max_tokens: int
     id: str
     object: ClassVar[str]
@@ -79,12 +79,8 @@ class GenerationEndpoint(Generic[Asked]):
         self.front = front
         self._warned: set[str] = set()
 
-    async def understand(self, asked: Asked, request_id: str) -> Call[Asked]:
-        """Make a call of a body; nothing is allocated.
-
-        Raises:
-            InvalidRequest: it can be seen to be wrong.
-        """
+    def call(self, asked: Asked, understood: Understood) -> Call[Asked]:
+        """The call that a body is; nothing is allocated."""
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,19 +89,19 @@ class GenerationEndpoint(Generic[Asked]):
         INCOMING.set(request.headers.get(HEADER, ""))
         reply = Reply(send)
         try:
-            asked = await read_body(request, self.kind, self.front.config.max_body_bytes)
-            request_id = _request_id(asked.request_id or request.headers.get("x-request-id"))
-            reply.headers["x-request-id"] = request_id
-            self._note_ignored(asked.ignored(), reply)
-            asked.refuse_unbuilt()
-            call = await self.understand(asked, request_id)
+            understood = await self.front.reader.read(request, self.kind)
+            asked: Any = understood.asked
+            reply.headers["x-request-id"] = understood.request_id
+            self._note_ignored(understood.ignored, reply)
+            call = self.call(asked, understood)
             tenant = self._make_own(call, scope)
         except (BatonError, HttpRefusal) as error:
             self.front.metrics.requests_failed.labels(type(error).__name__).inc()
             await reply.fail(error)
             return
         try:
-            with self.front.door.stream(tenant, connection_of(scope)):
+            num = len(call.requests) * min(max(call.sampling.n, 1), MAX_CHOICES)
+            with self.front.door.stream(tenant, connection_of(scope), num, principal_of(scope)):
                 await until_disconnect(receive, self._serve(asked, call, reply))
         except BatonError as error:  # it has been counted
             await reply.fail(error)
@@ -122,7 +118,10 @@ class GenerationEndpoint(Generic[Asked]):
         return tenant
 
     async def _serve(self, asked: Asked, call: Call[Asked], reply: Reply) -> None:
-        async with self.front.inference.open(call.requests, default_max_tokens=call.default_max_tokens) as answers:
+        opened = self.front.inference.open(
+            call.requests, default_max_tokens=call.default_max_tokens, sampling=call.sampling
+        )
+        async with opened as answers:
             call.begin(answers.requests)
             usage = Usage(answers.requests)
             envelope = {"id": call.id, "created": int(self.front.now_unix_s()), "model": self.front.model.name}
@@ -167,11 +166,3 @@ class GenerationEndpoint(Generic[Asked]):
         if new and len(self._warned) < 1000:
             self._warned |= new
             log.warning("parameters that are not known are ignored: %s", ", ".join(sorted(new)))
-
-
-def _request_id(given: str | None) -> str:
-    if given is None:
-        return secrets.token_hex(16)
-    if not _ID.fullmatch(given):
-        raise InvalidRequest("request_id: 1 to 128 visible ASCII characters", field="request_id")
-    return given

@@ -13,7 +13,7 @@ from baton.core import sampling
 from baton.core.errors import InvalidRequest, InvalidSampling
 from baton.core.sampling import SamplingParams
 from baton.router import inference
-from baton.router.inference import MAX_REQUEST_ID_LEN, MAX_TENANT_LEN
+from baton.router.message_limits import MAX_REQUEST_ID_LEN, MAX_TENANT_LEN
 from baton.router.openai.app import make_app
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
