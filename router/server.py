@@ -182,7 +182,7 @@ class RouterServer:
         """
         for listener in self._listeners:
             listener.open()
-        inference = self._register(self.public.server, self._admin.server)
+        self.inference = inference = self._register(self.public.server, self._admin.server)
         self.public.listen(self.config.host, self.config.port)
         if self.config.security.admin_port is not None:
             self._admin.listen(self.config.host, self.config.security.admin_port)

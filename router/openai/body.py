@@ -77,7 +77,10 @@ def _beyond(problem: Any) -> InvalidRequest:
     kind = (
         InvalidSampling if field in SAMPLING_FIELDS else InvalidGrammar if field in GRAMMAR_FIELDS else InvalidRequest
     )
-    return kind(f"{_path(problem['loc'])}more than {limit} {what}", field=field, limit=limit)
+    message = f"{_path(problem['loc'])}more than {limit} {what}"
+    if kind is InvalidGrammar:
+        return kind(message, kind=field)  # as where a grammar is looked at closer
+    return kind(message, field=field, limit=limit)
 
 
 def too_large(max_bytes: int) -> HttpRefusal:

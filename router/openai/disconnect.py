@@ -23,8 +23,12 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         await asyncio.wait({task, gone})
         if not task.cancelled() and not is_done:
             task.exception()  # of work that nobody waits for any more
-    if is_done:
-        task.result()
+    try:
+        if is_done:
+            task.result()
+    finally:
+        # An error knows this frame: with the frame knowing the task, and so the error, neither would be freed.
+        del task, gone, one
 
 
 async def _disconnected(receive: Receive) -> None:

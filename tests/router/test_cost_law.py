@@ -5,14 +5,17 @@ is admitted is ended before a worker is asked, so that only the door's own work 
 """
 
 import asyncio
+import contextlib
 import gc
 import time
+import tracemalloc
 
 import pytest
 
-from baton.core.errors import Overloaded
+from baton.core.errors import BatonError, Overloaded
+from baton.proto import inference_pb2, unreadable
 from baton.router.inference import InferenceService
-from baton.tests.router.hostile_bodies import bodies
+from baton.tests.router.hostile_bodies import bodies, messages
 from baton.tests.router.openai.served import served
 
 pytestmark = [pytest.mark.fast, pytest.mark.asyncio]
@@ -95,12 +98,21 @@ async def http_works(running, num_bytes):
         yield f"{path} {what}", len(body), lambda path=path, body=body: door.post(path, body)
 
 
+async def lengthen(running):
+    """The workers' model takes long prompts from here on, so that long bodies are read at all."""
+    for worker in running.of("prefill") + running.of("decode"):
+        worker.overrides |= {"max_model_len": MODEL_LEN, "block_size": MODEL_LEN}
+    while any(member.state.max_model_len != MODEL_LEN for member in members(running)):
+        await asyncio.sleep(0.01)
+
+
+def members(running):
+    return [member for role in ("prefill", "decode") for member in running.router.members.live(role)]
+
+
 async def run_http(num_bytes):
     async with served() as (running, _):
-        for worker in running.of("prefill") + running.of("decode"):
-            worker.overrides |= {"max_model_len": MODEL_LEN, "block_size": MODEL_LEN}
-        while running.router.members.live("decode")[0].state.max_model_len != MODEL_LEN:
-            await asyncio.sleep(0.01)
+        await lengthen(running)
         door = Door(running.router)
         await door.post("/v1/completions", b'{"prompt":[' + b"1," * 5000 + b"1]}")  # a process starts
         gc.collect()
@@ -114,3 +126,75 @@ async def run_http(num_bytes):
 async def test_no_body_keeps_the_loop_busy(at_the_door):
     dear = await run_http(60_000)
     assert not dear, "\n".join(map(str, dear))
+
+
+async def grpc_works(running, num_bytes):
+    """A message as gRPC hands it on: parsed, then asked of the service."""
+    inference = running.router.inference
+    parse = unreadable._returning_errors(
+        inference_pb2.GenerateRequest.FromString, lambda name, size: inference.check_num_bytes(size)
+    )
+
+    async def ask(data):
+        message = parse(data)
+        if isinstance(message, BatonError):
+            return
+        with contextlib.suppress(BatonError):
+            async with inference.open([message]) as answers:
+                async for _ in answers.only():
+                    pass
+
+    for what, data in messages(num_bytes):
+        yield f"gRPC {what}", len(data), lambda data=data: ask(data)
+
+
+async def test_no_message_keeps_the_loop_busy(at_the_door):
+    async with served() as (running, _):
+        await lengthen(running)
+        gc.collect()
+        gc.disable()
+        try:
+            dear = await find_dear([work async for work in grpc_works(running, 120_000)])
+        finally:
+            gc.enable()
+    assert not dear, "\n".join(map(str, dear))
+
+
+@pytest.mark.slow
+async def test_no_body_of_any_size_keeps_the_loop_busy(at_the_door):
+    for num_bytes in (3_000, 30_000, 1_600_000, 6_000_000):
+        dear = await run_http(num_bytes)
+        assert not dear, "\n".join(map(str, dear))
+    async with served() as (running, _):
+        await lengthen(running)
+        for num_bytes in (1_000, 1_600_000, 12_000_000):
+            dear = await find_dear([work async for work in grpc_works(running, num_bytes)])
+            assert not dear, "\n".join(map(str, dear))
+
+
+async def test_what_is_refused_is_freed_at_once(at_the_door):
+    """No cycle of exception and frame holds a body: the garbage collector does not run here."""
+    async with served() as (running, _):
+        await lengthen(running)
+        door = Door(running.router)
+        refused = [
+            ("/v1/completions", b'{"guided_regex":"' + b"a" * 60_000 + b'","prompt":["a","a"]}'),
+            ("/v1/completions", b'{"guided_regex":"' + b"a" * 60_000 + b'","prompt":[' + b'"a",' * 400 + b'"a"]}'),
+            ("/v1/completions", b'{"guided_regex":"' + b"a" * 60_000 + b'","prompt":"a","n":99}'),
+            ("/v1/chat/completions", b'{"guided_regex":"' + b"a" * 60_000 + b'","messages":[]}'),
+            ("/v1/completions", b'{"prompt":"' + b"a" * 90_000 + b'","stop":"' + b"b" * 900 + b'"}'),
+        ]
+        for path, body in refused:
+            await door.post(path, body)
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            for path, body in refused * 10:
+                await door.post(path, body)
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert after - before < 1 << 20, after - before
