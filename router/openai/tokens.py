@@ -21,7 +21,7 @@ from baton.router.openai.token_names import TokenNames
 from baton.router.openai.understood import Job, Understood
 
 MAX_DETOKENIZED: Final = 1 << 20
-NAMED_AT_ONCE: Final = 512
+NAMED_AT_ONCE: Final = 4096
 
 
 class TokenizeRequest(ChatRequest):

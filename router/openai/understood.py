@@ -8,10 +8,11 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from baton.proto import inference_pb2
+from baton.router.openai.chat_request import Function, Tool
 
 # What is in the messages already, or in the prompt: the reply is not made from it.
 _SPENT: Final = frozenset(
-    "messages prompt tokens stop stop_token_ids logit_bias bad_words allowed_token_ids response_format "
+    "messages prompt tokens tools stop stop_token_ids logit_bias bad_words allowed_token_ids response_format "
     "structured_outputs guided_json guided_regex guided_choice guided_grammar chat_template_kwargs".split()
 )
 _LENGTH_BYTES: Final = 8
@@ -62,23 +63,32 @@ class Understood:
         """For another process: a head, what is left of the body, the sampling, and each request."""
         names = ("request_id", "ignored", "is_forced", "is_open")
         head = json.dumps({name: getattr(self, name) for name in names}).encode("ascii")
-        left: dict[str, Any] = {name: True for name in _SPENT | set(self.asked.model_extra or {})}
+        spent = _SPENT | set(self.asked.model_extra or {})
+        body = self.asked.model_dump_json(by_alias=True, exclude_none=True, exclude=spent).encode("utf-8")
+        functions = [tool.function for tool in getattr(self.asked, "tools", None) or ()]
         if not job.keeps_schemas:
-            left["tools"] = {"__all__": {"function": {"parameters", "description"}}}
-        body = self.asked.model_dump_json(by_alias=True, exclude_none=True, exclude=left).encode("utf-8")
-        return [head, body, self.sampling.SerializeToString(), *(one.SerializeToString() for one in self.requests)]
+            functions = functions[:1]  # that there are some is all that a reply is made from
+        tools = json.dumps([(one.name, one.parameters if job.keeps_schemas else None) for one in functions])
+        requests = [one.SerializeToString() for one in self.requests]
+        return [head, body, tools.encode("ascii"), self.sampling.SerializeToString(), *requests]
 
     @classmethod
     def from_parts(cls, parts: Sequence[bytes], kind: type[BaseModel]) -> "Understood":
         """What `to_parts` wrote."""
-        head, body, sampling, *requests = parts
+        head, body, tools, sampling, *requests = parts
         data = json.loads(body)
         if kind.model_fields.get("messages") is not None:
             data["messages"] = [{"role": "user", "content": ""}]
         if "tokens" in kind.model_fields:
             data["tokens"] = []
+        asked: Any = kind.model_validate(data, strict=False)
+        if functions := json.loads(tools):  # they were validated where they were read
+            asked.tools = [
+                Tool.model_construct(function=Function.model_construct(name=name, parameters=parameters))
+                for name, parameters in functions
+            ]
         return cls(
-            asked=kind.model_validate(data, strict=False),
+            asked=asked,
             requests=[inference_pb2.GenerateRequest.FromString(one) for one in requests],
             sampling=inference_pb2.Sampling.FromString(sampling),
             **json.loads(head),

@@ -60,8 +60,10 @@ def bodies(num_bytes):
             for place, body in _places(kind, least, text):
                 yield path, f"{place}: {name}", body.encode()
         for place, part, item in _repeated(kind):
-            items = "[" + ",".join([json.dumps(item)] * (num_bytes // (len(json.dumps(item)) + 1))) + "]"
-            yield path, f"{place}: {part} again and again", _with(least, place, items).encode()
+            for most in (100, 1000, num_bytes):  # within limits of their number, and beyond
+                num = min(most, num_bytes // (len(json.dumps(item)) + 1))
+                items = "[" + ",".join([json.dumps(item)] * num) + "]"
+                yield path, f"{place}: {part} {num} times", _with(least, place, items).encode()
         names = ",".join(f'"x{at}":1' for at in range(num_bytes // 10))
         yield path, "unknown fields", (json.dumps(least)[:-1] + "," + names + "}").encode()
         yield path, "no object", next(text for name, text in values(num_bytes) if name == "arrays").encode()

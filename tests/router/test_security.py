@@ -39,9 +39,9 @@ class Keys:
         self.entries = {}
         self.write()
 
-    def add(self, name, tenant, expires=None):
+    def add(self, name, tenant, expires=None, **quota):
         key = new_key()
-        entry = KeyEntry(name=name, tenant=tenant, sha256=digest_of(key), expires=expires)
+        entry = KeyEntry(name=name, tenant=tenant, sha256=digest_of(key), expires=expires, **quota)
         self.entries[name] = entry
         self.write()
         return key
