@@ -105,11 +105,12 @@ class Door:
         quota = self.quota_of(principal)
         # Without keys a caller's name for itself is nobody's: all are one.
         owner = tenant if self.keys is not None or principal is None else principal.tenant
-        if connection:
-            num, limit = self._num_of_connection[connection], self._limits.max_streams_per_connection
-            self._require(num + num_answers - 1, limit, "streams_per_connection", "connection")
         account = self._accounts.setdefault(owner, Account())
         try:
+            account.check_answers(num_answers, quota)
+            if connection:
+                num, limit = self._num_of_connection[connection], self._limits.max_streams_per_connection
+                self._require(num + num_answers - 1, limit, "streams_per_connection", "connection")
             with holding(account, quota, num_answers):
                 self._num_of_connection[connection] += num_answers
                 try:

@@ -36,7 +36,7 @@ MAX_CONTAINERS: Final = 1 << 17
 # A body is read on the event loop if it has no more than this, and by another process else.
 LIGHT_BYTES: Final = 32 << 10
 LIGHT_CONTAINERS: Final = 48
-LIGHT_ITEMS: Final = 2048
+LIGHT_ITEMS: Final = 256
 
 Name = Annotated[str, Field(max_length=MAX_NAME_LEN)]
 Text = Annotated[str, Field(max_length=MAX_BYTES)]  # the body's limit is what bounds it

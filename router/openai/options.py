@@ -270,6 +270,7 @@ class Options(Wire):
         return ("json_schema", json.dumps(asked.json_schema.schema_, ensure_ascii=False))
 
 
+_SPECIAL: Final = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
 _SCALARS: Final = (
     "n max_tokens temperature top_p min_p ignore_eos min_tokens presence_penalty frequency_penalty repetition_penalty "
     "prompt_logprobs"
@@ -312,4 +313,4 @@ def _choice(given: list[str] | None, field: str) -> tuple[str, str] | None:
     if sum(map(len, given)) > MAX_GRAMMAR_BYTES:
         message = f"{field}: {sum(map(len, given))} characters; at most {MAX_GRAMMAR_BYTES}"
         raise InvalidGrammar(message, kind="regex", field=field)
-    return ("regex", "|".join(re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", text) for text in given))
+    return ("regex", "|".join(_SPECIAL.sub(r"\\\1", text) for text in given))
