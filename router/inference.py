@@ -5,7 +5,6 @@ import secrets
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -19,7 +18,6 @@ from baton.core.errors import BatonError, EmptyPrompt, InvalidRequest, ModelNotF
 from baton.core.grammar_check import MAX_GRAMMAR_BYTES
 from baton.core.metrics import RouterMetrics
 from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import MAX_CHOICES, SamplingParams
 from baton.core.span import Tracer
 from baton.core.trace_context import INCOMING, from_metadata
 from baton.core.validate import RequestLimits, validate_request
@@ -27,6 +25,7 @@ from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.router.admission import Admission
 from baton.router.answers import Answers
 from baton.router.attempts import Attempts, AttemptsContext
+from baton.router.checked_sampling import CheckedSampling, check_sampling, num_choices
 from baton.router.choices import Choices
 from baton.router.gate import Gate
 from baton.router.members import DECODE, PREFILL, Members
@@ -40,8 +39,7 @@ from baton.router.text import IncrementalText
 from baton.router.tracing import RequestTracing
 from baton.router.work import HIGH, NORMAL, PRIORITIES
 
-ANY_ROOM: Final = (1 << 31) - 1
-THREAD_TEXT_LEN: Final = 4096  # longer texts (> 1 ms) are tokenized in a thread, so that other streams go on
+THREAD_TEXT_LEN: Final = 2048  # longer texts (> 0.5 ms) are tokenized in a thread, so that other streams go on
 # A request may have this many bytes, and so many more per position of the model: no text that fits is longer, but for
 # runs of a few very long tokens; what is longer is refused unread.
 BASE_BYTES: Final = (64 << 10) + MAX_GRAMMAR_BYTES
@@ -118,16 +116,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         received_s = self._clock.now_s()
         all_stats: list[StreamStats] = []
         try:
-            num_answers = sum(_num_choices(one.sampling if sampling is None else sampling) for one in asked)
+            num_answers = sum(num_choices(one.sampling if sampling is None else sampling) for one in asked)
             check_num_answers(num_answers, self.max_answers)
             all_stats.extend(StreamStats(self._clock, self._metrics, received_s) for _ in asked)
             with self._admission.slot(num_answers), self._metrics.num_streams_open.track_inprogress():
-                shared = None if sampling is None else self._check_sampling(sampling, default_max_tokens)
+                check = partial(
+                    check_sampling, vocab_size=self._model.vocab_size, default_max_tokens=default_max_tokens
+                )
+                self.check_model(asked[0].model)
+                shared = None if sampling is None else check(sampling)
                 admit = partial(self._admit, received_s=received_s, time_left_s=time_left_s)
-                requests = [
-                    await admit(one, shared or self._check_sampling(one.sampling, default_max_tokens, one))
-                    for one in asked
-                ]
+                requests = [await admit(one, shared or check(one.sampling)) for one in asked]
                 shown_ids = [
                     one.request_id or request.key.request_id for one, request in zip(asked, requests, strict=True)
                 ]
@@ -187,7 +186,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _admit(
         self,
         asked: inference_pb2.GenerateRequest,
-        checked: "_CheckedSampling",
+        checked: CheckedSampling,
         received_s: float,
         time_left_s: float | None,
     ) -> GenerationRequest:
@@ -349,28 +348,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return self._model.tokenizer.encode(text)
         return await asyncio.to_thread(self._model.tokenizer.encode, text)
 
-    def _check_sampling(
-        self,
-        asked: inference_pb2.Sampling,
-        default_max_tokens: int,
-        owner: inference_pb2.GenerateRequest | None = None,
-    ) -> "_CheckedSampling":
-        """Check sampling values once, whatever number of prompts they are of, and without the workers.
-
-        So a bad value is named even when nobody is there to serve a good one.
-
-        Raises:
-            InvalidRequest: another model's, too many of something, or a value out of range.
-        """
-        if owner is not None:
-            self.check_model(owner.model)
-        check_message(asked, "sampling.")
-        params = wire.sampling_from_client(
-            asked, room_len=ANY_ROOM, draw_seed=_draw_seed, default_max_tokens=default_max_tokens
-        )
-        params.validate(self._model.vocab_size)
-        return _CheckedSampling(params, asked.HasField("seed"), asked.HasField("max_tokens"))
-
     def _limits(self) -> RequestLimits:
         """What every live worker can hold, so that an answer never depends on whose turn it is.
 
@@ -390,29 +367,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             decode_capacity_len=min(member.capacity_len for member in decode),
             max_prompt_len=self._max_prompt_len,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckedSampling:
-    """Values that are in range; a seed, and a length that was left open, are each prompt's own."""
-
-    params: SamplingParams
-    has_seed: bool
-    has_max_tokens: bool
-
-    def complete(self, room_len: int) -> SamplingParams:
-        """For a prompt that leaves so much room: everything large is shared, nothing is copied."""
-        seed = self.params.seed if self.has_seed else _draw_seed()
-        max_tokens = self.params.max_tokens if self.has_max_tokens else max(1, min(self.params.max_tokens, room_len))
-        return replace(self.params, seed=seed, max_tokens=max_tokens)
-
-
-def _draw_seed() -> int:
-    return secrets.randbits(63)
-
-
-def _num_choices(sampling: inference_pb2.Sampling) -> int:
-    return min(max(sampling.n, 1), MAX_CHOICES)
 
 
 def _num_draft_tokens(asked: inference_pb2.GenerateRequest, limits: RequestLimits) -> int:
