@@ -177,6 +177,7 @@ def configure_logging(
     Called once, by whoever owns the process; a later call replaces what it had set.
     """
     about = dict(about or {})
+    handler: logging.Handler
     handler = RotatingStderr() if rotates and stream is None else logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(about) if log_format == "json" else TextFormatter())
     root = logging.getLogger()

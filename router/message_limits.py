@@ -79,7 +79,7 @@ def check_message(message: Message, prefix: str = "") -> None:
                     raise _refusal(path, len(item), limit, "characters")
 
 
-def is_repeated(field: FieldDescriptor) -> bool:
+def is_repeated(field: Any) -> bool:
     """Whether a field holds any number of values."""
     return bool(field.label == FieldDescriptor.LABEL_REPEATED)
 
@@ -93,4 +93,5 @@ def _refusal(path: str, num: int, limit: int, what: str) -> InvalidRequest:
 def _holds_more(field: FieldDescriptor) -> bool:
     """Whether anything in a submessage can grow."""
     kinds = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE)
-    return any(is_repeated(inner) or inner.type in kinds for inner in field.message_type.fields)
+    message = field.message_type
+    return message is not None and any(is_repeated(inner) or inner.type in kinds for inner in message.fields)

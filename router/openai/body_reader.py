@@ -34,7 +34,7 @@ NUM_PROCESSES: Final = 2
 MAX_WAITING: Final = 64  # bodies
 MAX_WAITING_OF_ONE: Final = 16  # of one principal, so that one's bodies leave room for others'
 BODY_TIMEOUT_S: Final = 30.0  # for a body to come
-ANSWER_TIMEOUT_S: Final = 60.0  # a process that says nothing for so long is ended
+ANSWER_TIMEOUT_S: Final = 120.0  # a process that says nothing for so long is ended
 RETRY_AFTER_S: Final = 1.0
 _COMMAND: Final = (sys.executable, "-m", "baton.router.openai.reader_process")
 
@@ -132,7 +132,8 @@ class BodyReader:
                     yield process
                 is_sound = True
             except (asyncio.IncompleteReadError, OSError) as error:  # TimeoutError is one
-                log.warning("a process that reads bodies ended, or said nothing: code %s", process.returncode)
+                why = type(error).__name__
+                log.warning("a process that reads bodies ended, or said nothing: %s, code %s", why, process.returncode)
                 raise BatonError("the body could not be read; the router's log says more") from error
             finally:
                 if is_sound:
@@ -173,7 +174,7 @@ class _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             # Not asyncio's way: uvloop forks, and gRPC's threads object to that.
-            child = await asyncio.to_thread(subprocess.Popen, _COMMAND, stdin=theirs, stdout=theirs)
+            child = await asyncio.to_thread(lambda: subprocess.Popen(_COMMAND, stdin=theirs, stdout=theirs))
         return cls(child, await asyncio.open_connection(sock=ours))
 
     @property

@@ -63,7 +63,7 @@ class Understood:
         """For another process: a head, what is left of the body, the sampling, and each request."""
         names = ("request_id", "ignored", "is_forced", "is_open")
         head = json.dumps({name: getattr(self, name) for name in names}).encode("ascii")
-        spent = _SPENT | set(self.asked.model_extra or {})
+        spent = {*_SPENT, *(self.asked.model_extra or {})}
         body = self.asked.model_dump_json(by_alias=True, exclude_none=True, exclude=spent).encode("utf-8")
         functions = [tool.function for tool in getattr(self.asked, "tools", None) or ()]
         if not job.keeps_schemas:
