@@ -183,7 +183,7 @@ def configure_logging(
     root = logging.getLogger()
     for old in [item for item in root.handlers if getattr(item, "is_batons", False)]:
         root.removeHandler(old)
-    handler.is_batons = True  # type: ignore[attr-defined]
+    vars(handler)["is_batons"] = True
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     os.environ[FORMAT_VARIABLE] = log_format

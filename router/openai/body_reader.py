@@ -174,7 +174,8 @@ class _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             # Not asyncio's way: uvloop forks, and gRPC's threads object to that.
-            child = await asyncio.to_thread(lambda: subprocess.Popen(_COMMAND, stdin=theirs, stdout=theirs))
+            end = theirs.fileno()
+            child = await asyncio.to_thread(lambda: subprocess.Popen(_COMMAND, stdin=end, stdout=end))
         return cls(child, await asyncio.open_connection(sock=ours))
 
     @property
