@@ -1,5 +1,4 @@
-# Every target sets up what it needs. RAY_AUTH_MODE: unset, Ray would turn token authentication on.
-export RAY_AUTH_MODE ?= disabled
+# Every target sets up what it needs.
 export RAY_USAGE_STATS_ENABLED ?= 0
 # Without Python's caches each of the hundreds of processes that tests start would compile the checkout anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -8,7 +7,7 @@ BIN := .venv/bin
 # The machines with GPUs have torch and pytest, but no pip to build a .venv with.
 GPU_PYTHON := $(if $(wildcard .venv/.done),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test test-all test-gpu check coverage dev bench
+.PHONY: demo test test-all test-gpu check coverage dev bench dist wheelhouse test-peers
 
 demo: dev
 	$(BIN)/baton demo
@@ -42,8 +41,20 @@ test-gpu:
 	mkdir -p .gpu && ln -sfn .. .gpu/baton
 	PYTHONPATH=$(CURDIR)/.gpu $(GPU_PYTHON) -m pytest -q -c tests/gpu/pytest.ini --rootdir=. -m gpu tests/gpu
 
+# vLLM's own tests of its OpenAI server, against ours; fetches its source distribution once.
+test-peers: dev
+	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
+	scripts/test_peers $(BIN)/python
+
 bench: dev
 	$(BIN)/baton bench kv
+
+# The wheel and the source distribution of the last commit; with `wheelhouse`, what they depend on as well.
+dist: dev
+	scripts/build_dist $(BIN)/python
+
+wheelhouse: dev
+	scripts/build_dist $(BIN)/python --wheelhouse
 
 dev: .venv/.done
 

@@ -5,6 +5,7 @@ Calls on one object run one after the other; calls on two objects at the same ti
 
 import multiprocessing
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -15,9 +16,11 @@ CALL_LIMIT_S = 300.0
 ENVIRONMENT = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+# A Ray of our own asks for a token, and listens on loopback alone: Ray takes that for an oversight unless it may not be
+# part of a cluster.
+LOOPBACK = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "AUTOSCALER_METRIC_PORT": "-1"}
 
 
 class Remote(Protocol):
@@ -40,11 +43,18 @@ class RayRemote:
     """A Ray actor."""
 
     def __init__(self, factory: Callable[..., Any], *arguments: Any) -> None:
+        os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()} | LOOPBACK)
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         import ray
 
         if not ray.is_initialized():
-            os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
-            ray.init(address="local", include_dashboard=False, log_to_driver=True, num_cpus=4)
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=True,
+                num_cpus=4,
+                _node_ip_address="127.0.0.1",
+            )
         environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         actor = ray.remote(factory)
         self._ray = ray

@@ -116,12 +116,12 @@ def read_options(
         ConfigInvalid: a name or a value that does not exist.
     """
     names = {"dtype": dtype, "numerics": numerics, "quantization": quantization, "kernels": kernels}
-    names |= {"kv-dtype": kv_dtype, "verification": verification, "cuda-graphs": cuda_graphs}
+    names |= {"kv-cache-dtype": kv_dtype, "verification": verification, "cuda-graphs": cuda_graphs}
     _require_known(names, scheduling.split(","), device)
     counts = {
         "layers": layers,
         "prompt-len": prompt_len,
-        "chunk-len": chunk_len,
+        "max-num-batched-tokens": chunk_len,
         "steps": steps,
         "rounds": rounds,
     }
@@ -142,7 +142,7 @@ def read_options(
         kv_dtype=KVDtype(kv_dtype),
         implementation=Implementation(kernels),
         schedulings=tuple(name for name in SCHEDULINGS if name in scheduling.split(",")),
-        drafts=_numbers("mtp", mtp, 0, MAX_DRAFTS),
+        drafts=_numbers("num-speculative-tokens", mtp, 0, MAX_DRAFTS),
         batches=_numbers("batch", batch, 1, MAX_BATCH),
         graphs=_GRAPHS[cuda_graphs] if device == "cuda" else (False,),
         prompt_len=prompt_len,
@@ -161,7 +161,7 @@ def _require_known(names: Mapping[str, str], schedulings: Sequence[str], device:
         "dtype": _DTYPES,
         "numerics": [mode.value for mode in Numerics],
         "quantization": [kind.value for kind in Quantization],
-        "kv-dtype": [kind.value for kind in KVDtype],
+        "kv-cache-dtype": [kind.value for kind in KVDtype],
         "kernels": [kind.value for kind in Implementation],
         "verification": VERIFICATIONS,
         "cuda-graphs": tuple(_GRAPHS),

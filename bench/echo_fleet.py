@@ -64,8 +64,8 @@ class EchoFleet:
     def _start(self, stack: contextlib.ExitStack) -> None:
         err = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "err"
         command = (
-            *("--port", 0, "--model-name", MODEL, "--model-path", self._model_path, "--weights", "random"),
-            *("--max-queue-len", 8192, "--request-timeout-s", 600, "--exit-with-parent"),
+            *("--port", 0, "--model-name", MODEL, "--model-path", self._model_path, "--load-format", "dummy"),
+            *("--request-timeout-s", 600, "--exit-with-parent"),
         )
         router = stack.enter_context(PlainProcess("baton.router", *command, *self._router_arguments, err=err))
         self.address = f"127.0.0.1:{router.first_line()['grpc_port']}"

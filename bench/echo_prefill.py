@@ -130,6 +130,7 @@ class EchoPrefill(worker_pb2_grpc.PrefillServicer):
             num_requests_finished=self._num_finished,
             num_prefill_tokens_queued=self._queued_len,
             prefill_tokens_per_s=self._pace.tokens_per_s,
+            full_prefill_tokens_per_s=self._pace.tokens_per_s,
         )
 
     def _next(self) -> None:

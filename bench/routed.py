@@ -131,7 +131,7 @@ class RoutedDeployment:
             device="cpu",
             block_size=16,
             kv_memory_mib=self._kv_mib[role],
-            gpu_memory_share=0.5,
+            gpu_memory_utilization=0.5,
             max_num_seqs=16,
             max_queue_len=1024,
             chunk_len=self._chunk_len,

@@ -20,7 +20,13 @@ from baton.proto import inference_pb2, wire
 from baton.proto.secure_channel import is_refused_certificate
 
 Sampling = SamplingParams | inference_pb2.Sampling
-OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
+OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    # Who asks again after a router's restart finds it: no pause between two tries to connect grows beyond two seconds.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
 
 
 def generate_request(

@@ -9,7 +9,7 @@ from baton.cluster.cli_types import Count, Json, Text
 from baton.cluster.cli_types import option as _option
 from baton.cluster.outcome import ExitCode, Output, run_command
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="Measure speed.", rich_markup_mode="rich")
 
 
 @app.command("kv")
@@ -44,18 +44,20 @@ def bench_decode(
     shape: Annotated[Text, _option("8b, 0.6b, 32b, 30b-a3b or tiny, with random weights  [8b; tiny on a CPU]")] = None,
     layers: Annotated[Count, _option("so many layers of the shape  [all]")] = None,
     scheduling: Annotated[str, typer.Option(help="comma-separated: sync, async")] = "sync,async",
-    mtp: Annotated[str, typer.Option(help="comma-separated: draft tokens per step")] = "0,1",
+    mtp: Annotated[
+        str, typer.Option("--num-speculative-tokens", help="comma-separated: draft tokens per step")
+    ] = "0,1",
     batch: Annotated[str, typer.Option(help="comma-separated: sequences")] = "1,16,64",
     cuda_graphs: Annotated[str, typer.Option(help="on, off, or auto: both on a GPU, neither on a CPU")] = "auto",
     prompt_len: Annotated[int, typer.Option(help="positions before the first step")] = 1024,
-    chunk_len: Annotated[int, typer.Option(help="prompt tokens per prefill step")] = 2048,
+    chunk_len: Annotated[int, typer.Option("--max-num-batched-tokens", help="prompt tokens per prefill step")] = 2048,
     verification: Annotated[str, typer.Option(help="synthetic: drafts stand by chance; or coupled")] = "synthetic",
     rate: Annotated[float, typer.Option(help="with synthetic: of each draft once those before it stand")] = 0.8,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    numerics: Annotated[str, typer.Option(help="default|invariant")] = "default",
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="rows computed alone")] = False,
     dtype: Annotated[str, typer.Option(help="auto|float64|float32|bfloat16")] = "auto",
     quantization: Annotated[str, typer.Option(help="none|fp8: of the weights")] = "none",
-    kv_dtype: Annotated[str, typer.Option(help="auto|fp8: of the KV pool")] = "auto",
+    kv_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="auto|fp8: of the KV pool")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto|triton|reference: what computes the model")] = "auto",
     device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
     steps: Annotated[int, typer.Option(help="measured in each round")] = 22,
@@ -65,7 +67,8 @@ def bench_decode(
     json: Json = False,
 ) -> int:
     """Measure decode steps and the time to the first token, with random weights, in interleaved rounds."""
-    asked = {name: value for name, value in locals().items() if name not in ("json", "plot")}
+    asked = {name: value for name, value in locals().items() if name not in ("json", "plot", "batch_invariant")}
+    asked["numerics"] = "invariant" if batch_invariant else "default"
 
     def body(output: Output) -> ExitCode:
         from baton.cluster.bench import bench_decode

@@ -6,7 +6,7 @@ to, is the router's business.
 """
 
 import logging
-import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -34,6 +34,8 @@ from baton.kvtransfer.malloc import COPY_ENVIRONMENT
 MAX_RESTARTS = 3  # by Ray itself, of one actor
 SHUTDOWN_CALL_S = 2.0
 BUNDLE_CPUS = 0.01  # of a rank's bundle where there are no GPUs
+
+WORKER_NAME = re.compile("(prefill|decode)-[0-9]+")  # ranks other than 0 have longer ones
 
 _logger = logging.getLogger(__name__)
 
@@ -116,12 +118,17 @@ class Crew:
         return Roster(roles=dict(self._scaling.roles), placed_by=self._placed_by, per_gpu=self._per_gpu)
 
     def start(self) -> None:
-        """Begin to start every worker; see `wait_ready`."""
-        ids = worker_ids(self._plan.config)
+        """Begin to start every worker; see `wait_ready`.
+
+        In a cluster, those that a `baton serve` of this configuration has left when it was killed are adopted: they
+        report to this router's address already.
+        """
+        ids = worker_ids(self._plan.config) | self._left_behind()
         self._placed_by = [role for role in ("prefill", "decode") if self._session.resources.get(role, 0) >= 1]
         self._per_gpu = self._workers_per_gpu(ids) if self._plan.device == "cuda" else 1
         for worker_id, role in ids.items():
-            self._start_actor(worker_id, role)
+            if not (self._is_detached and self._found(worker_id, role)):
+                self._start_actor(worker_id, role)
         self._follow(ids)
 
     def adopt(self, roster: Roster) -> list[str]:
@@ -129,15 +136,34 @@ class Crew:
         self._placed_by, self._per_gpu = list(roster.placed_by), roster.per_gpu
         found = []
         for worker_id, role in roster.roles.items():
-            try:
-                self._actors[worker_id] = self._ray.get_actor(self._actor_name(worker_id))
-            except ValueError:  # nobody has that name
+            if self._found(worker_id, role):
+                found.append(worker_id)
+            else:
                 self._start_actor(worker_id, role)
-                continue
-            if tp_size(self._plan.config, role) > 1:
-                self._groups.adopt(worker_id)
-            found.append(worker_id)
         self._follow(roster.roles)
+        return found
+
+    def _found(self, worker_id: str, role: str) -> bool:
+        """Adopt a worker that another driver has started; False if there is none of that name."""
+        try:
+            self._actors[worker_id] = self._ray.get_actor(self._actor_name(worker_id))
+        except ValueError:
+            return False
+        if tp_size(self._plan.config, role) > 1:
+            self._groups.adopt(worker_id)
+        return True
+
+    def _left_behind(self) -> dict[str, str]:
+        """Roles of workers that live in this deployment's namespace; a size that operators asked for among them."""
+        if not self._is_detached:
+            return {}
+        start = self._actor_name("")
+        names = [str(name).removeprefix(start) for name in self._ray.util.list_named_actors() if name.startswith(start)]
+        found = {name: name.partition("-")[0] for name in names if WORKER_NAME.fullmatch(name)}
+        if found:
+            _logger.warning(
+                "%s live on from a `baton serve` that was killed, and are adopted", ", ".join(sorted(found))
+            )
         return found
 
     def _follow(self, roles: Mapping[str, str]) -> None:
@@ -301,7 +327,6 @@ class Crew:
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             "NCCL_NVLS_ENABLE": "0",
-            "RAY_AUTH_MODE": os.environ["RAY_AUTH_MODE"],
             SEE_ALL_GPUS: "1",
         }
         if role == "prefill" and config.transport in ("auto", "shm"):  # its writers may copy into pools

@@ -29,10 +29,10 @@ MIN_LANDED_SHARE = 0.6
 CONFIG = {
     "model": "tiny",
     "grpc_port": 0,
-    "mtp": 2,
-    "numerics": "invariant",
+    "num_speculative_tokens": 2,
+    "batch_invariant": True,
     "dtype": "float32",
-    "chunk_len": 128,
+    "max_num_batched_tokens": 128,
     "local_prefill": "never",  # what it shows is the hand-over
     "start_timeout_s": 60,
 }
@@ -75,7 +75,7 @@ def demo(output: Output) -> ExitCode:
     try:
         with terminable(), show_progress() as on_progress, Deployment(config, on_progress=on_progress) as deployment:
             up_s = time.monotonic() - start_s
-            about = f"numerics invariant, float32, on {resolve_device(config.device)}"
+            about = f"batch-invariant, float32, on {resolve_device(config.device)}"
             output.write(f"serving at {deployment.address} after {up_s:.1f} s; {about}\n")
             completions = [_stream(deployment.address, request, output) for request in REQUESTS]
             reference = ReferenceProcess(config, [request.asked for request in REQUESTS])

@@ -5,11 +5,14 @@ router and the workers talk to each other directly. A private Ray it drives itse
 In a cluster a supervisor drives Ray, as a child beside the router: what becomes of Ray's head is not the router's fate.
 """
 
+import hashlib
+import json
+import logging
 import os
 import secrets
 import shutil
 import signal
-import tempfile
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,12 +23,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.client.access import Access
-from baton.cluster import processes
+from baton.cluster import leftovers, private_files, processes
 from baton.cluster.access import using
 from baton.cluster.actors import ShellLoader, decode_shell, prefill_shell
 from baton.cluster.admin import as_data, fetch_status
 from baton.cluster.crew import MAX_RESTARTS, Crew, CrewPlan
 from baton.cluster.gang_actors import RankShell, decode_rank_shell, prefill_rank_shell
+from baton.cluster.log_tail import LogTail
 from baton.cluster.progress import OnProgress, no_progress
 from baton.cluster.ray_session import RaySession
 from baton.cluster.resolve import (
@@ -37,13 +41,20 @@ from baton.cluster.resolve import (
 )
 from baton.cluster.router_process import RouterProcess, router_command
 from baton.cluster.supervisor_process import Order, SupervisorProcess
+from baton.cluster.undertaker import Undertaker
 from baton.core.config import ServeConfig
-from baton.core.errors import WorkerStartFailed
+from baton.core.errors import BatonError, WorkerStartFailed
 from baton.proto.secure_channel import SecureChannels
 from baton.router.api_keys import digest_of, new_key
 from baton.router.security_flags import security_of
 
 END_GRACE_S = 2.0
+CHECK_INTERVAL_S = 0.5
+RESTART_POLL_S = 0.05
+DRAIN_MARGIN_S = 3.0  # for the router to end after its grace
+RAY_FOLDER = "ray"  # Ray opens its folder to all; the one around it is closed
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +83,12 @@ class Deployment:
     """
 
     def __init__(
-        self, config: ServeConfig, *, on_progress: OnProgress = no_progress, parts: Parts | None = None
+        self,
+        config: ServeConfig,
+        *,
+        on_progress: OnProgress = no_progress,
+        on_log: Callable[[str], None] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self.config = config
         self.address = ""
@@ -82,17 +98,22 @@ class Deployment:
         self.http_url = self.metrics_url = ""
         self.workers: dict[str, dict[str, Any]] = {}
         self._on_progress = on_progress
+        self._on_log = on_log
+        self._log_tail: LogTail | None = None
         self._parts = parts or Parts()
-        self._name = f"baton-{secrets.token_hex(4)}"
+        self._name = _name_of(config)
         self._ray: RaySession | None = None
         self._crew: Crew | None = None
         self._supervisor: SupervisorProcess | None = None
         self._router: RouterProcess | None = None
         self._dir: Path | None = None
+        self._undertaker: Undertaker | None = None
+        self._keeps_logs = False
 
     def __enter__(self) -> Self:
         try:
-            self._start()
+            with self._logs_named():
+                self._start()
         except BaseException:
             self.close()
             raise
@@ -116,7 +137,9 @@ class Deployment:
     def router_pid(self) -> int:
         """Process id of the router."""
         assert self._router is not None
-        return self._router.pid
+        pid = self._router.pid
+        assert pid is not None, "it is being started again"
+        return pid
 
     def kill_actor(self, worker_id: str) -> int:
         """SIGKILL a worker's process, as a crash would; Ray starts it anew. Returns the dead process id."""
@@ -129,19 +152,73 @@ class Deployment:
         """Check that the deployment can still serve, and follow what was asked of its size.
 
         Raises:
-            WorkerStartFailed: the router ended.
+            RouterLost: the router ends more often than it is started again.
+            RayLost: a process of the private Ray has ended.
             WorkerLost: every worker of a role is dead for good. Never waits for one.
         """
         assert self._router is not None
-        self._router.check()
+        with self._logs_named():
+            assert self._undertaker is not None
+            self._undertaker.check()
+            self._router.check()
+            self._check_workers()
+
+    def wait(self, timeout_s: float, wake: int | None = None) -> None:
+        """Wait until there may be something to `check`: a process has ended, `wake` can be read, the time is over."""
+        pids = [process.pid for process in (self._router, self._supervisor) if process is not None]
+        found = [pid for pid in pids if pid is not None]
+        if len(found) < len(pids):  # one is about to be started again
+            timeout_s = min(timeout_s, RESTART_POLL_S)
+        processes.wait_for_end([*found, *(self._ray.pids() if self._ray is not None else ())], timeout_s, wake)
+
+    def drain(self) -> None:
+        """Have open streams finish, or end after `shutdown_grace_s`; nothing new is taken. `close` comes after.
+
+        Raises:
+            RayLost: see `check`.
+            WorkerLost: see `check`.
+        """
+        assert self._router is not None
+        self._router.drain()
+        deadline_s = time.monotonic() + self.config.shutdown_grace_s + DRAIN_MARGIN_S
+        while not self._router.has_ended and time.monotonic() < deadline_s:
+            with self._logs_named():
+                self._check_workers()
+            self.wait(CHECK_INTERVAL_S)
+
+    def _check_workers(self) -> None:
         if self._supervisor is not None:
             self._supervisor.check()
+        if self._ray is not None:
+            self._ray.check()
         if self._crew is not None:
             with using(self.access):
                 self._crew.check()
 
+    @contextmanager
+    def _logs_named(self) -> Iterator[None]:
+        """Whatever fails here says where its logs will be, and they will be there."""
+        try:
+            yield
+        except Exception as error:
+            if self._dir is not None:
+                self._keeps_logs = True
+                if isinstance(error, BatonError):
+                    private_files.say_where(error, self._dir)
+            raise
+
+    def _end_files(self, folder: Path, has_died: bool) -> None:
+        if self._keeps_logs:
+            private_files.keep_logs(folder)
+        elif has_died:
+            _logger.warning("a worker died in this run; the logs are in %s", private_files.keep_logs(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+
     def close(self) -> None:
-        """End everything that was started, and verify it. Safe to call twice, and after a failed start."""
+        """End everything that was started, and verify it. Safe to call twice, and after a failed start.
+
+        Logs are kept where something failed or died (`private_files`).
+        """
         with _signals_ignored():
             if self._router is not None:
                 self._router.stop()
@@ -153,22 +230,34 @@ class Deployment:
                 return
             # Taken before Ray stops: what loses its parent is no longer found by descent. A start that was
             # interrupted may have left processes that no attribute knows of.
+            has_died = private_files.worker_died(self._dir)
             started = set(processes.started_with(str(self._dir)))
+            lost = set(self._ray.lost().values()) if self._ray is not None else set()
             if self._crew is not None:
-                self._crew.end()
+                if not lost:  # else nobody hears it
+                    self._crew.end()
                 self._crew = None
                 started.update(processes.started_with(str(self._dir)))
+            if "gcs_server" in lost:  # whatever asks it, waits
+                processes.end_processes(started, grace_s=0.0)
             if self._ray is not None:
                 self._ray.close()
                 self._ray = None
             left = processes.end_processes(started, grace_s=END_GRACE_S)
-            shutil.rmtree(self._dir, ignore_errors=True)
+            if self._log_tail is not None:
+                self._log_tail.close()
+                self._log_tail = None
+            if self._undertaker is not None:
+                self._undertaker.dismiss()
+                self._undertaker = None
+            self._end_files(self._dir, has_died)
+            leftovers.sweep_memory()
             self._dir = None
             assert not left, f"processes {left} survived SIGKILL"
 
     def _start(self) -> None:
         config = self.config
-        model = find_model(config.model, config.weights)
+        model = find_model(config.model, is_dummy=config.is_dummy)
         resolve_worker(config, model, worker_id="check")
         device = resolve_device(config.device)
         for port in (config.grpc_port, config.http_port, config.metrics_port):
@@ -178,11 +267,12 @@ class Deployment:
         SecureChannels(config.tls)
         deadline_s = time.monotonic() + config.start_timeout_s
         num_total = config.prefill + config.decode + 2
-        self._dir = Path(tempfile.mkdtemp(prefix="baton-", dir="/tmp"))  # short: sockets below it have long names
-        command = self._parts.router_command(config, model)
-        if config.admin_keys_file:  # only this process knows the key; the router knows its digest
-            command = [*command, "--operator-key-digest", digest_of(self._operator_key)]
-        self._router = RouterProcess(command, self._dir)
+        leftovers.sweep()
+        self._dir = private_files.make_folder()
+        self._undertaker = Undertaker(self._dir)
+        if self._on_log is not None:
+            self._log_tail = LogTail(self._dir, self._on_log)
+        self._router = RouterProcess(lambda ports: self._router_command(model, ports), self._dir)
         self._on_progress(0, num_total, "starting Ray and the router")
         if config.ray_address == "local":
             self._start_private(model, device, deadline_s, num_total)
@@ -191,11 +281,20 @@ class Deployment:
         self._wait_known(deadline_s)
         self._on_progress(num_total, num_total, "every worker has reported to the router")
 
+    def _router_command(self, model: ModelDirectory, ports: Mapping[str, int]) -> list[str]:
+        """`ports` are those of the router before this one: clients and workers know them."""
+        command = self._parts.router_command(self.config.model_copy(update=dict(ports)), model)
+        if self.config.admin_keys_file:  # only this process knows the key; the router knows its digest
+            command = [*command, "--operator-key-digest", digest_of(self._operator_key)]
+        if ports and self.workers and self._parts.router_command is router_command:
+            command = [*command, "--follows-workers", str(len(self.workers))]
+        return command
+
     def _start_private(self, model: ModelDirectory, device: str, deadline_s: float, num_total: int) -> None:
         assert self._router is not None
         assert self._dir is not None
         self._ray = RaySession(
-            "local", namespace=self._name, temp_dir=self._dir, num_gpus=None if device == "cuda" else 0
+            "local", namespace=self._name, temp_dir=self._dir / RAY_FOLDER, num_gpus=None if device == "cuda" else 0
         )
         ports = self._router.wait_ports(deadline_s - time.monotonic())
         self._is_at("127.0.0.1" if self.config.host in ("0.0.0.0", "::") else self.config.host, ports)
@@ -216,7 +315,13 @@ class Deployment:
         def on_ready(worker_id: str, ready: dict[str, Any]) -> None:
             self._is_ready(ready, num_total)
 
-        self._crew.wait_ready(deadline_s, on_ready, self._router.check)
+        self._crew.wait_ready(deadline_s, on_ready, self._check_start)
+
+    def _check_start(self) -> None:
+        assert self._router is not None
+        self._router.check()
+        if self._ray is not None:
+            self._ray.check()
 
     def _start_in_cluster(self, deadline_s: float, num_total: int) -> None:
         assert self._router is not None
@@ -269,6 +374,19 @@ class Deployment:
                 message = f"the router has not heard from {', '.join(sorted(missing))}"
                 raise WorkerStartFailed(message, worker_ids=sorted(missing), timed_out=True)
             time.sleep(0.05)
+
+
+def _name_of(config: ServeConfig) -> str:
+    """Of the deployment, and of its namespace in Ray.
+
+    In a cluster the next `baton serve` of the same configuration on this host has the same one: it finds the workers
+    that one which was killed has left, and they find its router. Where the router's port is any, they could not.
+    """
+    port = config.grpc_port if config.admin_port is None else config.admin_port
+    if config.ray_address == "local" or port == 0:
+        return f"baton-{secrets.token_hex(4)}"
+    said = json.dumps([socket.gethostname(), config.model_dump(mode="json")], sort_keys=True)
+    return f"baton-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
 
 @contextmanager

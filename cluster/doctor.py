@@ -77,6 +77,7 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
             *check_ranks(status),
             *check_graphs(status),
             *check_kv_dtype(status),
+            *check_staging(status),
             *check_compute(status),
             *check_prefill(status),
             *check_fitness(status),
@@ -165,13 +166,20 @@ def check_port(port: int) -> Finding:
 
 
 def check_ray_auth(mode: str | None, token: Path) -> Finding:
-    """The trap that makes a head demand tokens which its workers do not have."""
+    """What clusters are joined and started with; a private Ray has a token of its own whatever this says."""
+    if mode is not None and mode.lower() == "disabled":
+        return Finding(
+            "ray auth",
+            "warn",
+            "RAY_AUTH_MODE=disabled: whatever reaches the ports of a cluster started or joined with it runs code there",
+            "start clusters with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, and join them with both",
+        )
     if token.exists() and mode is None:
         return Finding(
             "ray auth",
             "warn",
             f"{token} exists and RAY_AUTH_MODE is unset: `ray start --head` would demand tokens of every worker",
-            "export RAY_AUTH_MODE=disabled (or token, with the file on every node)",
+            "export RAY_AUTH_MODE=token, with the file on every node",
         )
     return Finding("ray auth", "ok", f"RAY_AUTH_MODE={mode or 'unset, no token file'}")
 
@@ -270,7 +278,21 @@ def check_kv_dtype(status: admin_pb2.StatusReply) -> Iterator[Finding]:
         yield Finding("KV dtype", "ok", f"{next(iter(found))} at every worker")
     elif found:
         detail = "; ".join(f"{dtype} at {', '.join(workers)}" for dtype, workers in sorted(found.items()))
-        yield Finding("KV dtype", "warn", detail, "start all workers with one --kv-dtype")
+        yield Finding("KV dtype", "warn", detail, "start all workers with one --kv-cache-dtype")
+
+
+def check_staging(status: admin_pb2.StatusReply) -> Iterator[Finding]:
+    """What one hand-off by sockets can carry to each live decode worker that says so: those with pools on GPUs."""
+    for worker in status.workers:
+        state, limit_len = worker.state, worker.state.inventory.max_handoff_len
+        if not worker.alive or not limit_len:
+            continue
+        name, detail = f"KV staging of {state.worker_id}", f"hand-offs by sockets of up to {limit_len} positions"
+        if limit_len >= state.max_model_len:
+            yield Finding(name, "ok", detail)
+        else:
+            more = f"{detail}; longer prompts, up to {state.max_model_len}, are computed by decode workers"
+            yield Finding(name, "warn", more, "a larger --kv-staging-mib, and as much twice in /dev/shm (--shm-size)")
 
 
 def check_compute(status: admin_pb2.StatusReply) -> list[Finding]:
@@ -310,5 +332,5 @@ def check_numerics() -> Finding:
     try:
         check_invariance(SELFTEST_SHAPES, torch.float32, device)
     except NumericsUnsupported as error:
-        return Finding("numerics", "fail", error.message, "use --numerics default here, and report this machine")
+        return Finding("numerics", "fail", error.message, "leave --batch-invariant out here, and report this machine")
     return Finding("numerics", "ok", f"invariant numerics hold on this machine's {device.type}")

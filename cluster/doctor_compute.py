@@ -39,6 +39,9 @@ def compute_data(reply: admin_pb2.StatusReply) -> list[dict[str, Any]]:
             "num_kernels_serving": compute.num_kernels_serving,
             "late_kernels": list(compute.late_kernels),
             "num_graphs_failed": len(worker.state.inventory.graphs.failed),
+            "num_graphs_captured": worker.state.inventory.graphs.num_captured,
+            "max_num_seqs": worker.state.max_num_seqs,
+            "chosen": list(compute.chosen),
         }
         for worker, compute in _live(reply)
     ]
@@ -61,7 +64,8 @@ def format_compute(workers: Sequence[dict[str, Any]]) -> str:
         )
         for worker in workers
     ]
-    return format_table(header, [tuple(map(str, row)) for row in rows])
+    chosen = [f"{worker['worker']}: {'; '.join(worker['chosen'])}" for worker in workers if worker["chosen"]]
+    return "\n".join([format_table(header, [tuple(map(str, row)) for row in rows]), *chosen])
 
 
 def compute_problems(reply: admin_pb2.StatusReply) -> Iterator[tuple[str, str, str]]:

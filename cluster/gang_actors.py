@@ -52,11 +52,12 @@ class RankActor:
     """Another rank than 0."""
 
     def __init__(self, config: WorkerConfig, seat: Seat, load_shell: Callable[[], RankShell]) -> None:
-        from baton.cluster.actors import marked, prepare_process
+        from baton.cluster.actors import freeze_heap, marked, prepare_process
 
         config = prepare_process(config)
         try:
             self._shell = load_shell()(config, seat)
+            freeze_heap()
         except BatonError as error:
             raise marked(error) from error
 

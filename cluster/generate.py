@@ -4,22 +4,24 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from baton.cluster.checkpoint import require_servable
 from baton.cluster.completion import Asked, Completion, Interrupted, OnText, complete_remotely
 from baton.cluster.outcome import ExitCode, Output, exit_code_of
-from baton.cluster.resolve import find_model, read_config
+from baton.cluster.resolve import read_config
 from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidSampling, InvalidText
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 LOCAL_OPTIONS = (
     "model",
-    "mtp",
-    "numerics",
+    "num_speculative_tokens",
+    "speculative_method",
+    "batch_invariant",
     "dtype",
     "quantization",
-    "kv_dtype",
+    "kv_cache_dtype",
     "kernels",
     "device",
-    "weights",
+    "load_format",
     "verification",
 )  # those that go with --local alone
 _NUMBERS = (
@@ -133,7 +135,7 @@ def _logprob_lines(completion: Completion) -> str:
 
 def _complete_locally(asked: Asked, options: dict[str, Any], on_text: OnText) -> Completion:
     config = read_config(None, options)
-    find_model(config.model, config.weights)
+    require_servable(config)
     from baton.cluster.local import LocalCompleter  # imports torch
 
     return LocalCompleter(config).complete(asked, on_text)

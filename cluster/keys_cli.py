@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
+from baton.cluster.cli_types import option
 from baton.cluster.outcome import ExitCode, Output, run_command
 
-app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.", rich_markup_mode="rich")
 
 File = Annotated[Path, typer.Option("--file", help="the file of --api-keys-file or --admin-keys-file")]
 Name = Annotated[str, typer.Argument(help="of the key")]
@@ -19,11 +20,11 @@ def create(
     name: Name,
     file: File,
     tenant: Annotated[str, typer.Option(help="whose requests it is for; KV is shared only within a tenant")],
-    expires_days: Annotated[float | None, typer.Option(help="days until it expires  [never]")] = None,
-    max_priority: Annotated[str, typer.Option(help="its requests may ask for: low, normal or high")] = "normal",
-    max_answers: Annotated[int | None, typer.Option(min=1, help="at once, prompts times n  [no limit]")] = None,
-    max_queued_tokens: Annotated[int | None, typer.Option(min=1, help="of prompts under way  [no limit]")] = None,
-    max_connections: Annotated[int | None, typer.Option(min=1, help="over HTTP  [no limit]")] = None,
+    expires_days: Annotated[float | None, option("days until it expires  [never]")] = None,
+    max_priority: Annotated[str, option("its requests may ask for: low, normal or high  [normal]")] = "normal",
+    max_answers: Annotated[int | None, option("at once, prompts times n  [no limit]", least=1)] = None,
+    max_queued_tokens: Annotated[int | None, option("of prompts under way  [no limit]", least=1)] = None,
+    max_connections: Annotated[int | None, option("over HTTP  [no limit]", least=1)] = None,
     json: Json = False,
 ) -> int:
     """Make a key and print it, once; the file keeps its digest."""

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 from baton.cluster.completion import Asked, Completion, Interrupted, OnText
 from baton.cluster.resolve import find_model, resolve_worker
+from baton.core.answer_text import AnswerText
 from baton.core.clock import MonotonicClock
 from baton.core.config import ServeConfig
 from baton.core.errors import RequestCancelled, RequestDeadlineExceeded
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import MAX_CHOICES, SamplingParams
-from baton.core.tokenizer import StopMatcher, Tokenizer
+from baton.core.tokenizer import Tokenizer
 from baton.engine.generation import GenerationResult
 from baton.engine.local import LocalEngine
 from baton.engine.speculation import Speculation
@@ -26,8 +27,9 @@ class LocalCompleter:
     """
 
     def __init__(self, config: ServeConfig) -> None:
-        worker = resolve_worker(config, find_model(config.model, config.weights), worker_id="local")
+        worker = resolve_worker(config, find_model(config.model, is_dummy=config.is_dummy), worker_id="local")
         loaded = load_worker(worker)
+        worker = loaded.applied(worker)
         num_blocks = loaded.pool.num_blocks
         model, self._tokenizer = loaded.model, loaded.tokenizer
         del loaded  # its pool: the engine makes its own
@@ -62,7 +64,7 @@ class LocalCompleter:
         """
         request = self._request(asked)
         num_answers = min(max(request.sampling.n, 1), MAX_CHOICES)  # others are refused below
-        answers = [_AnswerText(self._tokenizer, request.sampling) for _ in range(num_answers)]
+        answers = [_Answer(self._tokenizer, request.sampling) for _ in range(num_answers)]
         first = answers[0]
         results: dict[int, GenerationResult] = {}
         try:
@@ -92,28 +94,22 @@ class LocalCompleter:
         )
 
 
-class _AnswerText:
+class _Answer:
     """One answer's tokens, and the text of them that is certain."""
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
         self.token_ids: list[int] = []
         self.text = ""
-        self._stream, self._matcher = tokenizer.stream(), StopMatcher(sampling.stop)
-        self._min_tokens = sampling.min_tokens
+        self._text = AnswerText(tokenizer, sampling)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became certain with these tokens."""
-        return "".join(self._push(token_id) for token_id in token_ids)
+        self.token_ids += token_ids
+        return self._add(self._text.push(token_ids))
 
     def finish(self) -> str:
         """What was still withheld at the end."""
-        return self._add(self._matcher.push(self._stream.flush()) + self._matcher.flush())
-
-    def _push(self, token_id: int) -> str:
-        self.token_ids.append(token_id)
-        text = self._stream.push(token_id)
-        is_early = len(self.token_ids) <= self._min_tokens  # no stop string is looked for yet
-        return self._add(text if is_early else self._matcher.push(text))
+        return self._add(self._text.finish())
 
     def _add(self, text: str) -> str:
         self.text += text

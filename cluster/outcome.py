@@ -11,10 +11,12 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
+from baton.cluster.log_tail import printable
 from baton.core.errors import (
     AccessRefused,
     BatonError,
     ConfigInvalid,
+    Draining,
     FeatureNotBuilt,
     InvalidRequest,
     ModelFileDamaged,
@@ -29,9 +31,11 @@ from baton.core.errors import (
     PackageMissing,
     PortInUse,
     PreconditionUnmet,
+    RayLost,
     RayUnavailable,
     RayVersionMismatch,
     RequestDeadlineExceeded,
+    RouterLost,
     StartupError,
     WorkerLost,
     WorkerStartFailed,
@@ -63,12 +67,15 @@ _NEXT_STEPS: tuple[tuple[type[BatonError], str], ...] = (
     (PortInUse, "choose another port for that flag (0 picks a free one), or stop what listens there"),
     (RayUnavailable, "install ray, or start a cluster, or use --ray-address local"),
     (RayVersionMismatch, "install the Ray version that is named, on every node"),
-    (NumericsUnsupported, "use --numerics default, or run `baton doctor --selftest` for the measurement"),
+    (NumericsUnsupported, "leave --batch-invariant out, or run `baton doctor --selftest` for the measurement"),
     (WorkerStartFailed, "read the worker's own error above; `baton doctor` checks the machine"),
     (ConfigInvalid, "correct what is named; the command's --help lists every option"),
     (StartupError, "run `baton doctor`, then try again"),
     (RequestDeadlineExceeded, "raise --timeout, or ask for fewer tokens"),
     (AccessRefused, "give a key that may do this with --api-key-file or BATON_API_KEY; `baton keys list` shows them"),
+    (RouterLost, "read the router's last words above, mend that, and start `baton serve` again"),
+    (RayLost, "find out who ended it (dmesg tells of memory that ran out), and start `baton serve` again"),
+    (Draining, "try again after a pause, or ask another deployment"),
     (Overloaded, "try again after a pause"),
     (WorkerLost, "try again; where no worker is left, find out why it died and start `baton serve` again"),
     (NoWorker, "see `baton status` for the workers that are missing"),
@@ -123,6 +130,8 @@ class Output:
     def write(self, text: str) -> None:
         """Print a piece of text to stdout at once, unless stdout is for the JSON object."""
         if not self.as_json and text:
+            if self.is_terminal:  # a model's text must not drive it
+                text = printable(text)
             print(text, end="", file=self.stdout, flush=True)
 
     def note(self, text: str, level: str = "INFO") -> None:

@@ -1,8 +1,14 @@
 """Finding and ending the processes a deployment started, by process id only."""
 
+import contextlib
+import os
+import select
+import time
 from collections.abc import Iterable
 
 import psutil
+
+POLL_S = 0.1
 
 
 def started_with(marker: str) -> list[psutil.Process]:
@@ -20,6 +26,30 @@ def started_with(marker: str) -> list[psutil.Process]:
     return found
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return _runs(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for_end(pids: Iterable[int], timeout_s: float, wake: int | None = None) -> None:
+    """Wait until one of the processes has ended, `wake` can be read from, or the time is over."""
+    files = []
+    try:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                files.append(os.pidfd_open(pid))
+        poll = select.poll()
+        for file in (*files, *(() if wake is None else (wake,))):
+            poll.register(file, select.POLLIN)
+        poll.poll(1e3 * timeout_s)
+    finally:
+        for file in files:
+            os.close(file)
+
+
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Those of `processes` that still run; a zombie does not."""
     return [process for process in processes if _runs(process)]
@@ -27,14 +57,21 @@ def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 def end_processes(processes: Iterable[psutil.Process], *, grace_s: float, kill_wait_s: float = 3.0) -> list[int]:
     """Wait for processes to end, then kill those that did not; returns the ids that survived even that."""
-    _, left = psutil.wait_procs(alive(processes), timeout=grace_s)
+    left = _wait(processes, grace_s)
     for process in left:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    _, left = psutil.wait_procs(left, timeout=kill_wait_s)
-    return [process.pid for process in alive(left)]
+    return [process.pid for process in _wait(left, kill_wait_s)]
+
+
+def _wait(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that still run then. A zombie has ended: whose parent is gone may stay one for seconds."""
+    end_s = time.monotonic() + timeout_s
+    left = alive(processes)
+    while left and (left_s := end_s - time.monotonic()) > 0:
+        psutil.wait_procs(left, timeout=min(POLL_S, left_s))
+        left = alive(left)
+    return left
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -20,7 +20,10 @@ def _print_line(num_done: int, num_total: int, text: str) -> None:
 
 @contextmanager
 def show_progress(*, as_log: bool = False) -> Iterator[OnProgress]:
-    """A callback `(num_done, num_total, text)` that shows how far starting has come, or logs it."""
+    """A callback `(num_done, num_total, text)` that shows how far starting has come, or logs it.
+
+    With the last step the bar is gone, also while the body goes on.
+    """
     if as_log:
         yield lambda num_done, num_total, text: log.info("[%d/%d] %s", num_done, num_total, text)
         return
@@ -36,5 +39,7 @@ def show_progress(*, as_log: bool = False) -> Iterator[OnProgress]:
 
         def update(num_done: int, num_total: int, text: str) -> None:
             progress.update(task, description=text, completed=num_done, total=num_total)
+            if num_done >= num_total:  # what follows has the terminal for itself
+                progress.stop()
 
         yield update

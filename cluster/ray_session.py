@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import secrets
 import signal
 import threading
 from pathlib import Path
@@ -11,23 +12,33 @@ from typing import Any
 
 import grpc
 
-from baton.core.errors import RayUnavailable, RayVersionMismatch
+from baton.cluster.private_ray import closed_doors, read_settings
+from baton.cluster.processes import is_alive
+from baton.core.errors import RayLost, RayUnavailable, RayVersionMismatch
 
 TESTED_RAY = "2.60.0"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's minimum is 75 MiB
 CONNECT_TIMEOUT_S = 5.0
 MAX_STARTS = 3  # of a private Ray, whose head has been seen to hang as it started, without a word
+VITAL = ("gcs_server", "raylet")
 _HANGS = ("Timed out waiting for file", "timed out during startup")
 _logger = logging.getLogger(__name__)
+TOKEN_CODES = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)  # `ray.init` says what it wants
+NO_TOKEN = "a Ray cluster asks for its token: say RAY_AUTH_TOKEN_PATH=FILE, as where it was started"
+ACCEPT_OPEN = "accept one that is open to all with RAY_AUTH_MODE=disabled"
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request is a valid one
 
 
 def prepare_environment() -> None:
-    """Say explicitly what Ray would otherwise decide by what it finds.
+    """Say explicitly what Ray would otherwise decide by what it finds: a cluster asks for its token.
 
-    Plain `ray.init()` turns token authentication on and writes ~/.ray/auth_token when RAY_AUTH_MODE is unset.
+    Unset, a client would take a cluster without one as well. A private Ray has a token of its own (`private_ray`).
     """
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    _prepare_any()
+
+
+def _prepare_any() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # What Ray will do by default soon; without it every start prints a warning.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -61,14 +72,14 @@ class RaySession:
         num_gpus: GPUs a private Ray offers; None counts them.
 
     Raises:
-        RayUnavailable: not installed, or no cluster answers.
+        RayUnavailable: not installed, no cluster answers, or one that is open to all.
         RayVersionMismatch: this version, or the cluster's, is not the tested one.
     """
 
     def __init__(self, address: str, *, namespace: str, temp_dir: Path, num_gpus: int | None) -> None:
-        prepare_environment()
-        self.ray: Any = import_ray()
         self.is_private = address == "local"
+        _prepare_any() if self.is_private else prepare_environment()
+        self.ray: Any = import_ray()
         options: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
         if self.is_private:
             options |= {
@@ -80,9 +91,18 @@ class RaySession:
                 # Idle workers started in advance would only delay ours.
                 "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
             }
+            with closed_doors(secrets.token_hex(32)) as more:
+                self._connect(address, options | more)
         else:
             require_ray(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
-        self._connect(address, options)
+            if not read_settings():
+                raise RayUnavailable(f"{NO_TOKEN}, or {ACCEPT_OPEN}", address=address)
+            self._connect(address, options)
+            try:
+                require_token_there(self.address)
+            except RayUnavailable:
+                self.close()
+                raise
         self.resources: dict[str, float] = self.ray.cluster_resources()
 
     def _connect(self, address: str, options: dict[str, Any]) -> None:
@@ -91,7 +111,7 @@ class RaySession:
         try:
             self._init(address, options)
         except (ConnectionError, TimeoutError, ValueError) as error:
-            raise RayUnavailable(f"no Ray cluster at {address}: {error}", address=address) from error
+            raise RayUnavailable(f"no Ray cluster at {address} takes us: {error}", address=address) from error
         except RuntimeError as error:
             if "ersion mismatch" in str(error):
                 raise RayVersionMismatch(f"the cluster at {address}: {error}", tested=TESTED_RAY) from error
@@ -138,9 +158,34 @@ class RaySession:
         found: dict[str, Any] = state.actors(actor_id=actor._actor_id.hex())
         return int(found["Pid"]) if found.get("State") == "ALIVE" else None
 
+    def pids(self) -> dict[int, str]:
+        """Of a private Ray's processes without which no worker lives long: what each is."""
+        node = self.ray._private.worker._global_node if self.is_private else None
+        if node is None:
+            return {}
+        return {one.process.pid: kind for kind in VITAL for one in node.all_processes.get(kind, ())}
+
+    def lost(self) -> dict[int, str]:
+        """Those of them that have ended."""
+        return {pid: kind for pid, kind in self.pids().items() if not is_alive(pid)}
+
+    def check(self) -> None:
+        """Check that a private Ray is whole.
+
+        Raises:
+            RayLost: one of its processes has ended; nothing mends it.
+        """
+        for pid, kind in self.lost().items():
+            message = (
+                f"the {kind} (process {pid}) of this deployment's private Ray has ended: no worker can be started "
+                "any more, so the deployment ends"
+            )
+            raise RayLost(message, process=kind, pid=pid)
+
     def close(self) -> None:
-        """Leave the cluster; a private one ends with it."""
+        """Leave the cluster; a private one ends with it, and its token is forgotten."""
         self.ray.shutdown()
+        read_settings()
 
 
 def _end_half_begun(error: BaseException) -> None:
@@ -162,13 +207,34 @@ def require_ray(address: str) -> None:
     if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise RayUnavailable(f"{address!r} is neither auto, local nor HOST:PORT", address=address)
     try:
-        with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
-            channel.unary_unary(CHECK_ALIVE, bytes, bytes)(b"", timeout=CONNECT_TIMEOUT_S)
+        code = _answer_without_token(address)
     except UnicodeError as error:
         raise RayUnavailable(f"{address!r} is no address", address=address) from error
-    except grpc.RpcError as error:
-        code = error.code() if isinstance(error, grpc.Call) else None
-        if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-            return  # a cluster with tokens; `ray.init` says what it wants
+    if code not in (grpc.StatusCode.OK, *TOKEN_CODES):
         name = "no answer" if code is None else code.name
-        raise RayUnavailable(f"no Ray cluster answers at {address}: {name}", address=address) from error
+        raise RayUnavailable(f"no Ray cluster answers at {address}: {name}", address=address)
+
+
+def require_token_there(address: str) -> None:
+    """Refuse a cluster that asks nobody for a token, unless the environment says that this is meant.
+
+    Raises:
+        RayUnavailable: it asks for none.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "disabled" and (
+        _answer_without_token(address) is grpc.StatusCode.OK
+    ):
+        message = (
+            f"the Ray cluster at {address} asks for no token: whatever reaches its ports runs code as its user. Start "
+            f"it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, or {ACCEPT_OPEN}"
+        )
+        raise RayUnavailable(message, address=address)
+
+
+def _answer_without_token(address: str) -> grpc.StatusCode | None:
+    try:
+        with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+            channel.unary_unary(CHECK_ALIVE, bytes, bytes)(b"", timeout=CONNECT_TIMEOUT_S)
+    except grpc.RpcError as error:
+        return error.code() if isinstance(error, grpc.Call) else None
+    return grpc.StatusCode.OK

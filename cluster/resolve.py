@@ -13,11 +13,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from baton.core.config import MAX_DRAFTS, KVTransferConfig, ServeConfig, WorkerConfig
+from baton.core.config import DEFAULT_DRAFTS, MAX_DRAFTS, WORKER_QUEUE_LEN, KVTransferConfig, ServeConfig, WorkerConfig
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PortInUse
 from baton.core.tls_files import TlsFiles
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from baton.router.security import LOOPBACK
 
 BUNDLED_MODELS = ("tiny", "tiny-pruned")
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
@@ -31,9 +30,9 @@ def read_config(path: Path | None, flags: dict[str, Any]) -> ServeConfig:
     """
     values = {} if path is None else ServeConfig.read_file(path)
     values |= {name: value for name, value in flags.items() if value is not None}
-    mtp = values.get("mtp")
-    if isinstance(mtp, str) and re.fullmatch("-?[0-9]{1,9}", mtp):
-        values["mtp"] = int(mtp)
+    drafts = values.get("num_speculative_tokens")
+    if isinstance(drafts, str) and re.fullmatch("-?[0-9]{1,9}", drafts):
+        values["num_speculative_tokens"] = int(drafts)
     return ServeConfig.from_mapping(values)
 
 
@@ -44,12 +43,13 @@ class ModelDirectory:
     path: Path
     name: str
     max_model_len: int
+    num_mtp_layers: int = 0  # that config.json names
 
 
-def find_model(model: str, weights: str = "checkpoint") -> ModelDirectory:
+def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
     """Locate a model and check that its files are there; their content is the loader's business.
 
-    With random weights, config.json is all that is needed.
+    With dummy weights, config.json is all that is needed.
 
     Raises:
         ModelMissing: the directory or a file of it does not exist.
@@ -64,17 +64,30 @@ def find_model(model: str, weights: str = "checkpoint") -> ModelDirectory:
         raise ModelMissing(f"{model!r} is no usable path: {error}", path=model) from error
     if not is_dir:
         raise ModelMissing(f"{path} is not a directory", path=str(path))
-    for name in ("config.json",) if weights == "random" else ("config.json", "tokenizer.json"):
+    for name in ("config.json",) if is_dummy else ("config.json", "tokenizer.json"):
         if not (path / name).is_file():
             raise ModelMissing(f"{path / name} does not exist", path=str(path / name))
-    if weights != "random":
+    if not is_dummy:
         _require_weights(path)
     config = _read_json(path / "config.json")
     text_config = config.get("text_config", config)
     max_model_len = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
     if not isinstance(max_model_len, int) or max_model_len < 2:
         raise ModelFileDamaged(f"{path}/config.json holds no max_position_embeddings", path=str(path / "config.json"))
-    return ModelDirectory(path=path, name=model if bundled else path.name, max_model_len=max_model_len)
+    return ModelDirectory(
+        path=path,
+        name=model if bundled else _name_of(path),
+        max_model_len=max_model_len,
+        num_mtp_layers=num_mtp_layers(config),
+    )
+
+
+def _name_of(path: Path) -> str:
+    """The directory's name; in Hugging Face's cache, where that is a commit, the repository's."""
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.name
 
 
 def _require_weights(path: Path) -> None:
@@ -100,11 +113,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def has_gpu() -> bool:
+    """Whether this machine has a device file of a GPU; quick, and says nothing about drivers."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
 def resolve_device(device: str) -> str:
     """`auto` becomes cuda where this machine has a GPU that torch can use."""
     if device != "auto":
         return device
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+    if not has_gpu():
         return "cpu"
     import torch  # slow to import, and useless without a device file
 
@@ -131,6 +149,7 @@ def transfer_config(config: ServeConfig) -> KVTransferConfig:
     return KVTransferConfig(
         transport=config.transport,
         digest=config.kv_digest,
+        staging_mib=config.kv_staging_mib,
         curve_key_file=config.kv_curve_key_file,
         tls_cert_file=tls.cert_file,
         tls_key_file=tls.key_file,
@@ -201,18 +220,18 @@ def resolve_worker(
     return WorkerConfig(
         worker_id=worker_id,
         model_path=str(model.path),
-        model_name=model.name,
-        num_draft_tokens=MAX_DRAFTS if config.mtp == "auto" else config.mtp,
-        auto_drafts=config.mtp == "auto",
+        model_name=served_names(config, model)[0],
+        num_draft_tokens=num_drafts(config, model),
+        auto_drafts=config.num_speculative_tokens == "auto" and num_drafts(config, model) > 0,
         numerics=config.numerics,
         dtype=resolve_dtype(config.dtype, device),
         device=device,
         block_size=config.block_size,
         kv_memory_mib=config.kv_memory_mib,
-        gpu_memory_share=config.gpu_memory_share / workers_per_gpu,
-        max_num_seqs=config.max_num_seqs,
-        max_queue_len=config.max_queue_len,
-        chunk_len=config.chunk_len,
+        gpu_memory_utilization=config.gpu_memory_utilization / workers_per_gpu,
+        max_num_seqs=config.max_num_seqs or 0,
+        max_queue_len=max(config.max_queue_len or 0, WORKER_QUEUE_LEN),
+        chunk_len=config.max_num_batched_tokens or 0,
         max_model_len=max_model_len,
         host=host,
         router_address=router_address,
@@ -220,10 +239,11 @@ def resolve_worker(
         tls=config.tls,
         prefix_cache=config.prefix_cache,
         overcommit=config.overcommit,
-        host_kv_bytes=int(config.host_kv_gib * (1 << 30)) // tp_size,
-        weights=config.weights,
+        json_whitespace=config.json_whitespace,
+        host_kv_bytes=int(config.kv_offloading_size * (1 << 30)) // tp_size,
+        weights="random" if config.is_dummy else "checkpoint",
         quantization=config.quantization,
-        kv_dtype=config.kv_dtype,
+        kv_dtype=config.kv_cache_dtype,
         kernels=config.kernels,
         tp_size=tp_size,
         scheduling=config.scheduling,
@@ -232,6 +252,31 @@ def resolve_worker(
         telemetry=config.telemetry_config(),
         transfer=transfer_config(config),
     )
+
+
+def served_names(config: ServeConfig, model: ModelDirectory) -> tuple[str, ...]:
+    """What clients call the model; the first is the one in answers."""
+    return config.served_model_name or (model.name,)
+
+
+def num_mtp_layers(values: dict[str, Any]) -> int:
+    """MTP layers that a config.json names; 0 where it names none, or no number."""
+    found = values.get("mtp_num_hidden_layers") or values.get("num_nextn_predict_layers") or 0
+    return found if isinstance(found, int) else 0
+
+
+def num_drafts(config: ServeConfig, model: ModelDirectory) -> int:
+    """The most draft tokens of a step: as asked, or as the checkpoint's MTP head allows.
+
+    An MTP head that is missing is not refused here: of a number that was asked for, the loader says so.
+    """
+    asked = config.num_speculative_tokens
+    if asked is not None and asked != "auto":
+        return asked
+    has_head = model.num_mtp_layers == 1 or config.speculative_method == "mtp"
+    if config.speculative_method == "none" or not has_head:
+        return 0
+    return MAX_DRAFTS if asked == "auto" else DEFAULT_DRAFTS
 
 
 def worker_ids(config: ServeConfig) -> dict[str, str]:

@@ -17,12 +17,22 @@ class Restarts:
         now_s: a monotonic clock.
         max_starts: of one worker within the window; one that needs more is given up.
         window_s: what is longer ago is forgotten.
+        first_wait_s, max_wait_s: before the first start within the window, and before any.
     """
 
-    def __init__(self, now_s: Callable[[], float], *, max_starts: int = MAX_STARTS, window_s: float = WINDOW_S) -> None:
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        *,
+        max_starts: int = MAX_STARTS,
+        window_s: float = WINDOW_S,
+        first_wait_s: float = FIRST_WAIT_S,
+        max_wait_s: float = MAX_WAIT_S,
+    ) -> None:
         self._now_s = now_s
         self._max_starts = max_starts
         self._window_s = window_s
+        self._first_wait_s, self._max_wait_s = first_wait_s, max_wait_s
         self._starts: dict[str, deque[float]] = {}
         self._due_s: dict[str, float] = {}
 
@@ -37,7 +47,7 @@ class Restarts:
         if len(starts) >= self._max_starts:
             self._due_s.pop(worker_id, None)
             return False
-        wait_s: float = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** len(starts))
+        wait_s: float = min(self._max_wait_s, self._first_wait_s * 2 ** len(starts))
         starts.append(now_s)
         self._due_s[worker_id] = now_s + wait_s
         return True

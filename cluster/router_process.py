@@ -1,39 +1,55 @@
-"""The router as a plain subprocess: never in the Ray driver, which dies a minute after it loses the head."""
+"""The router as a plain subprocess: never in the Ray driver, which dies a minute after it loses the head.
+
+One that dies is started again at once, on the ports it had: workers and what they have cached outlive it, and tell the
+next one what operators had asked for. Streams that were open end; clients ask again.
+"""
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
-from baton.cluster.resolve import ModelDirectory
+from baton.cluster.private_files import PRIVATE_UMASK, open_private
+from baton.cluster.resolve import ModelDirectory, served_names
+from baton.cluster.restarts import Restarts
 from baton.core.config import ServeConfig
-from baton.core.errors import BatonError, MalformedMessage, WorkerStartFailed, from_wire
+from baton.core.errors import BatonError, MalformedMessage, RouterLost, WorkerStartFailed, from_wire
 from baton.router.security_flags import flags_of
 
 STOP_GRACE_S = 3.0
 EXIT_PRECONDITION = 3  # its last line on stderr is then an error as `to_wire` writes it
+MAX_STARTS: Final = 8  # after the first, within the window; one that needs more is given up
+WINDOW_S: Final = 60.0
+FIRST_WAIT_S: Final = 0.1
+MAX_WAIT_S: Final = 5.0
+
+Ports = Mapping[str, int]
+
+_logger = logging.getLogger(__name__)
 
 
 def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
     """How the router is started."""
+    name, *aliases = served_names(config, model)
     flags = {
         "host": config.host,
         "port": config.grpc_port,
-        "model-name": model.name,
+        "model-name": name,
         "model-path": model.path,
-        "weights": config.weights,
-        "max-queue-len": config.max_queue_len,
+        "load-format": config.load_format,
         "routing": config.routing,
         "local-prefill": config.local_prefill,
         "canary-idle-s": config.canary_idle_s,
-        "max-wait-s": config.max_wait_s,
         "request-timeout-s": config.request_timeout_s,
         "max-migrations": config.max_migrations if config.migration else 0,
         "migration-wait-s": config.migration_wait_s,
         "drain-grace-s": config.drain_grace_s,
+        "shutdown-grace-s": config.shutdown_grace_s,
         "quarantine-deaths": config.quarantine_deaths,
         "quarantine-s": config.quarantine_s,
         "log-format": config.log_format,
@@ -41,31 +57,50 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
         "trace-endpoint": config.trace_endpoint,
         "trace-share": config.trace_share,
     }
+    if config.max_queue_len is not None:
+        flags["max-queue-len"] = config.max_queue_len
+    if config.max_wait_s is not None:
+        flags["max-wait-s"] = config.max_wait_s
     if config.http_port is not None:
         flags |= {"http-port": config.http_port, "chat-template": config.chat_template}
+        flags["allowed-origins"] = config.allowed_origins
     if config.metrics_port is not None:
         flags["metrics-port"] = config.metrics_port
     pairs = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    pairs += ["--log-requests"] * config.log_requests
+    pairs += [part for alias in aliases for part in ("--model-alias", alias)]
     return [sys.executable, "-P", "-m", "baton.router", *pairs, *flags_of(config), "--exit-with-parent"]
 
 
 class RouterProcess:
-    """One router. It ends with this process, whatever ends this process: its stdin closes then."""
+    """One router, in as many lives as it takes. It ends with this process, whatever ends that: its stdin closes then.
 
-    def __init__(self, command: Sequence[str], log_dir: Path) -> None:
+    Args:
+        command_of: how it is started, given the ports that it had before; none the first time.
+        log_dir: of its output.
+        now_s: a monotonic clock.
+    """
+
+    def __init__(
+        self, command_of: Callable[[Ports], Sequence[str]], log_dir: Path, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._command_of = command_of
         self._out_path = log_dir / "router.out"
         self._err_path = log_dir / "router.err"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        with self._out_path.open("wb") as out, self._err_path.open("wb") as err:
-            # A session of its own: Ctrl-C is for the driver, which then stops the router in order.
-            self._process = subprocess.Popen(
-                list(command), stdin=subprocess.PIPE, stdout=out, stderr=err, env=environment, start_new_session=True
-            )
+        self._restarts = Restarts(
+            now_s, max_starts=MAX_STARTS, window_s=WINDOW_S, first_wait_s=FIRST_WAIT_S, max_wait_s=MAX_WAIT_S
+        )
+        self._now_s = now_s
+        self._ports: dict[str, int] = {}
+        self._died_s: float | None = None  # and has not listened since
+        self._is_draining = False
+        self._err_at = 0  # where the log of this life begins
+        self._process: subprocess.Popen[bytes] | None = self._spawn()
 
     @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
+    def pid(self) -> int | None:
+        """Process id; None while there is none."""
+        return None if self._process is None else self._process.pid
 
     def wait_port(self, timeout_s: float) -> int:
         """The gRPC port; see `wait_ports`."""
@@ -79,13 +114,8 @@ class RouterProcess:
         """
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            line, newline, _ = self._out_path.read_text(encoding="utf-8", errors="replace").partition("\n")
-            if newline:
-                try:
-                    ports = {str(name): int(port) for name, port in json.loads(line).items()}
-                    return {"grpc_port": ports["grpc_port"]} | ports
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise WorkerStartFailed(f"the router printed {line[:200]!r}, not its port") from error
+            if self._hear():
+                return dict(self._ports)
             self.check()
             time.sleep(0.02)
         raise WorkerStartFailed(
@@ -93,30 +123,96 @@ class RouterProcess:
         )
 
     def check(self) -> None:
-        """Check that it runs.
+        """Start it again if it has ended.
 
         Raises:
-            BatonError: it ended and said why.
-            WorkerStartFailed: it ended otherwise; the message holds its last words.
+            BatonError: it ended before it ever listened, and said why.
+            WorkerStartFailed: likewise, otherwise; the message holds its last words.
+            RouterLost: it ends more often than it is started again.
         """
+        if self._process is None:
+            if self._restarts.due() and not self._is_draining:
+                self._process = self._spawn()
+            return
         code = self._process.poll()
-        if code is not None:
-            raise self._last_words(code)
+        if code is None:
+            if self._died_s is not None and self._hear():
+                _logger.warning("the router listens again, %.1f s after its end", self._now_s() - self._died_s)
+                self._died_s = None
+            return
+        if self._is_draining:
+            return
+        error = self._last_words(code)
+        if not self._ports and not self._hear():
+            raise error
+        self._again(code, error)
 
-    def stop(self) -> None:
-        """End it: asked first, killed after a grace."""
+    def _again(self, code: int, error: BatonError) -> None:
+        assert self._process is not None
+        if self._died_s is None:
+            self._died_s = self._now_s()
+        if not self._restarts.died("router"):
+            message = f"the router ended {MAX_STARTS + 1} times within {WINDOW_S:.0f} s; the last time: {error.message}"
+            raise RouterLost(message, exit_code=code, cause=type(error).__name__)
+        _logger.warning("%s; workers live on, and it is started again", error.message)
         if self._process.stdin is not None:
             self._process.stdin.close()
-        if self._process.poll() is None:
+        self._process = None
+
+    def drain(self) -> None:
+        """Have it take nothing new, and end when no stream is left, or after its grace."""
+        self._is_draining = True
+        if self._process is not None and self._process.poll() is None:
             self._process.terminate()
-            try:
-                self._process.wait(STOP_GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no process now."""
+        return self._process is None or self._process.poll() is not None
+
+    def stop(self) -> None:
+        """End it at once: asked first, killed after a grace."""
+        if self._process is None:
+            return
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            if self._process.poll() is None:
+                self._process.terminate()
+            self._process.wait(STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
         self._process.wait()
 
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with open_private(self._out_path, "wb") as out, open_private(self._err_path, "ab") as err:
+            self._err_at = err.tell()
+            # A session of its own: Ctrl-C is for the driver, which then stops the router in order.
+            return subprocess.Popen(
+                list(self._command_of(self._ports)),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+                umask=PRIVATE_UMASK,
+            )
+
+    def _hear(self) -> bool:
+        """Whether it has said that it listens; its ports are known then."""
+        line, newline, _ = self._out_path.read_text(encoding="utf-8", errors="replace").partition("\n")
+        if not newline:
+            return False
+        try:
+            ports = {str(name): int(port) for name, port in json.loads(line).items()}
+            self._ports = {"grpc_port": ports["grpc_port"]} | ports
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WorkerStartFailed(f"the router printed {line[:200]!r}, not its port") from error
+        return True
+
     def _last_words(self, code: int) -> BatonError:
-        lines = self._err_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = self._err_path.read_bytes()[self._err_at :].decode(errors="replace").strip().splitlines()
         if code == EXIT_PRECONDITION and lines:
             try:
                 return from_wire(lines[-1])

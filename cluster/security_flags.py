@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-import typer
+from baton.cluster.cli_types import option
 
 KEY_VARIABLE = "BATON_API_KEY"
 _SERVE: dict[str, tuple[type, str]] = {
@@ -48,7 +48,7 @@ Command = Callable[..., int]
 
 def with_serve_flags(command: Command) -> Command:
     """Add the keys of `ServeConfig` that are about security; the command gets them with its other keywords."""
-    return _extended(command, {name: (kind, text, None) for name, (kind, text) in _SERVE.items()})
+    return _extended(command, {name: (kind, text, None) for name, (kind, text) in _SERVE.items()}, panel="Security")
 
 
 def with_access(command: Command) -> Command:
@@ -70,10 +70,10 @@ def with_access(command: Command) -> Command:
             return command(**values)
 
     flags = {name: (str, text, f"BATON_{name.upper()}") for name, text in _ACCESS.items()}
-    return _extended(reach, flags)
+    return _extended(reach, flags, panel="Access")
 
 
-def _extended(command: Command, flags: Mapping[str, tuple[type, str, str | None]]) -> Command:
+def _extended(command: Command, flags: Mapping[str, tuple[type, str, str | None]], *, panel: str) -> Command:
     signature = inspect.signature(command)
     own = [item for item in signature.parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
     added = [
@@ -81,7 +81,7 @@ def _extended(command: Command, flags: Mapping[str, tuple[type, str, str | None]
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[kind | None, typer.Option(help=text, envvar=variable, show_default=False)],
+            annotation=Annotated[kind | None, option(text, panel=panel, variable=variable)],
         )
         for name, (kind, text, variable) in flags.items()
     ]

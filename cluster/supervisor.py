@@ -2,7 +2,8 @@
 
 A driver dies with the Ray of its host, and a minute after it has lost the head. The router must not, so it is another
 process's child, and so is this one (`supervisor_process`). It starts the workers as detached actors, or adopts those of
-the driver before it, follows what is asked of their number, and starts again who died. When stdin closes it ends them.
+the driver before it, follows what is asked of their number, and starts again who died. Told to, it ends them. When
+stdin closes without that word, `baton serve` was killed: then they live on, for the next one to adopt.
 
 Stdin's first line is the order, a JSON object; stdout has one JSON object a line, and nothing else: what Ray prints
 there of its own accord (warnings, workers' output) goes to stderr.
@@ -24,6 +25,7 @@ from baton.cluster.crew import Crew, CrewPlan, Roster
 from baton.cluster.gang_actors import decode_rank_shell, prefill_rank_shell
 from baton.cluster.ray_session import RaySession
 from baton.cluster.resolve import find_model, reachable_host, resolve_device
+from baton.cluster.supervisor_process import STOP
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed
 from baton.core.logs import configure_logging
@@ -44,6 +46,7 @@ class Supervisor:
         self._order = order
         self._beat_path = Path(order["beat_path"])
         self._over = threading.Event()
+        self._is_ordered = False  # the end
 
     def run(self) -> None:
         """Until stdin closes.
@@ -82,14 +85,15 @@ class Supervisor:
         except (WorkerStartFailed, WorkerLost):
             crew.end()
             raise
-        crew.end()
+        if self._is_ordered:
+            crew.end()
         session.close()
 
     def _plan(self, host: str) -> CrewPlan:
         config = self._config
         return CrewPlan(
             config=config,
-            model=find_model(config.model, config.weights),
+            model=find_model(config.model, is_dummy=config.is_dummy),
             device=resolve_device(config.device),
             name=self._order["name"],
             router_address=f"{host}:{self._order['admin_port']}",
@@ -108,7 +112,7 @@ class Supervisor:
 
     def _wait_for_end(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            sys.stdin.read()
+            self._is_ordered = STOP in sys.stdin.read()
         self._over.set()
 
 

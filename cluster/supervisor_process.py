@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.client.access import Access
+from baton.cluster.private_files import PRIVATE_UMASK, open_private
 from baton.core.config import ServeConfig
 from baton.core.errors import WorkerLost, WorkerStartFailed, from_wire
 
@@ -25,6 +26,7 @@ STUCK_S: Final = 60.0  # without a sign of life; a call to Ray may wait for a he
 STOP_GRACE_S: Final = 15.0
 RECONNECT_S: Final = 10  # a driver that has lost the head so long dies, and the next one adopts its workers
 POLL_S: Final = 0.05
+STOP: Final = "stop"  # on stdin, before it closes: end the workers, too
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -65,7 +67,7 @@ class SupervisorProcess:
         self._ray_address = ""
         self.roster: dict[str, Any] | None = None
         self._beat_path = order.directory / "supervisor.beat"
-        self._beat_path.touch()
+        self._beat_path.touch(mode=0o600)
         self._out_path = order.directory / "supervisor.out"
         self._err_path = order.directory / "supervisor.err"
         self._process: subprocess.Popen[bytes] | None = None
@@ -87,7 +89,7 @@ class SupervisorProcess:
             "OMP_NUM_THREADS": "1",
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
         }
-        with self._out_path.open("wb") as out, self._err_path.open("ab") as err:
+        with open_private(self._out_path, "wb") as out, open_private(self._err_path, "ab") as err:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "baton.cluster.supervisor"],
                 stdin=subprocess.PIPE,
@@ -95,6 +97,7 @@ class SupervisorProcess:
                 stderr=err,
                 env=environment,
                 start_new_session=True,
+                umask=PRIVATE_UMASK,
             )
         self._read_bytes = 0
         self._is_serving = False
@@ -210,6 +213,7 @@ class SupervisorProcess:
             return
         assert self._process.stdin is not None
         try:
+            self._process.stdin.write(f"{STOP}\n".encode())
             self._process.stdin.close()
         except BrokenPipeError:
             pass

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from baton.core.clock import MAX_TIMEOUT_S
 from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
 from baton.core.errors import ConfigInvalid
+from baton.core.key_spellings import RENAMED, expanded
 from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
@@ -30,12 +31,15 @@ from baton.core.verification import (
 )
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
+WORKER_QUEUE_LEN = 1 << 16  # requests at one worker, against floods: what waits, waits at the router
 MAX_DRAFTS = 4  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many
 TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
 SchedulingName = Literal["async", "sync"]
 RoutingName = Literal["prefix", "least_cost", "round_robin"]
 LocalPrefillName = Literal["auto", "never", "always"]
 KernelsName = Literal["auto", "triton", "reference"]
+LoadFormatName = Literal["auto", "safetensors", "dummy"]
+DEFAULT_DRAFTS = 2  # a step, where the checkpoint has an MTP head and nothing else was asked
 
 
 class ServeConfig(BaseModel):
@@ -52,7 +56,19 @@ class ServeConfig(BaseModel):
     decode: int = Field(1, ge=1, le=1024, description="decode workers")
     tp_prefill: Literal[1, 2, 4, 8] = Field(1, description="ranks per prefill worker, each a GPU or a CPU process")
     tp_decode: Literal[1, 2, 4, 8] = Field(1, description="ranks per decode worker, each a GPU or a CPU process")
-    mtp: int | Literal["auto"] = Field(2, description="draft tokens per step, 0 to 4; auto adapts")
+    tensor_parallel_size: Literal[1, 2, 4, 8] | None = Field(
+        None, description="sets both tp_prefill and tp_decode, where they are not given"
+    )
+    served_model_name: tuple[str, ...] = Field(
+        (), strict=False, max_length=64, description="names that clients may use, the first in answers"
+    )
+    speculative_method: Literal["auto", "mtp", "none"] = Field(
+        "auto", description="auto: by the checkpoint's MTP head if it has one; mtp requires one; none never drafts"
+    )
+    num_speculative_tokens: int | Literal["auto"] | None = Field(
+        None, description="draft tokens per step, 0 to 4; auto adapts; unset: 2 where the checkpoint has an MTP head"
+    )
+    speculative_config: str = Field("", description="vLLM's JSON: method and num_speculative_tokens in one value")
     verification: Literal["coupled", "rejection"] = Field(
         "coupled", description="coupled: tokens as without drafts; rejection: their law as without"
     )
@@ -87,43 +103,55 @@ class ServeConfig(BaseModel):
     scheduling: SchedulingName = Field("async", description="plan a decode step while the one before it runs, or not")
     cuda_graphs: CudaGraphsName = Field("auto", description="auto: decode steps on a GPU are replayed from CUDA graphs")
     cuda_graph_sizes: str = Field("", description="batch sizes to capture: 1,2,4; chosen by itself if empty")
-    numerics: Numerics = Field(
-        Numerics.DEFAULT, strict=False, description="default, or invariant: tokens never depend on batching"
-    )
+    batch_invariant: bool = Field(False, description="a row's result depends on that row alone, bit for bit")
     dtype: DTypeName = Field("auto", description="auto: bfloat16 on a GPU, float32 on a CPU")
     quantization: Quantization = Field(
         Quantization.NONE, strict=False, description="none, or fp8: products by e4m3 weights, made at load"
     )
-    kv_dtype: KVDtype = Field(
+    kv_cache_dtype: KVDtype = Field(
         KVDtype.AUTO, strict=False, description="auto: KV in the dtype; fp8: in e4m3, half of bfloat16's memory"
     )
     kernels: KernelsName = Field(
         "auto", description="auto: Triton's on a GPU in bfloat16, where there are kernels for the model; else torch's"
     )
-    weights: Literal["checkpoint", "random"] = Field("checkpoint", description="random: shapes only, for speed tests")
+    load_format: LoadFormatName = Field("auto", description="auto: safetensors; dummy: random weights, for speed tests")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where workers compute")
     host: str = Field("127.0.0.1", min_length=1, description="address that the router's ports bind to")
     grpc_port: int = Field(50051, ge=0, le=65535, description="0 picks a free one")
     http_port: int | None = Field(None, ge=0, le=65535, description="OpenAI-compatible HTTP; 0 picks a free one")
     chat_template: str = Field("", description="for HTTP: jinja file, or chatml; else the model's own")
+    allowed_origins: str = Field("", description="web pages that may call by HTTP, by commas; * is any (CORS)")
+    json_whitespace: bool = Field(False, description="let answers that must be JSON have white space between tokens")
     metrics_port: int | None = Field(None, ge=0, le=65535, description="Prometheus metrics alone; 0 picks a free one")
     ray_address: str = Field("local", description="auto, local, or HOST:PORT of a running cluster")
     block_size: Literal[16, 32, 64] = Field(16, description="positions per KV block")
     kv_memory_mib: int = Field(
-        256, ge=1, le=1 << 24, description="KV pool per worker; on a GPU, see --gpu-memory-share"
+        256, ge=1, le=1 << 24, description="KV pool per worker; on a GPU, see --gpu-memory-utilization"
     )
-    host_kv_gib: float = Field(
+    kv_staging_mib: int = Field(
+        1024,
+        ge=1,
+        le=1 << 20,
+        description="host memory before each decode worker's GPU pool; KV that comes by sockets fits in it",
+    )
+    kv_offloading_size: float = Field(
         0.0,
         ge=0,
         le=1 << 14,
-        description="host memory per decode worker for the KV of preempted requests; 0: recompute",
+        description="GiB of host memory per decode worker for the KV of preempted requests; 0: recompute",
     )
     overcommit: bool = Field(
         True, description="run more requests than there is KV for to their ends, and preempt when it runs out"
     )
-    gpu_memory_share: float = Field(0.8, gt=0, le=0.95, description="share of GPU memory left after weights for KV")
-    max_num_seqs: int = Field(16, ge=1, le=1024, description="sequences a decode worker runs at once")
-    max_queue_len: int = Field(256, ge=1, le=100_000, description="requests the router holds; more are refused")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=0.98, description="share of a GPU's memory that its workers may use in all: weights, KV, buffers"
+    )
+    max_num_seqs: int | None = Field(
+        None, ge=1, le=1024, description="sequences a worker runs at once; unset: by device, model and KV pool"
+    )
+    max_queue_len: int | None = Field(
+        None, ge=1, le=100_000, description="requests the router holds; more are refused; unset: deadlines and memory"
+    )
     routing: RoutingName = Field(
         "prefix", description="prefix: least cost with what is cached where; least_cost: by load alone; round_robin"
     )
@@ -134,10 +162,15 @@ class ServeConfig(BaseModel):
     canary_idle_s: float = Field(
         30.0, ge=0, le=MAX_TIMEOUT_S, description="workers from which nothing came for so long are asked; 0: never"
     )
-    max_wait_s: float = Field(
-        30.0, gt=0, le=MAX_TIMEOUT_S, description="requests that would wait longer for their turn are refused"
+    max_wait_s: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_TIMEOUT_S,
+        description="requests that would wait longer for their turn are refused; unset: than their deadline allows",
     )
-    chunk_len: int = Field(256, ge=16, le=1 << 24, description="prompt tokens per prefill step")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=16, le=1 << 24, description="prompt tokens per prefill step; unset: 2048 on a GPU, 256 on a CPU"
+    )
     prefix_cache: bool = Field(True, description="prefill workers keep the KV of prompts for those that begin alike")
     max_model_len: int | None = Field(
         None, ge=2, le=1 << 30, description="shorter than the model's own length, to save memory"
@@ -153,6 +186,9 @@ class ServeConfig(BaseModel):
     drain_grace_s: float = Field(
         10.0, ge=0, le=MAX_TIMEOUT_S, description="streams of a drained worker may finish there within this, then move"
     )
+    shutdown_grace_s: float = Field(
+        25.0, ge=0, le=MAX_TIMEOUT_S, description="open streams may finish within this after SIGTERM, then they end"
+    )
     quarantine_deaths: int = Field(
         2, ge=0, le=8, description="deaths of workers before a request that was there is refused; 0 refuses none"
     )
@@ -160,6 +196,7 @@ class ServeConfig(BaseModel):
     start_timeout_s: float = Field(600.0, gt=0, le=MAX_TIMEOUT_S, description="workers must report within this")
     worker_threads: int = Field(1, ge=1, le=256, description="torch threads per worker on a CPU")
     log_format: LogFormat = Field("text", description="of every process's log: text, or json, one object a line")
+    log_requests: bool = Field(False, description="log a line for each request: ids, counts and times, no content")
     trace_file: str = Field("", description="append spans to this file, OTLP as JSON lines")
     trace_endpoint: str = Field("", description="send spans to this OTLP/HTTP collector; needs baton-pd[otel]")
     trace_share: float = Field(1.0, ge=0, le=1, description="trace so many of the requests whose clients leave it open")
@@ -174,14 +211,14 @@ class ServeConfig(BaseModel):
         """
         if values.get("verification") in MADE_UP_MODES:
             raise refuse_made_up(str(values["verification"]))
+        values = expanded(values)
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
             problems = dict.fromkeys(cls._problem(item) for item in error.errors())
             keys = dict.fromkeys(str(item["loc"][0]) for item in error.errors() if item["loc"])
             raise ConfigInvalid("; ".join(problems), keys=list(keys)) from error
-        if isinstance(config.mtp, int) and not 0 <= config.mtp <= MAX_DRAFTS:
-            raise ConfigInvalid(f"mtp: {config.mtp} is not in 0 ... {MAX_DRAFTS}", keys=["mtp"])
+        config._check_drafts()
         if config.quarantine_deaths == 1:
             why = "one death says nothing about who was there; 0, 2 or more"
             raise ConfigInvalid(f"quarantine_deaths: {why}", keys=["quarantine_deaths"])
@@ -198,11 +235,32 @@ class ServeConfig(BaseModel):
     def _problem(cls, item: ErrorDetails) -> str:
         where = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
+            if where in RENAMED:
+                return f"{where}: no such key; it is now {RENAMED[where]}"
             near = difflib.get_close_matches(where, cls.model_fields, n=1)
             return f"{where}: no such key" + (f"; did you mean {near[0]}?" if near else "")
-        if item["loc"][:1] == ("mtp",):
-            return f"mtp: {item['input']!r} is neither 0 ... {MAX_DRAFTS} nor auto"
+        if item["loc"][:1] == ("num_speculative_tokens",):
+            return f"num_speculative_tokens: {item['input']!r} is neither 0 ... {MAX_DRAFTS} nor auto"
         return f"{where}: {item['msg']}"
+
+    def _check_drafts(self) -> None:
+        asked = self.num_speculative_tokens
+        if isinstance(asked, int) and not 0 <= asked <= MAX_DRAFTS:
+            message = f"num_speculative_tokens: {asked} is not in 0 ... {MAX_DRAFTS}"
+            raise ConfigInvalid(message, keys=["num_speculative_tokens"])
+        if self.speculative_method == "none" and asked not in (None, 0):
+            message = f"speculative_method: none makes no drafts, and num_speculative_tokens is {asked}"
+            raise ConfigInvalid(message, keys=["speculative_method", "num_speculative_tokens"])
+
+    @property
+    def numerics(self) -> Numerics:
+        """What `batch_invariant` chooses."""
+        return Numerics.INVARIANT if self.batch_invariant else Numerics.DEFAULT
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether weights are drawn at random instead of read."""
+        return self.load_format == "dummy"
 
     def graph_config(self) -> CudaGraphConfig:
         """Which CUDA graphs a decode worker captures.
@@ -302,7 +360,10 @@ class KVTransferConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What one worker is started with; every value resolved, nothing left to default."""
+    """What one worker is started with; every value resolved but those that only its device and its pool can tell.
+
+    Where `max_num_seqs` or `chunk_len` is 0, `worker.loading` chooses (`core.step_sizes`).
+    """
 
     worker_id: str
     model_path: str
@@ -313,7 +374,7 @@ class WorkerConfig:
     device: str
     block_size: int
     kv_memory_mib: int
-    gpu_memory_share: float
+    gpu_memory_utilization: float  # of the whole card; this worker's part of it
     max_num_seqs: int
     max_queue_len: int
     chunk_len: int
@@ -325,6 +386,7 @@ class WorkerConfig:
     auto_drafts: bool = False  # each step's k is chosen by measurement, up to num_draft_tokens
     prefix_cache: bool = True
     overcommit: bool = True
+    json_whitespace: bool = False
     host_kv_bytes: int = 0  # of one rank
     weights: str = "checkpoint"
     quantization: Quantization = Quantization.NONE

@@ -43,8 +43,8 @@ class CudaGraphConfig:
             raise _refusal(f"{sizes[:80]!r} is not written like 1,2,4")
         return cls(mode=mode, sizes=tuple(int(size) for size in sizes.split(",")) if sizes else ())
 
-    def require_fits(self, *, device: str, max_num_seqs: int) -> None:
-        """Check the sizes against a worker's device and the sequences it runs at once.
+    def require_fits(self, *, device: str, max_num_seqs: int | None) -> None:
+        """Check the sizes against a worker's device and the sequences it runs at once, if that is known.
 
         Raises:
             ConfigInvalid: they are for a device without graphs, or more than a step ever has.
@@ -53,7 +53,7 @@ class CudaGraphConfig:
             return
         if device != "cuda":
             raise _refusal(f"sizes are given and the device is {device}; only CUDA devices have graphs")
-        if self.sizes[-1] > max_num_seqs:
+        if max_num_seqs is not None and self.sizes[-1] > max_num_seqs:
             raise _refusal(f"{self.sizes[-1]} exceeds max_num_seqs, {max_num_seqs}; no step has so many sequences")
 
     @property

@@ -15,13 +15,18 @@
     │   └── PermissionDenied           a key that is good, for something else
     ├── ServingError                   the request was fine; serving it was not possible
     │   ├── Overloaded                 a bounded queue is full
+    │   ├── Draining                   the deployment is shutting down
     │   ├── NoWorker                   no live worker of a role that is needed
     │   ├── WorkersIncompatible        live workers of both roles, but no two that may hand over
     │   ├── WorkerLost                 a worker died, was fenced or was restarted under the request
     │   ├── TransferFailed             the KV hand-off could not be completed and verified
     │   ├── RequestQuarantined         workers died of it; refused for a while
+    │   ├── GrammarBudgetExceeded      following its grammar costs more than one request may spend
     │   ├── RequestCancelled
-    │   └── RequestDeadlineExceeded
+    │   ├── RequestDeadlineExceeded
+    │   └── DeploymentLost             what a deployment cannot do without has ended
+    │       ├── RouterLost             the router, more often than it is started again
+    │       └── RayLost                a process of the Ray that `baton serve` started
     ├── StartupError                   a precondition of starting does not hold (exit code 3; ConfigInvalid is usage, 2)
     │   ├── ModelMissing
     │   ├── ModelFileDamaged
@@ -48,8 +53,11 @@ across gRPC without losing its type.
 """
 
 import json
+import logging
 from enum import Enum
 from typing import Any, ClassVar
+
+log = logging.getLogger(__name__)
 
 
 class Retry(Enum):
@@ -166,12 +174,22 @@ class Overloaded(ServingError):
     http_status = 429
 
 
+class Draining(ServingError):
+    """The deployment is shutting down: it takes nothing new, and ends what does not finish in time."""
+
+
 class NoWorker(ServingError):
     """No live worker of a needed role."""
 
 
 class WorkersIncompatible(ServingError):
     """Workers of both roles live, but every pair has refused: layout, model, TP or version differ."""
+
+
+class HandoffTooLong(ServingError):
+    """No hand-off to a decode worker can carry so long a prompt, and none may compute it itself."""
+
+    retry = Retry.NEVER
 
 
 class WorkerLost(ServingError):
@@ -195,6 +213,14 @@ class RequestQuarantined(ServingError):
     retry = Retry.NEVER
 
 
+class GrammarBudgetExceeded(ServingError):
+    """A valid answer needs more time or memory to follow its grammar than one request may spend."""
+
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 422
+    retry = Retry.NEVER
+
+
 class RequestCancelled(ServingError):
     """The client went away or cancelled."""
 
@@ -209,6 +235,20 @@ class RequestDeadlineExceeded(ServingError):
     grpc_code = "DEADLINE_EXCEEDED"
     http_status = 504
     retry = Retry.NEVER
+
+
+class DeploymentLost(ServingError):
+    """A process that a deployment cannot do without has ended, and is not started again."""
+
+    retry = Retry.NEVER
+
+
+class RouterLost(DeploymentLost):
+    """The router ended more often than it is started again."""
+
+
+class RayLost(DeploymentLost):
+    """A process of the private Ray ended, so no worker can be started any more."""
 
 
 class StartupError(BatonError):
@@ -293,6 +333,23 @@ class KernelArgumentInvalid(BatonError):
 
 class ProtocolError(BatonError):
     """A peer sent something the hand-off protocol does not allow; it changed no state."""
+
+
+class InternalError(BatonError):
+    """Something that has no name of its own went wrong while this request was served; it alone ends with this."""
+
+
+def as_internal(where: str, error: BaseException) -> BatonError:
+    """Any exception as the error of a request, at a boundary; one that is not Baton's is logged with its traceback.
+
+    Args:
+        where: what failed; clients see it, and the exception's type, not its text.
+        error: what was raised there.
+    """
+    if isinstance(error, BatonError):
+        return error
+    log.error("%s failed", where, exc_info=error)
+    return InternalError(f"{where} failed: {type(error).__name__}", cause_type=type(error).__name__)
 
 
 def _leaves(kind: type[BatonError]) -> dict[str, type[BatonError]]:

@@ -191,14 +191,19 @@ def configure_logging(
     return handler
 
 
-def configure_inherited(role: str) -> logging.Handler:
+def rotates() -> bool:
+    """Whether this process puts its log aside when it has grown."""
+    return any(isinstance(handler, RotatingStderr) for handler in logging.getLogger().handlers)
+
+
+def configure_inherited(role: str, *, rotates: bool = True) -> logging.Handler:
     """Log as the process does that started this one."""
     try:
         about = json.loads(os.environ.get(ABOUT_VARIABLE, "{}"))
     except ValueError:
         about = {}
     return configure_logging(
-        default_format(), {**(about if isinstance(about, dict) else {}), "role": role}, rotates=True
+        default_format(), {**(about if isinstance(about, dict) else {}), "role": role}, rotates=rotates
     )
 
 

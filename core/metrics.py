@@ -20,6 +20,8 @@ TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 
 ITL_BUCKETS_S: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048)
 LAG_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
+E2E_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4, 204.8, 409.6)
+
 
 class RouterMetrics:
     """What the router counts. Feeding is by the named attributes; reading is `render` or `total`."""
@@ -42,6 +44,18 @@ class RouterMetrics:
             "baton_event_loop_lag_seconds",
             "How much later than it should the router's event loop came to its clock tick: all streams wait so long",
             buckets=LAG_BUCKETS_S,
+            registry=self._registry,
+        )
+        self.e2e_s = LoopHistogram(
+            "baton_e2e_request_latency_seconds",
+            "From a request's arrival to its last token; of requests that ended well",
+            buckets=E2E_BUCKETS_S,
+            registry=self._registry,
+        )
+        self.queue_s = LoopHistogram(
+            "baton_request_queue_time_seconds",
+            "From a request's arrival to where the worker that reads its prompt begins with it; likewise",
+            buckets=TTFT_BUCKETS_S,
             registry=self._registry,
         )
         self.num_streams_open = Gauge("baton_num_streams_open", "Requests open at the router", registry=self._registry)

@@ -56,10 +56,11 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
         min_p: keep tokens at least this likely relative to the likeliest, in [0, 1].
         seed: 63-bit key of every draw of this request; equal seeds give equal tokens.
-        stop: generation ends before the first of these strings appears in the text.
-        stop_token_ids: generation ends with any of these tokens (emitted, like EOS).
+        stop: generation ends when one of these strings is complete in the text, which ends before it. The first that is
+            complete counts (`core.stop_matcher`).
+        stop_token_ids: generation ends with any of these tokens (emitted, like EOS; its text is left out).
         ignore_eos: the model's end-of-sequence token does not end generation.
-        min_tokens: EOS and stop tokens cannot be chosen, and stop strings are not looked for, before so many tokens.
+        min_tokens: EOS and stop tokens cannot be chosen, and no stop string ends, before so many tokens.
         logit_bias: (token id, number added to its logit), each token once.
         repetition_penalty: logits of tokens in the prompt or generated before are divided by it if positive, else
             multiplied; 1 is off.
@@ -72,6 +73,8 @@ class SamplingParams:
         prompt_logprobs: the same of every prompt token but the first, which nothing precedes.
         n: answers to make, each by its own draws.
         grammar: only texts that match it are generated; None leaves the text free.
+        include_stop_str_in_output: the text holds the stop string, or the stop token's text, that ended it.
+        skip_special_tokens: special tokens are left out of the text.
     """
 
     max_tokens: int = 128
@@ -94,6 +97,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     grammar: GrammarSpec | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     @property
     def greedy(self) -> bool:

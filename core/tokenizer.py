@@ -4,17 +4,21 @@ Workers use it for stop strings, the router for everything else. It loads `token
 half a gigabyte per process) stays out of the serving path.
 """
 
+import codecs
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Final, Protocol
 
 from tokenizers import Tokenizer as _FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
-from tokenizers.decoders import DecodeStream
 
 from baton.core.errors import InvalidText, ModelFileDamaged, ModelMissing
 
 NUM_BYTES = 256
+MAX_PENDING: Final = 32  # tokens that are withheld at most; the bytes of a character are four
+MAX_KNOWN: Final = 1 << 18  # entries of a tokenizer's tables
+REPLACEMENT: Final = "\ufffd"
 
 
 class Tokenizer:
@@ -25,7 +29,11 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
         self._byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
-        self._added = {token_id: str(token) for token_id, token in fast.get_added_tokens_decoder().items()}
+        added = fast.get_added_tokens_decoder()
+        self._added = {token_id: str(token) for token_id, token in added.items()}
+        self._special = {token_id for token_id, token in added.items() if token.special}
+        self._is_of_bytes = isinstance(fast.decoder, decoders.ByteLevel)
+        self._bytes = {True: _ByteDecoder(self._shown), False: _ByteDecoder(self._decoded)}  # special ones left out?
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
@@ -64,7 +72,9 @@ class Tokenizer:
         return cls(fast, _eos_token_ids(directory))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; no special tokens are added, and special tokens spelled in it are not recognised.
+        """Token ids of `text`. None are added; special tokens that are spelled in the text are read as what they are.
+
+        So untrusted text may hold those that begin and end the turns of a chat.
 
         Raises:
             InvalidText: `text` holds lone surrogates, so it is no Unicode text.
@@ -100,74 +110,140 @@ class Tokenizer:
         """The content of a `tokenizer.json` that says the same."""
         return str(self._fast.to_str())
 
-    def stream(self) -> "TokenStream":
+    def stream(self, *, skip_special_tokens: bool = True) -> "TokenStream":
         """A decoder for one sequence's tokens as they come."""
-        return TokenStream(self, self._fast)
+        if self._is_of_bytes:
+            return _ByteStream(self._bytes[skip_special_tokens].behind(b""))
+        return _LibraryStream(self._fast, skip_special_tokens=skip_special_tokens)
+
+    def _decoded(self, token_id: int) -> bytes:
+        """The bytes that a decoder of bytes takes a token for; of a token that is not spelled in them, its UTF-8."""
+        piece = self._fast.id_to_token(token_id)
+        if piece is None:
+            return b""
+        try:
+            return bytes([self._byte_of[character] for character in piece])
+        except KeyError:
+            return piece.encode("utf-8")
+
+    def _shown(self, token_id: int) -> bytes:
+        """The same where special tokens are left out."""
+        return b"" if token_id in self._special else self._decoded(token_id)
 
 
-class TokenStream:
+class TokenStream(Protocol):
     """Turns tokens into text as soon as the text is certain (a character may span tokens)."""
-
-    __slots__ = ("_decode", "_fast", "_pending", "_tokenizer")
-
-    def __init__(self, tokenizer: Tokenizer, fast: _FastTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._fast = fast
-        self._decode = DecodeStream(skip_special_tokens=True)
-        self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
         """Text that became certain with this token; may be empty."""
-        self._pending.append(token_id)
-        text = self._decode.step(self._fast, token_id)
-        if text is None:
-            return ""
-        self._pending.clear()
-        return str(text)
+        ...
 
     def flush(self) -> str:
         """What is left at the end: bytes that never became a character, as U+FFFD."""
-        text = self._tokenizer.decode(self._pending) if self._pending else ""
-        self._pending.clear()
+        ...
+
+
+class _ByteStream:
+    """The stream of a tokenizer of bytes: a look at a table for each token, whatever its text is.
+
+    A byte that cannot be part of a character is U+FFFD at once. What it returns, joined, is what the library makes of
+    the whole sequence.
+    """
+
+    __slots__ = ("_behind",)
+
+    def __init__(self, behind: "_Behind") -> None:
+        self._behind = behind
+
+    def push(self, token_id: int) -> str:
+        text, self._behind = self._behind[token_id]
+        return text
+
+    def flush(self) -> str:
+        text = self._behind.begun.decode("utf-8", "replace")
+        self._behind = self._behind.decoder.behind(b"")
         return text
 
 
-class StopMatcher:
-    """Withholds text that might begin a stop string, and says when one is complete."""
+class _Behind(dict[int, tuple[str, "_Behind"]]):
+    """What tokens say behind the beginning of a character, and where that leads; each is worked out once."""
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
-        self._stop = stop
-        self._held = ""
-        self.matched: str | None = None
+    __slots__ = ("begun", "decoder")
 
-    def push(self, text: str) -> str:
-        """Take text; return what may be shown. After a match nothing more is returned."""
-        if self.matched is not None:
-            return ""
-        self._held += text
-        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found:
-            at, self.matched = min(found)
-            shown, self._held = self._held[:at], ""
-            return shown
-        keep = self._longest_partial_match()
-        shown = self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
-        return shown
+    def __init__(self, begun: bytes, decoder: "_ByteDecoder") -> None:
+        super().__init__()
+        self.begun = begun
+        self.decoder = decoder
+
+    def __missing__(self, token_id: int) -> tuple[str, "_Behind"]:
+        text, begun = _split(self.begun + self.decoder.bytes_of(token_id))
+        found = text, self.decoder.behind(begun)
+        if self.decoder.num_known < MAX_KNOWN:
+            self.decoder.num_known += 1
+            self[token_id] = found
+        return found
+
+
+class _ByteDecoder:
+    """The tables of one tokenizer, shared by its streams."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self.bytes_of = bytes_of
+        self.num_known = 0
+        self._behind: dict[bytes, _Behind] = {}  # as many as a character has beginnings
+
+    def behind(self, begun: bytes) -> _Behind:
+        found = self._behind.get(begun)
+        if found is None:
+            found = self._behind[begun] = _Behind(begun, self)
+        return found
+
+
+class _LibraryStream:
+    """The stream of any other tokenizer, whose decoder only the library knows.
+
+    It decodes what is not certain yet behind the tokens before it, since a text that begins reads differently from one
+    that goes on. Where more tokens are withheld than a character has bytes, their text is certain: it is broken.
+    """
+
+    __slots__ = ("_before", "_fast", "_pending", "_skips")
+
+    def __init__(self, fast: _FastTokenizer, *, skip_special_tokens: bool) -> None:
+        self._fast = fast
+        self._skips = skip_special_tokens
+        self._before: list[int] = []  # the tokens of the last text
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._text()
+        if not text or text.endswith(REPLACEMENT):
+            if len(self._pending) < MAX_PENDING:
+                return ""
+        self._before, self._pending = self._pending, []
+        return text
 
     def flush(self) -> str:
-        """Withheld text that turned out to begin no stop string."""
-        shown, self._held = self._held, ""
-        return shown
+        text = self._text() if self._pending else ""
+        self._pending = []
+        return text
 
-    def _longest_partial_match(self) -> int:
-        longest = 0
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+    def _text(self) -> str:
+        before, text = self._decode(self._before), self._decode(self._before + self._pending)
+        # Bytes that break a character may change what stands before them, but that was said.
+        return text[len(before) :] if text.startswith(before) else self._decode(self._pending)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._fast.decode(token_ids, skip_special_tokens=self._skips))
+
+
+def _split(data: bytes) -> tuple[str, bytes]:
+    """The text that is certain, with U+FFFD for what is none, and the bytes of a character that has only begun."""
+    text, num_used = codecs.utf_8_decode(data, "replace", False)
+    rest = data[num_used:]
+    if len(rest) == 2 and rest[0] == 0xED and rest[1] >= 0xA0:  # half of a surrogate, which Python waits for
+        return text + "\ufffd\ufffd", b""
+    return text, rest
 
 
 def _eos_token_ids(directory: Path) -> tuple[int, ...]:

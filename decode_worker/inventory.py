@@ -27,6 +27,7 @@ def decode_inventory(
     num_host_blocks_used: int,
     num_finished: int,
     num_failed: int,
+    max_handoff_len: int,
 ) -> worker_pb2.Inventory:
     """The message.
 
@@ -41,9 +42,9 @@ def decode_inventory(
         num_host_blocks_used: of host memory.
         num_finished: requests that ended well.
         num_failed: that did not.
+        max_handoff_len: positions that one hand-off by sockets can carry; 0: any.
     """
-    meter, waiting = runner.meter, scheduler.num_waiting()
-    steps = tally.report(meter, meter.computed())
+    waiting, steps = scheduler.num_waiting(), tally.report(runner.meter, runner.meter.computed())
     held = worker_pb2.Inventory(
         num_requests_waiting=sum(waiting.values()),
         waiting=waiting_to_proto(waiting),
@@ -72,6 +73,7 @@ def decode_inventory(
         transfer=landing_counts(landings, allocator.num_quarantined),
         steps=report_to_proto(steps),
         graphs=graph_counts(runner.graphs),
+        max_handoff_len=max_handoff_len,
     )
     if recompute is not None:
         pace = pace_to_proto(recompute.pace)

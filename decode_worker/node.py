@@ -71,6 +71,8 @@ class DecodeNode:
     def _start(self) -> None:
         with ExitStack() as undo:  # what has begun when something fails ends with it
             loaded, self._landing = self._load()
+            self.config = loaded.applied(self.config)
+            self._chosen = loaded.sizes.why
             undo.callback(self._landing.close)
             self._layout = loaded.layout
             self._model = loaded.model
@@ -171,7 +173,7 @@ class DecodeNode:
     def state(self) -> worker_pb2.WorkerState:
         """What a heartbeat says."""
         inventory = self.worker.inventory()
-        inventory.compute.CopyFrom(compute_report(self._model, self.config.quantization))
+        inventory.compute.CopyFrom(compute_report(self._model, self.config.quantization, self._chosen))
         return worker_pb2.WorkerState(
             worker_id=self.config.worker_id,
             role="decode",
@@ -259,7 +261,7 @@ class DecodeRank:
                 from baton.kvtransfer.rank_pools import share_pool  # needs CUDA's bindings, which CPUs have no use for
 
                 share_pool(loaded.pool, self.channel.communicator.gather_bytes)
-            runner, prefill = _runners(config, loaded, self.channel)
+            runner, prefill = _runners(loaded.applied(config), loaded, self.channel)
             self._follow = FollowDecode(runner, self.channel, prefill)
             self.channel.follow()
 

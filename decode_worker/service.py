@@ -7,7 +7,7 @@ import grpc
 import grpc.aio
 
 from baton.core.clock import Clock
-from baton.core.errors import BatonError
+from baton.core.errors import as_internal
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.decode_worker.worker import DecodeWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
@@ -34,14 +34,14 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             if attempt.sampling.grammar is not None:
                 await asyncio.to_thread(self._worker.check, attempt)  # other streams go on while it compiles
             self._worker.attend(attempt, stream, prefill_here=request.prefill_here)
-        except BatonError as error:
-            await abort_with(context, error)
+        except Exception as error:  # noqa: BLE001  the request's boundary
+            await abort_with(context, as_internal("a worker's stream", error))
         try:
             await context.write(worker_pb2.DecodeEvent(attending=worker_pb2.Attending(epoch=self._epoch)))
             async for event in stream.events():
                 await context.write(event)
-        except BatonError as error:
-            await abort_with(context, error)
+        except Exception as error:  # noqa: BLE001  the request's boundary
+            await abort_with(context, as_internal("a worker's stream", error))
         finally:
             if not stream.ended:
                 self._worker.cancel(attempt.key, stream)

@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 
 from baton.core.clock import Clock
 from baton.core.config import SchedulingName
-from baton.core.errors import BatonError, InvalidRequest, RequestCancelled, RequestDeadlineExceeded, TransferFailed
+from baton.core.errors import (
+    BatonError,
+    InvalidRequest,
+    RequestCancelled,
+    RequestDeadlineExceeded,
+    TransferFailed,
+    as_internal,
+)
 from baton.core.logprobs import TokenLogprobs
 from baton.core.logs import shown
 from baton.core.pace import PrefillPace
@@ -91,8 +98,7 @@ class DecodeWorker:
         self._preemption = Preemption(self._allocator, self._scheduler, runner, self._steps)
         self._recompute = None if prefill is None else self._make_recompute(prefill, chunk_len)
         self._returns = Returns(self._scheduler, self._preemption, self._steps, runner, self._recompute, preempt_at)
-        capacity_len = pool.num_blocks * pool.layout.block_size
-        self._limits = dataclasses.replace(limits, decode_capacity_len=capacity_len)
+        self._limits = dataclasses.replace(limits, decode_capacity_len=pool.num_blocks * pool.layout.block_size)
         self._gate = Gate("the decode worker is full", max_queue_len)
         self._tally = StepTally(runner.num_draft_tokens)
         self.cork = Cork()  # held while a step is published
@@ -132,8 +138,8 @@ class DecodeWorker:
             raise InvalidRequest("this decode worker computes no prompts", field="prefill_here")
         self.check(request)
         checker = FinishChecker.of(request, self._tokenizer)
-        self._gate.enter()
         sequence = DecodeSequence(request, stream, checker, is_local=prefill_here)
+        self._gate.enter()
         self._loop.post(lambda: self._add(sequence), always=True)
 
     def check(self, request: GenerationRequest) -> None:
@@ -167,6 +173,7 @@ class DecodeWorker:
             num_host_blocks_used=self._preemption.num_host_blocks_used,
             num_finished=self._num_finished,
             num_failed=self._num_failed,
+            max_handoff_len=self._landing.staging_len,
         )
 
     # The loop: receive -> preempt -> grant -> admit -> launch -> publish. Everything below runs on the loop thread.
@@ -202,7 +209,6 @@ class DecodeWorker:
                     self._landing.deny(event.attempt, kv_pb2.Deny.STALE, "the attempt has ended")
                 continue
             if isinstance(event, Drained):
-                # A landing ends by itself when its prefill worker dies; that is reported failed first.
                 self._scheduler.drained(event.attempt)
                 continue
             if isinstance(event, LandingFailed):
@@ -229,9 +235,9 @@ class DecodeWorker:
             return
         try:
             start = self._sequence_start(sequence, event)
-        except TransferFailed as error:
+        except Exception as error:  # noqa: BLE001  what its commit raises ends this request
             self._scheduler.seal(sequence, event, None)
-            self._fail(sequence, error)
+            self._fail(sequence, as_internal("the hand-off of a request", error))
         else:
             sequence.handoff_ms = 1e3 * max(self._clock.now_s() - event.prefill_end_s, 0.0)
             self._scheduler.seal(sequence, event, start)
@@ -256,7 +262,6 @@ class DecodeWorker:
             self._landing.grant(sequence.key, sequence.table)
 
     def _admit(self) -> None:
-        # Those that are computed here get their slots on the way, and run when `_returns` has computed them.
         while (sequence := self._scheduler.next_admission()) is not None:
             sealed, start = sequence.sealed, sequence.start
             assert sealed is not None
@@ -286,9 +291,12 @@ class DecodeWorker:
         proposed_lens: list[int] = []
         accepted_lens: list[int] = []
         dropped: list[Dropped] = []
-        num_emitted = 0
+        num_emitted, has_read = 0, False
         published: list[tuple[DecodeSequence, list[int], Sequence[TokenLogprobs], FinishReason | None]] = []
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
+            has_read = True
+            if emitted.is_idle and emitted.error is None:
+                continue  # its grammar was late; the next step has it again
             if sequence.state is not DecodeState.RUNNING:
                 dropped.append(Dropped(Fate.LATE, emitted))  # it ended, or was given up, after this step was launched
                 continue
@@ -296,7 +304,12 @@ class DecodeWorker:
                 dropped.append(Dropped(Fate.FAILED, emitted))
                 self._fail(sequence, emitted.error)
                 continue
-            kept, reason = sequence.checker.accept(emitted.token_ids)
+            try:
+                kept, reason = sequence.checker.accept(emitted.token_ids)
+            except Exception as error:  # noqa: BLE001  likewise below: it ends the request whose text was looked at
+                dropped.append(Dropped(Fate.FAILED, emitted))
+                self._fail(sequence, as_internal("a token of a request", error))
+                continue
             proposed_len, num_accepted = emitted.proposed_len, min(emitted.accepted_len, len(kept))
             sequence.counts.add_step(num_proposed=proposed_len, num_accepted=num_accepted, num_emitted=len(kept))
             proposed_lens.append(proposed_len)
@@ -305,11 +318,14 @@ class DecodeWorker:
             if reason is not None and len(kept) < len(emitted.token_ids):
                 dropped.append(Dropped(Fate.CUT, emitted, len(kept)))
             published.append((sequence, kept, (emitted.logprobs or ())[: len(kept)], reason))
-        if proposed_lens or dropped:  # counted before anybody hears of it
+        if has_read:  # counted before anybody hears of it
             self._tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
         with self.cork.hold():
             for sequence, kept, logprobs, reason in published:
-                self._publish(sequence, kept, logprobs, reason)
+                try:
+                    self._publish(sequence, kept, logprobs, reason)
+                except Exception as error:  # noqa: BLE001  what one request's events raise ends that request
+                    self._fail(sequence, as_internal("a token of a request", error))
 
     def _publish_computed(self, sequence: DecodeSequence, computed: Computed) -> None:
         if computed.prompt_logprobs:
@@ -331,9 +347,8 @@ class DecodeWorker:
         logprobs: Sequence[TokenLogprobs],
         reason: FinishReason | None,
     ) -> None:
-        event = token_event(sequence, token_ids, logprobs, reason, self._clock.now_s())
+        sequence.stream.emit(token_event(sequence, token_ids, logprobs, reason, self._clock.now_s()))
         sequence.token_ids += token_ids
-        sequence.stream.emit(event)
         if reason is not None:
             sequence.stream.end()
             self._num_finished += 1
@@ -371,7 +386,6 @@ class DecodeWorker:
                     self._landing.release(sequence.key)
                 self._forget(sequence)
             case DecodeState.RUNNING:
-                # Nor of this one, but a step in flight may read and write its blocks.
                 if sequence.num_preemptions == 0 and not sequence.is_local:
                     self._landing.release(sequence.key)
                 self._scheduler.retire(sequence)

@@ -31,6 +31,7 @@ from baton.engine.prefill import SequenceStart
 from baton.engine.prepare import StepPreparer
 from baton.engine.slots import Growth, Room, SlotTable
 from baton.engine.step_batch import StepBatch
+from baton.engine.step_counters import emitted_lens, mark_idle
 from baton.engine.step_meter import StepMeter
 from baton.engine.step_ticket import DecodeOutput, StepTicket
 from baton.engine.verifiers import verifier_for
@@ -92,7 +93,8 @@ class DecodeRunner:
         self.grammars = grammars
         self._states: dict[int, GrammarState] = {}  # of slots with a grammar; belongs to the lane
         self._emitted: EmittedTokens | None = None  # by the step before, where a grammar has not taken it yet
-        self._decisions = Decisions(communicator or Alone(), pool.device)
+        self._communicator = communicator or Alone()
+        self._decisions = Decisions(self._communicator, pool.device)
         self._verifier = verifier_for(model, verification or VerificationConfig(), num_draft_tokens)
         if self._verifier.draft_law is DraftLaw.SAMPLED:
             model.t2d()  # made before the first step, not in it
@@ -303,7 +305,7 @@ class DecodeRunner:
             self._buffers.give_back(buffer)
             self._decisions.check(accepted_lens)
             self.meter.read(times)
-            self._lengths.collect(launched, np.array(accepted_lens, dtype=np.int64) + 1)
+            self._lengths.collect(launched, emitted_lens(accepted_lens))
             del self._unread[number]
 
         ticket = StepTicket(
@@ -348,7 +350,8 @@ class DecodeRunner:
         state, verified = self._step(before, rows, plan, self._model, self._pool, self._verifier, self._preparer)
         self._table.scatter(batch.slots_B, state)
         self._table.sampling.advance(batch.slots_B, verified)
-        columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
+        accepted_len_B = verified.accepted_len_B if grammar is None else mark_idle(verified.accepted_len_B)
+        columns = [accepted_len_B[:, None], verified.token_ids_BQ, state.draft_token_B[:, None]]
         result_BC = torch.cat(columns, dim=1)
         self.meter.counters.add(batch.slots_B, rows.draft_cap_B, batch.num_drafts, result_BC)
         if grammar is not None:
@@ -360,13 +363,13 @@ class DecodeRunner:
         return torch.cat([decided, verified.logprobs_LQX.contiguous().view(torch.int64).flatten()])
 
     def _grammar_rows(self, batch: StepBatch) -> GrammarRows | None:
-        if not self._states:
-            return None
-        states = {row: self._states[slot] for row, slot in enumerate(batch.slots) if slot in self._states}
+        rows = enumerate(batch.slots) if self._states else ()
+        states = {row: self._states[slot] for row, slot in rows if slot in self._states}
         if not states:
             return None
         emitted, self._emitted = self._emitted, None
-        return GrammarRows(states, self._pool.device, emitted)
+        alone = len(states) == len(batch.slots)
+        return GrammarRows(states, self._pool.device, emitted, self._communicator, is_alone=alone)
 
     def _grammar_errors(self, batch: StepBatch) -> dict[int, BatonError]:
         """What ended sequences of a step that is over, by their place in it."""

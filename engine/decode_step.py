@@ -19,6 +19,7 @@ import torch
 
 from baton.engine.batch import DecodeRows
 from baton.engine.drafting import Drafted, DraftSource, stack_probs
+from baton.engine.grammar_masks import GrammarMasks
 from baton.engine.grammar_rows import GrammarRows
 from baton.engine.history import Lookahead
 from baton.engine.logprobs import step_logprobs
@@ -109,19 +110,25 @@ def step_through(
             vocab=model.vocab,
         )
     )
+    is_idle_B = None
+    if masks is not None:
+        verified, is_idle_B = _cut(verified, masks)
     if plan.sampling is not None and plan.sampling.logprobs is not None:
         logprobs_LQX = step_logprobs(
             raw_BQV, verified.token_ids_BQ, plan.sampling.logprobs, model.vocab, model.choosing
         )
         verified = replace(verified, logprobs_LQX=logprobs_LQX)
+    before, accepted_len_B = state, verified.accepted_len_B
+    if is_idle_B is not None:
+        accepted_len_B = accepted_len_B.clamp(min=0)  # what comes of idle sequences is dropped below
     after = post_verify(
-        Verdict(verified.token_ids_BQ, verified.accepted_len_B),
+        Verdict(verified.token_ids_BQ, accepted_len_B),
         length_B,
         implementation=model.choosing or Implementation.REFERENCE,
     )
     state = replace(state, last_token_B=after.last_token_B, length_B=after.length_B)
     if not plan.keeps_mtp:
-        return state, verified
+        return _idle(before, state, is_idle_B), verified
     # Entries L-1 ... L-1+K again, now from the trunk's own hidden; the row of the last emitted token makes the draft.
     mtp_TD = passes.draft_prefill(verified.token_ids_BQ, trunk_TD, first_B)
     hidden_BD = mtp_TD[after.last_row_B]
@@ -129,9 +136,29 @@ def step_through(
     if source.law is not DraftLaw.SAMPLED:
         ahead = None
         if looks_ahead(plan.sampling):
-            ahead = Lookahead(verified.token_ids_BQ, verified.accepted_len_B[:, None] + 1)
-        state = replace(state, draft_token_B=source.draft_next(model, hidden_BD, verified.accepted_len_B, ahead))
-    return state, verified
+            ahead = Lookahead(verified.token_ids_BQ, accepted_len_B[:, None] + 1)
+        state = replace(state, draft_token_B=source.draft_next(model, hidden_BD, accepted_len_B, ahead))
+    return _idle(before, state, is_idle_B), verified
+
+
+def _cut(verified: Verified, masks: GrammarMasks) -> tuple[Verified, torch.Tensor]:
+    """What may be emitted of what was verified, and which sequences emit nothing."""
+    accepted_len_B = masks.cut(verified.accepted_len_B)
+    row_Q = torch.arange(verified.token_ids_BQ.shape[1], device=accepted_len_B.device)
+    token_ids_BQ = verified.token_ids_BQ.masked_fill(row_Q > accepted_len_B[:, None], 0)
+    return replace(verified, token_ids_BQ=token_ids_BQ, accepted_len_B=accepted_len_B), accepted_len_B < 0
+
+
+def _idle(before: DecodeState, after: DecodeState, is_idle_B: torch.Tensor | None) -> DecodeState:
+    """Sequences that emit nothing stay as they were; what the step wrote of them the next one writes again."""
+    if is_idle_B is None:
+        return after
+    return DecodeState(
+        last_token_B=torch.where(is_idle_B, before.last_token_B, after.last_token_B),
+        draft_token_B=torch.where(is_idle_B, before.draft_token_B, after.draft_token_B),
+        hidden_BD=torch.where(is_idle_B[:, None], before.hidden_BD, after.hidden_BD),
+        length_B=torch.where(is_idle_B, before.length_B, after.length_B),
+    )
 
 
 def _draft(

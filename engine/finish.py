@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from baton.core.errors import InvalidRequest
 from baton.core.request import FinishReason, GenerationRequest
 from baton.core.sampling import SamplingParams
-from baton.core.tokenizer import StopMatcher, Tokenizer
+from baton.core.stop_matcher import StopMatcher
+from baton.core.tokenizer import Tokenizer
 
 
 class FinishChecker:
@@ -22,7 +23,7 @@ class FinishChecker:
         if not sampling.ignore_eos:
             self._stop_ids.update(eos_token_ids)
         self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
-        self._stream = tokenizer.stream() if sampling.stop else None
+        self._stream = tokenizer.stream(skip_special_tokens=sampling.skip_special_tokens) if sampling.stop else None
         self._num_tokens = 0
         self._reason: FinishReason | None = None
 
@@ -66,8 +67,6 @@ class FinishChecker:
     def _completes_stop_string(self, token_id: int) -> bool:
         if self._matcher is None or self._stream is None:
             return False
-        text = self._stream.push(token_id)
-        if self._num_tokens <= self._min_tokens:  # stop strings are looked for after these
-            return False
-        self._matcher.push(text)
+        # One that ends behind `min_tokens` may begin before.
+        self._matcher.push(self._stream.push(token_id), may_end=self._num_tokens > self._min_tokens)
         return self._matcher.matched is not None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from baton.model.parallel import Communicator
 from baton.model.vocab import WHOLE, Vocab
 
 WORD_BITS = 32
@@ -22,11 +23,13 @@ class GrammarMasks:
         index_G: int64, place of each sequence in the batch.
         bitmask_GQW: int32, bit t % 32 of word t // 32 for token t.
         num_valid_G: int64, drafts that the grammar allows; later rows of the bitmask allow everything.
+        num_rows_G: int64, tokens that the step may emit; 0 where it is not known in time what the grammar allows.
     """
 
     index_G: torch.Tensor
     bitmask_GQW: torch.Tensor
     num_valid_G: torch.Tensor
+    num_rows_G: torch.Tensor
 
     def apply(self, logits_BQV: torch.Tensor, vocab: Vocab = WHOLE) -> torch.Tensor:
         """The logits with what is forbidden at -inf; other sequences' rows are the same bits, the argument too."""
@@ -37,6 +40,30 @@ class GrammarMasks:
         """The draft caps, lowered so that no draft that a grammar forbids can be accepted."""
         capped_G = torch.minimum(draft_cap_B[self.index_G], self.num_valid_G)
         return draft_cap_B.index_copy(0, self.index_G, capped_G)
+
+    def cut(self, accepted_len_B: torch.Tensor) -> torch.Tensor:
+        """Accepted lengths, lowered so that no token is emitted of which the grammar said nothing; -1: none at all.
+
+        What is left is drawn by the same law: each token depends on those before it alone.
+        """
+        cut_G = torch.minimum(accepted_len_B[self.index_G], self.num_rows_G - 1)
+        return accepted_len_B.index_copy(0, self.index_G, cut_G)
+
+    def agreed(self, communicator: Communicator) -> "GrammarMasks":
+        """What every rank knows: ranks may have waited for different rows."""
+        if communicator.size == 1:
+            return self
+        row_Q = torch.arange(self.bitmask_GQW.shape[1], device=self.bitmask_GQW.device)
+        is_known_GQ = row_Q < self.num_rows_G[:, None]
+        is_known_GQ = communicator.all_sum(is_known_GQ.to(torch.float32)) > communicator.size - 0.5
+        num_rows_G = is_known_GQ.to(torch.int64).sum(dim=1)
+        least_G = torch.minimum(self.num_valid_G, (num_rows_G - 1).clamp(min=0))
+        return GrammarMasks(
+            index_G=self.index_G,
+            bitmask_GQW=self.bitmask_GQW.masked_fill(~is_known_GQ[..., None], -1),
+            num_valid_G=torch.where(num_rows_G == len(row_Q), self.num_valid_G, least_G),
+            num_rows_G=num_rows_G,
+        )
 
 
 def apply_bitmask(logits_RQV: torch.Tensor, bitmask_RQW: torch.Tensor, first: int = 0) -> torch.Tensor:

@@ -201,4 +201,5 @@ class _AnyToken(GrammarRows):
     def masks(self) -> GrammarMasks:
         """Every bit set."""
         index_G, bitmask_GQW = self._index_G, self._bitmask_GQW
-        return GrammarMasks(index_G=index_G, bitmask_GQW=bitmask_GQW, num_valid_G=index_G + bitmask_GQW.shape[1] - 1)
+        num_rows_G = index_G + bitmask_GQW.shape[1]
+        return GrammarMasks(index_G=index_G, bitmask_GQW=bitmask_GQW, num_valid_G=num_rows_G - 1, num_rows_G=num_rows_G)

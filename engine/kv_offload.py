@@ -49,8 +49,8 @@ class KVOffload:
         sizes = [layer.block_bytes for layer in layers]
         self.num_blocks = num_bytes // sum(sizes)
         if self.num_blocks == 0 and num_bytes > 0:
-            message = f"host_kv_gib: {num_bytes} bytes hold no KV block of {sum(sizes)}; raise it, or set it to 0"
-            raise ConfigInvalid(message, keys=["host_kv_gib"])
+            message = f"kv_offloading_size: {num_bytes} bytes hold no KV block of {sum(sizes)}; raise it, or set 0"
+            raise ConfigInvalid(message, keys=["kv_offloading_size"])
         self._pool = pool
         self._lane = lane
         self._table = table
@@ -63,8 +63,8 @@ class KVOffload:
         try:
             host = host_buffer(self.num_blocks * sum(sizes), torch.uint8, pool.device)
         except RuntimeError as error:  # what torch's allocators raise
-            message = f"host_kv_gib: {num_bytes >> 20} MiB of host memory cannot be had; lower it"
-            raise ConfigInvalid(message, keys=["host_kv_gib"]) from error
+            message = f"kv_offloading_size: {num_bytes >> 20} MiB of host memory cannot be had; lower it"
+            raise ConfigInvalid(message, keys=["kv_offloading_size"]) from error
         hosts = host.split([self.num_blocks * size for size in sizes])
         for layer, size, part in zip(layers, sizes, hosts, strict=True):
             data = pool.data_bytes[layer.offset_bytes : layer.offset_bytes + layer.num_bytes]

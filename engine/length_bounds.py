@@ -1,6 +1,7 @@
 """What the host knows of lengths while results are outstanding: bounds, by slot.
 
-A step in flight adds at least one token to a sequence and at most one more than it may accept drafts. Both bounds are
+A step in flight adds at least one token to a sequence (but for one whose grammar is late: none, which is known when the
+step is read) and at most one more than it may accept drafts. Both bounds are
 moved when it is launched and made exact again by what it is then said to have emitted; the order in which results
 come in does not matter. A slot's life counts its sequences, so that a result that comes after its sequence has left
 changes nothing for the next.
@@ -96,7 +97,7 @@ class LengthBounds:
 
     def collect(self, launched: LaunchedLengths, emitted_B: Ints) -> None:
         """That step emitted so many."""
-        assert ((emitted_B >= 1) & (emitted_B <= launched.most_B)).all(), "a step emitted more than it could"
+        assert ((emitted_B >= 0) & (emitted_B <= launched.most_B)).all(), "a step emitted more than it could"
         still_B = self._life_N[launched.slots_B] == launched.lives_B
         slots = launched.slots_B[still_B]
         self._least_N[slots] += emitted_B[still_B] - 1

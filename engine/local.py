@@ -59,6 +59,7 @@ class LocalEngine:
         graphs: which CUDA graphs to capture; none if None.
         speculation: how many drafts each step makes, which may be changed while the engine runs; `num_draft_tokens` if
             None.
+        grammars: of this model and tokenizer; made here if None.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class LocalEngine:
         preempt_at: Sequence[int] = (),
         graphs: CudaGraphConfig | None = None,
         speculation: Speculation | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
@@ -88,7 +90,7 @@ class LocalEngine:
             allocator, num_slots=max_num_sequences, chunk_len=chunk_len, overcommit=overcommit
         )
         eos_token_ids = tokenizer.eos_token_ids
-        self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
+        self._grammars = grammars or GrammarCompiler(tokenizer, model.config.vocab_size)
         self._prefill = PrefillRunner(model, self.pool, eos_token_ids=eos_token_ids, grammars=self._grammars)
         self._decode = DecodeRunner(
             model,
@@ -297,8 +299,11 @@ class LocalEngine:
         proposed_lens: list[int] = []
         accepted_lens: list[int] = []
         dropped: list[Dropped] = []
-        num_emitted = 0
+        num_emitted, has_read = 0, False
         for sequence, emitted in self._steps.collect(has_launched=has_launched):
+            has_read = True
+            if emitted.is_idle and emitted.error is None:
+                continue
             if not sequence.is_decoding:
                 dropped.append(Dropped(Fate.LATE, emitted))  # it ended after this step was launched
                 continue
@@ -317,7 +322,7 @@ class LocalEngine:
             if len(kept) < len(emitted.token_ids):
                 dropped.append(Dropped(Fate.CUT, emitted, len(kept)))
             self._publish(sequence, kept)
-        if proposed_lens or dropped:
+        if has_read:
             self._tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
 
     def _take(

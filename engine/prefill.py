@@ -91,7 +91,8 @@ class PrefillRunner:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
-        self._decisions = Decisions(communicator or Alone(), pool.device)
+        self._communicator = communicator or Alone()
+        self._decisions = Decisions(self._communicator, pool.device)
         self.grammars = grammars
         self._model = model
         self._pool = pool
@@ -205,7 +206,7 @@ class PrefillRunner:
         states = {row: self._start(chunk) for row, chunk in chosen.items() if chunk.sampling.grammar is not None}
         if not states:
             return logits_FV
-        rows = GrammarRows(states, logits_FV.device)
+        rows = GrammarRows(states, logits_FV.device, communicator=self._communicator, is_patient=True)
         rows.take(logits_FV.new_empty((len(finished), 0), dtype=torch.int64))
         return rows.masks().apply(logits_FV[:, None], self._model.vocab)[:, 0]
 

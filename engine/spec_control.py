@@ -1,4 +1,4 @@
-"""How many drafts the next step makes, chosen by measurement: what `--mtp auto` is.
+"""How many drafts the next step makes, chosen by measurement: what `--num-speculative-tokens auto` is.
 
 The controller knows step times (`step_time_model`: of each size of batch and number of drafts) and acceptance
 (`acceptance_model`: of each draft position, given that those before it stood), each with how sure it is, and answers

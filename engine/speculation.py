@@ -1,4 +1,4 @@
-"""How many drafts a worker's steps make: as many as an operator said, or as measurements advise (`--mtp auto`).
+"""How many drafts a worker's steps make: as an operator said, or as `auto` measures.
 
 `set_mode` may be called from any thread while the loop runs; the next step follows it. Only `auto` measures: learning
 from a step costs 30 to 110 us of the host, which a k that was set need not pay.

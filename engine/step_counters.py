@@ -8,12 +8,16 @@ what was computed, whoever wants it (`core.step_report`).
 Legend: B sequences of a step, Q = most drafts of a step + 1, C columns of a result, P results to be added.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.core.step_report import RowCounts
 
+IDLE: Final = (1 << 31) - 1  # instead of a number of drafts: the step made nothing of this sequence
 _MAX_PENDING: Final = 16
 
 
@@ -45,7 +49,8 @@ class StepCounters:
             slots_B: of its sequences; the same tensor only while nothing about the batch has changed.
             draft_cap_B: int64, drafts each sequence may accept.
             num_drafts: made in this step.
-            result_BC: int64, of each sequence first the number of drafts that stand; nobody may change it afterwards.
+            result_BC: int64, of each sequence first the number of drafts that stand, `IDLE` if it emitted nothing and
+                is not counted; nobody may change it afterwards.
         """
         if self._slots_B is not slots_B or self._num_drafts != num_drafts:
             self._add_pending()
@@ -75,9 +80,21 @@ class StepCounters:
 
     def _add_pending(self) -> None:
         if self._pending:
-            places_PB = torch.stack(self._pending)[:, :, 0] + self._first_B
+            accepted_PB = torch.stack(self._pending)[:, :, 0]
             self._pending.clear()
-            self._rows_QQ.index_add_(0, places_PB.flatten(), torch.ones_like(places_PB).flatten())
+            is_idle_PB = accepted_PB == IDLE
+            places_PB = accepted_PB.masked_fill(is_idle_PB, 0) + self._first_B
+            self._rows_QQ.index_add_(0, places_PB.flatten(), (~is_idle_PB).to(torch.int64).flatten())
+
+
+def mark_idle(accepted_len_B: torch.Tensor) -> torch.Tensor:
+    """Accepted lengths as results hold them: `IDLE` for -1."""
+    return accepted_len_B.masked_fill(accepted_len_B < 0, IDLE)
+
+
+def emitted_lens(accepted_lens: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Tokens emitted, by the accepted lengths of a result."""
+    return np.array([0 if accepted_len == IDLE else accepted_len + 1 for accepted_len in accepted_lens], dtype=np.int64)
 
 
 def at_least(by_length: list[int]) -> tuple[int, ...]:

@@ -46,6 +46,8 @@ class _Rows:
 
     def add(self, dropped: Dropped) -> None:
         row, num_kept = dropped.row, dropped.num_kept
+        if row.is_idle:
+            return
         self.num_tokens += len(row.token_ids) - num_kept
         if dropped.fate is not Fate.CUT:
             self.num_rows += 1
@@ -141,7 +143,7 @@ class StepTally:
             self._count(accepted_lens, self._by_accepted)
             for item in dropped:
                 self._dropped[item.fate].add(item)
-                num_rows += item.fate is not Fate.CUT
+                num_rows += item.fate is not Fate.CUT and not item.row.is_idle
             self._step_tokens.observe(num_emitted)
             self._step_sequences.observe(num_rows)
 

@@ -11,6 +11,7 @@ from baton.core.errors import BatonError
 from baton.core.logprobs import TokenLogprobs
 from baton.engine.host_future import HostFuture
 from baton.engine.logprobs import unpack_step
+from baton.engine.step_counters import IDLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class DecodeOutput:
 
     Attributes:
         token_ids: emitted tokens of each sequence, accepted_len + 1 of them.
-        accepted_lens: drafts accepted.
+        accepted_lens: drafts accepted; -1 where nothing was emitted.
         proposed_lens: drafts that could have been.
         logprobs: of each sequence's emitted tokens, None where it reports none; None if no sequence does.
         errors: what ended a sequence, by its place; its tokens of this step are none.
@@ -47,6 +48,11 @@ class Emitted(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None
     error: BatonError | None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the step made nothing of it, because its grammar was late."""
+        return self.accepted_len < 0
+
 
 class StepTicket:
     """A step that `DecodeRunner.launch` has set off.
@@ -54,9 +60,10 @@ class StepTicket:
     Args:
         slots: what it runs.
         proposed_lens: drafts each sequence may accept.
-        future: int64 [B * C]: of each sequence its accepted length, emitted tokens, and columns that nobody reads;
-            behind them the bits of `logprobs.step_logprobs`, if any sequence reports some.
-        on_read: told, once, the accepted lengths; the buffer of the future is free after it.
+        future: int64 [B * C]: of each sequence its accepted length or `IDLE`, emitted tokens, and columns that
+            nobody reads; behind them the bits of `logprobs.step_logprobs`, if any sequence reports some.
+        on_read: told, once, the accepted lengths (`IDLE` where nothing was emitted); the buffer of the future is
+            free after it.
         num_columns: C.
         num_tops: likeliest tokens that each sequence reports, None where it reports nothing.
         errors: asked once, when the step is over, for `DecodeOutput.errors`.
@@ -105,13 +112,16 @@ class StepTicket:
                 num_decided = len(self.slots) * self._num_columns
                 rows = values[:num_decided].view(-1, self._num_columns).tolist()
                 if len(values) > num_decided:
-                    num_emitted = [row[0] + 1 for row in rows]
+                    num_emitted = [0 if row[0] == IDLE else row[0] + 1 for row in rows]
                     reports = values[num_decided:].view(torch.float64)
                     logprobs = unpack_step(reports, self._num_columns - 2, self._num_tops, num_emitted)
             accepted_lens = tuple([row[0] for row in rows])
+            if IDLE in accepted_lens:
+                for row in rows:
+                    row[0] = -1 if row[0] == IDLE else row[0]
             self._output = DecodeOutput(
                 token_ids=tuple([tuple(row[1 : row[0] + 2]) for row in rows]),
-                accepted_lens=accepted_lens,
+                accepted_lens=tuple([row[0] for row in rows]),
                 proposed_lens=self._proposed_lens,
                 logprobs=logprobs,
                 errors=self._errors(),

@@ -107,7 +107,7 @@ class Verified:
 
     Attributes:
         token_ids_BQ: int64, the emitted tokens; 0 past `accepted_len`, a valid id that nothing shows.
-        accepted_len_B: int64, drafts that stand, 0 ... K; emitted = accepted + 1.
+        accepted_len_B: int64, drafts that stand, 0 ... K; emitted = accepted + 1. -1: nothing is emitted.
         logprobs_LQX: float64, packed (engine.logprobs), of the sequences that report them; None without any.
     """
 

@@ -156,7 +156,7 @@ def _refusal(
 ) -> NumericsUnsupported:
     message = (
         f"invariant numerics do not hold on this machine: {operation} of shape {list(shape)} in {dtype} on {device} "
-        f"gives other bits for {where}; serve with --numerics default"
+        f"gives other bits for {where}; serve without --batch-invariant"
     )
     return NumericsUnsupported(message, operation=operation, shape=list(shape), dtype=str(dtype), device=str(device))
 

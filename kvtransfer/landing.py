@@ -115,6 +115,7 @@ class LandingService:
         self._device = device
         self._unsent: deque[bytes] = deque()  # commands that found the ring full; the worker's side
         self._open: dict[AttemptKey, _Open] = {}
+        self.staging_len = 0  # positions that one landing by sockets may have; 0: any that the pool has room for
         self._past = dict.fromkeys(COUNT_NAMES, 0)  # totals of lives gone by
 
     @classmethod
@@ -158,7 +159,9 @@ class LandingService:
                 setup=setup, io=io, transport=transport, clock=clock, link=link, notify=notify, jobs=jobs
             )
 
-        return cls(link, LandingThread(epoch, transport, make_driver), device=device)
+        service = cls(link, LandingThread(epoch, transport, make_driver), device=device)
+        service.staging_len = 0 if jobs is None else jobs.staging_len
+        return service
 
     @classmethod
     def in_process(
@@ -213,7 +216,9 @@ class LandingService:
             if region is not None:
                 region.close()
             raise
-        return cls.in_process(region, replace(setup, device=DeviceSetup(num_blocks, pools.places)), device)
+        service = cls.in_process(region, replace(setup, device=DeviceSetup(num_blocks, pools.places)), device)
+        service.staging_len = num_blocks * pool.layout.block_size
+        return service
 
     @property
     def address(self) -> str:

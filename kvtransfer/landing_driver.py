@@ -54,6 +54,7 @@ from baton.proto import kv_pb2
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.02
+STAGING_KEY = "kv_staging_mib"  # what a denial for want of staging memory begins with
 FLAG_S = 50e-6  # between looks at the flags of kernels
 COUNT_S = 0.01  # counts may be so old
 CREDIT_BYTES = 1 << 20
@@ -196,7 +197,7 @@ class LandingDriver:
         landing = self._protocol.find(attempt)
         if self._jobs is not None and landing is not None:
             if not is_one_sided(landing.lane) and landing.prompt_len > self._jobs.staging_len:
-                reason = f"staging_mib: a prompt of {landing.prompt_len} tokens does not fit into staging memory"
+                reason = f"{STAGING_KEY}: a prompt of {landing.prompt_len} tokens does not fit into staging memory"
                 denied = self._protocol.deny(attempt, kv_pb2.Deny.TOO_LONG, reason, now_s)
                 return [*denied, LandingFailed(attempt, reason), Drained(attempt)]
             is_next = is_one_sided(landing.lane) or next(iter(self._granted), attempt) == attempt

@@ -115,20 +115,33 @@ def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
         known = ", ".join(_ARCHITECTURES)
         message = f"{path} is of architecture {architectures or 'unknown'}; this version serves {known}"
         raise ModelUnsupported(message, option="architectures", value=architectures)
+    quantized = values.get("quantization_config")
+    if quantized is not None:
+        raise ModelUnsupported(_quantized(quantized, path), option="quantization_config", value=quantized)
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = _rope_type(rope) if isinstance(rope, dict) else "unknown"
+    if kind != "default":
+        message = f"{path} scales its positions (rope_type {kind!r}); this version serves unscaled ones"
+        raise ModelUnsupported(message, option="rope_type", value=rope)
     refused = {
         "use_sliding_window": bool(values.get("use_sliding_window")),
         "attention_bias": bool(values.get("attention_bias")),
         "hidden_act": values.get("hidden_act", "silu") != "silu",
-        "quantization_config": values.get("quantization_config") is not None,
         "layer_types": any(kind != "full_attention" for kind in values.get("layer_types") or []),
     }
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    refused["rope_type"] = not isinstance(rope, dict) or _rope_type(rope) != "default"
     for option, is_refused in refused.items():
         if is_refused:
-            value = rope if option == "rope_type" else values.get(option)
+            value = values.get(option)
             message = f"{path / 'config.json'}: {option} = {value!r} is not implemented"
             raise ModelUnsupported(message, option=option, value=value)
+
+
+def _quantized(found: Any, path: Path) -> str:
+    method = str(found.get("quant_method", "unknown"))[:80] if isinstance(found, dict) else "unknown"
+    return (
+        f"{path} holds weights quantized by {method!r} (quantization_config); this version reads unquantized"
+        " checkpoints, and quantizes as it loads (--quantization fp8)"
+    )
 
 
 def _rope_type(rope: dict[str, Any]) -> str:

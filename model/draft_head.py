@@ -13,9 +13,6 @@ import torch
 
 from baton.core.errors import ModelUnsupported
 
-DRAFT_HEAD = "mtp.lm_head.weight"
-D2T = "mtp.d2t"
-T2D = "mtp.t2d"
 D2T_FORMS = ("absolute", "offset")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from baton.core.errors import ModelTensorMissing, ModelUnsupported
+from baton.core.errors import ModelUnsupported
 from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
@@ -16,9 +16,11 @@ from baton.kernels.implementation import Implementation
 from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_sizes
 from baton.kvcache.layout import WORD_BYTES
 from baton.model.config import ModelConfig
-from baton.model.draft_head import D2T, normalise_d2t, spaced_d2t
+from baton.model.draft_head import normalise_d2t, spaced_d2t
+from baton.model.draft_names import D2T
 from baton.model.layers import WeightSource
 from baton.model.model import Model
+from baton.model.mtp_fit import require_mtp
 from baton.model.parallel import Alone, Communicator, ShardPlan
 from baton.model.random_weights import RandomTensor, random_identity, random_tensors
 from baton.model.tensor_spec import check_tensors, tensor_spec
@@ -64,7 +66,7 @@ def load_model(
     made_weights = random_identity(device, random_seed) if random_seed is not None else None
     config = ModelConfig.from_directory(path, made_weights=made_weights)
     if with_mtp and not (is_random and config.num_mtp_layers == 0):
-        _require_mtp(config, path)
+        require_mtp(config, path)
     group = communicator or Alone()
     unfit = _unfit(config, numerics, group, kv_dtype, implementation)
     implementation, why_no_triton = _form(implementation, unfit, device, dtype)
@@ -126,7 +128,7 @@ def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dty
     """
     if quantization is Quantization.NONE:
         return config
-    problem = "" if is_ordered else "--numerics default, or with --kernels triton on one rank"
+    problem = "" if is_ordered else "no --batch-invariant, or with --kernels triton on one rank"
     problem = problem if dtype is torch.bfloat16 else f"--dtype bfloat16, not {_named(dtype)}"
     if problem:
         message = f"--quantization {quantization.value} goes with {problem}"
@@ -143,7 +145,7 @@ def _with_kv(config: ModelConfig, kv_dtype: KVDtype, dtype: torch.dtype) -> Mode
     if kv_dtype is KVDtype.AUTO:
         return config
     if config.head_dim % WORD_BYTES:
-        message = f"--kv-dtype {kv_dtype.value} moves {WORD_BYTES} elements together; heads have {config.head_dim}"
+        message = f"--kv-cache-dtype {kv_dtype.value} moves {WORD_BYTES} elements at once; heads have {config.head_dim}"
         raise ModelUnsupported(message, option="kv_dtype", value=kv_dtype.value)
     return _renamed(config, f"KV {kv_dtype.value} of {_named(dtype)}")
 
@@ -199,12 +201,3 @@ def _form(asked: Implementation, unfit: str, device: torch.device, dtype: torch.
         log.warning("no Triton kernel is made for %s: the model is computed by torch, which is slow", unfit)
         return Implementation.REFERENCE, f"no kernel is made for {unfit}"
     return Implementation.TRITON, ""
-
-
-def _require_mtp(config: ModelConfig, path: Path) -> None:
-    if config.num_mtp_layers == 0:
-        message = f"{path} has no MTP head to draft with; --mtp 0 would serve the model without drafts"
-        raise ModelTensorMissing(message, path=str(path), tensors=[])
-    if config.num_mtp_layers > 1:
-        message = f"{path} has {config.num_mtp_layers} MTP layers; this version drafts with one; --mtp 0 would serve it"
-        raise ModelUnsupported(message, option="mtp_num_hidden_layers", value=config.num_mtp_layers)

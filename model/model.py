@@ -22,7 +22,8 @@ from baton.kvcache.pool import DTYPE_NAMES, KVPool
 from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
-from baton.model.draft_head import DRAFT_HEAD, HeadIds, columns_in_order, invert_d2t
+from baton.model.draft_head import HeadIds, columns_in_order, invert_d2t
+from baton.model.draft_names import DRAFT_HEAD
 from baton.model.inputs import AttentionBatch, DecodeBatch
 from baton.model.layers import WeightSource
 from baton.model.mtp import MTPHead

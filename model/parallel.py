@@ -15,10 +15,11 @@ from typing import Protocol
 
 import torch
 
-from baton.core.errors import ModelUnsupported, WorkerLost
+from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
-from baton.kernels.inner_sum import InnerSum, num_slices
+from baton.kernels.inner_sum import InnerSum
 from baton.model.config import ModelConfig
+from baton.model.tp_fit import require_cut
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 from baton.model.weights import Cut
 
@@ -123,21 +124,7 @@ class ShardPlan:
         self._rank, self._size = communicator.rank, communicator.size
         self.inner = InnerSum(self._size, communicator.all_sum)
         queries, keys, size = config.num_heads, config.num_kv_heads, self._size
-        inner_sizes = {"num_attention_heads": queries}
-        if len(config.sparse_layers) < config.num_layers:
-            inner_sizes["intermediate_size"] = config.intermediate_size
-        if config.num_experts:
-            inner_sizes["moe_intermediate_size"] = config.moe_intermediate_size
-        for name, length in inner_sizes.items():
-            if length % size:
-                raise _refusal(f"{name} = {length} is no multiple of it", size)
-        if keys % size and size % keys:
-            raise _refusal(f"num_key_value_heads = {keys} neither divides it nor is a multiple of it", size)
-        if numerics is Numerics.INVARIANT:
-            inner_sizes["num_attention_heads"] *= config.head_dim
-            for name, length in inner_sizes.items():
-                if num_slices(length) % size:
-                    raise _refusal(f"--numerics invariant cuts {name} into {num_slices(length)} slices", size)
+        require_cut(config, size, numerics)
         self._parts = {
             ".self_attn.q_proj.weight": self._cut(0, queries, config.head_dim),
             ".self_attn.k_proj.weight": self._cut(0, keys, config.head_dim),
@@ -169,7 +156,3 @@ class ShardPlan:
             return Cut(dim, self._rank * num_groups // self._size * length, length)
         count = num_groups // self._size * length
         return Cut(dim, self._rank * count, count)
-
-
-def _refusal(why: str, size: int) -> ModelUnsupported:
-    return ModelUnsupported(f"tensor parallel size {size} is not possible: {why}", option="tp", value=size)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.model.draft_head import DRAFT_HEAD
+from baton.model.draft_names import DRAFT_HEAD
 from baton.model.weights import Cut
 
 RANDOM_SEED = 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelTensorUnexpected
 from baton.model.config import ModelConfig
-from baton.model.draft_head import D2T, DRAFT_HEAD, T2D
+from baton.model.draft_names import D2T, DRAFT_HEAD, T2D
 from baton.model.weights import StoredTensor
 
 Shape = tuple[int, ...]
@@ -90,7 +90,7 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
     if missing:
         message = f"the checkpoint lacks {_named(missing)}"
         if all(name.startswith("mtp.") for name in missing):
-            message += "; its MTP head cannot be used, but --mtp 0 would serve the model without it"
+            message += "; its MTP head cannot be used, but --speculative-method none would serve the model without it"
         raise ModelTensorMissing(message, tensors=missing)
     known = spec.required | spec.tables | spec.optional
     unexpected = sorted(name for name in stored if name not in known and not _is_ignored(name, spec))
@@ -103,10 +103,10 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
             message = f"{name} has shape {list(tensor.shape)} where config.json implies {list(shape)}"
             raise ModelTensorMisshapen(message, tensor=name, shape=list(tensor.shape), wanted_shape=list(shape))
         if tensor is not None and name in spec.tables:
-            if tensor.index_dtype is None:
+            if not tensor.is_index:
                 message = f"{name} is stored as {tensor.dtype_name}; ids must be I64 or I32"
                 raise ModelTensorMisshapen(message, tensor=name, dtype=tensor.dtype_name)
-        elif tensor is not None and tensor.dtype is None:
+        elif tensor is not None and not tensor.is_weight:
             message = f"{name} is stored as {tensor.dtype_name}; weights must be F64, F32, BF16 or F16"
             raise ModelTensorMisshapen(message, tensor=name, dtype=tensor.dtype_name)
 

@@ -4,7 +4,7 @@ Rows of the LM head are cut over the ranks of a group in order of their ids, so 
 columns each; the last columns of the last ranks may belong to no token and are -inf. No row is ever put together:
 what crosses is a few numbers of each row and rank, each operation at most one `all_gather`. All ranks get the same
 bits. A logit is one product of a row with a row of the head, so cutting the head moves no bit of it where products do
-not depend on the number of outputs (`--numerics invariant`).
+not depend on the number of outputs (`--batch-invariant`).
 
 Among equals the lowest id wins, as with `torch.argmax` of the whole row: columns are in order of ids, within a rank
 `argmax` takes the first, and among ranks the lowest. NaN counts as larger than any number, there as here.

@@ -8,18 +8,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing, ModelTensorMissing
+
+if TYPE_CHECKING:  # headers are judged without it; it takes seconds to import
+    import torch
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _SAMPLE_BYTES = 64
-_INDEX_DTYPES = {"I64": torch.int64, "I32": torch.int32}
-_STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_INDEX_DTYPES = {"I64": ("int64", 8), "I32": ("int32", 4)}  # torch's name, bytes of an element
+_STORED_DTYPES = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +43,31 @@ class StoredTensor:
     end: int
 
     @property
-    def dtype(self) -> torch.dtype | None:
-        """The torch dtype, or None if weights of this kind are not supported."""
-        return _STORED_DTYPES.get(self.dtype_name)
+    def is_weight(self) -> bool:
+        """Whether weights of this kind are supported."""
+        return self.dtype_name in _STORED_DTYPES
 
     @property
-    def index_dtype(self) -> torch.dtype | None:
-        """The torch dtype of a table of ids, or None if it is no such table."""
-        return _INDEX_DTYPES.get(self.dtype_name)
+    def is_index(self) -> bool:
+        """Whether it is a table of ids."""
+        return self.dtype_name in _INDEX_DTYPES
 
-    def read_index(self) -> torch.Tensor:
+    @property
+    def dtype(self) -> "torch.dtype | None":
+        """The torch dtype, or None if weights of this kind are not supported."""
+        return _torch_dtype(_STORED_DTYPES.get(self.dtype_name))
+
+    @property
+    def index_dtype(self) -> "torch.dtype | None":
+        """The torch dtype of a table of ids, or None if it is no such table."""
+        return _torch_dtype(_INDEX_DTYPES.get(self.dtype_name))
+
+    def read_index(self) -> "torch.Tensor":
         """A table of ids, int64, on the CPU."""
         assert self.index_dtype is not None
-        return self._read(self.index_dtype, self.start, self.end, self.shape).to(torch.int64)
+        return self._read(self.index_dtype, self.start, self.end, self.shape).long()
 
-    def read(self, cut: Cut | None = None) -> torch.Tensor:
+    def read(self, cut: Cut | None = None) -> "torch.Tensor":
         """The tensor, or a part of it, on the CPU, as stored. Of a cut along the first dimension no more is read."""
         assert self.dtype is not None
         start, end, shape = self.start, self.end, self.shape
@@ -67,7 +78,9 @@ class StoredTensor:
         tensor = self._read(self.dtype, start, end, shape)
         return tensor if cut is None or cut.dim == 0 else tensor.narrow(cut.dim, cut.first, cut.count).contiguous()
 
-    def _read(self, dtype: torch.dtype, start: int, end: int, shape: tuple[int, ...]) -> torch.Tensor:
+    def _read(self, dtype: "torch.dtype", start: int, end: int, shape: tuple[int, ...]) -> "torch.Tensor":
+        import torch
+
         data = bytearray(end - start)
         with self.file.open("rb") as stream:
             stream.seek(start)
@@ -76,6 +89,16 @@ class StoredTensor:
         if not data:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(data, dtype=dtype).view(shape)
+
+
+def _torch_dtype(found: tuple[str, int] | None) -> "torch.dtype | None":
+    import torch
+
+    if found is None:
+        return None
+    dtype = getattr(torch, found[0])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def read_headers(path: Path) -> dict[str, StoredTensor]:
@@ -142,8 +165,8 @@ def _stored(file: Path, begin: int, entry: Mapping[str, Any]) -> StoredTensor:
     num_elements = 1
     for length in shape:
         num_elements *= length
-    dtype = tensor.dtype or tensor.index_dtype
-    if dtype is not None and num_elements * dtype.itemsize != end - start:
+    _, item_bytes = (_STORED_DTYPES | _INDEX_DTYPES).get(tensor.dtype_name, ("", 0))
+    if item_bytes and num_elements * item_bytes != end - start:
         raise ValueError(f"{end - start} bytes for shape {shape}")
     return tensor
 

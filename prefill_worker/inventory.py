@@ -19,6 +19,7 @@ def prefill_inventory(
     rate: RateMeter,
     pace: PrefillPace,
     *,
+    full_tokens_per_s: float,
     num_requests: int,
     num_finished: int,
     num_failed: int,
@@ -31,6 +32,7 @@ def prefill_inventory(
         push: its side of the hand-off.
         rate: prompt tokens computed.
         pace: what steps over them take.
+        full_tokens_per_s: prompt tokens computed in full steps; 0 is not known.
         num_requests: that are here.
         num_finished: that ended well.
         num_failed: that did not.
@@ -56,5 +58,6 @@ def prefill_inventory(
         transfer=push_counts(pushes, push.paths(), push.lanes()),
         num_prefill_tokens_queued=scheduler.num_tokens_queued(),
         prefill_tokens_per_s=rate.per_s,
+        full_prefill_tokens_per_s=full_tokens_per_s,
         prefill_pace=pace_to_proto(pace),
     )

@@ -65,6 +65,8 @@ class PrefillNode:
     def _start(self) -> None:
         group = None if self._channel is None else self._channel.communicator
         loaded = load_worker(self.config, communicator=group)
+        self.config = loaded.applied(self.config)
+        self._chosen = loaded.sizes.why
         self._layout = loaded.layout
         self._model = loaded.model
         runner = PrefillRunner(
@@ -116,7 +118,7 @@ class PrefillNode:
     def state(self) -> worker_pb2.WorkerState:
         """What a heartbeat says."""
         inventory = self.worker.inventory()
-        inventory.compute.CopyFrom(compute_report(self._model, self.config.quantization))
+        inventory.compute.CopyFrom(compute_report(self._model, self.config.quantization, self._chosen))
         return worker_pb2.WorkerState(
             worker_id=self.config.worker_id,
             role="prefill",
@@ -178,6 +180,7 @@ class PrefillRank:
         channel = self.channel = follow(seat, prefill_codec(), torch.device(config.device))
         with closed_if_it_fails(channel):
             loaded = load_worker(config, communicator=channel.communicator)
+            config = loaded.applied(config)
             eos_token_ids = loaded.tokenizer.eos_token_ids
             runner = PrefillRunner(
                 loaded.model, loaded.pool, channel.communicator, eos_token_ids=eos_token_ids, grammars=loaded.grammars

@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 
 from baton.core.clock import Clock
-from baton.core.errors import BatonError, WorkerLost
+from baton.core.errors import WorkerLost, as_internal
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.kvtransfer.push import DecodePeer
 from baton.prefill_worker.worker import PrefillWorker
@@ -41,13 +41,13 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             if attempt.sampling.grammar is not None:
                 await asyncio.to_thread(self._worker.check, attempt)  # other streams go on while it compiles
             self._worker.submit(attempt, peer, stream)
-        except BatonError as error:
-            await abort_with(context, error)
+        except Exception as error:  # noqa: BLE001  the request's boundary
+            await abort_with(context, as_internal("a worker's stream", error))
         try:
             async for event in stream.events():
                 await context.write(event)
-        except BatonError as error:
-            await abort_with(context, error)
+        except Exception as error:  # noqa: BLE001  the request's boundary
+            await abort_with(context, as_internal("a worker's stream", error))
         finally:
             if not stream.ended:
                 self._worker.cancel(attempt.key, stream)

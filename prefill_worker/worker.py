@@ -17,11 +17,12 @@ from baton.core.errors import (
     RequestCancelled,
     RequestDeadlineExceeded,
     TransferFailed,
+    as_internal,
 )
 from baton.core.logprobs import TokenLogprobs
 from baton.core.logs import shown
 from baton.core.pace import PrefillPace
-from baton.core.rate import RateMeter
+from baton.core.rate import FullStepRate, RateMeter
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.span import Tracer
 from baton.core.tokenizer import Tokenizer
@@ -94,6 +95,7 @@ class PrefillWorker:
         index = PrefixIndex(self.block_log)
         self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size, index)
         self._rate, self._pace = RateMeter(), PrefillPace()
+        self._full_rate, self._chunk_len = FullStepRate(), chunk_len
         self._scheduler = PrefillScheduler(self._allocator, chunk_len, max_num_seqs)
         capacity_len = pool.num_blocks * pool.layout.block_size
         self._limits = dataclasses.replace(limits, prefill_capacity_len=capacity_len)
@@ -124,9 +126,13 @@ class PrefillWorker:
             Overloaded: the queue is full.
         """
         self.check(request)
-        self._gate.enter()
         names = self.names.of(request)
-        self._loop.post(lambda: self._add(request, peer, stream, names), always=True)
+        self._gate.enter()
+        try:
+            self._loop.post(lambda: self._add(request, peer, stream, names), always=True)
+        except BaseException:
+            self._gate.leave()
+            raise
 
     def check(self, request: GenerationRequest) -> None:
         """What `submit` checks first; a new grammar is compiled, which may take a while. Any thread.
@@ -155,6 +161,7 @@ class PrefillWorker:
             self._push,
             self._rate,
             self._pace,
+            full_tokens_per_s=self._full_rate.per_s(self._clock.now_s()),
             num_requests=len(self._runs),
             num_finished=self._num_finished,
             num_failed=self._num_failed,
@@ -273,13 +280,18 @@ class PrefillWorker:
             reports = zip(forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
             for chunk, (first_token, logprobs, prompt_logprobs) in zip(plan, reports, strict=True):
                 chunk.sequence.computed(chunk.length, start_s, first_token_s)
-                if prompt_logprobs:
-                    self._publish_prompt_logprobs(self._runs[chunk.sequence.key], prompt_logprobs)
-                if first_token is not None:
-                    self._publish_first_token(self._runs[chunk.sequence.key], first_token, logprobs, first_token_s)
+                run = self._runs[chunk.sequence.key]
+                try:
+                    if prompt_logprobs:
+                        self._publish_prompt_logprobs(run, prompt_logprobs)
+                    if first_token is not None:
+                        self._publish_first_token(run, first_token, logprobs, first_token_s)
+                except Exception as error:  # noqa: BLE001  what one request's events raise ends that request
+                    self._fail(run, as_internal("the first token of a request", error))
             starts = self._runner.draft(forward, step.submit)
         end_s, num_tokens = self._clock.now_s(), sum(chunk.length for chunk in plan)
         self._rate.add(num_tokens, end_s - start_s)
+        self._full_rate.add(num_tokens, end_s - start_s, end_s, full_len=self._chunk_len)
         self._pace.add(num_tokens, end_s - start_s, end_s - first_token_s)
         for chunk in plan:
             self._scheduler.name_blocks(chunk)

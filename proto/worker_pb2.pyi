@@ -424,7 +424,7 @@ class Speculation(_message.Message):
     def __init__(self, auto: bool = ..., num_draft_tokens: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class Inventory(_message.Message):
-    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs", "compute", "num_prefill_tokens_queued", "prefill_tokens_per_s", "prefill_pace", "num_local_prefills", "num_local_prefill_tokens", "local_chunk_len")
+    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs", "compute", "num_prefill_tokens_queued", "prefill_tokens_per_s", "prefill_pace", "num_local_prefills", "num_local_prefill_tokens", "local_chunk_len", "full_prefill_tokens_per_s", "max_handoff_len")
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -463,6 +463,8 @@ class Inventory(_message.Message):
     NUM_LOCAL_PREFILLS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_CHUNK_LEN_FIELD_NUMBER: _ClassVar[int]
+    FULL_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_HANDOFF_LEN_FIELD_NUMBER: _ClassVar[int]
     num_requests_waiting: int
     num_requests_running: int
     num_blocks: int
@@ -501,7 +503,9 @@ class Inventory(_message.Message):
     num_local_prefills: int
     num_local_prefill_tokens: int
     local_chunk_len: int
-    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ..., compute: _Optional[_Union[Compute, _Mapping]] = ..., num_prefill_tokens_queued: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_pace: _Optional[_Union[PrefillPace, _Mapping]] = ..., num_local_prefills: _Optional[int] = ..., num_local_prefill_tokens: _Optional[int] = ..., local_chunk_len: _Optional[int] = ...) -> None: ...
+    full_prefill_tokens_per_s: float
+    max_handoff_len: int
+    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ..., compute: _Optional[_Union[Compute, _Mapping]] = ..., num_prefill_tokens_queued: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_pace: _Optional[_Union[PrefillPace, _Mapping]] = ..., num_local_prefills: _Optional[int] = ..., num_local_prefill_tokens: _Optional[int] = ..., local_chunk_len: _Optional[int] = ..., full_prefill_tokens_per_s: _Optional[float] = ..., max_handoff_len: _Optional[int] = ...) -> None: ...
 
 class PrefillPace(_message.Message):
     __slots__ = ("fixed_s", "per_token_s", "draft_s")
@@ -542,7 +546,7 @@ class GraphCounts(_message.Message):
     def __init__(self, num_captured: _Optional[int] = ..., failed: _Optional[_Mapping[str, str]] = ..., num_steps_replayed: _Optional[int] = ..., num_steps_eager: _Optional[_Mapping[str, int]] = ..., num_sequences_padded: _Optional[int] = ...) -> None: ...
 
 class Compute(_message.Message):
-    __slots__ = ("form", "why", "quantization", "num_library_refused", "library_refused", "untuned", "device", "num_kernels_starting", "num_kernels_serving", "late_kernels")
+    __slots__ = ("form", "why", "quantization", "num_library_refused", "library_refused", "untuned", "device", "num_kernels_starting", "num_kernels_serving", "late_kernels", "chosen")
     FORM_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
@@ -553,6 +557,7 @@ class Compute(_message.Message):
     NUM_KERNELS_STARTING_FIELD_NUMBER: _ClassVar[int]
     NUM_KERNELS_SERVING_FIELD_NUMBER: _ClassVar[int]
     LATE_KERNELS_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
     form: str
     why: str
     quantization: str
@@ -563,7 +568,8 @@ class Compute(_message.Message):
     num_kernels_starting: int
     num_kernels_serving: int
     late_kernels: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, form: _Optional[str] = ..., why: _Optional[str] = ..., quantization: _Optional[str] = ..., num_library_refused: _Optional[int] = ..., library_refused: _Optional[_Iterable[str]] = ..., untuned: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., num_kernels_starting: _Optional[int] = ..., num_kernels_serving: _Optional[int] = ..., late_kernels: _Optional[_Iterable[str]] = ...) -> None: ...
+    chosen: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, form: _Optional[str] = ..., why: _Optional[str] = ..., quantization: _Optional[str] = ..., num_library_refused: _Optional[int] = ..., library_refused: _Optional[_Iterable[str]] = ..., untuned: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., num_kernels_starting: _Optional[int] = ..., num_kernels_serving: _Optional[int] = ..., late_kernels: _Optional[_Iterable[str]] = ..., chosen: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("reason", "num_requests")

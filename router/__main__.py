@@ -1,7 +1,8 @@
 """`python -m baton.router`: the router as a plain process. Says `{"grpc_port": N}` on stdout once it listens.
 
-It ends on SIGTERM or SIGINT, and with `--exit-with-parent` when its stdin closes. An error at the start is one line on
-stderr, the error's JSON, and exit code 3.
+SIGTERM and SIGINT drain it: nothing new is taken, what runs may finish within `--shutdown-grace-s`; a second one ends
+it at once, and so does with `--exit-with-parent` the end of stdin. An error at the start is one line on stderr, the
+error's JSON, and exit code 3.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -24,7 +27,7 @@ from baton.core.file_numbers import raise_file_limit
 from baton.core.fleet_metrics import SpanCollector
 from baton.core.logs import configure_logging
 from baton.core.telemetry import Telemetry, TelemetryConfig
-from baton.router import flag_values
+from baton.router import flag_values, shed_report
 from baton.router.canary import CanaryConfig
 from baton.router.local_prefill import AUTO, MODES
 from baton.router.metrics_port import serve_metrics
@@ -47,32 +50,48 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=flag_values.port, default=50051, help="0 picks a free one")
     parser.add_argument("--model-name", required=True, help="what clients call the model")
+    parser.add_argument("--model-alias", action="append", default=[], help="another name that clients may use")
     parser.add_argument("--model-path", type=Path, required=True, help="directory with tokenizer.json and config.json")
-    parser.add_argument("--weights", choices=("checkpoint", "random"), default="checkpoint", help="what workers load")
     parser.add_argument(
-        "--max-queue-len", type=flag_values.positive_int, default=256, help="requests in flight; more are refused"
+        "--load-format", choices=("auto", "safetensors", "dummy"), default="auto", help="dummy: workers load no weights"
+    )
+    parser.add_argument(
+        "--max-queue-len", type=flag_values.positive_int, help="requests in flight; more are refused; default: no limit"
     )
     parser.add_argument(
         "--request-timeout-s", type=flag_values.positive_float, default=600.0, help="longest life of a request"
     )
     _add_migration(parser)
+    parser.add_argument("--log-requests", action="store_true", help="a line for each request: ids, counts, times")
     parser.add_argument("--routing", choices=ROUTINGS, default=PREFIX, help="how workers are chosen")
     parser.add_argument("--local-prefill", choices=MODES, default=AUTO, help="prompts on decode workers")
     parser.add_argument(
         "--canary-idle-s", type=flag_values.duration, default=30.0, help="ask workers idle for this; 0: never"
     )
-    parser.add_argument("--max-wait-s", type=flag_values.positive_float, default=30.0, help="longest wait for a turn")
+    parser.add_argument(
+        "--max-wait-s", type=flag_values.positive_float, help="longest wait for a turn; default: the deadline"
+    )
     parser.add_argument(
         "--metrics-port", type=flag_values.port, help="serve Prometheus metrics here; 0 picks a free one"
     )
     add_flags(parser)
     parser.add_argument("--http-port", type=flag_values.port, help="serve OpenAI's HTTP API here; 0 picks a free one")
     parser.add_argument("--chat-template", default="", help="jinja file, or chatml; else the model's own")
+    parser.add_argument("--allowed-origins", default="", help="web pages that may call, by commas; * is any (CORS)")
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log on stderr")
     parser.add_argument("--trace-file", default="", help="append spans to this file: OTLP as JSON lines")
     parser.add_argument("--trace-endpoint", default="", help="send spans to this OTLP/HTTP collector")
     parser.add_argument(
         "--trace-share", type=flag_values.share, default=1.0, help="of requests whose clients leave it open"
+    )
+    parser.add_argument(
+        "--shutdown-grace-s", type=flag_values.duration, default=25.0, help="for open streams, after a signal"
+    )
+    parser.add_argument(
+        "--follows-workers",
+        type=flag_values.count,
+        default=0,
+        help="of a router before this one: requests wait a moment until so many are heard",
     )
     parser.add_argument("--exit-with-parent", action="store_true", help="end when stdin closes")
     options = parser.parse_args(arguments)
@@ -106,13 +125,15 @@ def _add_migration(parser: argparse.ArgumentParser) -> None:
     add("--quarantine-s", type=flag_values.positive_float, default=own.quarantine_s, help="how long it is refused")
 
 
-async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set.
+async def serve(options: argparse.Namespace, ending: "Ending") -> None:
+    """Serve until the end is asked for.
 
     Raises:
         StartupError: the model directory or a port is not usable.
     """
-    model = ServedModel.from_directory(options.model_name, options.model_path, weights=options.weights)
+    weights = "random" if options.load_format == "dummy" else "checkpoint"
+    model = ServedModel.from_directory(options.model_name, options.model_path, weights=weights)
+    model = replace(model, aliases=tuple(options.model_alias))
     config = RouterConfig(
         host=options.host,
         port=options.port,
@@ -131,12 +152,15 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         max_wait_s=options.max_wait_s,
         security=security_of(options),
         http=_http_config(options),
+        log_requests=options.log_requests,
+        follows_workers=options.follows_workers,
     )
     telemetry = Telemetry(_telemetry(options), "router", MonotonicClock())
     router = RouterServer(config, model, tracer=telemetry.tracer)
     if telemetry.tracer is not None:
         router.metrics.registry.register(SpanCollector(lambda: telemetry.num_dropped))
     await router.start()
+    shed = asyncio.create_task(shed_report.watch(router.metrics))
     # A stream is a few hundred objects: as many as there are streams would be looked at again and again.
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 10, 20)
@@ -152,10 +176,12 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
                 options.host, options.metrics_port, router.metrics.registry, config.security.tls
             )
         print(json.dumps(ports), flush=True)
-        await stop.wait()
+        await ending.drain.wait()
+        await ending.unless_now(router.drain(options.shutdown_grace_s))
         if close_metrics is not None:
             close_metrics()
     finally:
+        shed.cancel()
         await router.stop()
         telemetry.close()
 
@@ -167,12 +193,39 @@ async def run(options: argparse.Namespace) -> None:
         StartupError: see `serve`.
     """
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    ending = Ending()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, ending.signalled)
     if options.exit_with_parent:
-        threading.Thread(target=_wait_for_parent, args=(loop, stop), name="parent-watch", daemon=True).start()
-    await serve(options, stop)
+        threading.Thread(target=_wait_for_parent, args=(loop, ending), name="parent-watch", daemon=True).start()
+    await serve(options, ending)
+
+
+class Ending:
+    """How the process is to end: `drain` first, and `now` if it is to be at once."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.now = asyncio.Event()
+
+    def signalled(self) -> None:
+        """The first signal drains, the next one ends."""
+        (self.now if self.drain.is_set() else self.drain).set()
+
+    def at_once(self) -> None:
+        """Do not wait for anything."""
+        self.now.set()
+        self.drain.set()
+
+    async def unless_now(self, course: Coroutine[Any, Any, None]) -> None:
+        """Follow a course to its end, or until everything is to end at once."""
+        tasks = [asyncio.create_task(course), asyncio.create_task(self.now.wait())]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks[0] in done:
+            tasks[0].result()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -190,11 +243,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _wait_for_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+def _wait_for_parent(loop: asyncio.AbstractEventLoop, ending: Ending) -> None:
     while os.read(0, 4096):
         pass
     if not loop.is_closed():
-        loop.call_soon_threadsafe(stop.set)
+        loop.call_soon_threadsafe(ending.at_once)
 
 
 def _http_config(options: argparse.Namespace) -> HttpConfig | None:
@@ -204,6 +257,7 @@ def _http_config(options: argparse.Namespace) -> HttpConfig | None:
         port=options.http_port,
         template=ChatTemplate.load(options.model_path, options.chat_template),
         defaults=advised_sampling(options.model_path),
+        allowed_origins=tuple(filter(None, map(str.strip, options.allowed_origins.split(",")))),
     )
 
 

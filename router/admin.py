@@ -86,7 +86,7 @@ class AdminService(Operations):
             retry_tokens=self._retries.tokens(self._clock.now_s()),
             num_migrations=self._metrics.total("migrations"),
             quarantined=self.quarantined(),
-            max_queue_len=self._admission.limit,
+            max_queue_len=self._admission.limit or 0,
             scale=self._scale.request,
             local_prefill=admin_pb2.LocalPrefill(
                 mode=self._local.mode,
@@ -132,12 +132,11 @@ class AdminService(Operations):
         self, request: admin_pb2.SetAdmissionRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.SetAdmissionReply:
         """Hold so many requests from now on."""
-        if not request.max_queue_len:
-            await wire.abort_with(context, InvalidRequest("max_queue_len: at least 1", field="max_queue_len"))
-        previous, self._admission.limit = self._admission.limit, request.max_queue_len
-        log.warning("the router holds at most %d requests, not %d", request.max_queue_len, previous)
+        admission = self._admission
+        previous, admission.limit = admission.limit, request.max_queue_len or admission.default
+        log.warning("the router holds at most %s requests, not %s", admission.limit or "any", previous or "any")
         return admin_pb2.SetAdmissionReply(
-            max_queue_len=self._admission.limit, previous=previous, num_in_flight=self._admission.num_in_flight
+            max_queue_len=admission.limit or 0, previous=previous or 0, num_in_flight=admission.num_in_flight
         )
 
     async def Scale(

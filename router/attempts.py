@@ -7,17 +7,18 @@ attempt is `request_run`'s. The client's stream goes on: it sees a pause, no tok
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Set
 from dataclasses import dataclass
 from typing import Any
 
 from baton.core.clock import Clock
-from baton.core.errors import BatonError, NoWorker, TransferFailed, WorkersIncompatible
+from baton.core.errors import BatonError, HandoffTooLong, NoWorker, TransferFailed, WorkersIncompatible, as_internal
 from baton.core.request import GenerationRequest
 from baton.proto import worker_pb2
 from baton.router.attendance import Attendance, Visitor
 from baton.router.channels import Channels
 from baton.router.continuation import Again, Cause, Continuation, MigrationLimits, cause_of
+from baton.router.handoff import Lives, refusal, too_long
 from baton.router.local_run import LocalRun
 from baton.router.members import DECODE, PREFILL, Member
 from baton.router.outcasts import Outcasts, fits
@@ -80,9 +81,11 @@ class Attempts:
         self.first: worker_pb2.FirstToken | None = None  # of the attempt whose first token the client got
         self.first_pair: Pair | None = None
         self.runs: list[RequestRun] = []  # every attempt, in order
+        self.on_arrival: Callable[[int, bool], None] | None = None  # told how many new tokens came, and the end
         self._context = context
         self._answer = Continuation(request, context.limits, random.random)
         self._outcasts = Outcasts()
+        self._too_long: set[Lives] = set()  # pairs that refused to hand so much over
         self._pair: Pair | None = None
         self._run: RequestRun | None = None
 
@@ -141,12 +144,16 @@ class Attempts:
                 return
             except BatonError as error:
                 await self._lost(pair, error)
+            except Exception as error:
+                raise as_internal("an attempt of a request", error) from error
 
     def close(self) -> None:
         """End the attempt that is under way, if it has not ended."""
         if self._run is not None:
-            self._run.close()
-            self._run.linger()
+            try:
+                self._run.close()
+            finally:
+                self._run.linger()
 
     def _came(self, member: Member) -> None:
         """A worker has done its part."""
@@ -172,9 +179,24 @@ class Attempts:
         Raises:
             NoWorker: a role has no live worker.
             WorkersIncompatible: every live pair has refused.
+            HandoffTooLong: every other one cannot hand so much over, and no decode worker may compute it.
         """
         prefill, decode = self._serving(PREFILL), self._serving(DECODE)
-        refused, outcasts = self._context.refusals.lives(), self._outcasts
+        refused = self._context.refusals.lives()
+        prompt_len = self.request.prompt_len + self._answer.num_tokens
+        long = too_long(prefill, decode, prompt_len)
+        long.surely |= self._too_long
+        if not long:
+            return self._choose(prefill, decode, refused)
+        for excluded in (refused | long.surely | long.perhaps, refused | long.surely):
+            try:
+                return self._choose(prefill, decode, excluded)
+            except WorkersIncompatible:
+                continue
+        raise refusal(prompt_len, decode)
+
+    def _choose(self, prefill: list[Member], decode: list[Member], refused: Set[Lives]) -> Pair:
+        outcasts = self._outcasts
         pick = self._context.policy.pick
         if outcasts.pairs:
             for fresh, excluded in ((True, refused), (False, refused | outcasts.pairs)):
@@ -201,15 +223,18 @@ class Attempts:
         return [member for member in live if not attendance.presence.is_unsettled(member.life)] or live
 
     def _incompatible(self, error: WorkersIncompatible) -> WorkersIncompatible:
-        refusal = self._context.refusals.all()[0]
-        who = f"{refusal.prefill.worker_id} and {refusal.decode.worker_id}"
-        return WorkersIncompatible(f"{error.message}; {who}: {refusal.reason}", reason=refusal.reason, **error.fields)
+        found = next(iter(self._context.refusals.all()), None)
+        if found is None:
+            return error
+        who = f"{found.prefill.worker_id} and {found.decode.worker_id}"
+        return WorkersIncompatible(f"{error.message}; {who}: {found.reason}", reason=found.reason, **error.fields)
 
     def _start(self, pair: Pair) -> RequestRun:
         request = self._answer.begin(pair.prefill.capacity_len)
         context = self._context
         kind = LocalRun if pair.is_local else RequestRun
         run = kind(request, pair, channels=context.channels, clock=context.clock)
+        run.on_arrival = self.on_arrival
         run.start(Visitor(context.attendance, self.request, self._may_move))
         self.runs.append(run)
         return run
@@ -236,6 +261,8 @@ class Attempts:
         if reason:
             self._context.refusals.add(pair, str(reason))
             log.warning("%s and %s are not paired again: %s", *(life.worker_id for life in pair.lives), reason)
+        if isinstance(error, HandoffTooLong):
+            self._too_long.add(pair.lives)
         now_s = self._context.clock.now_s()
         self._outcasts.add(pair, role=error.fields.get("role") if cause_of(error) else None, now_s=now_s)
         names = [life.worker_id for life in pair.lives]

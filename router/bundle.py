@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 import grpc.aio
 
-from baton.core.errors import BatonError, ProtocolError, WorkerLost
+from baton.core.errors import BatonError, ProtocolError, WorkerLost, as_internal
 from baton.proto.bundle_wire import End
 from baton.router.continuation import Cause
 
@@ -121,6 +121,9 @@ class Bundle:
             pass  # the reader finds the same, and says it to everybody
         except asyncio.InvalidStateError:
             pass  # the call has ended: likewise
+        except Exception as error:  # noqa: BLE001  the task's boundary: without it streams would be opened and never sent
+            self._end(as_internal(f"writing to {self._name}", error))
+            self._tasks[1].cancel()
 
     def _take(self) -> Any:
         commands = self._commands(cancelled=self._cancelled)
@@ -150,6 +153,8 @@ class Bundle:
             error = self._broken(f"sent {found.message}")
         except (grpc.aio.AioRpcError, BatonError) as found:
             error = found
+        except Exception as found:  # noqa: BLE001  the task's boundary: all its streams end with it
+            error = as_internal(f"reading from {self._name}", found)
         finally:
             self._end(error)
 
@@ -159,7 +164,7 @@ class Bundle:
     def _say(self, number: int, reader: Reader, said: Any) -> None:
         if type(said) is End:
             del self._readers[number]
-            reader.on_end(said.error)
+            self._tell_end(reader, said.error)
             self._end_if_idle()
             return
         try:
@@ -167,7 +172,7 @@ class Bundle:
         except Exception as error:  # noqa: BLE001  a fault in what one stream says must not end the others
             if number in self._readers:
                 self._cancel(number)
-                reader.on_end(error)
+                self._tell_end(reader, error)
 
     def _end(self, error: BaseException) -> None:
         self.over = True
@@ -176,4 +181,11 @@ class Bundle:
         self._opening.clear()
         readers, self._readers = self._readers, {}
         for reader in readers.values():
+            self._tell_end(reader, error)
+
+    def _tell_end(self, reader: Reader, error: BaseException | None) -> None:
+        """One that cannot hear it does not keep it from the others; it is told once more, why."""
+        try:
             reader.on_end(error)
+        except Exception as found:  # noqa: BLE001  a reader's boundary
+            reader.on_end(as_internal(f"ending a stream of {self._name}", found))

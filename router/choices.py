@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from baton.core.request import GenerationRequest, choices_of
@@ -50,15 +51,13 @@ class Choices:
         """
         if self._gate is not None:
             self._turn = await self._gate.enter(self._request)
+            for attempts in self.attempts:
+                attempts.on_arrival = self._turn.arrived
         if len(self.attempts) == 1:
             async for emitted in self.attempts[0].events():
-                if self._turn is not None:
-                    self._turn.tokens(len(emitted.token_ids))
                 yield ChoiceEvent(0, emitted)
             return
         async for event in self._events():
-            if self._turn is not None:
-                self._turn.tokens(len(event.emitted.token_ids))
             yield event
 
     async def _events(self) -> AsyncIterator[ChoiceEvent]:
@@ -85,12 +84,13 @@ class Choices:
 
     def close(self) -> None:
         """End what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        for attempts in self.attempts:
-            attempts.close()
-        if self._turn is not None:
-            self._turn.leave()
+        with ExitStack() as stack:  # all of it, whatever one of them raises
+            if self._turn is not None:
+                stack.callback(self._turn.leave)
+            for attempts in self.attempts:
+                stack.callback(attempts.close)
+            for task in self._tasks:
+                task.cancel()
 
 
 async def _read(choice: int, attempts: Attempts, queue: "asyncio.Queue[ChoiceEvent | BaseException | None]") -> None:

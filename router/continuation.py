@@ -14,6 +14,7 @@ from typing import Final
 
 from baton.core.errors import (
     BatonError,
+    HandoffTooLong,
     NoWorker,
     Overloaded,
     ProtocolError,
@@ -191,6 +192,8 @@ class Continuation:
         self.tried.append(Tried(self._attempt, prefill, decode, why))
         if now_s >= self.request.deadline_s:
             raise self._final(error)
+        if isinstance(error, HandoffTooLong):
+            return Again(0.0)  # by another pair, of which there are not many, or by the decode worker alone
         if isinstance(error, TransferFailed):
             if self.num_retries >= MAX_RETRIES or error.fields.get("diverged"):
                 raise self._final(error)

@@ -12,9 +12,18 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from baton.core.answer_text import AnswerText
 from baton.core.clock import Clock
 from baton.core.clock_id import clock_id
-from baton.core.errors import BatonError, EmptyPrompt, InvalidRequest, ModelNotFound, PromptTooLong
+from baton.core.errors import (
+    BatonError,
+    EmptyPrompt,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    PromptTooLong,
+    as_internal,
+)
 from baton.core.grammar_check import MAX_GRAMMAR_BYTES
 from baton.core.metrics import RouterMetrics
 from baton.core.request import AttemptKey, GenerationRequest
@@ -31,11 +40,13 @@ from baton.router.gate import Gate
 from baton.router.members import DECODE, PREFILL, Members
 from baton.router.message_limits import check_message, check_num_answers
 from baton.router.policy import Pair, require
+from baton.router.prompt_end import end_of
 from baton.router.quota import CURRENT
-from baton.router.request_log import log_end
+from baton.router.request_log import log_end, log_request
 from baton.router.served_model import ServedModel
+from baton.router.settling import Settling
+from baton.router.shutdown import Shutdown
 from baton.router.stats import StreamStats
-from baton.router.text import IncrementalText
 from baton.router.tracing import RequestTracing
 from baton.router.work import HIGH, NORMAL, PRIORITIES
 
@@ -44,6 +55,7 @@ THREAD_TEXT_LEN: Final = 2048  # longer texts (> 0.5 ms) are tokenized in a thre
 # runs of a few very long tokens; what is longer is refused unread.
 BASE_BYTES: Final = (64 << 10) + MAX_GRAMMAR_BYTES
 BYTES_PER_POSITION: Final = 16
+MAX_CALL_ANSWERS: Final = 256  # of one call, unless an operator set how many the router holds
 MAX_PROMPT_LOGPROBS: Final = 2048  # in a chunk, which stays below 1 MiB
 LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
 
@@ -67,8 +79,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         gate: Gate | None = None,
         max_prompt_len: int | None = None,
         tracer: Tracer | None = None,
+        log_requests: bool = False,
+        shutdown: Shutdown | None = None,
+        settling: Settling | None = None,
     ) -> None:
+        self._settling = settling
+        self.shutdown = shutdown or Shutdown()
         self._gate = gate
+        self._log_requests = log_requests
         self._max_prompt_len = max_prompt_len
         self._tracing = None if tracer is None else RequestTracing(tracer, clock, self._is_near)
         self._model = model
@@ -85,14 +103,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
         Writes to the context: a cancel is then raised here, wherever this waits.
         """
-        if self._tracing is not None:
-            INCOMING.set(from_metadata(context.invocation_metadata()))
         try:
+            if self._tracing is not None:
+                INCOMING.set(from_metadata(context.invocation_metadata()))
             async with self.open([request], context.time_remaining()) as answers:
                 async for chunk in answers.only():
                     await context.write(chunk)
-        except BatonError as error:
-            wire.end_with(context, error)
+        except Exception as error:  # noqa: BLE001  the call's boundary
+            wire.end_with(context, as_internal("the request", error))
 
     @asynccontextmanager
     async def open(
@@ -113,13 +131,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         Raises:
             BatonError: whatever refuses a request.
         """
-        received_s = self._clock.now_s()
         all_stats: list[StreamStats] = []
         try:
+            received_s = self._clock.now_s()
             num_answers = sum(num_choices(one.sampling if sampling is None else sampling) for one in asked)
             check_num_answers(num_answers, self.max_answers)
             all_stats.extend(StreamStats(self._clock, self._metrics, received_s) for _ in asked)
-            with self._admission.slot(num_answers), self._metrics.num_streams_open.track_inprogress():
+            async with self.shutdown.call(), self._held(num_answers):
                 check = partial(
                     check_sampling, vocab_size=self._model.vocab_size, default_max_tokens=default_max_tokens
                 )
@@ -136,17 +154,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except BatonError as error:
             self._metrics.requests_failed.labels(type(error).__name__).inc()
             raise
+        except Exception as error:  # noqa: BLE001  the boundary of every call
+            self._metrics.requests_failed.labels(InternalError.__name__).inc()
+            raise as_internal("the request", error) from None
         except (asyncio.CancelledError, GeneratorExit):
             if not all(stats.counted for stats in all_stats):  # else the client had everything but the status
                 self._metrics.requests_failed.labels("RequestCancelled").inc()
             raise
 
+    @asynccontextmanager
+    async def _held(self, num_answers: int) -> AsyncIterator[None]:
+        with self._admission.slot(num_answers), self._metrics.num_streams_open.track_inprogress():
+            if self._settling is not None:
+                await self._settling.wait()
+            yield
+
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> inference_pb2.TokenizeReply:
         """Token ids of a text."""
         try:
             return inference_pb2.TokenizeReply(token_ids=await self.tokenize(request))
-        except BatonError as error:
-            await wire.abort_with(context, error)
+        except Exception as error:  # noqa: BLE001  the call's boundary
+            await wire.abort_with(context, as_internal("the request", error))
 
     async def GetModel(self, request: inference_pb2.GetModelRequest, context: Context) -> inference_pb2.Model:
         """What is served, as the live workers report it."""
@@ -209,6 +237,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         num_draft_tokens = _num_draft_tokens(asked, limits)
         prompt_token_ids = await self._prompt(asked, limits)  # the dear step: after all that can refuse without it
         positions = min(limits.max_model_len, limits.decode_capacity_len - limits.num_draft_tokens)
+        if asked.HasField("truncate_prompt_tokens"):
+            room_len = _prompt_room(checked, limits, positions)
+            prompt_token_ids = end_of(prompt_token_ids, asked.truncate_prompt_tokens, room_len)
         sampling = checked.complete(positions - len(prompt_token_ids))
         is_text = asked.HasField("text")
         validate_request(prompt_token_ids, sampling, limits, sampling_is_checked=True, tokens_are_known=is_text)
@@ -232,7 +263,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateChunk]:
         choices = Choices(request, self._attempts, self._gate)
         sampling = request.sampling
-        texts = [IncrementalText(self._model.tokenizer, sampling.stop, sampling.min_tokens) for _ in choices.attempts]
+        texts = [AnswerText(self._model.tokenizer, sampling) for _ in choices.attempts]
         try:
             async for event in choices.events():
                 emitted, text = event.emitted, texts[event.choice]
@@ -257,11 +288,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     summary = stats.summary(event.choice, attempts, same_host=same_host)
                     stats.count(summary, emitted.finish_reason, num_choices=sampling.n)
                     chunk.finish.CopyFrom(inference_pb2.Finish(reason=emitted.finish_reason, stats=summary))
+                    _say_what_stopped(chunk.finish, text.stop_reason)
                 yield chunk
         finally:
-            choices.close()
-            # No name for the error here: it knows this frame, and with the frame knowing it neither would be freed.
-            self._note_end(request, shown_id, choices, stats, None if stats.counted else sys.exception())
+            try:
+                choices.close()
+            finally:
+                # No name for the error here: it knows this frame, and with the frame knowing it neither would be freed.
+                self._note_end(request, shown_id, choices, stats, None if stats.counted else sys.exception())
 
     def _note_end(
         self,
@@ -272,6 +306,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         error: BaseException | None,
     ) -> None:
         log_end(request.key, shown_id, error, was_sent=any(attempts.runs for attempts in choices.attempts))
+        if self._log_requests:
+            log_request(shown_id, request.tenant, stats.line(request.prompt_len), error)
         if self._tracing is not None:
             self._tracing.end(request, shown_id, choices.attempts, stats, error)
 
@@ -285,20 +321,25 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             for state in (pair.prefill.state, pair.decode.state)
         )
 
+    @property
+    def num_answers(self) -> int:
+        """Answers that are under way."""
+        return self._admission.num_in_flight
+
     def check_model(self, name: str) -> None:
         """Refuse another model's name; none at all is the one that is served.
 
         Raises:
             ModelNotFound: it is not served here.
         """
-        if name and name != self._model.name:
-            message = f"this deployment serves {self._model.name!r}, not {name[:200]!r}"
+        if name and name not in self._model.names:
+            message = f"this deployment serves {', '.join(map(repr, self._model.names))}, not {name[:200]!r}"
             raise ModelNotFound(message, model=name[:200], served=self._model.name)
 
     @property
     def max_answers(self) -> int:
-        """Of one call."""
-        return self._admission.limit
+        """Of one call; an idle router would be too small for more."""
+        return MAX_CALL_ANSWERS if self._admission.limit is None else self._admission.limit
 
     def _check_size(self, asked: Message) -> None:
         """Refuse what cannot fit before any work is spent on it.
@@ -336,6 +377,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             case "text":
                 return await self._encode(asked.text)
             case "token_ids":
+                if asked.HasField("truncate_prompt_tokens"):
+                    return asked.token_ids.ids[-limits.max_model_len :]  # no more is read
                 num = len(asked.token_ids.ids)
                 if num >= limits.max_model_len:
                     message = f"the prompt has {num} tokens; the model's length is {limits.max_model_len}"
@@ -369,6 +412,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
 
+def _prompt_room(checked: CheckedSampling, limits: RequestLimits, positions: int) -> int:
+    """Tokens of a prompt that leave room for its answer: at least half where the request names no `max_tokens`."""
+    answer_len = checked.params.max_tokens
+    if not checked.has_max_tokens:
+        answer_len = min(answer_len, positions // 2)
+    prompt_len = limits.prefill_capacity_len if limits.max_prompt_len is None else limits.max_prompt_len
+    return min(positions - answer_len, prompt_len, limits.prefill_capacity_len)
+
+
 def _num_draft_tokens(asked: inference_pb2.GenerateRequest, limits: RequestLimits) -> int:
     if not asked.HasField("num_draft_tokens"):
         return limits.num_draft_tokens
@@ -383,6 +435,13 @@ def _priority(asked: inference_pb2.GenerateRequest) -> int:
     if priority not in PRIORITIES:
         raise InvalidRequest(f"priority = {priority}: 0 is low, 1 normal, 2 high", field="priority", limit=HIGH)
     return priority
+
+
+def _say_what_stopped(finish: inference_pb2.Finish, stop_reason: int | str | None) -> None:
+    if isinstance(stop_reason, str):
+        finish.stop_string = stop_reason
+    elif stop_reason is not None:
+        finish.stop_token_id = stop_reason
 
 
 def _unique_id(given: str) -> str:

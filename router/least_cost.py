@@ -94,6 +94,7 @@ class LeastCost:
         try:
             pair = self._cheapest(at_prefill, at_decode, asked, excluded)
         except WorkersIncompatible:
+            local = self._local_costs(able, at_decode, at_prefill, asked, now_s, is_must=True)
             if not local:
                 raise
             return self._keep(min(local, key=lambda item: item[0])[1], asked, "incompatible")

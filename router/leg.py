@@ -1,14 +1,13 @@
 """One worker's stream of one attempt, in a bundle or as a call of its own; and what its end means for the request."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
-from baton.core.errors import BatonError, RequestCancelled, WorkerLost
+from baton.core.errors import BatonError, RequestCancelled, WorkerLost, as_internal
 from baton.core.request import AttemptKey
 from baton.proto import wire
 from baton.router.attendance import Guest
@@ -18,8 +17,6 @@ from baton.router.members import Member
 from baton.router.presence import Leaving
 
 NO_CONNECTION: Final = "failed to connect"  # gRPC has no code of its own for it
-
-log = logging.getLogger(__name__)
 
 
 class Leg:
@@ -84,7 +81,10 @@ class Leg:
         """Cancel the stream; the worker then gives up what it holds."""
         if self.is_open and self._give_up is not None:
             self.is_open = False
-            self._give_up()
+            try:
+                self._give_up()
+            except Exception as error:  # noqa: BLE001  what ends a request goes on to its end
+                as_internal(f"leaving {self}", error)
 
     def explain(self, error: BaseException) -> BatonError:
         """The error of this leg, as the error of the request."""
@@ -102,8 +102,7 @@ class Leg:
             return BatonError(f"{self}: {typed.message}", **(typed.fields | lost | {"cause": Cause.STREAM.value}))
         if isinstance(typed, BatonError):
             return typed
-        log.error("%s: reading its stream failed", self, exc_info=error)
-        return BatonError(f"{self}: reading its stream failed: {error!r}")
+        return as_internal(f"reading the stream of {self}", error)
 
 
 class _Bundled:

@@ -20,14 +20,13 @@ from baton.proto.unreadable import RefuseUnreadable
 from baton.router.api_keys import KeyEntry
 from baton.router.door import Door
 from baton.router.guard import OPEN, Guard
-from baton.router.security import DoorLimits
+from baton.router.security import LOOPBACK, DoorLimits
 from baton.router.security_metrics import SecurityMetrics
 
 MAX_SEND_BYTES: Final = 16 << 20
 STREAM_HEADROOM: Final = 32  # streams of a connection beyond its limit that are answered with a refusal, not held back
 CLIENT_MESSAGES: Final = ("baton.v1.GenerateRequest", "baton.v1.TokenizeRequest")  # bounded by the model's length
 NUM_DOORS: Final = 2  # gRPC and HTTP share the file numbers
-LOOPBACK: Final = ("127.0.0.1", "localhost", "::1", "[::1]")
 SERVER_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),  # a second router on the port must fail, not share it
     ("grpc.keepalive_time_ms", 10_000),

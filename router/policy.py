@@ -104,6 +104,12 @@ class RoundRobin:
                     self._last[DECODE] = decode_member.state.worker_id
                     self._local.chosen(SPLIT, self.name)
                     return Pair(prefill_member, decode_member, routing=self.name)
+        able = self._local.optional(decode, excluded, request)
+        if able:
+            member = self._in_turn(able, DECODE)[0]
+            self._last[DECODE] = member.state.worker_id
+            self._local.chosen(LOCAL, "incompatible")
+            return Pair(member, member, routing=self.name)
         message = f"none of {len(prefill)} prefill workers can hand over to any of {len(decode)} decode workers"
         raise WorkersIncompatible(message, num_prefill=len(prefill), num_decode=len(decode))
 

@@ -48,13 +48,20 @@ class PrefixFeed:
         self._channels = channels
         self._spawn = spawn
         self._known: set[Life] = set()
+        self._unheard: set[Life] = set()  # of those
 
     def follow(self) -> None:
         """Watch every live prefill worker that is not watched yet."""
         for member in self._members.live(PREFILL):
             if member.life not in self._known and member.state.HasField("prefix_naming"):
                 self._known.add(member.life)
+                self._unheard.add(member.life)
                 self._spawn(self._watch(member, member.life))
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether every worker that is watched has told what it holds, or cannot."""
+        return not self._unheard
 
     async def _watch(self, member: Member, life: Life) -> None:
         lost = asyncio.Event()
@@ -72,6 +79,7 @@ class PrefixFeed:
             for task in (reading, losing):
                 task.cancel()
             self._index.drop(life)
+            self._unheard.discard(life)
             self._known.discard(life)
 
     async def _read(self, member: Member, life: Life) -> None:
@@ -82,6 +90,7 @@ class PrefixFeed:
                 await self._read_once(member, life)
             except grpc.aio.AioRpcError as error:
                 if error.code() in _HOPELESS:
+                    self._unheard.discard(life)
                     log.warning("%s does not say what prefixes it holds: %s", life.worker_id, error.details())
                     return
                 log.info("the prefixes of %s are not heard of now: %s", life.worker_id, error.code())
@@ -96,6 +105,7 @@ class PrefixFeed:
         call = worker_pb2_grpc.PrefillStub(self._channels.to(member)).WatchPrefixes(request)
         try:
             async for message in call:
+                self._unheard.discard(life)
                 if not self._index.apply(life, change_from_proto(message)):
                     return  # something was missed
         finally:

@@ -1,4 +1,6 @@
-"""What the router's log says of requests: those that failed. Answers that ended well are counted, not logged.
+"""What the router's log says of requests: those that failed; with --log-requests, of every one that was admitted.
+
+Ids, counts and times are logged, never what was asked or answered.
 
 So are requests that were refused for want of room before a worker was asked: under overload they would be most lines.
 """
@@ -10,6 +12,19 @@ from baton.core.logs import shown
 from baton.core.request import AttemptKey
 
 log = logging.getLogger(__name__)
+
+
+def log_request(shown_id: str, tenant: str, times: str, error: BaseException | None) -> None:
+    """One line for a request that ended, well or not.
+
+    Args:
+        shown_id: its name to the client.
+        tenant: who asked; empty if nobody said.
+        times: counts and times, as `StreamStats.line` writes them.
+        error: None if it ended well.
+    """
+    how = "ok" if error is None else type(error).__name__
+    log.info("request %r%s: %s, %s", shown_id, f" of {tenant!r}" if tenant else "", how, times)
 
 
 def log_end(key: AttemptKey, shown_id: str, error: BaseException | None, *, was_sent: bool) -> None:

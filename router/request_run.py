@@ -18,6 +18,7 @@ from baton.core.errors import (
     RequestDeadlineExceeded,
     TransferFailed,
     WorkerLost,
+    as_internal,
 )
 from baton.core.request import FinishReason, GenerationRequest
 from baton.proto import inference_pb2, wire, worker_pb2, worker_pb2_grpc
@@ -83,6 +84,7 @@ class RequestRun:
         self._changed: asyncio.Future[None] | None = None
         self._decode_finished = False
         self._ended = False
+        self.on_arrival: Callable[[int, bool], None] | None = None  # told how many new tokens came, and the end
         self._timers: list[asyncio.TimerHandle] = []
         self._suspended: BatonError | None = None  # decode's, until prefill has had its word
         self._lingering: asyncio.TimerHandle | None = None
@@ -136,6 +138,8 @@ class RequestRun:
             self._changed.set_result(None)
 
     def _put(self, emitted: Emitted) -> None:
+        if self.on_arrival is not None:
+            self.on_arrival(len(emitted.token_ids), emitted.finish_reason != "")
         waiting = self._waiting
         if waiting is None:
             self._waiting = emitted
@@ -298,6 +302,12 @@ class RequestRun:
     # The end: once, for one reason.
 
     def _on_leg_ended(self, leg: Leg, error: BaseException | None) -> None:
+        try:
+            self._judge_end(leg, error)
+        except Exception as found:  # noqa: BLE001  the boundary of what a worker's stream calls
+            self._fail(as_internal(f"reading the end of the stream of {leg}", found))
+
+    def _judge_end(self, leg: Leg, error: BaseException | None) -> None:
         if self._lingering is not None and not (self._prefill.is_open or self._decode.is_open):
             self._lingering.cancel()
         needed = leg is self._decode or self.prefill_done is None
@@ -327,21 +337,26 @@ class RequestRun:
     def _fail(self, error: BatonError) -> None:
         if self._ended:
             return
-        if isinstance(error, TransferFailed):
-            self._prefill.doubt()
-            self._decode.doubt()
-        self._end()
         self._error = error
-        self._wake()
-        self._prefill.cancel()
-        self._decode.cancel()
+        try:
+            if isinstance(error, TransferFailed):
+                self._prefill.doubt()
+                self._decode.doubt()
+            self._end()
+        finally:  # whatever goes wrong on the way, the reader hears of the end, and workers do
+            self._ended = True
+            self._wake()
+            self._prefill.cancel()
+            self._decode.cancel()
 
     def _end(self) -> None:
         self._ended = True
         for timer in self._timers:
             timer.cancel()
-        self._prefill.unwatch()
-        self._decode.unwatch()
+        try:
+            self._prefill.unwatch()
+        finally:
+            self._decode.unwatch()
 
 
 async def _read(call: Any, on_event: Callable[[Any], None]) -> None:

@@ -8,12 +8,14 @@ of everybody.
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from baton.core.errors import ConfigInvalid
 from baton.core.tls_files import TlsFiles
 from baton.router.api_keys import KeyEntry
 
 MIB = 1 << 20
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,22 @@ class RouterSecurity:
                     raise ConfigInvalid(message, keys=[shown, "admin_port"])
         if (self.client_ca_file or self.tls.ca_file) and not self.tls.cert_file:
             raise ConfigInvalid("a CA without tls_cert_file: a router needs a certificate", keys=["tls_cert_file"])
+
+    def require_credentials(self, host: str) -> None:
+        """Check that ports of this host ask their callers for a credential, unless only this machine reaches them.
+
+        Raises:
+            ConfigInvalid: clients, or operators, would need none.
+        """
+        if host in LOOPBACK:
+            return
+        beyond = f"host: {host} is reached from other machines"
+        if not self.api_keys_file and not self.public_tls.ca_file:
+            message = f"{beyond}, so clients need a credential: give api_keys_file (`baton keys create`) and admin_port"
+            raise ConfigInvalid(message, keys=["host", "api_keys_file", "admin_port"])
+        if not self.admin_keys_file and not self.tls.ca_file:
+            message = f"{beyond}, so operators need a credential: give admin_keys_file, or tls_ca_file"
+            raise ConfigInvalid(message, keys=["host", "admin_keys_file"])
 
     @property
     def public_tls(self) -> TlsFiles:

@@ -43,9 +43,9 @@ def security_of(options: argparse.Namespace | ServeConfig) -> RouterSecurity:
     """What the flags, or the keys of a configuration, say.
 
     Raises:
-        ConfigInvalid: they do not go together.
+        ConfigInvalid: they do not go together, or a port beyond loopback would ask for no credential.
     """
-    return RouterSecurity(
+    security = RouterSecurity(
         tls=TlsFiles(
             cert_file=options.tls_cert_file,
             key_file=options.tls_key_file,
@@ -67,6 +67,8 @@ def security_of(options: argparse.Namespace | ServeConfig) -> RouterSecurity:
             max_connections=options.max_connections,
         ),
     )
+    security.require_credentials(options.host)
+    return security
 
 
 def flags_of(config: ServeConfig) -> list[str]:

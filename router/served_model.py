@@ -16,13 +16,20 @@ class ServedModel:
         name: what clients call it.
         tokenizer: its tokenizer.
         vocab_size: rows of its embedding; at least as many as the tokenizer has tokens.
+        aliases: other names that clients may use.
         source: (directory, weights) that it was read from, by which another process can read it, too.
     """
 
     name: str
     tokenizer: Tokenizer
     vocab_size: int
+    aliases: tuple[str, ...] = ()
     source: tuple[str, str] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that clients may use; the first is the one in answers."""
+        return (self.name, *self.aliases)
 
     @classmethod
     def from_directory(cls, name: str, directory: Path, *, weights: str = "checkpoint") -> "ServedModel":
@@ -42,5 +49,5 @@ class ServedModel:
             raise ModelFileDamaged(f"{path} names no vocab_size: {error!r}", path=str(path)) from error
         source = (str(directory), weights)
         if weights == "random" and not (directory / "tokenizer.json").exists():
-            return cls(name, Tokenizer.byte_level(directory, vocab_size), vocab_size, source)
-        return cls(name, Tokenizer.from_directory(directory), vocab_size, source)
+            return cls(name, Tokenizer.byte_level(directory, vocab_size), vocab_size, source=source)
+        return cls(name, Tokenizer.from_directory(directory), vocab_size, source=source)

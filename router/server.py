@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.core.clock import Clock, MonotonicClock
+from baton.core.errors import as_internal
 from baton.core.file_numbers import share_of_clients
 from baton.core.fleet_metrics import FleetCollector
 from baton.core.metrics import RouterMetrics
@@ -37,8 +38,8 @@ from baton.router.inference import InferenceService
 from baton.router.least_cost import LeastCost
 from baton.router.listener import NUM_DOORS, Listener, why_not_bound
 from baton.router.local_metrics import LocalPrefillCollector
-from baton.router.local_prefill import NEVER, LocalPrefill
-from baton.router.members import ALIVE_S, PREFILL, Life, Members
+from baton.router.local_prefill import ALWAYS, NEVER, LocalPrefill
+from baton.router.members import ALIVE_S, DECODE, PREFILL, Life, Members
 from baton.router.membership import MembershipService
 from baton.router.migration import Migration, MigrationConfig
 from baton.router.openai.app import make_app
@@ -55,6 +56,8 @@ from baton.router.routing import PREFIX, ROUND_ROBIN, make_policy
 from baton.router.security import DoorLimits, RouterSecurity
 from baton.router.security_metrics import SecurityMetrics
 from baton.router.served_model import ServedModel
+from baton.router.settling import Settling
+from baton.router.shutdown import Shutdown
 from baton.router.speculation import SpeculationWish
 from baton.router.wishes import ScaleWish, Wishes
 
@@ -67,6 +70,8 @@ MEMBERSHIP: Final = SERVICES["Membership"]
 MAX_RUNNING: Final = QueueLimits().max_running
 TICK_S: Final = 0.05
 STOP_GRACE_S: Final = 1.0
+SETTLE_S: Final = 2.5  # at most
+NOTICE_S: Final = 2.0  # new requests hear why they are refused, before connections are
 
 __all__ = ["RouterConfig", "RouterServer", "why_not_bound"]
 
@@ -79,17 +84,19 @@ class RouterConfig:
 
     host: str
     port: int
-    max_queue_len: int
+    max_queue_len: int | None
     request_timeout_s: float
     alive_s: float = ALIVE_S
     migration: MigrationConfig = MigrationConfig()  # noqa: RUF009
     retries: RetryLimits = RetryLimits()  # noqa: RUF009
     routing: str = ROUND_ROBIN
+    log_requests: bool = False
     local_prefill: str = NEVER
     canary: CanaryConfig = CanaryConfig()  # noqa: RUF009
-    max_wait_s: float = 0.0  # for a turn before anything is sent to workers; 0: nobody waits here
+    max_wait_s: float | None = 0.0  # for a turn; None: as long as each deadline allows; 0: no request waits here
     security: RouterSecurity = field(default_factory=RouterSecurity)
     http: HttpConfig | None = None
+    follows_workers: int = 0  # that a router before this one had; requests wait until they are heard, see `Settling`
 
 
 class RouterServer:
@@ -105,6 +112,8 @@ class RouterServer:
         self._background = Background()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._serving: bool | None = None
+        self.shutdown = Shutdown()
+        self._settling: Settling | None = None
         self._http: HttpServer | None = None
         self._reader: BodyReader | None = None
         self.metrics = RouterMetrics()
@@ -160,7 +169,7 @@ class RouterServer:
         return canaries
 
     def _make_gate(self) -> Gate | None:
-        if not self.config.max_wait_s:
+        if self.config.max_wait_s == 0.0:
             return None
         policy = self._policy
 
@@ -168,8 +177,10 @@ class RouterServer:
             return policy.cached_len(self.members.live(PREFILL), request) if isinstance(policy, LeastCost) else 0
 
         num = self.config.max_queue_len
-        limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=num, max_running=max(num, MAX_RUNNING))
-        gate = Gate(limits, self.members, self._clock, cached_len)
+        most = MAX_RUNNING if num is None else max(num, MAX_RUNNING)
+        limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=num, max_running=most)
+        role = DECODE if self.config.local_prefill == ALWAYS else PREFILL
+        gate = Gate(limits, self.members, self._clock, cached_len, role)
         self.metrics.registry.register(AdmissionCollector(gate.queue))
         return gate
 
@@ -182,6 +193,8 @@ class RouterServer:
         """
         for listener in self._listeners:
             listener.open()
+        if self.config.follows_workers:
+            self._settling = Settling(self._clock.now_s() + SETTLE_S, self._is_whole)
         self.inference = inference = self._register(self.public.server, self._admin.server)
         self.public.listen(self.config.host, self.config.port)
         if self.config.security.admin_port is not None:
@@ -194,8 +207,26 @@ class RouterServer:
             await listener.server.start()
         self._background.spawn(self._tick())
 
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests with `Draining`, give open ones a grace, then end them likewise; `stop` comes after.
+
+        Clients are told to go away (GOAWAY) as soon as the port is no longer needed: workers' heartbeats are, as long
+        as streams run, so with one port for all that is at the end.
+        """
+        self.shutdown.begin()
+        await self._health.enter_graceful_shutdown()
+        log.warning("shutting down: %d calls may finish within %g s", self.shutdown.num_open, grace_s)
+        has_own_port = self._admin is not self.public
+        if has_own_port and not await self.shutdown.wait_empty(min(NOTICE_S, grace_s)):
+            grace_s = max(0.0, grace_s - NOTICE_S)
+            self._background.spawn(self.public.server.stop(grace_s + STOP_GRACE_S))
+        if not await self.shutdown.wait_empty(grace_s):
+            log.warning("%d calls have not finished, and are ended", self.shutdown.num_open)
+
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Refuse new requests, give open ones a grace, then end them."""
+        """Refuse new requests, end open ones with `Draining`, give that a grace to arrive."""
+        if self.shutdown.cut():
+            await self.shutdown.wait_empty(grace_s)
         await self._health.enter_graceful_shutdown()
         stopping = [listener.server.stop(grace_s) for listener in self._listeners]
         if self._http is not None:
@@ -205,6 +236,10 @@ class RouterServer:
             await self._reader.close()
         await self._background.close()
         await self._channels.close()
+
+    def _is_whole(self) -> bool:
+        num_live = len(self.members.live(PREFILL)) + len(self.members.live(DECODE))
+        return num_live >= self.config.follows_workers and self._feed.is_caught_up
 
     async def _start_http(self, config: HttpConfig, inference: InferenceService) -> None:
         limits = self.config.security.limits
@@ -246,6 +281,9 @@ class RouterServer:
             gate=self._gate,
             max_prompt_len=self.config.security.limits.max_prompt_tokens,
             tracer=self._tracer,
+            log_requests=self.config.log_requests,
+            shutdown=self.shutdown,
+            settling=self._settling,
         )
         admin = AdminService(
             model=self._model.name,
@@ -291,23 +329,34 @@ class RouterServer:
         )
 
     async def _tick(self) -> None:
+        parts = [self._expire, self.migration.drains.tick, self.wishes.tick, self.canaries.tick]
+        if self._gate is not None:
+            parts.append(self._gate.look)
+        if self._policy.name == PREFIX:
+            parts.append(self._feed.follow)
+        if self._settling is not None:
+            settling = self._settling
+            parts.append(lambda: settling.look(self._clock.now_s()))
+        parts += [listener.tick for listener in self._listeners]
+        due_s = 0.0
+        parts.insert(0, lambda: self.metrics.event_loop_lag.observe(max(0.0, self._clock.now_s() - due_s)))
         while True:
-            asleep_s = self._clock.now_s()
+            due_s = self._clock.now_s() + TICK_S
             await asyncio.sleep(TICK_S)
-            self.metrics.event_loop_lag.observe(max(0.0, self._clock.now_s() - asleep_s - TICK_S))
-            for life in self.members.expire():
-                about = {"worker_id": life.worker_id, "epoch": f"{life.epoch:016x}"}
-                log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(life), extra=about)
-            self.migration.drains.tick()
-            self.wishes.tick()
-            self.canaries.tick()
-            if self._gate is not None:
-                self._gate.look()
-            if self._policy.name == PREFIX:
-                self._feed.follow()
-            await self._set_health()
-            for listener in self._listeners:
-                listener.tick()
+            for part in parts:
+                try:
+                    part()
+                except Exception as error:  # noqa: BLE001  the next tick may find it well again, and others go on
+                    as_internal("a part of the router's tick", error)
+            try:
+                await self._set_health()
+            except Exception as error:  # noqa: BLE001  likewise
+                as_internal("the router's health", error)
+
+    def _expire(self) -> None:
+        for life in self.members.expire():
+            about = {"worker_id": life.worker_id, "epoch": f"{life.epoch:016x}"}
+            log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(life), extra=about)
 
     async def _set_health(self) -> None:
         serving = self.migration.serving

@@ -49,6 +49,16 @@ class StreamStats:
             marks.second_s = now_s
         self._metrics.generation_tokens.inc(num_tokens)
 
+    def line(self, prompt_len: int) -> str:
+        """Counts and times for the log."""
+        now_s = self._clock.now_s()
+        num_tokens = sum(marks.num_tokens for marks in self._marks.values())
+        firsts = [marks.first_s for marks in self._marks.values() if marks.num_tokens]
+        first = f", first token {1e3 * (min(firsts) - self.received_s):.1f} ms" if firsts else ""
+        return (
+            f"{prompt_len} prompt tokens, {num_tokens} output tokens{first}, {1e3 * (now_s - self.received_s):.1f} ms"
+        )
+
     def first_s(self, choice: int) -> float:
         """When the answer's first token left; 0 if none did."""
         return self._marks[choice].first_s if choice in self._marks else 0.0
@@ -112,6 +122,8 @@ class StreamStats:
         if self._num_finished == num_choices:
             self.counted = True
             metrics.requests_finished.labels(reason).inc()
+            metrics.e2e_s.observe(self._clock.now_s() - self.received_s)
+            metrics.queue_s.observe((stats.router_ms + stats.queue_ms) / 1e3)
             metrics.prompt_tokens.inc(stats.prompt_len)
             metrics.cached_tokens.inc(stats.num_cached_tokens)
             metrics.expected_cached_tokens.inc(stats.num_expected_cached_tokens)

@@ -62,7 +62,7 @@ class Wishes:
         self._admission = admission
         self._scale = scale
         self._clock = clock
-        self._default_queue_len = admission.limit
+        self._default_queue_len = admission.default
         self._awaited: dict[Life, float] = {}  # drained by a router before this one; until when they are waited for
         self._own: set[str] = set()  # what was asked of this router itself
         self._told = self._content()
@@ -124,7 +124,7 @@ class Wishes:
         lives = {*self._migration.drains.lives(), *self._awaited}
         return worker_pb2.Wishes(
             speculation=self._speculation.mode,
-            max_queue_len=0 if limit == self._default_queue_len else limit,
+            max_queue_len=0 if limit is None or limit == self._default_queue_len else limit,
             scale_num_prefill=scale.num_prefill,
             scale_num_decode=scale.num_decode,
             drains=[

@@ -18,6 +18,7 @@ class Work:
         tenant: whose it is.
         num_tokens: of its prompt, to be computed.
         num_positions: of KV that it may come to hold.
+        num_bytes: of the router's memory that it takes as long as it is here.
         deadline_s: when its first token must be there.
         priority: LOW, NORMAL or HIGH.
     """
@@ -27,6 +28,7 @@ class Work:
     num_positions: int
     deadline_s: float
     priority: int = NORMAL
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +38,14 @@ class Capacity:
     Attributes:
         tokens_per_s: of prompts computed.
         num_workers: prefill workers, >= 1; one prompt is computed by one of them.
+        num_pairs: while fewer requests than this run, some prefill and some decode worker have nothing to do.
         num_positions: of KV in all decode workers.
         residence_s: for which a request holds its KV, lately.
     """
 
     tokens_per_s: float = 0.0
     num_workers: int = 1
+    num_pairs: int = 1
     num_positions: int = 0
     residence_s: float = 0.0
 

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from baton.cluster.resolve import LOOPBACK
 from baton.core.errors import ConfigInvalid, StepFailed
+from baton.router.security import LOOPBACK
 from baton.runbook.common import ray_head
 from baton.runbook.common.canary import Canaries
 from baton.runbook.common.command import Runbook, main
@@ -24,7 +24,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--command", default="", help="what starts it again: 'ray up -y --restart-only cluster.yaml'; required"
     )
     parser.add_argument(
-        "--redis", default="", help=f"HOST:PORT of its Redis, to look at first; a password is in {PASSWORD_VARIABLE}"
+        "--redis",
+        default="",
+        help="HOST:PORT of its Redis, or rediss://HOST:PORT with Ray's RAY_REDIS_CA_CERT, _CLIENT_CERT and "
+        f"_CLIENT_KEY, to look at first; a password is in {PASSWORD_VARIABLE}",
     )
     parser.add_argument("--force", action="store_true", help="even if the head answers")
 

@@ -2,6 +2,7 @@
 """Too many requests: let the router hold fewer at once, so that those it takes are served; later, more again."""
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
 
     def set_to(value: int) -> str:
         reply = operate.set_admission(site.address, value)
-        return f"{reply.max_queue_len}, before {reply.previous}; {reply.num_in_flight} are in flight"
+        now, before = reply.max_queue_len or "no limit", reply.previous or "no limit"
+        return f"{now}, before {before}; {reply.num_in_flight} are in flight"
 
     return [
         _check_load(site, limit, force=options.force),
@@ -59,9 +61,12 @@ def _check_load(site: Site, limit: int, *, force: bool) -> Check:
             "in_flight": status.num_requests_running,
             "waiting": num_waiting,
         }
-        what = f"{status.num_requests_running} of {status.max_queue_len} in flight, {num_waiting} wait at workers"
-        is_busy = num_waiting > 0 or status.num_requests_running >= BUSY_SHARE * status.max_queue_len
-        require(is_busy or force or limit >= status.max_queue_len, f"this is no overload: {what}")
+        most = status.max_queue_len or math.inf
+        what = (
+            f"{status.num_requests_running} of {status.max_queue_len or 'any'} in flight, {num_waiting} wait at workers"
+        )
+        is_busy = num_waiting > 0 or status.num_requests_running >= BUSY_SHARE * most
+        require(is_busy or force or limit >= most, f"this is no overload: {what}")
         return what
 
     return Check(

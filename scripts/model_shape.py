@@ -1,7 +1,7 @@
-"""Write a published model's config.json from its numbers, for `--weights random`: nothing is downloaded.
+"""Write a published model's config.json from its numbers, for `--load-format dummy`: nothing is downloaded.
 
     python scripts/model_shape.py qwen3-8b /tmp/qwen3-8b
-    baton serve --model /tmp/qwen3-8b --weights random
+    baton serve --model /tmp/qwen3-8b --load-format dummy
 
 `--layers N` keeps the shape of a layer and takes fewer of them.
 """

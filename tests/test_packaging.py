@@ -134,3 +134,40 @@ def test_in_a_ray_task_started_from_the_checkout_foreign_names_are_not_ours():
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("task|"))
     assert not any(is_ours(place) for place in line.split("|")[1:])
+
+
+def outside(environment):
+    """The environment of a process that finds no checkout."""
+    return {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def dependencies():
+    """Where this interpreter has what Baton depends on; on PYTHONPATH it brings no `.pth` files, so no checkout."""
+    return next(path for path in sys.path if path.endswith("site-packages") and (Path(path) / "torch").is_dir())
+
+
+@pytest.mark.ray
+def test_the_demo_runs_from_the_wheel_alone(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    path = os.pathsep.join((str(tmp_path / "site"), dependencies()))
+    environment = outside(os.environ) | {"PYTHONPATH": path}
+    base = next(Path(sys.base_prefix, "bin").glob("python3"))
+    where = [base, "-c", "import baton; print(baton.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert found.startswith(str(tmp_path / "site"))
+    command = [base, "-m", "baton.cluster", "demo", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(1200)
+def test_the_demo_runs_in_an_empty_environment_with_the_wheel_installed(wheel, tmp_path):
+    environment = outside(os.environ)
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    pip = [tmp_path / "env" / "bin" / "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel]
+    subprocess.run(pip, cwd=tmp_path, env=environment, check=True, timeout=900)
+    command = [tmp_path / "env" / "bin" / "baton", "demo", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr

@@ -30,9 +30,6 @@ ALLOWED = {
     "cluster": WORKER | ROLE | {"assets", "router", "client", "prefill_worker", "decode_worker", "bench"},
     "runbook": {"core", "proto", "client", "cluster"},
 }
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 70
-MAX_KERNEL_LINES = 125  # of which many are arguments, one a line
 TENSORS = {"kernels", "kvcache", "model", "engine", "kvtransfer", "worker", "prefill_worker", "decode_worker", "bench"}
 
 
@@ -104,18 +101,6 @@ def test_cluster_imports_ray_and_torch_only_when_they_are_used():
         for node in tree_of(path).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not {"ray", "torch"} & {name.split(".")[0] for name in names}, path
-
-
-@pytest.mark.parametrize("room", ALLOWED)
-def test_files_and_functions_stay_small(room):
-    for path in sources(room):
-        assert len(path.read_text().splitlines()) < MAX_FILE_LINES, path
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                length = node.end_lineno - node.lineno + 1
-                most = MAX_KERNEL_LINES if node.decorator_list and path.stem.endswith("_triton") else MAX_FUNCTION_LINES
-                assert length < most, f"{path}:{node.lineno} {node.name} has {length} lines"
 
 
 @pytest.mark.parametrize("room", ALLOWED)

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc.aio
 
-from baton.core.errors import BatonError, MalformedMessage
+from baton.core.errors import MalformedMessage, as_internal
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.proto.bundle_wire import MAX_FRAME_BYTES, MAX_ITEMS, End
 from baton.proto.wire import abort_with
@@ -84,20 +84,32 @@ class Bundle(Generic[Message, Event]):
         frame = self._frame_of(())
         frame.epoch = self._epoch
         await context.write(frame)
-        self._spawn(self._write(context))
+        writing = self._spawn(self._write(context))
         try:
-            while (commands := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            while (commands := await self._next(context, writing)) is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 for opened in commands.open:
                     self._open(opened.stream, opened.request)
                 for number in commands.cancelled:
                     self._cancel(number)
-        except MalformedMessage as error:
-            await abort_with(context, error)
+        except Exception as error:  # noqa: BLE001  the call's boundary: its streams end with it, and the caller knows why
+            await abort_with(context, as_internal("a worker's call of all streams", error))
         finally:
             for task in self._tasks:
                 task.cancel()
             for number in tuple(self._streams):
                 self._cancel(number)
+
+    @staticmethod
+    async def _next(context: grpc.aio.ServicerContext[Any, Any], writing: asyncio.Task[None]) -> Any:
+        """The next commands; what ended the writer is raised here, because no stream could be heard any more."""
+        reading = asyncio.ensure_future(context.read())
+        try:
+            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                return reading.result()
+        finally:
+            reading.cancel()
+        return writing.result()
 
     async def _write(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         while True:
@@ -108,7 +120,19 @@ class Bundle(Generic[Message, Event]):
                 for number, item in part:
                     if isinstance(item, End):
                         self._streams.pop(number, None)
-                await context.write(self._frame_of(part))
+                for frame in self._frames(part):
+                    await context.write(frame)
+
+    def _frames(self, part: Sequence[tuple[int, Any]]) -> list[Any]:
+        """What streams say, as a rule in one frame; a stream that says what no frame can carry ends alone."""
+        try:
+            return [self._frame_of(part)]
+        except Exception as error:  # noqa: BLE001  which of them it is, is found one by one
+            if len(part) == 1:
+                ((number, _),) = part
+                self._cancel(number)
+                return [self._frame_of([(number, End(as_internal("a worker's stream", error)))])]
+        return [frame for item in part for frame in self._frames([item])]
 
     @staticmethod
     def _room(items: Sequence[tuple[int, Any]]) -> int:
@@ -132,8 +156,15 @@ class Bundle(Generic[Message, Event]):
                 self._role.begin(message, attempt, stream)
             else:
                 self._spawn(self._check(number, message, attempt, stream))
-        except BatonError as error:
-            stream.end(error)
+        except Exception as error:  # noqa: BLE001  the stream's boundary
+            self._fail(number, stream, error)
+
+    def _fail(self, number: int, stream: BundledStream[Event], error: Exception) -> None:
+        """Whatever was raised for a stream ends it, and what the worker may have taken for it is given back."""
+        typed = as_internal("a request's beginning", error)
+        if typed is not error:
+            self._cancel(number)
+        stream.end(typed)
 
     async def _check(
         self, number: int, message: Message, attempt: GenerationRequest, stream: BundledStream[Event]
@@ -143,15 +174,19 @@ class Bundle(Generic[Message, Event]):
             await asyncio.to_thread(self._role.check, attempt)
             if number in self._streams:
                 self._role.begin(message, attempt, stream)
-        except BatonError as error:
-            stream.end(error)
+        except Exception as error:  # noqa: BLE001  the stream's boundary
+            self._fail(number, stream, error)
 
     def _cancel(self, number: int) -> None:
         key, stream = self._streams.pop(number, (None, None))
         if key is not None and stream is not None and not stream.ended:
-            self._role.cancel(key, stream)
+            try:
+                self._role.cancel(key, stream)
+            except Exception as error:  # noqa: BLE001  the others are to be cancelled all the same
+                as_internal("the cancellation of a request", error)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -3,6 +3,8 @@
 Counts are of this process, which loads one model; of the ranks of a gang only the first one's are told.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from baton.core.numerics import Numerics
@@ -23,8 +25,8 @@ def form_of(model: Model) -> str:
     return "invariant" if is_invariant else "reference"
 
 
-def compute_report(model: Model, quantization: Quantization) -> worker_pb2.Compute:
-    """For a heartbeat. Any thread."""
+def compute_report(model: Model, quantization: Quantization, chosen: Sequence[str] = ()) -> worker_pb2.Compute:
+    """For a heartbeat; `chosen` says what was chosen at start, and why. Any thread."""
     device = model.device
     return worker_pb2.Compute(
         form=form_of(model),
@@ -36,5 +38,6 @@ def compute_report(model: Model, quantization: Quantization) -> worker_pb2.Compu
         num_kernels_starting=COMPILES.num_starting,
         num_kernels_serving=COMPILES.num_serving,
         late_kernels=COMPILES.late,
+        chosen=chosen,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     )

@@ -22,8 +22,9 @@ class Cork:
         finally:
             self._holder = None
             held, self._held = self._held, {}
-            for wake in held:
-                wake()
+            with contextlib.ExitStack() as stack:  # each, whatever another raises
+                for wake in reversed(held):
+                    stack.callback(wake)
 
     def call(self, wake: Callable[[], None]) -> None:
         """Call `wake` now, or once at the release of a cork that this thread holds."""

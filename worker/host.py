@@ -21,6 +21,8 @@ from baton.proto.unreadable import RefuseUnreadable
 HEARTBEAT_S = 0.25
 HEARTBEAT_TIMEOUT_S = 1.0
 STOP_GRACE_S = 0.5
+# A router that was started again is to hear of its workers at once: no pause between two tries grows beyond a second.
+ROUTER_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 1000))
 HANDSHAKES_S = 1.0
 END_DELAY_S = 0.1
 SERVER_OPTIONS = (
@@ -206,13 +208,13 @@ class _RouterChannel:
         self._address = address
         self._secure = secure
         self._version = secure.version
-        self._channel = secure.open_aio(address)
+        self._channel = secure.open_aio(address, ROUTER_OPTIONS)
 
     async def newest(self) -> grpc.aio.Channel:
         version = self._secure.version
         if version != self._version:
             await self._channel.close(None)
-            self._version, self._channel = version, self._secure.open_aio(self._address)
+            self._version, self._channel = version, self._secure.open_aio(self._address, ROUTER_OPTIONS)
         return self._channel
 
     async def close(self) -> None:

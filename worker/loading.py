@@ -1,7 +1,8 @@
 """From a `WorkerConfig` to the model, tokenizer and KV pool of one worker; the same steps for both roles."""
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from baton.core.config import WorkerConfig
 from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
+from baton.core.step_sizes import DeviceFacts, StepSizes, choose
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
 from baton.engine.grammar import GrammarCompiler
@@ -24,6 +26,9 @@ from baton.model.loader import load_model
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
 from baton.model.random_weights import RANDOM_SEED
+from baton.worker import kv_budget
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,12 @@ class LoadedWorker:
     layout: KVLayout
     pool: KVPool
     grammars: GrammarCompiler
+    sizes: StepSizes
+
+    def applied(self, config: WorkerConfig) -> WorkerConfig:
+        """The same with the sizes of steps that were chosen."""
+        sizes = self.sizes
+        return replace(config, max_num_seqs=sizes.max_num_seqs, chunk_len=sizes.max_num_batched_tokens)
 
 
 def load_worker(
@@ -83,11 +94,13 @@ def load_worker(
     if config.numerics is Numerics.INVARIANT:
         _check_invariance(model, config, group)
     layout = model.kv_layout(config.block_size)
-    num_blocks = _num_blocks(config, model, layout, group)
+    sizes = _sizes(config, model)
+    num_blocks = _num_blocks(config, model, layout, group, sizes)
+    memory_key = "gpu_memory_utilization" if device.type == "cuda" else "kv_memory_mib"
     if num_blocks < 1:
         raise ConfigInvalid(
-            f"the memory for KV holds no block of {layout.bytes_per_block} bytes; raise kv_memory_mib",
-            keys=["kv_memory_mib"],
+            f"the memory for KV holds no block of {layout.bytes_per_block} bytes; raise {memory_key}",
+            keys=[memory_key],
         )
     try:
         is_shared = pool_memory is not None and device.type == "cpu"
@@ -95,11 +108,43 @@ def load_worker(
         memory = pool_memory(geometry) if pool_memory is not None and is_shared else None
         pool = KVPool(layout, num_blocks, device, rank=group.rank, size=group.size, memory=memory)
     except RuntimeError as error:  # what torch's allocators raise
-        key = "gpu_memory_share" if device.type == "cuda" else "kv_memory_mib"
         mib = num_blocks * layout.bytes_per_block >> 20
-        raise ConfigInvalid(f"{key}: a KV pool of {mib} MiB does not fit into memory; lower it", keys=[key]) from error
-    grammars = GrammarCompiler(tokenizer, model.config.vocab_size)
-    return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars)
+        raise ConfigInvalid(
+            f"{memory_key}: a KV pool of {mib} MiB does not fit into memory; lower it", keys=[memory_key]
+        ) from error
+    grammars = GrammarCompiler(tokenizer, model.config.vocab_size, is_compact=not config.json_whitespace)
+    sizes = _fitted(sizes, config, device, num_blocks)
+    return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars, sizes=sizes)
+
+
+def _fitted(sizes: StepSizes, config: WorkerConfig, device: torch.device, num_blocks: int) -> StepSizes:
+    """For the pool that there is, with a sentence about it; logged."""
+    pool_len = num_blocks * config.block_size
+    sizes = sizes.fitted(
+        asked_seqs=config.max_num_seqs, kind=device.type, pool_len=pool_len, max_model_len=config.max_model_len
+    )
+    why = f"kv_memory_mib {config.kv_memory_mib}"
+    if device.type == "cuda":
+        used = torch.cuda.memory_reserved(device) / (1 << 30)
+        why = f"{config.gpu_memory_utilization:g} of the GPU is this worker's, and {used:.1f} GiB of it in use with KV"
+    sizes = replace(sizes, why=(*sizes.why, f"KV pool of {num_blocks} blocks, {pool_len} positions: {why}"))
+    log.info("%s", "; ".join(sizes.why))
+    return sizes
+
+
+def _sizes(config: WorkerConfig, model: Model) -> StepSizes:
+    """Of steps, as far as they are known without a pool."""
+    device = DeviceFacts(kind=model.device.type)
+    if device.kind == "cuda":
+        _, total_bytes = torch.cuda.mem_get_info(model.device)
+        device = replace(device, num_bytes=int(total_bytes * config.gpu_memory_utilization))
+    return choose(
+        asked_seqs=config.max_num_seqs,
+        asked_tokens=config.chunk_len,
+        device=device,
+        vocab_size=model.config.vocab_size,
+        num_rows_per_seq=config.num_draft_tokens + 1,
+    )
 
 
 def _usable(device: torch.device) -> torch.device:
@@ -148,16 +193,26 @@ def reach_of(config: WorkerConfig, model: Model) -> Reach:
     return Reach(num_tokens=num_tokens, num_sequences=config.max_num_seqs, context_len=context_len)
 
 
-def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Communicator) -> int:
+def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Communicator, step: StepSizes) -> int:
     """Blocks that every rank has memory for. On a CPU the ranks share the worker's; each GPU has its own."""
     device = model.device
     if device.type != "cuda":
         return num_blocks_for_memory(layout, config.kv_memory_mib << 20)
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    own_bytes = PoolGeometry(layout, 1, group.rank, group.size).num_bytes // 2  # of one block beside the scratch block
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    block_bytes = PoolGeometry(layout, 1, group.rank, group.size).num_bytes // 2  # beside the scratch block
+    sizes = model.config
+    steps = kv_budget.step_bytes(
+        num_tokens=step.max_num_batched_tokens,
+        num_rows=step.max_num_seqs * (config.num_draft_tokens + 1),
+        hidden_size=sizes.hidden_size,
+        inner_size=max(sizes.intermediate_size, sizes.moe_intermediate_size * sizes.num_experts_per_token),
+        vocab_size=sizes.vocab_size,
+    )
     if model.implementation is Implementation.TRITON and model.numerics is Numerics.DEFAULT:
-        kv_dtype = TORCH_DTYPES[layout.dtype]
-        widened_bytes = kv_widen.most_bytes(kv_dtype, device.index, layout.head_dim, layout.block_size)
-        free_bytes = max(0, free_bytes - 2 * widened_bytes)  # a layer's, and what torch keeps of another size
-    num_blocks = int(free_bytes * config.gpu_memory_share) // own_bytes - 1
+        kv_dtype = TORCH_DTYPES[layout.dtype]  # a layer's, and what torch keeps of another size
+        steps += 2 * kv_widen.most_bytes(kv_dtype, device.index, layout.head_dim, layout.block_size)
+    own = torch.cuda.memory_reserved(device) + kv_budget.CONTEXT_BYTES
+    share = config.gpu_memory_utilization
+    room = kv_budget.kv_bytes(total=total_bytes, free=free_bytes, share=share, own=own, steps=steps)
+    num_blocks = room // block_bytes - 1
     return min(int(data) for data in group.gather_bytes(str(num_blocks).encode()))

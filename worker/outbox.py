@@ -52,8 +52,13 @@ class Outbox(Generic[Event]):
 
     def _wake(self) -> None:
         # A closed event loop has no reader left, and closing may come between a check and the call.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._ready.set)
+        try:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._ready.set)
+        except BaseException:  # the next to say something wakes the reader, who else would sleep for ever
+            with self._lock:
+                self._is_waking = False
+            raise
 
 
 class BundledStream(Generic[Event]):

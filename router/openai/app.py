@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from http import HTTPStatus
+from importlib import metadata
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,6 +19,7 @@ from starlette.types import ASGIApp
 from baton.core.errors import BatonError, NoWorker
 from baton.router.openai.chats import Chats
 from baton.router.openai.completions import Completions
+from baton.router.openai.docs_page import docs_page
 from baton.router.openai.document import openapi_document
 from baton.router.openai.entrance import Entrance
 from baton.router.openai.errors import HttpRefusal
@@ -23,6 +27,7 @@ from baton.router.openai.front import Front
 from baton.router.openai.json_response import JsonResponse
 from baton.router.openai.tokens import Tokens
 
+SHOWN_HEADERS = ("x-request-id", "x-baton-ignored", "x-should-retry", "retry-after", "retry-after-ms")
 log = logging.getLogger(__name__)
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -41,11 +46,24 @@ def make_app(front: Front) -> ASGIApp:
         Route("/ready", plain.ready),
         Route("/metrics", plain.metrics),
         Route("/openapi.json", plain.document),
+        Route("/docs", plain.docs),
+        Route("/ping", plain.health, methods=["GET", "POST"]),
+        Route("/version", plain.version),
+        Route("/load", plain.load),
     ]
     handlers: Any = {BatonError: _on_error, HttpRefusal: _on_error, HTTPException: _on_http, Exception: _on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Entrance(app, front.door, front.operators)
+    return _for_pages(Entrance(app, front.door, front.operators), front.config.allowed_origins)
+
+
+def _for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The same, with CORS for web pages from these origins; a browser asks first, and without a key."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=SHOWN_HEADERS
+    )
 
 
 class PlainEndpoints:
@@ -62,19 +80,20 @@ class PlainEndpoints:
 
     async def models(self, request: Request) -> Response:
         """The one model."""
-        return JsonResponse({"object": "list", "data": [self._model()]})
+        return JsonResponse({"object": "list", "data": [self._model(name) for name in self._front.model.names]})
 
     async def model(self, request: Request) -> Response:
         """The one model, by its name."""
         self._front.inference.check_model(request.path_params["name"])
-        return JsonResponse(self._model())
+        return JsonResponse(self._model(request.path_params["name"]))
 
     async def health(self, request: Request) -> Response:
         """This process answers."""
         return JsonResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Both roles have a live worker, so requests are served."""
+        """Both roles have a live worker and nothing shuts down, so requests are served."""
+        self._front.inference.shutdown.require_open()
         if not self._front.is_serving():
             return JsonResponse.of_error(NoWorker("a role has no live worker"))
         return JsonResponse({"status": "ready"})
@@ -88,10 +107,22 @@ class PlainEndpoints:
         """What is served, in OpenAPI."""
         return JsonResponse(self._document)
 
-    def _model(self) -> dict[str, Any]:
+    async def docs(self, request: Request) -> Response:
+        """The same as a page."""
+        return Response(docs_page(self._document), headers={"content-type": "text/html; charset=utf-8"})
+
+    async def version(self, request: Request) -> Response:
+        """Which release runs here."""
+        return JsonResponse({"version": metadata.version("baton-pd")})
+
+    async def load(self, request: Request) -> Response:
+        """Answers that are under way."""
+        return JsonResponse({"server_load": self._front.inference.num_answers})
+
+    def _model(self, name: str) -> dict[str, Any]:
         served = self._front.inference.model()
         return {
-            "id": served.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "baton",

@@ -13,7 +13,9 @@ from baton.router.openai.errors import HttpRefusal
 Model = TypeVar("Model", bound=BaseModel)
 MAX_SHOWN_PROBLEMS = 3
 SAMPLING_FIELDS = frozenset(("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"))
-GRAMMAR_FIELDS = frozenset(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"))
+GRAMMAR_FIELDS = frozenset(
+    "guided_json guided_regex guided_choice guided_grammar structured_outputs regex ebnf grammar".split()
+)
 MAX_SHOWN_LEN = 300
 
 

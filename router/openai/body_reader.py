@@ -1,7 +1,8 @@
 """Reads bodies: takes no more bytes than may be, and lets other processes understand what would keep the loop busy.
 
 What is light is understood at once. Anything else goes to a process of its own (reader_process), of which there are a
-few: they are started when the first such body comes, end with the router, and are replaced when they fail.
+few: they are started when the first such body comes, end with the router, and are replaced when they fail. A process
+that ended while it had nothing to do costs no request anything: a new one reads the body.
 """
 
 import asyncio
@@ -13,19 +14,19 @@ import sys
 from asyncio import StreamReader, StreamWriter
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Final, Self
 
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from baton.core.errors import BatonError, NoWorker, Overloaded, from_wire
+from baton.core.errors import InternalError, NoWorker, Overloaded, from_wire
 from baton.router.inference import InferenceService
 from baton.router.openai.body import read_bytes, too_large
 from baton.router.openai.entrance import principal_of
 from baton.router.openai.front import Forms, HttpConfig
 from baton.router.openai.limits import is_light
-from baton.router.openai.reader_process import first_frame, job_frame
+from baton.router.openai.reader_process import LAST, first_frame, job_frame
 from baton.router.openai.understand import understand
 from baton.router.openai.understood import LENGTH_BYTES, Job, Understood, parted
 from baton.router.served_model import ServedModel
@@ -35,6 +36,7 @@ MAX_WAITING: Final = 64  # bodies
 MAX_WAITING_OF_ONE: Final = 16  # of one principal, so that one's bodies leave room for others'
 BODY_TIMEOUT_S: Final = 30.0  # for a body to come
 ANSWER_TIMEOUT_S: Final = 120.0  # a process that says nothing for so long is ended
+PLACE_TIMEOUT_S: Final = 60.0  # a body that no process has begun with by then is refused
 RETRY_AFTER_S: Final = 1.0
 _COMMAND: Final = (sys.executable, "-m", "baton.router.openai.reader_process")
 
@@ -49,6 +51,8 @@ class BodyReader:
         model: whose tokenizer a process can load.
         config: the template, advised values and the largest body.
         body_timeout_s: for a body to come.
+        answer_timeout_s: for a process to understand one.
+        place_timeout_s: for a process to begin with one.
     """
 
     def __init__(
@@ -57,11 +61,15 @@ class BodyReader:
         model: ServedModel,
         config: HttpConfig,
         body_timeout_s: float = BODY_TIMEOUT_S,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        place_timeout_s: float = PLACE_TIMEOUT_S,
     ) -> None:
         self._inference = inference
         self._model = model
         self._config = config
         self._body_timeout_s = body_timeout_s
+        self._answer_timeout_s = answer_timeout_s
+        self._place_timeout_s = place_timeout_s
         self._forms = Forms(
             name=model.name, encode=model.tokenizer.encode, template=config.template, defaults=config.defaults
         )
@@ -111,40 +119,69 @@ class BodyReader:
 
     async def _ask(self, job: Job, body: bytes) -> list[bytes]:
         self.num_in_process += 1
-        async with self._process() as process:
-            process.writer.write(job_frame(job, body))
-            head = await process.reader.readexactly(LENGTH_BYTES)
-            error, *parts = parted(await process.reader.readexactly(int.from_bytes(head, "little")))
+        frame = job_frame(job, body)
+        async with self._turn():
+            error, *parts = await self._answer(frame)
         if error:
             raise from_wire(error.decode("ascii"))
         return parts
 
-    @asynccontextmanager
-    async def _process(self) -> AsyncIterator["_Process"]:
-        """One that reads nothing else meanwhile. Whatever fails or is given up in between ends it."""
-        async with self._places:
-            process = self._idle.pop() if self._idle else None
-            if process is None or process.returncode is not None:
-                process = await self._start()
-            is_sound = False
-            try:
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    yield process
-                is_sound = True
-            except (asyncio.IncompleteReadError, OSError) as error:  # TimeoutError is one
-                why = type(error).__name__
-                log.warning("a process that reads bodies ended, or said nothing: %s, code %s", why, process.returncode)
-                raise BatonError("the body could not be read; the router's log says more") from error
-            finally:
-                if is_sound:
-                    self._idle.append(process)
-                else:
-                    await asyncio.shield(process.end())
-
-    async def _start(self) -> "_Process":
+    async def _answer(self, frame: bytes) -> list[bytes]:
+        if self._idle:
+            with suppress(_Ended):  # if not before it was asked, then a new one will show it
+                return await self._exchange(self._idle.pop(), frame)
         process = await _Process.start()
-        process.writer.write(await asyncio.to_thread(first_frame, self._forms, self._model))
-        return process
+        try:
+            process.writer.write(await asyncio.to_thread(first_frame, self._forms, self._model))
+        except BaseException:
+            await asyncio.shield(process.end())
+            raise
+        try:
+            return await self._exchange(process, frame)
+        except _Ended as error:
+            log.warning("a process that reads bodies ended with code %s", process.returncode)
+            raise InternalError("the body could not be read; the router's log says more") from error
+
+    async def _exchange(self, process: "_Process", frame: bytes) -> list[bytes]:
+        """A process's answer. Whatever fails or is given up meanwhile ends it.
+
+        Raises:
+            _Ended: it ended, or had before.
+            InternalError: it said nothing for too long.
+        """
+        goes_on = False
+        try:
+            async with asyncio.timeout(self._answer_timeout_s):
+                process.writer.write(frame)
+                head = await process.reader.readexactly(LENGTH_BYTES)
+                size = int.from_bytes(head, "little")
+                last, *parts = parted(await process.reader.readexactly(size))
+            goes_on = last != LAST
+        except TimeoutError as error:
+            log.warning("a process that reads bodies said nothing for %g s, and was ended", self._answer_timeout_s)
+            raise InternalError("the body could not be read in time; the router's log says more") from error
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise _Ended from error
+        finally:
+            if goes_on:
+                self._idle.append(process)
+            else:
+                await asyncio.shield(process.end())
+        return parts
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """One of the processes' places."""
+        try:
+            async with asyncio.timeout(self._place_timeout_s):
+                await self._places.acquire()
+        except TimeoutError as error:
+            message = f"no process came to read the request in {self._place_timeout_s:g} s; try again"
+            raise Overloaded(message, limit=NUM_PROCESSES, what="bodies", retry_after_s=RETRY_AFTER_S) from error
+        try:
+            yield
+        finally:
+            self._places.release()
 
     @contextmanager
     def _place_of(self, principal: str) -> Iterator[None]:
@@ -161,6 +198,10 @@ class BodyReader:
                 del self._num_of[principal]
 
 
+class _Ended(Exception):
+    """A process ended and has not answered."""
+
+
 class _Process:
     """One process, over a socket that is its stdin and its stdout; it ends when the socket closes."""
 
@@ -175,7 +216,11 @@ class _Process:
         with theirs:
             # Not asyncio's way: uvloop forks, and gRPC's threads object to that.
             end = theirs.fileno()
-            child = await asyncio.to_thread(lambda: subprocess.Popen(_COMMAND, stdin=end, stdout=end))
+            try:
+                child = await asyncio.to_thread(lambda: subprocess.Popen(_COMMAND, stdin=end, stdout=end))
+            except BaseException:
+                ours.close()  # and with it ends a process that has been started
+                raise
         return cls(child, await asyncio.open_connection(sock=ours))
 
     @property

@@ -1,7 +1,8 @@
 """One tool call as a model writes it, `{"name": ..., "arguments": {...}}`, read character by character.
 
 The name is known as soon as its string is closed, and the arguments are passed on as they are written; no more of JSON
-is checked than is needed to know where a value ends.
+is checked than is needed to know where a value ends. Of values with one meaning (a key twice, or `parameters` beside
+`arguments`) the first counts.
 """
 
 import json
@@ -39,6 +40,7 @@ class CallReader:
         self._escaped = False
         self._arguments: list[str] = []
         self._has_arguments = False
+        self._is_of_arguments = False  # the value that is being read
 
     @property
     def is_done(self) -> bool:
@@ -82,6 +84,7 @@ class CallReader:
             case _State.BEFORE_VALUE:
                 if character not in _SPACE:
                     self._text, self._state = "", _State.VALUE
+                    self._is_of_arguments = self._key in ARGUMENTS and not self._has_arguments  # the first counts
                     self._read_value(character)
             case _State.VALUE:
                 self._read_value(character)
@@ -121,10 +124,10 @@ class CallReader:
             self._keep(character)
 
     def _keep(self, character: str) -> None:
-        if self._key in ARGUMENTS:
+        if self._is_of_arguments:
             self._arguments.append(character)
             self._has_arguments = True
-        elif self._key == NAME:
+        elif self._key == NAME and self.name is None:
             self._take(character)
 
     def _take(self, character: str) -> None:
@@ -136,7 +139,7 @@ class CallReader:
         if self.is_broken:
             return
         self._state = _State.MEMBER
-        if self._key == NAME:
+        if self._key == NAME and self.name is None:
             self.name = self._string() or None
             if self.name is None:
                 self._state = _State.BROKEN

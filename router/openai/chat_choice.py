@@ -2,15 +2,18 @@
 
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from baton.proto import inference_pb2
 from baton.router.openai.chat_request import ChatRequest
-from baton.router.openai.reasoning import ReasoningSplitter
+from baton.router.openai.completion_choice import stop_reason_of
+from baton.router.openai.reasoning import ReasoningCount, ReasoningSplitter
 from baton.router.openai.token_names import TokenNames
 from baton.router.openai.tool_calls import Parts, Splitter
 
 Delta = dict[str, Any]
+THOUGHTS: Final = ("reasoning", "reasoning_content")  # vLLM's name, and the older one
+_NOTHING_ELSE: Final[Delta] = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
 
 
 class ChatChoice:
@@ -41,6 +44,7 @@ class ChatChoice:
         self._asked = asked
         self._names = names
         self._reasoning = reasoning
+        self._count = None if reasoning is None else ReasoningCount(names.stream(), is_open=reasoning.is_open)
         self._tools = tools
         self._calls_finish = calls_finish
         self._make_id = make_id
@@ -51,6 +55,12 @@ class ChatChoice:
         self._logprobs: list[dict[str, Any]] = []
         self._token_ids: list[int] = []
         self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of the thoughts so far; None where none are split off."""
+        return None if self._count is None else self._count.num_tokens
 
     def first(self) -> dict[str, Any]:
         """The choice of the first event of a stream."""
@@ -59,6 +69,8 @@ class ChatChoice:
     def push(self, chunk: inference_pb2.GenerateChunk) -> dict[str, Any] | None:
         """What a chunk adds; None where there is nothing to say of it."""
         is_last = chunk.HasField("finish")
+        if self._count is not None:
+            self._count.push(chunk.token_ids)
         delta = self._delta(chunk.text, is_last=is_last)
         logprobs = None
         if self._asked.logprobs:
@@ -69,6 +81,8 @@ class ChatChoice:
         if not (delta or finish_reason or says_ids or (logprobs and logprobs["content"])):
             return None
         piece = self._piece(delta, logprobs, finish_reason)
+        if is_last:
+            piece["stop_reason"] = stop_reason_of(chunk)
         if self._asked.return_token_ids:
             piece["token_ids"] = list(chunk.token_ids)
         return piece
@@ -80,7 +94,7 @@ class ChatChoice:
             return
         delta = piece["delta"]
         self._content += delta.get("content", "")
-        self._thoughts += delta.get("reasoning_content", "")
+        self._thoughts += delta.get("reasoning", "")
         for call in delta.get("tool_calls", ()):
             if call["index"] == len(self._calls):
                 self._calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
@@ -90,17 +104,24 @@ class ChatChoice:
             self._logprobs += piece["logprobs"]["content"]
         self._token_ids += piece.get("token_ids", ())
         self._finish_reason = piece["finish_reason"]
+        self._stop_reason = piece.get("stop_reason")
 
     def whole(self) -> dict[str, Any]:
         """All that was added, as one choice."""
-        message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": self._content, **_NOTHING_ELSE}
         if self._calls:
             message |= {"tool_calls": self._calls, "content": self._content or None}
         if self._reasoning is not None and self._asked.include_reasoning is not False:
-            message["reasoning_content"] = self._thoughts or None
+            message |= dict.fromkeys(THOUGHTS, self._thoughts or None)
         logprobs = {"content": self._logprobs, "refusal": None} if self._asked.logprobs else None
-        choice = {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
-        return choice | ({"token_ids": self._token_ids} if self._asked.return_token_ids else {})
+        return {
+            "index": self._index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": self._finish_reason,
+            "stop_reason": self._stop_reason,
+            "token_ids": self._token_ids if self._asked.return_token_ids else None,
+        }
 
     def _delta(self, text: str, *, is_last: bool) -> Delta:
         reasoning = ""
@@ -111,7 +132,7 @@ class ChatChoice:
                 reasoning, text = reasoning + more_reasoning, text + more_text
         delta: Delta = {}
         if reasoning and self._asked.include_reasoning is not False:
-            delta["reasoning_content"] = reasoning
+            delta |= dict.fromkeys(THOUGHTS, reasoning)
         if self._tools is None:
             return delta | ({"content": text} if text else {})
         self._merge(self._tools.push(text), delta)

@@ -18,7 +18,7 @@ from baton.router.openai.limits import (
 )
 from baton.router.openai.options import MAX_TOP_LOGPROBS, Options, Wire
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+NEED_CONTENT = ("system", "developer", "user", "tool")  # what other roles mean is the template's business
 
 
 class FunctionCall(Wire):
@@ -59,11 +59,9 @@ class Message(Wire):
         """What a template reads: text as one string, a call's arguments as an object where they are one.
 
         Raises:
-            InvalidRequest: a role nobody knows, or content that is not text.
+            InvalidRequest: content that is missing, or is not text.
         """
-        if self.role not in ROLES:
-            raise InvalidRequest(f"{field}: role {self.role[:40]!r} is none of {', '.join(ROLES)}", field="messages")
-        if self.content is None and not (self.role == "assistant"):
+        if self.content is None and self.role in NEED_CONTENT:
             raise InvalidRequest(f"{field}: content is missing", field="messages")
         role = "system" if self.role == "developer" else self.role
         data: dict[str, Any] = {"role": role, "content": self._text(field)}

@@ -38,7 +38,7 @@ class ChatCall(Call[ChatRequest]):
         self._prompt_token_ids: Sequence[int] = ()
         self._template = front.config.template
         self.id = f"chatcmpl-{understood.request_id}"
-        self._is_forced, self._is_open = understood.is_forced, understood.is_open
+        self._understood = understood
         self.requests, self.sampling = understood.requests, understood.sampling
         self._has_grammar = self.sampling.HasField("grammar")
 
@@ -70,27 +70,35 @@ class ChatCall(Call[ChatRequest]):
 
     def whole(self) -> dict[str, Any]:
         """The choices in order, and what was asked of the prompt."""
-        data: dict[str, Any] = {"choices": [choice.whole() for choice in self._choices]}
-        if self._asked.prompt_logprobs is not None:
-            data["prompt_logprobs"] = [None, *map(self._names.by_id, self._prompt_reports)]
-        if self._asked.return_token_ids:
-            data["prompt_token_ids"] = list(self._prompt_token_ids)
-        return data
+        asked = self._asked
+        report = None if asked.prompt_logprobs is None else [None, *map(self._names.by_id, self._prompt_reports)]
+        return {
+            "choices": [choice.whole() for choice in self._choices],
+            "prompt_logprobs": report,
+            "prompt_token_ids": list(self._prompt_token_ids) if asked.return_token_ids else None,
+        }
+
+    def reasoning_tokens(self) -> int | None:
+        """Of all choices."""
+        counts = [choice.reasoning_tokens for choice in self._choices]
+        return (
+            sum(count for count in counts if count is not None) if any(count is not None for count in counts) else None
+        )
 
     def _choice(self, index: int) -> ChatChoice:
         asked = self._asked
         template = self._template
-        schemas = {function.name: function.parameters or {} for function in _functions(asked)}
+        is_open, schemas = self._understood.is_open, self._understood.schemas
         thinks = template is not None and template.thinks
         reads_tags = template is not None and template.calls_have_tags
         tagged = TaggedCalls((lambda: TaggedCallReader(schemas)) if reads_tags else CallReader)
-        splits_tools = bool(asked.tools) and asked.tool_choice != "none" and not self._has_grammar
+        splits_tools = self._understood.has_tools and asked.tool_choice != "none" and not self._has_grammar
         return ChatChoice(
             index,
             asked,
             self._names,
-            reasoning=ReasoningSplitter(is_open=self._is_open) if thinks and not self._has_grammar else None,
-            tools=ForcedCalls() if self._is_forced else tagged if splits_tools else None,
+            reasoning=ReasoningSplitter(is_open=is_open) if thinks and not self._has_grammar else None,
+            tools=ForcedCalls() if self._understood.is_forced else tagged if splits_tools else None,
             calls_finish=not isinstance(asked.tool_choice, NamedToolChoice),
         )
 
@@ -127,6 +135,7 @@ def understand_chat(asked: ChatRequest, forms: Forms, job: Job) -> Understood:
         request_id=job.request_id,
         tenant=asked.cache_salt or "",
         priority=asked.turn,
+        truncate_prompt_tokens=asked.truncate_prompt_tokens,
     )
     return Understood(
         asked=asked,
@@ -135,6 +144,8 @@ def understand_chat(asked: ChatRequest, forms: Forms, job: Job) -> Understood:
         sampling=sampling,
         is_forced=forced is not None,
         is_open=_is_thinking(prompt),
+        has_tools=bool(asked.tools),
+        schemas={one.name: one.parameters or {} for one in _functions(asked)} if job.keeps_schemas else {},
     )
 
 

@@ -57,12 +57,15 @@ class CompletionChoice:
         if not (text or finish_reason or says_ids or (logprobs and logprobs["tokens"])):
             return None
         self._has_begun = True
-        piece = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        if asked.return_token_ids:
-            piece["token_ids"] = token_ids
-            if is_first:
-                piece["prompt_token_ids"] = list(self._prompt.token_ids)
-        return piece
+        return {
+            "index": self._index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason_of(chunk),
+            "token_ids": token_ids if asked.return_token_ids else None,
+            "prompt_token_ids": list(self._prompt.token_ids) if asked.return_token_ids and is_first else None,
+        }
 
     def add(self, chunk: inference_pb2.GenerateChunk) -> None:
         """Take a chunk for `whole`."""
@@ -79,9 +82,8 @@ class CompletionChoice:
         if self._asked.return_token_ids:
             choice["token_ids"] = [token_id for piece in pieces for token_id in piece["token_ids"]]
             choice["prompt_token_ids"] = list(self._prompt.token_ids)
-        if self._asked.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._prompt.logprobs(self._names)
-        return choice
+        report = None if self._asked.prompt_logprobs is None else self._prompt.logprobs(self._names)
+        return choice | {"prompt_logprobs": report}
 
     def _echoed(self) -> dict[str, list[Any]]:
         """The prompt's own tokens; nothing precedes the first."""
@@ -104,6 +106,13 @@ class CompletionChoice:
             "top_logprobs": [top for _, _, top in items],
             "text_offset": offsets,
         }
+
+
+def stop_reason_of(chunk: inference_pb2.GenerateChunk) -> int | str | None:
+    """The stop token or string that an answer's last chunk names; None for EOS, and where it was none."""
+    kind = chunk.finish.WhichOneof("stopped_by")
+    stopped_by: int | str | None = None if kind is None else getattr(chunk.finish, kind)
+    return stopped_by
 
 
 def _joined(parts: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:

@@ -35,10 +35,11 @@ class CompletionCall(Call[CompletionRequest]):
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
         """Make the choices."""
         num = self._asked.num_choices
+        is_whole = self._asked.truncate_prompt_tokens is None
         for at, (given, request) in enumerate(zip(self.requests, requests, strict=True)):
-            text = given.text if given.HasField("text") else ""
+            text = given.text if is_whole and given.HasField("text") else ""
             if self._asked.echo and not text:
-                text = self._front.model.tokenizer.decode(given.token_ids.ids)
+                text = self._front.model.tokenizer.decode(request.prompt_token_ids)
             prompt = PromptReport(request, text)
             self._prompts.append(prompt)
             self._choices.append(
@@ -96,10 +97,13 @@ def _request(prompt: Prompt, asked: CompletionRequest, job: Job) -> inference_pb
         request_id=job.request_id,
         tenant=asked.cache_salt or "",
         priority=asked.turn,
+        truncate_prompt_tokens=asked.truncate_prompt_tokens,
     )
     if isinstance(prompt, str):
         request.text = prompt
         return request
+    if asked.truncate_prompt_tokens is not None:
+        prompt = prompt[-job.max_model_len :]  # no more is read
     if len(prompt) > job.max_model_len:
         message = f"the prompt has {len(prompt)} tokens; the model's length is {job.max_model_len}"
         raise PromptTooLong(message, length=len(prompt), limit=job.max_model_len)

@@ -25,7 +25,7 @@ from baton.core.sampling import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
-from baton.router.openai.chat_request import ROLES, ChatRequest
+from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import CompletionRequest
 from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED
 from baton.router.openai.reply_schemas import REPLIES, Schema, ref
@@ -96,7 +96,7 @@ def openapi_document(model: str) -> dict[str, Any]:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "security": [{}, {"key": []}],
-        "paths": {path: {method: _operation(path, method)} for path, method in _REPLIES},
+        "paths": _paths(),
         "components": {
             "schemas": _request_schemas(model) | REPLIES,
             "securitySchemes": {
@@ -104,6 +104,13 @@ def openapi_document(model: str) -> dict[str, Any]:
             },
         },
     }
+
+
+def _paths() -> dict[str, Schema]:
+    paths: dict[str, Schema] = {}
+    for path, method in _REPLIES:
+        paths.setdefault(path, {})[method] = _operation(path, method)
+    return paths
 
 
 def _json(name: str) -> Schema:
@@ -131,6 +138,11 @@ _REPLIES: Final[Mapping[tuple[str, str], tuple[str, Schema, type | None]]] = {
     ("/ready", "get"): ("Both roles have a live worker.", _json("State"), None),
     ("/metrics", "get"): ("Prometheus' text format.", {"text/plain": {"schema": {"type": "string"}}}, None),
     ("/openapi.json", "get"): ("This document.", {JSON: {"schema": {"type": "object"}}}, None),
+    ("/docs", "get"): ("This document as a page.", {"text/html": {"schema": {"type": "string"}}}, None),
+    ("/ping", "get"): ("This process answers.", _json("State"), None),
+    ("/ping", "post"): ("This process answers.", _json("State"), None),
+    ("/version", "get"): ("Which release runs here.", _json("Version"), None),
+    ("/load", "get"): ("How many answers are under way.", _json("Load"), None),
 }
 
 
@@ -163,5 +175,4 @@ def _request_schemas(model: str) -> dict[str, Schema]:
     for name in [kind.__name__ for kind in REQUESTS]:
         about = "the one that is served; another name is not found"
         schemas[name]["properties"]["model"] = {"enum": [model, "", None], "description": about}
-    schemas["Message"]["properties"]["role"]["enum"] = list(ROLES)
     return schemas

@@ -5,13 +5,13 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.core.errors import BatonError, PermissionDenied
+from baton.core.errors import PermissionDenied, as_internal
 from baton.router.api_keys import Principal
 from baton.router.door import ANYBODY, Door
 from baton.router.openai.connection import PLACE
 from baton.router.openai.json_response import JsonResponse
 
-OPEN: Final = ("/health", "/ready")  # they say nothing of any tenant
+OPEN: Final = ("/health", "/ping", "/ready")  # they say nothing of any tenant
 OPERATORS: Final = ("/metrics",)  # it says something of every tenant
 _PRINCIPAL: Final = "baton.principal"
 
@@ -38,8 +38,8 @@ class Entrance:
                 scope[_PRINCIPAL] = principal
                 if PLACE in scope:
                     scope[PLACE].own(principal.tenant, self._door.quota_of(principal).max_connections)
-            except BatonError as error:
-                await JsonResponse.of_error(error)(scope, receive, send)
+            except Exception as error:  # noqa: BLE001  the boundary of what is before the applications
+                await JsonResponse.of_error(as_internal("the request", error))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -31,12 +31,14 @@ class HttpConfig:
         template: for chats; without one they are refused.
         defaults: sampling values of requests that name none.
         max_body_bytes: a larger body is refused unread.
+        allowed_origins: web pages from these may call (CORS); "*" is any.
     """
 
     port: int
     template: ChatTemplate | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
     max_body_bytes: int = MAX_BODY_BYTES
+    allowed_origins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

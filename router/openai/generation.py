@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, as_internal
 from baton.core.request import GenerationRequest
 from baton.core.sampling import MAX_CHOICES
 from baton.core.trace_context import HEADER, INCOMING
@@ -22,6 +22,8 @@ from baton.router.openai.reply import Reply
 from baton.router.openai.understood import Understood
 from baton.router.openai.usage import Usage
 
+# What vLLM may write beside an answer, and what is never known here.
+UNKNOWN: Final = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
 IGNORED_HEADER: Final = "x-baton-ignored"
 MAX_IGNORED_SHOWN: Final = 20
 
@@ -61,6 +63,10 @@ class Call(Generic[Asked]):
         """Take a chunk for `whole`."""
         raise NotImplementedError
 
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of thoughts so far; None where none are split off."""
+        return None
+
     def whole(self) -> dict[str, Any]:
         """The choices of a reply in one piece, and what stands beside them."""
         raise NotImplementedError
@@ -85,19 +91,20 @@ class GenerationEndpoint(Generic[Asked]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        request = Request(scope, receive)
-        INCOMING.set(request.headers.get(HEADER, ""))
         reply = Reply(send)
         try:
+            request = Request(scope, receive)
+            INCOMING.set(request.headers.get(HEADER, ""))
             understood = await self.front.reader.read(request, self.kind)
             asked: Any = understood.asked
             reply.headers["x-request-id"] = understood.request_id
             self._note_ignored(understood.ignored, reply)
             call = self.call(asked, understood)
             tenant = self._make_own(call, scope)
-        except (BatonError, HttpRefusal) as error:
-            self.front.metrics.requests_failed.labels(type(error).__name__).inc()
-            await reply.fail(error)
+        except Exception as error:  # noqa: BLE001  the call's boundary
+            typed = error if isinstance(error, HttpRefusal) else as_internal("the request", error)
+            self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
+            await reply.fail(typed)
             return
         try:
             num = len(call.requests) * min(max(call.sampling.n, 1), MAX_CHOICES)
@@ -105,6 +112,10 @@ class GenerationEndpoint(Generic[Asked]):
                 await until_disconnect(receive, self._serve(asked, call, reply))
         except BatonError as error:  # it has been counted
             await reply.fail(error)
+        except Exception as error:  # noqa: BLE001  the call's boundary
+            typed = as_internal("the reply", error)
+            self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
+            await reply.fail(typed)
 
     def _make_own(self, call: Call[Asked], scope: Scope) -> str:
         """Make the call its principal's; the tenant. Without keys that is the `cache_salt`, which else must be absent.
@@ -123,14 +134,14 @@ class GenerationEndpoint(Generic[Asked]):
         )
         async with opened as answers:
             call.begin(answers.requests)
-            usage = Usage(answers.requests)
+            usage = Usage(answers.requests, call.reasoning_tokens)
             envelope = {"id": call.id, "created": int(self.front.now_unix_s()), "model": self.front.model.name}
             async with aclosing(answers.chunks()) as chunks:
                 if not asked.stream:
                     async for at, chunk in chunks:
                         usage.add(at, chunk)
                         call.add(at, chunk)
-                    document = envelope | {"object": call.object} | call.whole() | {"usage": usage.as_data()}
+                    document = envelope | {"object": call.object} | call.whole() | {"usage": usage.as_data()} | UNKNOWN
                 else:
                     await self._stream(asked, call, chunks, usage, envelope | {"object": call.chunk_object}, reply)
                     return

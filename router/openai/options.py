@@ -32,17 +32,14 @@ from baton.router.work import HIGH, LOW, NORMAL
 
 SEED_MASK: Final = (1 << 63) - 1
 LOW_INT64, HIGH_INT64 = -(1 << 63), (1 << 63) - 1
+HIGH_INT32: Final = (1 << 31) - 1
 MAX_TOP_LOGPROBS: Final = 20
 # Asked for with a value other than these, each would change the answer in a way that is not built.
 REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-    "best_of": ((None, 1), "only the answers that are returned are made: use n"),
     "suffix": ((None, ""), "the models served here are not trained to fill a gap"),
     "use_beam_search": ((None, False), "there is no beam search"),
     "length_penalty": ((None, 1.0), "it belongs to beam search, which there is not"),
-    "include_stop_str_in_output": ((None, False), "the text ends before the stop string"),
-    "skip_special_tokens": ((None, True), "special tokens never become text; see return_token_ids"),
-    "truncate_prompt_tokens": ((None,), "a prompt is never cut; one that is too long is refused"),
-    "truncation_side": ((None,), "a prompt is never cut"),
+    "truncation_side": ((None, "left"), "truncate_prompt_tokens keeps the end of a prompt"),
     "prompt_embeds": ((None,), "prompts are text or token ids"),
     "logprob_token_ids": ((None,), "log-probabilities are those of the likeliest tokens"),
     "logits_processors": ((None, []), "requests bring no code"),
@@ -58,6 +55,12 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "web_search_options": ((None,), "there is no web search"),
     "chat_template": ((None,), "the operator chooses the template (--chat-template)"),
     "echo": ((None, False), "chats are not echoed"),
+    "structural_tag": ((None,), "say what the answer must be with response_format or structured_outputs"),
+    "json_schema": ((None,), "use response_format, or structured_outputs.json"),
+    "guided_json_object": ((None, False), "use response_format"),
+    "guided_whitespace_pattern": ((None,), "the form of white space is not a request's choice"),
+    "guided_decoding": ((None, {}), "use structured_outputs"),
+    "format": ((None, ""), "use response_format"),
     "documents": ((None, []), "put them into a message"),
 }
 # They change nothing in an answer.
@@ -66,6 +69,19 @@ HARMLESS: Final = frozenset(
     "spaces_between_special_tokens add_special_tokens session_id guided_decoding_backend stream_interval "
     "mm_processor_kwargs media_io_kwargs".split()
 )
+
+
+# An unknown field of such a name is taken for a constraint on the answer: it is refused, not ignored.
+_CONSTRAINT: Final = re.compile(
+    r"^guided_|structur|gramma|regex|regexp|ebnf|gbnf|json_?schema|schema$|_fsm|constrain", re.I
+)
+_CONSTRAINT_PARTS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "disable_any_whitespace": (None, False),
+    "disable_additional_properties": (None, False),
+    "disable_fallback": (None, False, True),
+    "whitespace_pattern": (None,),
+    "structural_tag": (None,),
+}
 
 
 class Wire(BaseModel):
@@ -93,6 +109,7 @@ class ResponseFormat(Wire):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: JsonObject | None = Field(None, alias="schema")  # of a `json_object`, as other servers take it
 
 
 class StructuredOutputs(Wire):
@@ -135,6 +152,13 @@ class Options(Wire):
     guided_regex: GrammarText | None = None
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
+    grammar: GrammarText | None = None
+    best_of: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=HIGH_INT32)
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
@@ -176,6 +200,18 @@ class Options(Wire):
         for name, value in (self.model_extra or {}).items():
             if name in REFUSED and value not in REFUSED[name][0]:
                 raise InvalidRequest(f"{name} is not supported: {REFUSED[name][1]}", field=name)
+            if name not in REFUSED and name not in HARMLESS and value is not None and _CONSTRAINT.search(name):
+                why = "use response_format or structured_outputs to say what the answer must be"
+                raise InvalidRequest(f"{name[:64]} is not known: {why}", field=name[:64])
+        for name, value in ((self.structured_outputs and self.structured_outputs.model_extra) or {}).items():
+            if value not in _CONSTRAINT_PARTS.get(name, (None,)):
+                raise InvalidRequest(f"structured_outputs.{name[:64]} is not supported", field="structured_outputs")
+        if self.best_of not in (None, self.num_choices):
+            raise InvalidRequest(
+                "best_of is not supported beyond n: only the answers that are returned are made", field="best_of"
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens = 0 leaves no prompt", field="truncate_prompt_tokens")
         if self.stream_options is not None and not self.stream:
             raise ConflictingOptions("stream_options need stream = true", field="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -214,12 +250,12 @@ class Options(Wire):
         if self.allowed_token_ids is not None:
             message.allowed_token_ids.SetInParent()
             _extend(message.allowed_token_ids.ids, "allowed_token_ids", self.allowed_token_ids)
-        grammar = self.grammar()
+        grammar = self.constraint()
         if grammar is not None:
             message.grammar.CopyFrom(grammar)
         return message
 
-    def grammar(self) -> inference_pb2.Grammar | None:
+    def constraint(self) -> inference_pb2.Grammar | None:
         """What the answer must be.
 
         Raises:
@@ -247,6 +283,9 @@ class Options(Wire):
             "guided_regex": _pair("regex", self.guided_regex),
             "guided_choice": _choice(self.guided_choice, "guided_choice"),
             "guided_grammar": _pair("grammar", self.guided_grammar),
+            "regex": _pair("regex", self.regex),
+            "ebnf": _pair("grammar", self.ebnf),
+            "grammar": _pair("grammar", self.grammar),
         }
         outputs = self.structured_outputs
         if outputs is not None:
@@ -264,7 +303,7 @@ class Options(Wire):
         if asked is None or asked.type == "text":
             return None
         if asked.type == "json_object":
-            return ("json_object", "")
+            return ("json_object", "") if asked.schema_ is None else _schema(asked.schema_)
         if asked.json_schema is None or asked.json_schema.schema_ is None:
             raise InvalidRequest("response_format: json_schema.schema is missing", field="response_format")
         return ("json_schema", json.dumps(asked.json_schema.schema_, ensure_ascii=False))
@@ -273,7 +312,7 @@ class Options(Wire):
 _SPECIAL: Final = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
 _SCALARS: Final = (
     "n max_tokens temperature top_p min_p ignore_eos min_tokens presence_penalty frequency_penalty repetition_penalty "
-    "prompt_logprobs"
+    "prompt_logprobs include_stop_str_in_output skip_special_tokens"
 ).split()
 
 

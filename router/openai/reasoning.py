@@ -3,9 +3,11 @@
 White space around the tags belongs to neither part. However the text is cut into pieces, the parts are the same.
 """
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Final
 
+from baton.core.tokenizer import TokenStream
 from baton.router.openai.tags import MAX_SPACE, certain_len, stripped_len
 
 OPEN: Final = "<think>"
@@ -27,7 +29,7 @@ class ReasoningSplitter:
     """
 
     def __init__(self, *, is_open: bool = False) -> None:
-        self._is_open = is_open
+        self.is_open = is_open
         self._state = _State.START
         self._held = ""
         self._shown_any = False
@@ -45,7 +47,7 @@ class ReasoningSplitter:
     def finish(self) -> tuple[str, str]:
         """What was withheld at the end."""
         held, self._held = self._held, ""
-        in_thought = self._state is _State.THINKING or (self._state is _State.START and self._is_open)
+        in_thought = self._state is _State.THINKING or (self._state is _State.START and self.is_open)
         if self._state is _State.AFTER:
             return "", ""
         return (held, "") if in_thought else ("", held)
@@ -58,7 +60,7 @@ class ReasoningSplitter:
             self._held = begun[len(OPEN) :].lstrip()
             self._state = _State.THINKING
         elif is_late or not OPEN.startswith(begun):
-            self._state = _State.THINKING if self._is_open else _State.REST
+            self._state = _State.THINKING if self.is_open else _State.REST
 
     def _think(self) -> str:
         if not self._shown_any:
@@ -82,3 +84,51 @@ class ReasoningSplitter:
             return ""
         shown, self._held = self._held, ""
         return shown
+
+
+class ReasoningCount:
+    """Counts the tokens of an answer's thoughts: those that begin behind the tag that opens them and before the other.
+
+    Args:
+        stream: decodes the answer.
+        is_open: see `ReasoningSplitter`.
+    """
+
+    def __init__(self, stream: TokenStream, *, is_open: bool) -> None:
+        self._num_certain = 0
+        self._stream = stream
+        self._is_open = is_open  # behind the tag
+        self._is_over = False
+        self._text = ""  # that may hold a tag
+        self._begins: list[int] = []  # where in it tokens begin that may be of a tag
+
+    @property
+    def num_tokens(self) -> int:
+        """So far; the last ones may turn out to be of the tag."""
+        return self._num_certain + (len(self._begins) if self._is_open and not self._is_over else 0)
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        """Tokens that follow."""
+        for token_id in token_ids:
+            if self._is_over:
+                return
+            self._begins.append(len(self._text))
+            self._text += self._stream.push(token_id)
+            self._look()
+
+    def _look(self) -> None:
+        if not self._is_open:
+            begun = self._text.lstrip()
+            if not begun.startswith(OPEN):
+                self._is_over = not OPEN.startswith(begun)  # there are none
+                return
+            self._is_open = True
+            self._text, self._begins = begun[len(OPEN) :], []
+        at = self._text.find(CLOSE)
+        self._is_over = at >= 0
+        # Of the last characters it is not clear yet whether they begin the tag.
+        num_certain = at if self._is_over else max(0, len(self._text) - len(CLOSE) + 1)
+        later = [begin for begin in self._begins if begin >= num_certain]
+        self._num_certain += len(self._begins) - len(later)
+        self._begins = [begin - num_certain for begin in later]
+        self._text = self._text[num_certain:]

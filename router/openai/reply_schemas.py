@@ -36,6 +36,10 @@ def or_null(schema: Schema) -> Schema:
 
 _TOKEN_IDS = many(COUNT)
 _FINISH = or_null({"enum": ["stop", "length", "tool_calls"]})
+_STOP_REASON = or_null({"anyOf": [TEXT, COUNT]})
+_NULL: Final[Schema] = {"type": "null"}
+# What vLLM may write and what is never known here: null, so that clients find the keys.
+_NOTHING_ELSE: Final[Schema] = {"service_tier": _NULL, "system_fingerprint": _NULL, "kv_transfer_params": _NULL}
 _ENVELOPE: Final[Schema] = {"id": TEXT, "created": COUNT, "model": TEXT}
 _RANKED = {"type": "object", "additionalProperties": ref("RankedToken")}
 _PROMPT_LOGPROBS = many(or_null(_RANKED))
@@ -46,11 +50,24 @@ _CALL_DELTA = record(
 )
 _MESSAGE = record(
     {"role": {"const": "assistant"}, "content": or_null(TEXT), "refusal": {"type": "null"}},
-    {"tool_calls": many(_CALL), "reasoning_content": or_null(TEXT)},
+    {
+        "tool_calls": many(_CALL),
+        "reasoning": or_null(TEXT),
+        "reasoning_content": or_null(TEXT),
+        "annotations": _NULL,
+        "audio": _NULL,
+        "function_call": _NULL,
+    },
 )
 _DELTA = record(
     {},
-    {"role": {"const": "assistant"}, "content": TEXT, "reasoning_content": TEXT, "tool_calls": many(_CALL_DELTA)},
+    {
+        "role": {"const": "assistant"},
+        "content": TEXT,
+        "reasoning": TEXT,
+        "reasoning_content": TEXT,
+        "tool_calls": many(_CALL_DELTA),
+    },
 )
 _CHAT_LOGPROBS = or_null(record({"content": many(ref("TokenLogprob")), "refusal": {"type": "null"}}))
 _COMPLETION_LOGPROBS = or_null(
@@ -66,8 +83,16 @@ _COMPLETION_LOGPROBS = or_null(
 _TOKEN = {"token": TEXT, "logprob": NUMBER, "bytes": many({"type": "integer", "minimum": 0, "maximum": 255})}
 _CHAT_END = {"logprobs": _CHAT_LOGPROBS, "finish_reason": _FINISH}
 _COMPLETION_CHOICE = record(
-    {"index": COUNT, "text": TEXT, "logprobs": _COMPLETION_LOGPROBS, "finish_reason": _FINISH},
-    {"token_ids": _TOKEN_IDS, "prompt_token_ids": _TOKEN_IDS, "prompt_logprobs": _PROMPT_LOGPROBS},
+    {
+        "index": COUNT,
+        "text": TEXT,
+        "logprobs": _COMPLETION_LOGPROBS,
+        "finish_reason": _FINISH,
+        "stop_reason": _STOP_REASON,
+        "token_ids": or_null(_TOKEN_IDS),
+        "prompt_token_ids": or_null(_TOKEN_IDS),
+    },
+    {"prompt_logprobs": or_null(_PROMPT_LOGPROBS)},
 )
 
 
@@ -85,7 +110,8 @@ REPLIES: Final[dict[str, Schema]] = {
             "completion_tokens": COUNT,
             "total_tokens": COUNT,
             "prompt_tokens_details": record({"cached_tokens": COUNT}),
-        }
+        },
+        {"completion_tokens_details": record({"reasoning_tokens": COUNT})},
     ),
     "RankedToken": record({"logprob": NUMBER, "rank": COUNT, "decoded_token": TEXT}),
     "TokenLogprob": record(_TOKEN | {"top_logprobs": many(record(_TOKEN))}),
@@ -93,10 +119,18 @@ REPLIES: Final[dict[str, Schema]] = {
         _ENVELOPE
         | _object("chat.completion")
         | {
-            "choices": many(record({"index": COUNT, "message": _MESSAGE} | _CHAT_END, {"token_ids": _TOKEN_IDS})),
+            "choices": many(
+                record(
+                    {"index": COUNT, "message": _MESSAGE}
+                    | _CHAT_END
+                    | {"stop_reason": _STOP_REASON, "token_ids": or_null(_TOKEN_IDS)}
+                )
+            ),
             "usage": ref("Usage"),
-        },
-        {"prompt_logprobs": _PROMPT_LOGPROBS, "prompt_token_ids": _TOKEN_IDS},
+            "prompt_logprobs": or_null(_PROMPT_LOGPROBS),
+            "prompt_token_ids": or_null(_TOKEN_IDS),
+        }
+        | _NOTHING_ELSE,
     ),
     "ChatCompletionChunk": record(
         _ENVELOPE
@@ -105,14 +139,17 @@ REPLIES: Final[dict[str, Schema]] = {
             "choices": many(
                 record(
                     {"index": COUNT, "delta": _DELTA} | _CHAT_END,
-                    {"token_ids": _TOKEN_IDS, "prompt_token_ids": _TOKEN_IDS},
+                    {"stop_reason": _STOP_REASON, "token_ids": _TOKEN_IDS, "prompt_token_ids": _TOKEN_IDS},
                 )
             )
         },
         {"usage": or_null(ref("Usage"))},
     ),
     "Completion": record(
-        _ENVELOPE | _object("text_completion") | {"choices": many(_COMPLETION_CHOICE), "usage": ref("Usage")},
+        _ENVELOPE
+        | _object("text_completion")
+        | {"choices": many(_COMPLETION_CHOICE), "usage": ref("Usage")}
+        | _NOTHING_ELSE,
     ),
     "CompletionChunk": record(
         _ENVELOPE | _object("text_completion") | {"choices": many(_COMPLETION_CHOICE)},
@@ -135,4 +172,6 @@ REPLIES: Final[dict[str, Schema]] = {
     ),
     "DetokenizeReply": record({"prompt": TEXT}),
     "State": record({"status": TEXT}),
+    "Version": record({"version": TEXT}),
+    "Load": record({"server_load": COUNT}),
 }

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from baton.core.tokenizer import Tokenizer
+from baton.core.tokenizer import Tokenizer, TokenStream
 from baton.proto import inference_pb2
 
 LOWEST_LOGPROB: Final = -9999.0  # of a token that cannot be chosen; JSON knows no infinity (vLLM's value)
@@ -20,6 +20,10 @@ class TokenNames:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
+    def stream(self) -> TokenStream:
+        """A decoder for one answer's tokens."""
+        return self._tokenizer.stream()
+
     def name(self, token_id: int) -> str:
         """The text of a token; a part of a character reads as U+FFFD."""
         if self._as_ids:
@@ -33,10 +37,10 @@ class TokenNames:
         return entry | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in top]}
 
     def by_name(self, report: inference_pb2.TokenLogprobs) -> dict[str, float]:
-        """A completion's entry: log-probabilities by name, the likeliest first, the chosen token among them."""
-        top = zip(report.top_token_ids, report.top_logprobs, strict=True)
-        found = {self.name(token_id): finite(logprob) for token_id, logprob in top}
-        found.setdefault(self.name(report.token_id), finite(report.logprob))
+        """A completion's entry: log-probabilities by name, the chosen token's first, then the likeliest."""
+        found = {self.name(report.token_id): finite(report.logprob)}
+        for token_id, logprob in zip(report.top_token_ids, report.top_logprobs, strict=True):
+            found.setdefault(self.name(token_id), finite(logprob))
         return found
 
     def by_id(self, report: inference_pb2.TokenLogprobs) -> dict[str, dict[str, Any]]:

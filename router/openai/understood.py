@@ -1,19 +1,19 @@
 """A body as it was understood: messages for the workers, and what the reply must know of it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pydantic import BaseModel
 
 from baton.proto import inference_pb2
-from baton.router.openai.chat_request import Function, Tool
 
-# What is in the messages already, or in the prompt: the reply is not made from it.
-_SPENT: Final = frozenset(
+# What is in the messages already, or in the prompt, or in `Understood`: no reply is made from these fields.
+SPENT: Final = frozenset(
     "messages prompt tokens tools stop stop_token_ids logit_bias bad_words allowed_token_ids response_format "
-    "structured_outputs guided_json guided_regex guided_choice guided_grammar chat_template_kwargs".split()
+    "structured_outputs guided_json guided_regex guided_choice guided_grammar regex ebnf grammar chat_template_kwargs "
+    "request_id".split()
 )
 _LENGTH_BYTES: Final = 8
 
@@ -49,6 +49,8 @@ class Understood:
         ignored: fields that nobody here knows.
         is_forced: the answer must be a tool call.
         is_open: the prompt ends with the beginning of a thought.
+        has_tools: the answer may call some.
+        schemas: of the tools' parameters, by name, where replies are made from them.
     """
 
     asked: BaseModel
@@ -58,35 +60,28 @@ class Understood:
     ignored: list[str] = field(default_factory=list)
     is_forced: bool = False
     is_open: bool = False
+    has_tools: bool = False
+    schemas: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_parts(self, job: Job) -> list[bytes]:
+    def to_parts(self) -> list[bytes]:
         """For another process: a head, what is left of the body, the sampling, and each request."""
-        names = ("request_id", "ignored", "is_forced", "is_open")
+        names = ("request_id", "ignored", "is_forced", "is_open", "has_tools", "schemas")
         head = json.dumps({name: getattr(self, name) for name in names}).encode("ascii")
-        spent = {*_SPENT, *(self.asked.model_extra or {})}
+        spent = {*SPENT, *(self.asked.model_extra or {})}
         body = self.asked.model_dump_json(by_alias=True, exclude_none=True, exclude=spent).encode("utf-8")
-        functions = [tool.function for tool in getattr(self.asked, "tools", None) or ()]
-        if not job.keeps_schemas:
-            functions = functions[:1]  # that there are some is all that a reply is made from
-        tools = json.dumps([(one.name, one.parameters if job.keeps_schemas else None) for one in functions])
         requests = [one.SerializeToString() for one in self.requests]
-        return [head, body, tools.encode("ascii"), self.sampling.SerializeToString(), *requests]
+        return [head, body, self.sampling.SerializeToString(), *requests]
 
     @classmethod
     def from_parts(cls, parts: Sequence[bytes], kind: type[BaseModel]) -> "Understood":
         """What `to_parts` wrote."""
-        head, body, tools, sampling, *requests = parts
+        head, body, sampling, *requests = parts
         data = json.loads(body)
         if kind.model_fields.get("messages") is not None:
             data["messages"] = [{"role": "user", "content": ""}]
         if "tokens" in kind.model_fields:
             data["tokens"] = []
         asked: Any = kind.model_validate(data, strict=False)
-        if functions := json.loads(tools):  # they were validated where they were read
-            asked.tools = [
-                Tool.model_construct(function=Function.model_construct(name=name, parameters=parameters))
-                for name, parameters in functions
-            ]
         return cls(
             asked=asked,
             requests=[inference_pb2.GenerateRequest.FromString(one) for one in requests],

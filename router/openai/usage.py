@@ -1,6 +1,6 @@
 """What one call has used: OpenAI's `usage`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.core.request import GenerationRequest
@@ -12,9 +12,11 @@ class Usage:
 
     Args:
         requests: of the call; a prompt counts once, however many answers it has.
+        reasoning_tokens: those of the answers that are thoughts; None where none are split off.
     """
 
-    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(self, requests: Sequence[GenerationRequest], reasoning_tokens: Callable[[], int | None]) -> None:
+        self._reasoning_tokens = reasoning_tokens
         self._prompt_tokens = sum(request.prompt_len for request in requests)
         self._cached = [0] * len(requests)
         self.completion_tokens = 0
@@ -27,9 +29,12 @@ class Usage:
 
     def as_data(self) -> dict[str, Any]:
         """As of now. Cached tokens are known at the end: those whose KV a prefill worker had already."""
+        num_reasoning = self._reasoning_tokens()
+        details = {} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self._prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            **details,
         }

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -35,10 +36,9 @@ def ask_head(site: Site, address: str, worker_ids: set[str]) -> Table:
         StepFailed: it does not answer.
     """
     command = [sys.executable, "-P", "-m", "baton.cluster.ray_table", address]
-    environment = {"RAY_AUTH_MODE": "disabled"} | os.environ
     try:
         limit_s = max(1.0, min(TABLE_S, site.left_s))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
         data = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError) as error:
         raise StepFailed(f"Ray's head at {address} does not answer", address=address) from error
@@ -61,10 +61,10 @@ def redis_keys(address: str, password: str = "") -> int:
     Raises:
         PreconditionUnmet: it does not answer as a Redis does.
     """
-    host, _, port = address.rpartition(":")
+    host, _, port = address.rpartition("://")[2].rpartition(":")
     words = (f"AUTH {password}\r\n" if password else "") + "DBSIZE\r\n"
     try:
-        with socket.create_connection((host, int(port)), timeout=REDIS_S) as connection:
+        with _connected(host, int(port), address.startswith("rediss://")) as connection:
             connection.settimeout(REDIS_S)
             connection.sendall(words.encode())
             answer = b""
@@ -76,6 +76,21 @@ def redis_keys(address: str, password: str = "") -> int:
         return int(last[1:])
     except (OSError, ValueError, IndexError) as error:
         raise PreconditionUnmet(f"no Redis answers at {address}: {error}", address=address) from error
+
+
+def _connected(host: str, port: int, has_tls: bool) -> socket.socket:
+    """To a Redis; with TLS it is shown the certificate that Ray's own variables name."""
+    connection = socket.create_connection((host, port), timeout=REDIS_S)
+    if not has_tls:
+        return connection
+    try:
+        context = ssl.create_default_context(cafile=os.environ.get("RAY_REDIS_CA_CERT"))
+        if "RAY_REDIS_CLIENT_CERT" in os.environ:
+            context.load_cert_chain(os.environ["RAY_REDIS_CLIENT_CERT"], os.environ.get("RAY_REDIS_CLIENT_KEY"))
+        return context.wrap_socket(connection, server_hostname=host)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def carry_out(site: Site, command: str) -> str:

@@ -143,7 +143,7 @@ def test_a_pool_of_float8_is_filled_with_numbers_that_are_read():
     assert pool.dtype == torch.float8_e4m3fn
     assert values.isfinite().all()
     assert 0.9 < values.std() < 1.1
-    with pytest.raises(ConfigInvalid, match="--kv-dtype fp4"):
+    with pytest.raises(ConfigInvalid, match="--kv-cache-dtype fp4"):
         read_options(**QUICK, kv_dtype="fp4")
 
 

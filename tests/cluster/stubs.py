@@ -47,8 +47,9 @@ class StubShell:
         threading.Thread(target=beat, daemon=True).start()
 
     def ready(self):
-        environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "RAY_AUTH_MODE")}
-        return {"worker_id": self._config.worker_id, "epoch": self._epoch, "pid": os.getpid(), **environment}
+        environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+        found = {"worker_id": self._config.worker_id, "epoch": self._epoch, "pid": os.getpid()}
+        return found | {"nice": os.nice(0)} | environment
 
     def pid(self):
         return os.getpid()

@@ -1,6 +1,7 @@
 """Where other programs answer: a router that ends, an address that is not Ray's, a ray that is none."""
 
 import contextlib
+import os
 import socket
 import sys
 import time
@@ -10,7 +11,7 @@ from concurrent import futures
 import grpc
 import pytest
 
-from baton.cluster import ray_session
+from baton.cluster import private_ray, ray_session
 from baton.cluster.router_process import RouterProcess
 from baton.core.errors import ModelFileDamaged, RayUnavailable, RayVersionMismatch, WorkerStartFailed
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.fast
 
 
 def router(tmp_path, script):
-    return RouterProcess([sys.executable, "-S", "-c", script], tmp_path)
+    return RouterProcess(lambda ports: [sys.executable, "-S", "-c", script], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -140,3 +141,62 @@ def test_a_ray_without_a_version_or_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     with pytest.raises(RayUnavailable, match="libgcc"):
         ray_session.import_ray()
+
+
+@pytest.mark.parametrize(
+    ("mode", "answers", "is_refused"),
+    [
+        (None, grpc.StatusCode.OK, True),
+        ("token", grpc.StatusCode.OK, True),
+        ("token", grpc.StatusCode.UNAUTHENTICATED, False),
+        ("disabled", grpc.StatusCode.OK, False),
+    ],
+)
+def test_a_cluster_that_is_open_to_all_is_refused_unless_that_is_meant(monkeypatch, mode, answers, is_refused):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.setattr(ray_session, "_answer_without_token", lambda address: answers)
+    if is_refused:
+        with pytest.raises(RayUnavailable, match="asks for no token"):
+            ray_session.require_token_there("h:1")
+    else:
+        ray_session.require_token_there("h:1")
+
+
+def test_a_cluster_is_not_joined_without_a_token(monkeypatch, tmp_path):
+    for name in private_ray.TOKEN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(ray_session, "_answer_without_token", lambda address: grpc.StatusCode.UNAUTHENTICATED)
+    monkeypatch.setattr(ray_session, "import_ray", lambda: None)
+    try:
+        with pytest.raises(RayUnavailable, match="RAY_AUTH_TOKEN_PATH"):
+            ray_session.RaySession("127.0.0.1:1", namespace="n", temp_dir=tmp_path, num_gpus=None)
+        assert not list(tmp_path.iterdir()), "no token file appears by itself"
+    finally:
+        monkeypatch.undo()
+        private_ray.read_settings()
+
+
+def test_what_a_private_ray_is_started_with_is_taken_back(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/an/operators/own")
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
+    before, umask = dict(os.environ), os.umask(0o022)
+    try:
+        with pytest.raises(ZeroDivisionError), private_ray.closed_doors("secret") as options:
+            assert options == {"_node_ip_address": "127.0.0.1"}
+            assert {name: os.environ.get(name) for name in private_ray.TOKEN_VARIABLES} == {
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN": "secret",
+                "RAY_AUTH_TOKEN_PATH": None,
+            }
+            assert os.environ["RAY_worker_niceness"] == "0"
+            raise ZeroDivisionError
+        assert dict(os.environ) == before
+        assert os.umask(umask) == 0o022
+    finally:
+        os.umask(umask)
+        monkeypatch.undo()
+        private_ray.read_settings()

@@ -17,12 +17,13 @@ from baton.core.build import build_id
 from baton.core.config import ServeConfig
 
 DESIGN_SERVE_FLAGS = (
-    "model prefill decode tp-prefill tp-decode mtp transport scheduling numerics dtype weights grpc-port http-port "
-    "ray-address config"
+    "model prefill decode tp-prefill tp-decode num-speculative-tokens transport scheduling dtype load-format grpc-port "
+    "http-port ray-address config"
 ).split()
 DESIGN_GENERATE_FLAGS = (
-    "address local prompt max-tokens temperature top-p top-k min-p seed model mtp numerics dtype".split()
-)
+    "address local prompt max-tokens temperature top-p top-k min-p seed model num-speculative-tokens batch-invariant "
+    "dtype"
+).split()
 
 
 def baton(*arguments, stdin=b"", environment=None):
@@ -46,6 +47,33 @@ def test_serve_has_a_flag_for_every_key_and_every_documented_flag():
     named = {flag for flag in flags if not flag.startswith("--no-")}
     assert named - {"--config", "--json", "--help"} == {f"--{k.replace('_', '-')}" for k in ServeConfig.model_fields}
     assert {f"--{flag.removeprefix('--no-')}" for flag in flags - named} <= named
+
+
+def help_of(command):
+    result = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "160"})
+    assert result.exit_code == 0
+    return result.output
+
+
+@pytest.mark.fast
+def test_the_help_of_serve_is_in_panels_and_says_defaults():
+    text = help_of("serve")
+    panels = re.findall(r"╭─ (.+?) ─", text)
+    wanted = "Options, Model, Parallelism, Speculation, KV cache, Scheduling, Ports and addresses, Limits and times"
+    assert panels == [*wanted.split(", "), "Logging and tracing", "Security"]
+    for default in ("[127.0.0.1]", "[auto]", "[GPU 2048, CPU 256]", "[2; 0 without an MTP head]"):
+        assert default in text
+    assert "\\[" not in text
+    assert "[never]" in help_of("keys create")
+    assert "\\[" not in help_of("bench decode")
+
+
+@pytest.mark.fast
+def test_commands_are_summed_up_in_whole_sentences_and_unbuilt_ones_are_not_listed():
+    text = help_of("")
+    assert "..." not in text.partition("Commands")[2]
+    assert "plan" not in re.findall(r"│ (\w+) ", text)
+    assert {"serve", "check", "generate", "demo", "doctor", "top"} <= set(re.findall(r"│ (\w+) ", text))
 
 
 @pytest.mark.fast
@@ -81,7 +109,7 @@ def test_every_command_exists_and_has_json(command):
         (["bench", "kv", "--pace", "4"], 2, "ConfigInvalid"),
         (["bench", "decode", "--shape", "9b"], 2, "ConfigInvalid"),
         (["bench", "decode", "--batch", "1,x"], 2, "ConfigInvalid"),
-        (["bench", "decode", "--mtp", "9"], 2, "ConfigInvalid"),
+        (["bench", "decode", "--num-speculative-tokens", "9"], 2, "ConfigInvalid"),
         (["bench", "decode", "--scheduling", "never"], 2, "ConfigInvalid"),
         (["bench", "decode", "--rate", "1.5"], 2, "ConfigInvalid"),
         (["bench", "decode", "--temperature", "-1"], 2, "ConfigInvalid"),
@@ -106,12 +134,12 @@ def test_every_command_exists_and_has_json(command):
         (["generate", "--prompt", "x", "--bad-words", "7;8"], 2, "InvalidSampling"),
         (["generate", "--prompt", "x", "--allowed-token-ids", ""], 2, "InvalidSampling"),
         (["generate", "--prompt", "x", "--n", str(2**31)], 2, "InvalidSampling"),
-        (["serve", "--mtp", "5"], 2, "ConfigInvalid"),
+        (["serve", "--num-speculative-tokens", "5"], 2, "ConfigInvalid"),
         (["serve", "--prefill", "0"], 2, "ConfigInvalid"),
         (["serve", "--transport", "pigeon"], 2, "ConfigInvalid"),
         (["serve", "--config", "/nowhere.yaml"], 2, "ConfigInvalid"),
-        (["serve", "--mtp", "²"], 2, "ConfigInvalid"),
-        (["serve", "--mtp=--1"], 2, "ConfigInvalid"),
+        (["serve", "--num-speculative-tokens", "²"], 2, "ConfigInvalid"),
+        (["serve", "--num-speculative-tokens=--1"], 2, "ConfigInvalid"),
         (["serve", "--model", ""], 2, "ConfigInvalid"),
         (["serve", "--host", "nosuch.invalid"], 2, "ConfigInvalid"),
         (["serve", "--kv-memory-mib", "9" * 23], 2, "ConfigInvalid"),
@@ -209,9 +237,10 @@ def test_keys_of_a_file_are_checked_and_flags_override_them(tmp_path, capsys, mo
     from baton.cluster.resolve import read_config
 
     path = tmp_path / "serve.yaml"
-    path.write_text("model: /some/model\ngrpc-port: 6000\nprefill: 2\nmtp: 3\n")
-    config = read_config(path, {"grpc_port": 7000, "mtp": "1", "decode": None})
-    assert (config.model, config.grpc_port, config.prefill, config.mtp) == ("/some/model", 7000, 2, 1)
+    path.write_text("model: /some/model\ngrpc-port: 6000\nprefill: 2\nnum-speculative-tokens: 3\n")
+    config = read_config(path, {"grpc_port": 7000, "num_speculative_tokens": "1", "decode": None})
+    assert (config.model, config.grpc_port, config.prefill) == ("/some/model", 7000, 2)
+    assert config.num_speculative_tokens == 1
     path.write_text("prefil: 2\n")
     monkeypatch.setattr(sys, "argv", ["baton", "serve", "--config", str(path), "--json"])
     with pytest.raises(SystemExit) as exit:
@@ -222,15 +251,12 @@ def test_keys_of_a_file_are_checked_and_flags_override_them(tmp_path, capsys, mo
 
 
 @pytest.mark.fast
-def test_a_port_in_use_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch):
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
+def test_a_port_in_use_is_refused_before_anything_starts(capsys, monkeypatch):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = str(listener.getsockname()[1])
-        command = ["baton", "serve", "--model", str(tmp_path), "--grpc-port", port, "--json"]
+        command = ["baton", "serve", "--model", "tiny", "--grpc-port", port, "--json"]
         monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as exit:
             cli.main()
@@ -290,7 +316,7 @@ def test_local_generation_needs_no_ray_and_tells_everything():
     assert len(data["token_ids"]) == 6
     assert data["finish_reason"] == "length"
     assert data["ttft_ms"] > 0
-    code, again, _ = generate_locally("--mtp", "0", "--numerics", "invariant", "--dtype", "float64")
+    code, again, _ = generate_locally("--num-speculative-tokens", "0", "--batch-invariant", "--dtype", "float64")
     assert again["num_draft_tokens"] == 0
     assert again["prompt_len"] == data["prompt_len"]
 

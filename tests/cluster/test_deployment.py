@@ -15,12 +15,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.cluster import crew
+from baton.cluster import crew, private_files
 from baton.cluster import deployment as deployment_module
 from baton.cluster.deployment import Deployment, Parts
 from baton.cluster.restarts import Restarts
 from baton.core.config import ServeConfig
-from baton.core.errors import ModelMissing, PortInUse, WorkerLost, WorkerStartFailed
+from baton.core.errors import (
+    BatonError,
+    ModelMissing,
+    PortInUse,
+    RayLost,
+    WorkerLost,
+    WorkerStartFailed,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 stubs = importlib.import_module("stubs")
@@ -77,13 +84,13 @@ def test_what_can_be_refused_is_refused_before_anything_starts(model, tmp_path):
 
 @pytest.mark.ray
 @IGNORED
-def test_it_starts_serves_restarts_workers_and_leaves_nothing(model):
-    before = our_processes()
+def test_it_starts_serves_restarts_workers_and_leaves_nothing(model, caplog):
+    before, known = our_processes(), set(os.environ)
     own_child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     with make(model, worker_threads=2) as deployment:
         assert set(deployment.workers) == {"prefill-0", "decode-0"}
         assert deployment.workers["prefill-0"]["OMP_NUM_THREADS"] == "2"
-        assert deployment.workers["prefill-0"]["RAY_AUTH_MODE"] == "disabled"
+        assert deployment.workers["prefill-0"]["RAY_AUTH_MODE"] == "token"
         assert {worker["state"]["worker_id"] for worker in deployment.status()["workers"]} == set(deployment.workers)
         pids = deployment.worker_pids()
         assert pids["decode-0"] == deployment.workers["decode-0"]["pid"]
@@ -95,12 +102,20 @@ def test_it_starts_serves_restarts_workers_and_leaves_nothing(model):
         deployment.check()
         directory = directory_of(psutil.Process().children())
         assert directory.is_dir()
+        assert deployment.workers["prefill-0"]["nice"] == 0
+        tokens = {worker.pop("RAY_AUTH_TOKEN") for worker in deployment.workers.values()}
+        assert len(tokens) == 1 and {len(token) for token in tokens} == {64}
+        assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & (os.environ.keys() - known)
         start_s = time.monotonic()
     assert time.monotonic() - start_s < 20
     assert own_child.poll() is None  # not ours to end
     own_child.communicate()
     assert our_processes() == before
     assert not directory.exists()
+    logs = private_files.kept_logs(directory)  # a worker was killed: its words are worth something
+    assert_private(logs)
+    assert f"a worker died in this run; the logs are in {logs}" in caplog.text
+    shutil.rmtree(logs)
 
 
 @pytest.mark.ray
@@ -113,6 +128,52 @@ def test_a_worker_that_refuses_to_start_is_reported_with_its_own_error(model):
     assert failed.value.fields["cause"] == "ModelTensorMissing"
     assert failed.value.fields["cause_fields"] == {"tensors": ["lm_head.weight"]}
     assert our_processes() == before
+    logs = Path(failed.value.fields["logs"])
+    assert failed.value.message.endswith(f"(logs: {logs})")
+    assert_private(logs)
+    said = [path.read_text() for path in logs.glob("worker-*.err")]
+    assert any("lacks lm_head.weight" in text for text in said)
+    shutil.rmtree(logs)
+
+
+def assert_private(logs):
+    """A folder of kept logs: of this account alone, and nothing but words in it."""
+    assert logs.stat().st_mode & 0o777 == 0o700
+    files = list(logs.iterdir())
+    assert files and all(path.is_file() and path.stat().st_mode & 0o777 == 0o600 for path in files)
+
+
+@pytest.mark.fast
+def test_kept_logs_are_few_and_hold_no_links(monkeypatch, tmp_path):
+    monkeypatch.setattr(private_files, "ROOT", tmp_path)
+    kept = []
+    for at in range(private_files.MAX_KEPT + 2):
+        folder = private_files.make_folder()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        logs = folder / "ray" / "session_1" / "logs"
+        logs.mkdir(parents=True)
+        (folder / "ray" / "session_latest").symlink_to(logs.parent)
+        (logs / "worker-a-01000000-1.err").write_text(f"life {at}")
+        (logs / "empty.err").touch()
+        (logs / "linked.log").symlink_to("/etc/passwd")
+        with private_files.open_private(folder / "router.err", "wb") as file:
+            file.write(b"words")
+        assert (folder / "router.err").stat().st_mode & 0o777 == 0o600
+        said = private_files.kept_logs(folder)
+        assert private_files.keep_logs(folder) == said
+        os.utime(said, (at, at))
+        kept.append(said)
+        assert {path.name for path in said.iterdir()} == {"worker-a-01000000-1.err", "router.err"}
+        assert_private(said)
+    assert [path.exists() for path in kept] == [False] * 2 + [True] * private_files.MAX_KEPT
+
+
+@pytest.mark.fast
+def test_an_error_names_the_logs_once(tmp_path):
+    error = WorkerStartFailed("decode-0 did not start", worker_id="decode-0")
+    for _ in range(2):
+        private_files.say_where(error, tmp_path / "baton-x")
+    assert str(error) == f"decode-0 did not start (logs: {tmp_path / 'baton_logs-x'})"
 
 
 @pytest.mark.ray
@@ -138,14 +199,51 @@ def test_a_worker_that_stays_silent_is_a_timeout(model):
 
 @pytest.mark.ray
 @IGNORED
-def test_a_router_that_ends_is_noticed_and_says_why(model):
+def test_a_router_that_is_killed_comes_back_on_its_port_and_finds_the_same_workers(model, caplog):
     with make(model) as deployment:
-        os.kill(deployment.router_pid(), signal.SIGKILL)
-        deadline_s = time.monotonic() + 5
-        with pytest.raises(WorkerStartFailed, match="the router ended with code -9"):
-            while time.monotonic() < deadline_s:
-                deployment.check()
-                time.sleep(0.05)
+        address, pids = deployment.address, deployment.worker_pids()
+        for _ in range(2):
+            dead = deployment.router_pid()
+            os.kill(dead, signal.SIGKILL)
+            check_until(deployment, lambda: len(workers_of(deployment)) == 2)
+            assert deployment.router_pid() != dead
+            assert (deployment.address, deployment.worker_pids()) == (address, pids)
+    said = [record.getMessage() for record in caplog.records if "started again" in record.getMessage()]
+    assert len(said) == 2
+    assert all("the router ended with code -9" in text for text in said)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
+@IGNORED
+def test_a_part_of_a_private_ray_that_ends_is_named_and_ends_the_deployment(model, victim):
+    before, start_s = our_processes(), 0.0
+    with pytest.raises(RayLost, match=f"the {victim} .* has ended") as lost, make(model) as deployment:
+        directory = deployment._dir
+        (pid,) = (pid for pid, kind in deployment._ray.pids().items() if kind == victim)
+        start_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        check_until(deployment, lambda: False)
+    assert lost.value.fields == {"process": victim, "pid": pid}
+    assert time.monotonic() - start_s < 30.0  # not the minute that Ray waits for its head
+    assert our_processes() == before
+    assert not directory.exists()
+
+
+def check_until(deployment, is_so, timeout_s=60.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so():
+        deployment.check()
+        assert time.monotonic() < deadline_s
+        deployment.wait(0.1)
+
+
+def workers_of(deployment):
+    """That the router has heard of; none while there is no router."""
+    try:
+        return {worker["state"]["worker_id"] for worker in deployment.status()["workers"]}
+    except BatonError:
+        return set()
 
 
 @pytest.mark.ray
@@ -227,7 +325,7 @@ def test_a_signal_ends_everything(model, number, while_starting, tmp_path):
     tree = psutil.Process(process.pid).children(recursive=True)
     directory = directory_of(tree)
     process.send_signal(number)
-    assert process.wait(15) == (1 if while_starting else 0), (tmp_path / "err").read_text()
+    assert process.wait(30) == (1 if while_starting else 0), (tmp_path / "err").read_text()
     assert process.stdout.read() == b""
     process.stdout.close()
     assert [child for child in tree if child.is_running() and child.status() != "zombie"] == []
@@ -236,22 +334,38 @@ def test_a_signal_ends_everything(model, number, while_starting, tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_killed_driver_takes_router_and_ray_with_it(model, tmp_path):
+def test_a_killed_driver_leaves_nothing(model, tmp_path):
     script = textwrap.dedent(SERVE).format(here=str(Path(__file__).parent), model=str(model))
     with (tmp_path / "err").open("wb") as err:
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=err)
     assert process.stdout is not None
     assert b'"address"' in process.stdout.readline()
     tree = psutil.Process(process.pid).children(recursive=True)
-    agents = {child for child in tree if "Agent" in child.name()}
+    assert sum("Agent" in child.name() for child in tree) == 2  # which by themselves end after half a minute or more
     directory = directory_of(tree)
     process.kill()
     process.wait(15)
     process.stdout.close()
-    # Ray's two agents notice only after half a minute or more, and end then.
-    assert len(agents) == 2
-    _, left = psutil.wait_procs([child for child in tree if child not in agents], timeout=10)
+    _, left = psutil.wait_procs(tree, timeout=10)
     assert left == []
-    for agent in agents:
-        agent.kill()
-    shutil.rmtree(directory)
+    assert not directory.exists()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_what_a_driver_and_its_undertaker_leave_is_swept_by_the_next_start(model, tmp_path):
+    script = textwrap.dedent(SERVE).format(here=str(Path(__file__).parent), model=str(model))
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    assert b'"address"' in process.stdout.readline()
+    tree = psutil.Process(process.pid).children(recursive=True)
+    directory = directory_of(tree)
+    (undertaker,) = (child for child in tree if "baton.cluster.undertaker" in child.cmdline())
+    undertaker.kill()
+    process.kill()
+    process.wait(15)
+    process.stdout.close()
+    assert directory.exists()
+    with make(model):
+        assert not directory.exists()
+        assert psutil.wait_procs(tree, timeout=10)[1] == []

@@ -29,7 +29,8 @@ def test_a_stray_token_without_a_mode_is_a_trap(tmp_path):
     assert doctor.check_ray_auth(None, token).level == "ok"
     token.write_text("secret")
     assert doctor.check_ray_auth(None, token).level == "warn"
-    assert doctor.check_ray_auth("disabled", token).level == "ok"
+    assert doctor.check_ray_auth("token", token).level == "ok"
+    assert doctor.check_ray_auth("disabled", token).level == "warn"
     assert "secret" not in str(doctor.check_ray_auth(None, token))
 
 
@@ -79,7 +80,7 @@ def test_what_kv_pools_hold_is_told():
     assert (fine.level, fine.detail) == ("ok", "float8_e4m3fn at every worker")
     [mixed] = doctor.check_kv_dtype(states("float8_e4m3fn", "bfloat16"))
     assert (mixed.level, mixed.detail) == ("warn", "bfloat16 at w1; float8_e4m3fn at w0")
-    assert "--kv-dtype" in mixed.next
+    assert "--kv-cache-dtype" in mixed.next
 
 
 def test_a_worker_that_answers_nothing_is_told():

@@ -58,6 +58,7 @@ def test_a_decode_worker_of_several_gpus_is_one_group_on_one_node():
 
 
 def test_ranks_share_host_memory_for_kv_and_not_that_of_gpus():
-    config = config_of(tp_decode=2, host_kv_gib=4)
+    config = config_of(tp_decode=2, kv_offloading_size=4)
     worker = resolve_worker(config, find_model("tiny"), worker_id="decode-0", device="cuda", tp_size=2)
-    assert (worker.tp_size, worker.host_kv_bytes, worker.gpu_memory_share) == (2, 2 << 30, config.gpu_memory_share)
+    assert (worker.tp_size, worker.host_kv_bytes) == (2, 2 << 30)
+    assert worker.gpu_memory_utilization == config.gpu_memory_utilization

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.fast
 
 
 def test_a_pool_too_large_for_this_machine_names_its_key():
-    config = ServeConfig.from_mapping({"device": "cpu", "mtp": 0})
+    config = ServeConfig.from_mapping({"device": "cpu", "num_speculative_tokens": 0})
     worker = dataclasses.replace(resolve_worker(config, find_model("tiny"), worker_id="w"), kv_memory_mib=1 << 40)
     with pytest.raises(ConfigInvalid, match=r"^kv_memory_mib: a KV pool of \d+ MiB does not fit") as refused:
         load_worker(worker)
@@ -27,8 +27,9 @@ def test_a_shape_alone_is_served_with_random_weights_and_refused_without(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelMissing, match=r"tokenizer\.json"):
         find_model(str(tmp_path))
-    asked = ServeConfig.from_mapping({"model": str(tmp_path), "weights": "random", "device": "cpu", "kv_memory_mib": 8})
-    model = find_model(asked.model, asked.weights)
+    values = {"model": str(tmp_path), "load_format": "dummy", "device": "cpu", "kv_memory_mib": 8}
+    asked = ServeConfig.from_mapping(values)
+    model = find_model(asked.model, is_dummy=asked.is_dummy)
     loaded = [load_worker(resolve_worker(asked, model, worker_id=worker_id)) for worker_id in ("prefill-0", "decode-0")]
     assert loaded[0].layout.hash == loaded[1].layout.hash
     served = ServedModel.from_directory("shape", tmp_path, weights="random")

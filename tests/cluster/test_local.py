@@ -9,7 +9,7 @@ from baton.cluster.reference import ReferenceProcess
 from baton.core.config import ServeConfig
 from baton.core.errors import EmptyPrompt, InvalidSampling, PromptTooLong, RequestDeadlineExceeded
 
-CONFIG = {"dtype": "float32", "numerics": "invariant", "device": "cpu", "kv_memory_mib": 16}
+CONFIG = {"dtype": "float32", "batch_invariant": True, "device": "cpu", "kv_memory_mib": 16}
 
 
 @pytest.fixture(scope="module")
@@ -112,5 +112,5 @@ def test_the_reference_process_gives_the_same_tokens(completer):
 
 def test_auto_gives_the_same_tokens(completer):
     asked = Asked(prompt="def f(x):\n", max_tokens=20)
-    auto = LocalCompleter(ServeConfig.from_mapping(CONFIG | {"mtp": "auto"}))
+    auto = LocalCompleter(ServeConfig.from_mapping(CONFIG | {"num_speculative_tokens": "auto"}))
     assert auto.complete(asked, lambda text: None).token_ids == completer.complete(asked, lambda text: None).token_ids

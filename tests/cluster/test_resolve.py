@@ -62,11 +62,11 @@ def test_a_damaged_index_is_named(model, text):
         resolve.find_model(str(model))
 
 
-@pytest.mark.parametrize("mtp", ["²", "--1", "-", "", "5", "9" * 5000])
-def test_a_number_of_drafts_that_is_none(mtp):
+@pytest.mark.parametrize("drafts", ["²", "--1", "-", "", "5", "9" * 5000])
+def test_a_number_of_drafts_that_is_none(drafts):
     with pytest.raises(ConfigInvalid) as invalid:
-        resolve.read_config(None, {"mtp": mtp})
-    assert set(invalid.value.fields["keys"]) == {"mtp"}
+        resolve.read_config(None, {"num_speculative_tokens": drafts})
+    assert set(invalid.value.fields["keys"]) == {"num_speculative_tokens"}
 
 
 @pytest.mark.parametrize("host", ["nosuch.invalid", "a..b", "a\0b", "203.0.113.77", "x" * 300])
@@ -85,7 +85,8 @@ def test_a_damaged_config_is_named(model, text):
 
 
 def test_a_worker_gets_resolved_values(model):
-    config = ServeConfig.from_mapping({"model": str(model), "numerics": "invariant", "mtp": 1, "device": "cpu"})
+    asked = {"batch_invariant": True, "num_speculative_tokens": 1, "device": "cpu"}
+    config = ServeConfig.from_mapping({"model": str(model)} | asked)
     worker = resolve.resolve_worker(
         config, resolve.find_model(str(model)), worker_id="prefill-0", router_address="127.0.0.1:1"
     )
@@ -150,11 +151,11 @@ def test_dtype_follows_the_device():
 
 
 def test_workers_that_share_a_gpu_share_its_memory(model):
-    config = ServeConfig.from_mapping({"model": str(model), "gpu_memory_share": 0.8})
+    config = ServeConfig.from_mapping({"model": str(model), "gpu_memory_utilization": 0.8})
     worker = resolve.resolve_worker(
         config, resolve.find_model(str(model)), worker_id="d", device="cuda", workers_per_gpu=2
     )
-    assert worker.gpu_memory_share == pytest.approx(0.4)
+    assert worker.gpu_memory_utilization == pytest.approx(0.4)
 
 
 def test_a_length_beyond_the_model_is_refused(model):

@@ -5,6 +5,9 @@ import pytest
 from baton.core.clock import MonotonicClock, VirtualClock
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid
+from baton.core.key_spellings import RENAMED
+from baton.core.kv_dtype import KVDtype
+from baton.core.numerics import Numerics
 from baton.core.request import SpeculationCounts
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 
@@ -12,8 +15,8 @@ pytestmark = pytest.mark.fast
 
 
 def test_defaults_hold():
-    assert ServeConfig.from_mapping({}) == ServeConfig.from_mapping({"model": "tiny", "mtp": 2})
-    assert ServeConfig.from_mapping({"mtp": "auto"}).mtp == "auto"
+    assert ServeConfig.from_mapping({}) == ServeConfig.from_mapping({"model": "tiny"})
+    assert ServeConfig.from_mapping({"num_speculative_tokens": "auto"}).num_speculative_tokens == "auto"
 
 
 @pytest.mark.parametrize(
@@ -22,29 +25,29 @@ def test_defaults_hold():
         ({"modle": "tiny"}, ["modle"]),
         ({"prefill": 0}, ["prefill"]),
         ({"prefill": "many"}, ["prefill"]),
-        ({"mtp": 5}, ["mtp"]),
-        ({"mtp": -1}, ["mtp"]),
+        ({"num_speculative_tokens": 5}, ["num_speculative_tokens"]),
+        ({"num_speculative_tokens": -1}, ["num_speculative_tokens"]),
         ({"block_size": 17}, ["block_size"]),
         ({"grpc_port": 65536}, ["grpc_port"]),
         ({"transport": "pigeon"}, ["transport"]),
         ({"verification": "hope"}, ["verification"]),
         ({"draft_sample_method": "tarot"}, ["draft_sample_method"]),
         ({"draft_sample_method": "greedy"}, ["draft_sample_method", "verification"]),
-        ({"numerics": "exact"}, ["numerics"]),
+        ({"batch_invariant": "exact"}, ["batch_invariant"]),
         ({"request_timeout_s": math.nan}, ["request_timeout_s"]),
         ({"request_timeout_s": math.inf}, ["request_timeout_s"]),
         ({"request_timeout_s": 0}, ["request_timeout_s"]),
-        ({"gpu_memory_share": math.nan}, ["gpu_memory_share"]),
+        ({"gpu_memory_utilization": math.nan}, ["gpu_memory_utilization"]),
         ({"prefill": 0, "other": 1}, ["other", "prefill"]),
         ({"prefill": True}, ["prefill"]),
         ({"prefill": "2"}, ["prefill"]),
         ({"prefill": 2.0}, ["prefill"]),
-        ({"mtp": True}, ["mtp"]),
+        ({"num_speculative_tokens": True}, ["num_speculative_tokens"]),
         ({"request_timeout_s": True}, ["request_timeout_s"]),
         ({"request_timeout_s": 1e300}, ["request_timeout_s"]),
         ({"start_timeout_s": 10**400}, ["start_timeout_s"]),
         ({"kv_memory_mib": 10**23}, ["kv_memory_mib"]),
-        ({"chunk_len": 10**30}, ["chunk_len"]),
+        ({"max_num_batched_tokens": 10**30}, ["max_num_batched_tokens"]),
         ({"max_model_len": 10**30}, ["max_model_len"]),
         ({"model": ""}, ["model"]),
         ({"cuda_graphs": "on"}, ["cuda_graphs"]),
@@ -68,8 +71,8 @@ def test_bad_keys_and_values_are_all_named(values, keys):
     [
         ({"modle": "tiny"}, "modle: no such key; did you mean model?"),
         ({"zzz": 1}, "zzz: no such key"),
-        ({"mtp": "many"}, "mtp: 'many' is neither 0 ... 4 nor auto"),
-        ({"mtp": 5}, "mtp: 5 is not in 0 ... 4"),
+        ({"num_speculative_tokens": "many"}, "num_speculative_tokens: 'many' is neither 0 ... 4 nor auto"),
+        ({"num_speculative_tokens": 5}, "num_speculative_tokens: 5 is not in 0 ... 4"),
     ],
 )
 def test_a_slip_is_answered_in_plain_words(values, message):
@@ -95,8 +98,8 @@ def test_verification_of_a_deployment():
 
 def test_files(tmp_path):
     path = tmp_path / "serve.yaml"
-    path.write_text("grpc-port: 0\nmtp: auto\n")
-    assert ServeConfig.read_file(path) == {"grpc_port": 0, "mtp": "auto"}
+    path.write_text("grpc-port: 0\nnum-speculative-tokens: auto\n")
+    assert ServeConfig.read_file(path) == {"grpc_port": 0, "num_speculative_tokens": "auto"}
     path.write_text("")
     assert ServeConfig.read_file(path) == {}
     for bad in ("- a\n", "a: [", "3"):
@@ -111,7 +114,7 @@ def test_files(tmp_path):
 
 
 def test_a_dumped_config_is_read_back():
-    config = ServeConfig.from_mapping({"numerics": "invariant", "gpu_memory_share": 0.5, "request_timeout_s": 3})
+    config = ServeConfig.from_mapping({"batch_invariant": True, "gpu_memory_utilization": 0.5, "request_timeout_s": 3})
     assert ServeConfig.from_mapping(config.model_dump(mode="json")) == config
 
 
@@ -153,3 +156,67 @@ def test_speculation_is_conserved():
     for bad in ((1, 2, 2), (2, 1, 3), (2, 1, 0)):
         with pytest.raises(AssertionError):
             counts.add_step(num_proposed=bad[0], num_accepted=bad[1], num_emitted=bad[2])
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({"tensor_parallel_size": 4}, {"tp_prefill": 4, "tp_decode": 4}),
+        ({"tensor_parallel_size": 4, "tp_prefill": 2}, {"tp_prefill": 2, "tp_decode": 4}),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": KVDtype.FP8}),
+        ({"load_format": "dummy"}, {"is_dummy": True}),
+        ({"load_format": "safetensors"}, {"is_dummy": False}),
+        ({"batch_invariant": True}, {"numerics": Numerics.INVARIANT}),
+        ({}, {"numerics": Numerics.DEFAULT, "num_speculative_tokens": None, "speculative_method": "auto"}),
+        ({"served_model_name": "a"}, {"served_model_name": ("a",)}),
+        ({"served_model_name": ["a", "b"]}, {"served_model_name": ("a", "b")}),
+        (
+            {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 3}'},
+            {"speculative_method": "mtp", "num_speculative_tokens": 3},
+        ),
+        (
+            {
+                "speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 1},
+                "num_speculative_tokens": 1,
+            },
+            {"speculative_method": "mtp", "num_speculative_tokens": 1, "speculative_config": ""},
+        ),
+    ],
+)
+def test_vllms_spellings_mean_the_same(values, wanted):
+    config = ServeConfig.from_mapping(values)
+    assert {key: getattr(config, key) for key in wanted} == wanted
+    assert ServeConfig.from_mapping(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "keys", "message"),
+    [
+        ({"speculative_config": "{"}, ["speculative_config"], "not JSON"),
+        ({"speculative_config": "[1]"}, ["speculative_config"], "not a JSON object"),
+        ({"speculative_config": '{"model": "x/eagle"}'}, ["speculative_config"], "model: this version drafts by"),
+        ({"speculative_config": '{"method": "ngram"}'}, ["speculative_config"], "method 'ngram'"),
+        (
+            {"speculative_config": '{"num_speculative_tokens": 3}', "num_speculative_tokens": 2},
+            ["num_speculative_tokens", "speculative_config"],
+            "it says num_speculative_tokens = 3",
+        ),
+        (
+            {"speculative_method": "none", "num_speculative_tokens": 2},
+            ["num_speculative_tokens", "speculative_method"],
+            "makes no drafts",
+        ),
+    ],
+)
+def test_a_speculation_that_is_not_here_is_refused(values, keys, message):
+    with pytest.raises(ConfigInvalid, match=message) as refused:
+        ServeConfig.from_mapping(values)
+    assert sorted(refused.value.fields["keys"]) == keys
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_a_renamed_key_says_its_new_name(old):
+    with pytest.raises(ConfigInvalid) as refused:
+        ServeConfig.from_mapping({old: 1})
+    assert refused.value.message == f"{old}: no such key; it is now {RENAMED[old]}"
+    assert RENAMED[old] in ServeConfig.model_fields

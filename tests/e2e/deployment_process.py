@@ -9,7 +9,13 @@ import sys
 from baton.cluster.deployment import Deployment
 from baton.core.config import ServeConfig
 
-CONFIG = {"mtp": 2, "dtype": "float64", "grpc_port": 0, "kv_memory_mib": 64, "chunk_len": 16}
+CONFIG = {
+    "num_speculative_tokens": 2,
+    "dtype": "float64",
+    "grpc_port": 0,
+    "kv_memory_mib": 64,
+    "max_num_batched_tokens": 16,
+}
 
 
 def main():

@@ -34,12 +34,16 @@ chmod 1777 /tmp
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs /run
 mkdir -p /run/sshd
-mkdir -m 700 {home} {home}/.ssh
+mkdir -p {dir}/home {home}
+mount --bind {dir}/home {home}
+chmod 700 {home}
+mkdir -m 700 {home}/.ssh
 cp {keys}/id_ed25519 {home}/.ssh/
 chmod 600 {home}/.ssh/id_ed25519
 sed -i 's#^root:.*#root:x:0:0:root:{home}:/bin/bash#' /etc/passwd
 hostname {name}
-printf '%s\n' 'export PATH={path}' 'export PYTHONPATH={pythonpath}' {exports} > {home}/.profile
+printf '%s\n' 'export PATH={path}' 'export PYTHONPATH={pythonpath}' {exports} \
+    'if [ -f ~/.bashrc ]; then . ~/.bashrc; fi' > {home}/.profile
 {sshd} -f {keys}/sshd_config -h {keys}/host_key -E {dir}/sshd.log
 exec {python} -c 'import signal, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -84,7 +88,7 @@ class Host:
         pid: of its first process, as seen from here.
     """
 
-    def __init__(self, name, address, root, keys, resources, names, exports):
+    def __init__(self, name, address, root, keys, resources, names, exports, is_bare):
         self.name, self.address = name, address
         directory = root / name
         directory.mkdir()
@@ -97,8 +101,8 @@ class Host:
             dir=directory,
             keys=keys,
             name=name,
-            path=_path(),
-            pythonpath=os.environ.get("PYTHONPATH", ""),
+            path=f"{sys.base_prefix}/bin:/usr/sbin:/usr/bin:/sbin:/bin" if is_bare else _path(),
+            pythonpath="" if is_bare else os.environ.get("PYTHONPATH", ""),
             exports=" ".join(f"'export {key}={value}'" for key, value in exports.items()),
             sshd=SSHD,
             home=HOME,
@@ -193,9 +197,10 @@ class Hosts:
         root: of files; short.
         resources: by name of the host, what its resources.json holds; None for none.
         exports: environment of every login.
+        is_bare: logins find Python and nothing of this checkout or its environment.
     """
 
-    def __init__(self, root, resources, exports=None):
+    def __init__(self, root, resources, exports=None, *, is_bare=False):
         self.root = Path(root)
         self.keys = self.root / "keys"
         self.keys.mkdir(mode=0o700)
@@ -208,7 +213,7 @@ class Hosts:
         (self.keys / "sshd_config").write_text(SSHD_CONFIG.format(keys=self.keys))
         names = {name: f"{NETWORK}.{at}" for at, name in enumerate(resources, 1)}
         self._hosts = {
-            name: Host(name, names[name], self.root, self.keys, resources[name], names, exports or {})
+            name: Host(name, names[name], self.root, self.keys, resources[name], names, exports or {}, is_bare)
             for name in resources
         }
         deadline_s = time.monotonic() + START_S

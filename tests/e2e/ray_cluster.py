@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from baton.client import AsyncBatonClient
+from baton.client import Access, AsyncBatonClient
+from baton.router.api_keys import digest_of, new_key
 from baton.tests.e2e import ray_up
 from baton.tests.e2e.hosts import Hosts
 
@@ -18,11 +19,13 @@ AUTH = "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.baton/ray_token"
 JOIN_S = 600.0
 SERVE_S = 300.0
 STOP_S = 60.0
+STREAM_S = 240.0
 RAY_OWN = re.compile(
     r"/raylet/raylet|gcs_server|/monitor\.py|/agent\.py|/main\.py|log_monitor|autoscaler|dashboard|^ray::"
 )
 FLAGS = (
-    "--host 0.0.0.0 --grpc-port 50051 --dtype float64 --mtp 2 --kv-memory-mib 64 --chunk-len 64 --max-num-seqs 32 "
+    "--host 0.0.0.0 --grpc-port 50051 --admin-port 50052 --dtype float64 --num-speculative-tokens 2 --kv-memory-mib 64 "
+    "--max-num-batched-tokens 64 --max-num-seqs 32 "
     "--start-timeout-s 240 --migration-wait-s 120 --max-wait-s 120 --request-timeout-s 280 --max-migrations 8"
 )
 
@@ -34,9 +37,10 @@ class RayCluster:
         directory: of files; short.
         num_prefill, num_decode: workers, each on a host of its own.
         flags: more of `baton serve`.
+        dist: folder that `make wheelhouse` filled: hosts begin bare, and `ray up` installs Baton there.
     """
 
-    def __init__(self, directory, num_prefill=1, num_decode=2, flags=""):
+    def __init__(self, directory, num_prefill=1, num_decode=2, flags="", dist=None):
         self._directory = Path(directory)
         self.workers = [
             *(f"prefill-{at}" for at in range(num_prefill)),
@@ -44,17 +48,36 @@ class RayCluster:
         ]
         roles = {f"host-{name}": name.partition("-")[0] for name in self.workers}
         resources = {"head": None} | {host: {role: 1} for host, role in roles.items()}
-        self.hosts = Hosts(self._directory, resources)
+        self.hosts = Hosts(self._directory, resources, is_bare=dist is not None)
         self.head = self.hosts["head"]
-        self.file = ray_up.filled_in(self.hosts, "head", list(roles), self._directory)
-        self._flags = f"{FLAGS} --prefill {num_prefill} --decode {num_decode} {flags}"
+        self.file = ray_up.filled_in(self.hosts, "head", list(roles), self._directory, dist)
+        self._up_s = ray_up.UP_S if dist is None else ray_up.INSTALL_S
+        self.key = new_key()
+        self._flags = f"{self._keys()} {FLAGS} --prefill {num_prefill} --decode {num_decode} {flags}"
         self._needed = {"prefill": num_prefill, "decode": num_decode}
         self.serve = None
         self.address = f"{self.head.address}:50051"
+        self.admin_address = f"{self.head.address}:50052"
+
+    def _keys(self):
+        """Flags with one key, for clients and operators: beyond loopback both need one."""
+        path = self._directory / "keys.jsonl"
+        path.write_text(
+            json.dumps({"name": "test", "tenant": "test", "sha256": digest_of(self.key), "expires": None}) + "\n"
+        )
+        return f"--api-keys-file {path} --admin-keys-file {path}"
+
+    def client(self, timeout_s=STREAM_S):
+        """A client of the public port."""
+        return AsyncBatonClient(self.address, timeout_s=timeout_s, access=Access(api_key=self.key))
+
+    def operator(self, timeout_s=30.0):
+        """A client of the operators' port."""
+        return AsyncBatonClient(self.admin_address, timeout_s=timeout_s, access=Access(api_key=self.key))
 
     def __enter__(self):
         try:
-            ray_up.ray(self._directory, "up", "-y", "--no-config-cache", str(self.file))
+            ray_up.ray(self._directory, "up", "-y", "--no-config-cache", str(self.file), timeout_s=self._up_s)
             self.wait_joined()
             self._serve()
         except BaseException:
@@ -114,9 +137,23 @@ class RayCluster:
 
     def runbook(self, name, *arguments, timeout_s=240.0):
         """One of ours, on the operator's machine: (exit code, its object)."""
-        command = [sys.executable, "-P", "-m", "baton.cluster", "runbook", name, "--address", self.address, "--json"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "baton.cluster",
+            "runbook",
+            name,
+            "--address",
+            self.admin_address,
+            "--json",
+        ]
         token = Path(self._directory) / "ray_secrets" / "ray_token"
-        environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        environment = os.environ | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "BATON_API_KEY": self.key,
+        }
         done = subprocess.run(
             [*command, *arguments], capture_output=True, text=True, timeout=timeout_s + 60.0, env=environment
         )
@@ -141,7 +178,7 @@ class RayCluster:
     def restart_head(self):
         """As an operator does it; what the runbook answers."""
         home = self._directory / "home"
-        command = f"env HOME={home} RAY_AUTH_MODE=disabled ray up -y --no-config-cache --restart-only {self.file}"
+        command = f"env HOME={home} RAY_AUTH_MODE=token ray up -y --no-config-cache --restart-only {self.file}"
         where = ("--ray-address", f"{self.head.address}:6379", "--timeout", "240")
         return self.runbook("head-restart", *where, "--command", command)
 
@@ -151,19 +188,19 @@ def signal_to(pid, number):
     os.kill(pid, number)
 
 
-async def wait_calm(address, num_workers, timeout_s):
+async def wait_calm(cluster, timeout_s):
     """Until all workers live and hold nothing of a request; what they hold where that does not come."""
     deadline_s = time.monotonic() + timeout_s
     held = "nothing was heard"
     while time.monotonic() < deadline_s:
-        async with AsyncBatonClient(address, timeout_s=5.0) as client:
+        async with cluster.operator(timeout_s=5.0) as client:
             inventory = await client.inventory()
         held = {
             worker.state.worker_id: held_by(worker)
             for worker in inventory.workers
             if not worker.alive or any(held_by(worker).values())
         }
-        if len(inventory.workers) == num_workers and not held:
+        if len(inventory.workers) == len(cluster.workers) and not held:
             return {}
         await asyncio.sleep(0.2)
     return held

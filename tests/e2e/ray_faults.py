@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 from baton.bench.result import result
-from baton.client import AsyncBatonClient
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
 from baton.core.tokenizer import Tokenizer
@@ -35,7 +34,6 @@ STARTED_LEN = 8
 KINDS = ("kill", "stop", "link")
 AWAY_S = 4.0  # stopped, or unplugged: longer than the router's patience and than a lease
 BACK_S = 120.0
-STREAM_S = 240.0
 
 
 class Stream:
@@ -45,10 +43,10 @@ class Stream:
         self.token_ids, self.times_s, self.num_moved, self.error = [], [], 0, None
         self.started = asyncio.Event()
 
-    async def read(self, address, prompt, sampling):
+    async def read(self, cluster, prompt, sampling):
         self.asked_s = time.monotonic()
         try:
-            async with AsyncBatonClient(address, timeout_s=STREAM_S) as client:
+            async with cluster.client() as client:
                 async for chunk in client.generate(token_ids=prompt, sampling=sampling):
                     if chunk.token_ids:
                         assert chunk.index == len(self.token_ids)
@@ -91,7 +89,7 @@ class Campaign:
 
     async def fault_free(self):
         """What every stream must say."""
-        whole = await asyncio.gather(*(Stream().read(self.cluster.address, *one) for one in self.asked))
+        whole = await asyncio.gather(*(Stream().read(self.cluster, *one) for one in self.asked))
         assert not any(one.error for one in whole), [one.error for one in whole]
         self.want = [one.token_ids for one in whole]
         assert all(len(tokens) == NUM_TOKENS for tokens in self.want)
@@ -105,7 +103,7 @@ class Campaign:
     async def _under_streams(self, fault, kind, where):
         streams = [Stream() for _ in self.asked]
         tasks = [
-            asyncio.create_task(stream.read(self.cluster.address, *one))
+            asyncio.create_task(stream.read(self.cluster, *one))
             for stream, one in zip(streams, self.asked, strict=True)
         ]
         for stream in streams:
@@ -115,13 +113,13 @@ class Campaign:
         undo = await fault()
         newcomers = [Stream() for _ in range(NUM_NEWCOMERS)]
         tasks += [
-            asyncio.create_task(stream.read(self.cluster.address, *one))
+            asyncio.create_task(stream.read(self.cluster, *one))
             for stream, one in zip(newcomers, self.asked, strict=False)
         ]
         await undo()
         await asyncio.gather(*tasks)
         ended_s = time.monotonic()
-        held = await wait_calm(self.cluster.address, len(self.cluster.workers), BACK_S)
+        held = await wait_calm(self.cluster, BACK_S)
         row = {
             "fault": kind,
             "worker": where,
@@ -145,7 +143,7 @@ class Campaign:
 
     async def _fault(self, kind, worker_id):
         cluster = self.cluster
-        async with AsyncBatonClient(cluster.address) as client:
+        async with cluster.operator() as client:
             host, pid = cluster.place_of(await client.status(), worker_id)
         if kind == "link":
             host.link(up=False)
@@ -198,10 +196,10 @@ class Campaign:
             if code:
                 print(json.dumps(data), file=sys.stderr, flush=True)
                 return False
-        return not await wait_calm(self.cluster.address, len(self.cluster.workers), BACK_S)
+        return not await wait_calm(self.cluster, BACK_S)
 
     async def _epochs(self):
-        async with AsyncBatonClient(self.cluster.address) as client:
+        async with self.cluster.operator() as client:
             status = await client.status()
         return {worker.state.worker_id: worker.state.epoch for worker in status.workers if worker.alive}
 
@@ -226,7 +224,7 @@ def summary(rows, free_pause_s):
 async def run(cluster, rounds, kinds, workers, with_head):
     """All faults, `rounds` times; (rows, summary)."""
     campaign = Campaign(cluster)
-    assert not await wait_calm(cluster.address, len(cluster.workers), BACK_S)
+    assert not await wait_calm(cluster, BACK_S)
     await campaign.fault_free()
     for _ in range(rounds):
         for kind in kinds:

@@ -9,10 +9,15 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 UP_S = 240.0
+INSTALL_S = 900.0
 
 
-def filled_in(hosts, head, workers, directory):
-    """The shipped file with addresses, key and token; only what needs a package index is left out."""
+def filled_in(hosts, head, workers, directory, dist=None):
+    """The shipped file with addresses, key and token.
+
+    Args:
+        dist: folder that `make wheelhouse` filled; without it hosts run this checkout, and nothing is installed.
+    """
     config = yaml.safe_load((ROOT / "cluster.local.yaml").read_text())
     config["provider"] |= {"head_ip": hosts[head].address, "worker_ips": [hosts[name].address for name in workers]}
     config["auth"] = {"ssh_user": "root", "ssh_private_key": str(hosts.keys / "id_ed25519")}
@@ -21,9 +26,12 @@ def filled_in(hosts, head, workers, directory):
     token.mkdir(mode=0o700)
     (token / "ray_token").write_text(secrets.token_hex(32))
     (token / "ray_token").chmod(0o600)
+    assert config["file_mounts"] == {"~/.baton": "./ray_secrets", "~/.baton_dist": "./dist"}
     config["file_mounts"] = {"~/.baton": str(token)}
-    assert config["setup_commands"] == ["pip install --no-deps baton-pd==0.1.0"]
-    config["setup_commands"] = ["python -c 'import baton.cluster'"]
+    if dist is None:
+        config["setup_commands"] = ["python -c 'import baton.cluster'"]
+    else:
+        config["file_mounts"]["~/.baton_dist"] = str(dist)
     path = Path(directory) / "cluster.local.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
@@ -33,7 +41,7 @@ def ray(directory, *arguments, timeout_s=UP_S):
     """Ray's own command, on the operator's machine, with a home of its own."""
     home = Path(directory) / "home"
     home.mkdir(exist_ok=True)
-    environment = os.environ | {"HOME": str(home), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = os.environ | {"HOME": str(home), "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(["ray", *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment)
     if done.returncode:
         raise RuntimeError(f"ray {' '.join(arguments)}: {done.stdout[-6000:]}\n{done.stderr[-3000:]}")

@@ -19,10 +19,10 @@ from baton.tests.e2e.test_same_tokens import local_tokens
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 CONFIG = {
-    "mtp": 2,
+    "num_speculative_tokens": 2,
     "dtype": "float64",
     "grpc_port": 0,
-    "chunk_len": 48,
+    "max_num_batched_tokens": 48,
     "kv_memory_mib": 64,
     "tp_prefill": 2,
     "tp_decode": 2,

@@ -12,7 +12,13 @@ from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import MAX_TOKENS, local_tokens
 
 pytestmark = pytest.mark.ray
-CONFIG = {"mtp": 2, "dtype": "float64", "grpc_port": 0, "chunk_len": 48, "kv_memory_mib": 64}
+CONFIG = {
+    "num_speculative_tokens": 2,
+    "dtype": "float64",
+    "grpc_port": 0,
+    "max_num_batched_tokens": 48,
+    "kv_memory_mib": 64,
+}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,14 @@ pytestmark = pytest.mark.ray
 RELEASE_S = 4.0  # after a cancel: two leases
 RELEASE_AFTER_DEATH_S = 5.0
 NEXT_LIFE_S = 60.0  # of a worker, and of a stream that waits for it
-CONFIG = {"mtp": 2, "dtype": "float64", "grpc_port": 0, "chunk_len": 48, "kv_memory_mib": 64, "http_port": 0}
+CONFIG = {
+    "num_speculative_tokens": 2,
+    "dtype": "float64",
+    "grpc_port": 0,
+    "max_num_batched_tokens": 48,
+    "kv_memory_mib": 64,
+    "http_port": 0,
+}
 CONFIG |= {"migration_wait_s": NEXT_LIFE_S, "local_prefill": "never"}  # pushes are to be hit
 CONFIG |= {"max_wait_s": 120.0}  # on a machine that is busy with other things nobody is to be refused
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.tests.e2e import doors
 from baton.tests.e2e.hosts import why_not
 from baton.tests.e2e.ray_faults import KINDS
 
@@ -44,3 +45,24 @@ def test_a_cluster_loses_every_worker_and_the_head_and_no_stream_notices(tmp_pat
     assert head["runbook"] == 0, head
     assert head["is_scaled"], head
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_every_port_of_a_cluster_is_declared_and_what_is_rays_asks_for_its_token():
+    why = why_not()
+    if why:
+        pytest.skip(why)
+    command = [sys.executable, "-P", "-m", "baton.tests.e2e.ray_doors"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    rays = [door for door in found["doors"] if door["is_rays"]]
+    assert {door["host"] for door in rays} == {"head", "host-prefill-0", "host-decode-0"}
+    for door in found["doors"]:
+        assert door["is_declared"], door
+    for door in rays:
+        if door["address"] != "127.0.0.1":
+            doors.assert_refused(door, door["answers"])
+    assert "PONG" not in found["redis"], found["redis"]

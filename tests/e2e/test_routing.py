@@ -36,7 +36,7 @@ def worker_config(worker_id, router_address, **changes):
         "device": "cpu",
         "block_size": 16,
         "kv_memory_mib": 8,
-        "gpu_memory_share": 0.5,
+        "gpu_memory_utilization": 0.5,
         "max_num_seqs": 8,
         "max_queue_len": 64,
         "chunk_len": 64,

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.tests.e2e import doors
 from baton.tests.kvtransfer.transport_ends import make_curve_key
 from baton.tests.router.certificates import Authority
 
@@ -21,8 +22,7 @@ PROMPT = "def planted_prompt_of_a_client():"
 
 def baton(*arguments, environment=None):
     command = [sys.executable, "-P", "-m", "baton.cluster", *map(str, arguments)]
-    values = {"RAY_AUTH_MODE": "disabled"} | (environment or {})
-    done = subprocess.run(command, capture_output=True, timeout=60, env=os.environ | values, text=True)
+    done = subprocess.run(command, capture_output=True, timeout=60, env=os.environ | (environment or {}), text=True)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -81,9 +81,8 @@ def serving(secrets):
     command += ["--api-keys-file", str(secrets.folder / "clients"), "--kv-memory-mib", "16"]
     command += ["--admin-keys-file", str(secrets.folder / "operators")]
     out, err = secrets.folder / "serve.out", secrets.folder / "serve.err"
-    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment)
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
     try:
         end_s = time.monotonic() + 120
         while not out.read_text().endswith("\n"):
@@ -121,6 +120,7 @@ def test_no_secret_is_said_and_doctor_sees_that_all_is_encrypted(secrets, servin
     assert wires.keys() == {"wire router", "wire prefill-0", "wire decode-0", "wire KV to decode-0"}
     assert all("TLSv1.3, asks for certificates" in wires[name] for name in wires if "KV" not in name)
     assert "CURVE" in wires["wire KV to decode-0"]
+    doors.assert_closed(process.pid, at, [doors.folder_of(process.pid)])
     # What the processes were started with, and every log they have written.
     for child in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
         secrets.seen.append(" ".join(child.cmdline()))

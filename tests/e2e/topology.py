@@ -60,6 +60,7 @@ class Outcome:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
+    decode_steps: list[list[int]] = field(default_factory=list)  # tokens of each step of a decode worker
     num_cached_tokens: int = 0
     decode_stats: Any = None
     prefill_done: Any = None
@@ -272,6 +273,7 @@ class Topology:
             for event in decode_sink.events(timeout_s):
                 tokens = event.tokens
                 assert tokens.index == request.num_forced + len(outcome.token_ids)
+                outcome.decode_steps.append(list(tokens.token_ids))
                 outcome.token_ids.extend(tokens.token_ids)
                 outcome.logprobs += map(wire.logprobs_from_proto, tokens.logprobs)
                 if tokens.finish_reason:

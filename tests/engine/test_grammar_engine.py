@@ -8,7 +8,13 @@ import jsonschema
 import pytest
 import torch
 
-from baton.core.errors import InvalidGrammar, InvalidSampling, RequestCancelled, RequestDeadlineExceeded
+from baton.core.errors import (
+    GrammarBudgetExceeded,
+    InvalidGrammar,
+    InvalidSampling,
+    RequestCancelled,
+    RequestDeadlineExceeded,
+)
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.engine.grammar import GrammarCompiler
@@ -212,7 +218,7 @@ def test_a_grammar_that_reaches_a_limit_ends_its_own_request(tiny_model, tiny_to
         plain = engine.generate(requests_for(tiny_prompts, k, "sampled", (None, None), max_tokens=16))
         assert [result.token_ids for result in results[::2]] == [result.token_ids for result in plain[::2]]
         errors = [result.error for result in results[1::2]]
-        assert all(isinstance(error, InvalidGrammar) for error in errors), errors
+        assert all(isinstance(error, GrammarBudgetExceeded) for error in errors), errors
         assert {result.finish_reason for result in results[1::2]} == {None}
 
 

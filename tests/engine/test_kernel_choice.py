@@ -144,7 +144,12 @@ def test_grammars_beside_other_sequences_and_their_edits(edits, num_words, imple
     asked = [SamplingParams(seed=at, temperature=at % 2, **(edits if at > 1 else {})) for at in range(4)]
     sampling = rows_of([_sequence(params) for params in asked], vocab_size, CPU)
     bitmask_GQW = torch.randint(-(1 << 31), 1 << 31, (2, num_drafts + 1, num_words), generator=generator).int()
-    masks = GrammarMasks(index_G=torch.tensor([1, 2]), bitmask_GQW=bitmask_GQW, num_valid_G=torch.tensor([1, 1]))
+    masks = GrammarMasks(
+        index_G=torch.tensor([1, 2]),
+        bitmask_GQW=bitmask_GQW,
+        num_valid_G=torch.tensor([1, 1]),
+        num_rows_G=torch.tensor([2, 2]),
+    )
     position_B = torch.tensor([5, 9, 3, 30])
     given = {
         "drafts": DraftIds(torch.randint(0, vocab_size, (4, num_drafts), generator=generator)),

@@ -53,7 +53,8 @@ class Steps:
         after, verified = decode_step.decode_step(before, rows, plan, *others)
         accepted = (after.length_B - before.length_B - 1).tolist()
         proposed = rows.draft_cap_B.clamp(max=plan.num_drafts).tolist()
-        self.rows += zip(proposed, accepted, strict=True)
+        # A sequence whose grammar is late emits nothing: that is no row.
+        self.rows += [row for row in zip(proposed, accepted, strict=True) if row[1] >= 0]
         self.num_steps += 1
         return after, verified
 

@@ -36,7 +36,7 @@ def config_of(path, dtype, numerics, block_size, *, device="cuda", graph_sizes=(
         device=device,
         block_size=block_size,
         kv_memory_mib=64,
-        gpu_memory_share=0.005,
+        gpu_memory_utilization=0.03,
         max_num_seqs=16,
         max_queue_len=1024,
         chunk_len=48,

@@ -182,7 +182,7 @@ def test_missing_tensors_are_named(copy):
     with pytest.raises(ModelTensorMissing, match=r"model\.norm\.weight") as caught:
         load(copy)
     assert caught.value.fields["tensors"] == [EXPERT, "model.norm.weight"]
-    assert "--mtp 0" not in str(caught.value)
+    assert "--speculative-method none" not in str(caught.value)
 
 
 def test_unexpected_tensors_are_named(copy):
@@ -211,11 +211,11 @@ def test_integer_weights(copy):
 
 def test_a_missing_mtp_head_says_how_to_go_on(copy):
     rewrite_tensors(copy, lambda tensors: tensors.pop("mtp.fc.weight"))
-    with pytest.raises(ModelTensorMissing, match="--mtp 0 would serve"):
+    with pytest.raises(ModelTensorMissing, match="--speculative-method none would serve"):
         load(copy)
     assert load(copy, with_mtp=False).config.num_mtp_layers == 1
     rewrite_config(copy, mtp_num_hidden_layers=...)
-    with pytest.raises(ModelTensorMissing, match="--mtp 0 would serve"):
+    with pytest.raises(ModelTensorMissing, match="--speculative-method none would serve"):
         load(copy)
     rewrite_config(copy, num_nextn_predict_layers=2)
     with pytest.raises(ModelUnsupported, match="2 MTP layers"):

@@ -132,7 +132,7 @@ async def test_a_worker_of_another_life_at_the_same_address_serves_nobody():
 
 async def test_what_waits_for_a_slow_reader_is_one_event_and_loses_nothing():
     run = RequestRun.__new__(RequestRun)
-    run._waiting, run._error, run._changed = None, None, None
+    run._waiting, run._error, run._changed, run.on_arrival = None, None, None, None
     run._put(Emitted(0, [0], "", [0], ["of the prompt"]))
     assert run.take() == Emitted(0, [0], "", [0], ["of the prompt"])
     for index in range(1, 1000):

@@ -8,9 +8,7 @@ from baton.proto import worker_pb2
 from baton.router.admission import Admission
 from baton.router.members import ALIVE_S, FORGET_S, MAX_GAP_S, MAX_WORKERS, Life, Members
 from baton.router.policy import RoundRobin
-from baton.router.text import IncrementalText
 from baton.router.token_order import TokenOrder
-from baton.tests.router.fakes import TOKENIZER
 
 pytestmark = pytest.mark.fast
 
@@ -185,13 +183,3 @@ def test_each_token_once_and_in_order():
             order.take(index, token_ids)
     assert order.take(1, [2, 3, 4, 5]) == [3, 4, 5]
     assert order.token_ids == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("stop", [(), ("zzz",), ("é",), ("rld", "lo w")])
-def test_text_in_pieces_is_the_text_whole(stop):
-    whole = "héllo wörld 🎉 end\N{REPLACEMENT CHARACTER}"
-    want = min((whole.split(item)[0] for item in stop), key=len, default=whole)
-    text = IncrementalText(TOKENIZER, stop)
-    got = "".join(text.push([token_id]) for token_id in TOKENIZER.encode(whole))
-    assert want.startswith(got)
-    assert got + text.finish() == want

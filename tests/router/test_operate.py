@@ -23,10 +23,7 @@ async def error_of(call):
 async def test_nobody_of_the_name_is_an_error():
     async with cluster() as running:
         admin = admin_pb2_grpc.AdminStub(running.channel)
-        for call in (
-            admin.Restart(admin_pb2.RestartRequest(worker_id="nobody", epoch=1)),
-            admin.SetAdmission(admin_pb2.SetAdmissionRequest(max_queue_len=0)),
-        ):
+        for call in (admin.Restart(admin_pb2.RestartRequest(worker_id="nobody", epoch=1)),):
             assert type(await error_of(call)) is InvalidRequest
 
 

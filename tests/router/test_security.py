@@ -389,3 +389,27 @@ async def test_limits_of_messages_prompts_and_connections(inside):
 def test_what_would_protect_nothing_is_refused(config, match):
     with pytest.raises(ConfigInvalid, match=match):
         RouterSecurity(**config)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "host.example"])
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({}, "api_keys_file"),
+        ({"admin_port": 0, "admin_keys_file": "o"}, "api_keys_file"),
+        ({"admin_port": 0, "api_keys_file": "k"}, "admin_keys_file"),
+        ({"admin_port": 0, "api_keys_file": "k", "admin_keys_file": "o"}, None),
+        ({"tls": TlsFiles(cert_file="c", key_file="k", ca_file="a")}, None),
+        ({"tls": TlsFiles(cert_file="c", key_file="k", ca_file="a"), "admin_port": 0}, "api_keys_file"),
+    ],
+)
+def test_a_port_that_other_machines_reach_asks_for_a_credential(host, given, refused):
+    security = RouterSecurity(**given)
+    for loopback in ("127.0.0.1", "localhost", "::1"):
+        security.require_credentials(loopback)
+    if refused is None:
+        security.require_credentials(host)
+        return
+    with pytest.raises(ConfigInvalid) as caught:
+        security.require_credentials(host)
+    assert {"host", refused} <= set(caught.value.fields["keys"])

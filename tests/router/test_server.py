@@ -90,7 +90,11 @@ async def test_admin_and_model():
         assert [worker.state.inventory.num_blocks for worker in inventory.workers] == [10, 10]
         metrics = running.router.metrics.render()
         assert 'baton_requests_finished_total{reason="length"} 1.0' in metrics
-        assert "baton_time_to_first_token_seconds_count 1.0" in metrics
+        for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+            assert f"baton_{name}_seconds_count 1.0" in metrics
+        spans = ("e2e_request_latency", "request_queue_time")
+        whole, queued = (re.search(rf"^baton_{name}_seconds_sum (\S+)$", metrics, re.MULTILINE) for name in spans)
+        assert 0 < float(queued[1]) < float(whole[1])
         # A reader that is behind gets what waits in one chunk, so there may be fewer than the worker's five frames.
         assert len(sizes) <= 6
         gaps = re.search(r"^baton_inter_token_latency_seconds_count (\S+)$", metrics, re.MULTILINE)

@@ -19,14 +19,14 @@ from baton.runbook.common.workers import held
 
 ROOM = Path(__file__).parents[2] / "runbook"
 CONFIG = {
-    "mtp": 2,
+    "num_speculative_tokens": 2,
     "dtype": "float64",
     "grpc_port": 0,
     "local_prefill": "never",  # streams are to depend on both workers
     "kv_memory_mib": 64,
     "prefill": 2,
     "decode": 2,
-    "chunk_len": 48,
+    "max_num_batched_tokens": 48,
     "start_timeout_s": 240,
 }
 

@@ -62,7 +62,7 @@ def worker_config(worker_id, router_address="", **changes):
         "device": "cpu",
         "block_size": 16,
         "kv_memory_mib": 24,
-        "gpu_memory_share": 0.5,
+        "gpu_memory_utilization": 0.5,
         "max_num_seqs": 4,
         "max_queue_len": 8,
         "chunk_len": 16,
@@ -382,3 +382,22 @@ def test_a_worker_that_cannot_start_leaves_nothing_behind(kind, changes, error, 
 def test_invariant_numerics_are_checked_at_start():
     loaded = load_worker(worker_config("invariant", numerics=Numerics.INVARIANT, dtype="float32"))
     assert loaded.model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [PrefillNode, DecodeNode])
+def test_what_nobody_chose_is_chosen_at_start_and_reported_with_its_reason(kind, membership):
+    fatal = []
+    config = worker_config("unsized", membership.address, max_num_seqs=0, chunk_len=0)
+    node = kind(config, fatal.append)
+    try:
+        assert (node.config.max_num_seqs, node.config.chunk_len) == (16, 256)
+        state = node.state()
+        assert state.max_num_seqs == 16
+        sequences, tokens, pool = state.inventory.compute.chosen
+        assert sequences == "max_num_seqs 16: the default of a CPU"
+        assert tokens == "max_num_batched_tokens 256: the default of a CPU"
+        num_blocks = state.inventory.num_blocks
+        assert pool == f"KV pool of {num_blocks} blocks, {16 * num_blocks} positions: kv_memory_mib 24"
+    finally:
+        node.close()
+    assert not fatal

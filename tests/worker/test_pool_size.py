@@ -6,33 +6,61 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.core.step_sizes import StepSizes
 from baton.kernels import attention_prefill_hopper_triton, kv_widen
 from baton.kernels.implementation import Implementation
 from baton.kvcache.layout import KVLayout
 from baton.model.parallel import Alone
-from baton.worker import loading
+from baton.worker import kv_budget, loading
 
 pytestmark = pytest.mark.fast
-FREE_BYTES = 10 << 30
+TOTAL_BYTES = 20 << 30
+WEIGHT_BYTES = 3 << 30
+SIZES = SimpleNamespace(
+    hidden_size=1024, intermediate_size=4096, moe_intermediate_size=0, num_experts_per_token=0, vocab_size=32_000
+)
 
 
-def num_blocks(monkeypatch, *, dtype, is_hopper=True, head_dim=128, **model):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE_BYTES, 2 * FREE_BYTES))
+def num_blocks(monkeypatch, *, dtype, is_hopper=True, head_dim=128, share=0.5, free=15 << 30, chunk_len=256, **model):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, TOTAL_BYTES))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: WEIGHT_BYTES)
     monkeypatch.setattr(attention_prefill_hopper_triton, "_multiprocessors", lambda index: 132 * is_hopper)
     layout = KVLayout(model_hash="m", num_layers=2, num_kv_heads=4, head_dim=head_dim, block_size=16, dtype=dtype)
     known = {"implementation": Implementation.TRITON, "numerics": Numerics.DEFAULT, "device": torch.device("cuda", 0)}
-    config = SimpleNamespace(gpu_memory_share=0.5)
-    return loading._num_blocks(config, SimpleNamespace(**{**known, **model}), layout, Alone()), layout.bytes_per_block
+    config = SimpleNamespace(gpu_memory_utilization=share, chunk_len=chunk_len, max_num_seqs=16, num_draft_tokens=2)
+    sizes = StepSizes(max_num_seqs=16, max_num_batched_tokens=chunk_len, why=("", ""))
+    loaded = SimpleNamespace(config=SIZES, **{**known, **model})
+    return loading._num_blocks(config, loaded, layout, Alone(), sizes), layout.bytes_per_block
 
 
-def test_half_of_what_is_free_less_the_scratch_block(monkeypatch):
+def room_of(share=0.5, chunk_len=256):
+    steps = kv_budget.step_bytes(
+        num_tokens=chunk_len, num_rows=48, hidden_size=1024, inner_size=4096, vocab_size=32_000
+    )
+    return int(TOTAL_BYTES * share) - WEIGHT_BYTES - kv_budget.CONTEXT_BYTES - steps
+
+
+def test_the_share_is_of_the_whole_card_and_weights_and_steps_are_in_it(monkeypatch):
     found, block_bytes = num_blocks(monkeypatch, dtype="bfloat16")
-    assert found == FREE_BYTES // 2 // block_bytes - 1
+    assert found == room_of() // block_bytes - 1
+    other, _ = num_blocks(monkeypatch, dtype="bfloat16", share=0.6)
+    assert (other - found) * block_bytes == pytest.approx(0.1 * TOTAL_BYTES, rel=1e-3)
+
+
+def test_longer_steps_leave_less(monkeypatch):
+    found, block_bytes = num_blocks(monkeypatch, dtype="bfloat16", chunk_len=8192)
+    assert found == room_of(chunk_len=8192) // block_bytes - 1 < room_of() // block_bytes - 1
+
+
+def test_what_others_hold_is_not_taken(monkeypatch):
+    found, block_bytes = num_blocks(monkeypatch, dtype="bfloat16", free=2 << 30)
+    assert found * block_bytes < 2 << 30
+    assert num_blocks(monkeypatch, dtype="bfloat16", free=1 << 10)[0] < 1
 
 
 def test_float8_leaves_room_to_be_widened_where_it_is(monkeypatch):
     found, block_bytes = num_blocks(monkeypatch, dtype="float8_e4m3fn")
-    assert found == (FREE_BYTES - 2 * kv_widen.MAX_BYTES) // 2 // block_bytes - 1
+    assert found == (room_of() - 2 * kv_widen.MAX_BYTES) // block_bytes - 1
 
 
 @pytest.mark.parametrize(
@@ -47,4 +75,4 @@ def test_float8_leaves_room_to_be_widened_where_it_is(monkeypatch):
 )
 def test_where_nothing_is_widened_no_room_is_left_for_it(monkeypatch, changes):
     found, block_bytes = num_blocks(monkeypatch, dtype="float8_e4m3fn", **changes)
-    assert found == FREE_BYTES // 2 // block_bytes - 1
+    assert found == room_of() // block_bytes - 1

@@ -18,6 +18,7 @@ from baton.router.openai.app import make_app
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
 from baton.router.openai.document import LIMITS, openapi_document
+from baton.router.openai.front import HttpConfig
 from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED
 from baton.router.work import HIGH, LOW, NORMAL
 from baton.tests.router.fakes import TOKENIZER
@@ -36,7 +37,9 @@ ROWS = [
 
 
 def test_every_row_names_what_backs_it():
-    tests = [*(ROOT / "tests/router/openai").glob("test_*.py"), ROOT / "tests/e2e/test_openai.py"]
+    folders = ("tests/router/openai", "tests/core")
+    tests = [path for folder in folders for path in (ROOT / folder).glob("test_*.py")]
+    tests.append(ROOT / "tests/e2e/test_openai.py")
     names = {name for path in tests for name in re.findall(r"def (test_\w+)", path.read_text())}
     files = {path.name for path in (*tests, *(ROOT / "router" / "openai").glob("*.py"))}
     assert len(ROWS) >= 30
@@ -49,7 +52,7 @@ def test_every_row_names_what_backs_it():
 
 FIELDS = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
 # In the table for what replies hold, or as another way to ask.
-BESIDE = {"usage", "finish_reason", "X-Request-Id"}
+BESIDE = {"usage", "finish_reason", "stop_reason", "X-Request-Id"}
 # What rows say in numbers, and what the code holds.
 NUMBERS = {
     "n": ("1 to 16;", sampling.MAX_CHOICES),
@@ -90,7 +93,7 @@ def test_rows_say_what_the_code_does_with_a_parameter():
             elif not row[1].startswith("refused"):
                 assert name in FIELDS, row
     told = {name for row in ROWS for name in parameters_of(row)}
-    assert {"best_of", "suffix", "chat_template", "include_stop_str_in_output"} <= told & REFUSED.keys()
+    assert {"suffix", "chat_template", "structural_tag"} <= told & REFUSED.keys()
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -104,9 +107,13 @@ def test_numbers_of_the_table_are_those_of_the_code(name):
 
 def test_the_document_has_the_paths_that_are_served():
     model = SimpleNamespace(name="toy", tokenizer=TOKENIZER)
-    front = SimpleNamespace(model=model, now_unix_s=lambda: 0.0, door=None, operators=None)
+    front = SimpleNamespace(model=model, now_unix_s=lambda: 0.0, door=None, operators=None, config=HttpConfig(port=0))
     made = make_app(front)._app.routes
-    routes = {(route.path.replace("{name:path}", "{name}"), min(route.methods - {"HEAD"}).lower()) for route in made}
+    routes = {
+        (route.path.replace("{name:path}", "{name}"), method.lower())
+        for route in made
+        for method in route.methods - {"HEAD"}
+    }
     document = openapi_document("toy")
     assert routes == {(path, method) for path, methods in document["paths"].items() for method in methods}
     listed = DOCUMENT.partition("## Parameters")[0]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.router.openai.reasoning import ReasoningSplitter
@@ -236,3 +236,22 @@ def test_what_is_a_forced_call(text, calls):
 )
 def test_what_is_a_call_in_tags(text, content, calls):
     assert coder(text) == (content, calls)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text('ab{}[]",\\:</', max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("ab", max_size=1), inner, max_size=2),
+    max_leaves=4,
+)
+MEMBERS = st.lists(st.tuples(st.sampled_from(["name", "arguments", "parameters", "id"]), VALUES), max_size=5)
+
+
+@given(MEMBERS, st.sampled_from(["", " ", "\n  "]))
+@example([("arguments", {"a": 1}), ("parameters", {"b": 2})], "")
+@example([("arguments", 1), ("name", "g"), ("arguments", 2)], "")
+def test_arguments_are_one_json_value_the_first(members, space):
+    members = [("name", "f"), *((key, "g" if key == "name" else value) for key, value in members)]
+    text = ",".join(f"{space}{json.dumps(key)}:{space}{json.dumps(value)}{space}" for key, value in members)
+    _, [(name, arguments)] = tagged(f"<tool_call>{{{text}}}</tool_call>")
+    given_values = [value for key, value in members if key in ("arguments", "parameters")]
+    assert (name, json.loads(arguments)) == ("f", given_values[0] if given_values else {})

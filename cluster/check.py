@@ -1,0 +1,45 @@
+"""`baton check`: what a model directory would run as, or every reason why it cannot."""
+
+from typing import Any
+
+from baton.cluster.checkpoint import Judgement, judge
+from baton.cluster.outcome import ExitCode, Output, exit_code_of, next_step
+from baton.core.config import ServeConfig
+
+
+def check(config: ServeConfig, output: Output) -> ExitCode:
+    """Print it; 0 if it can be served."""
+    found = judge(config)
+    data = _data(found)
+    if not found.errors:
+        output.emit(data, _text(found))
+        return ExitCode.OK
+    code = exit_code_of(found.errors[0])
+    for error in found.errors:
+        output.note(f"baton: {type(error).__name__}: {error.message}\nnext: {next_step(error)}", "ERROR")
+    output.emit(data | {"exit_code": code})
+    return code
+
+
+def _data(found: Judgement) -> dict[str, Any]:
+    errors = [{"error": type(error).__name__, "message": error.message} for error in found.errors]
+    return {"ok": not errors, "model": found.model, **found.facts, "notes": found.notes, "errors": errors}
+
+
+def _text(found: Judgement) -> str:
+    facts = found.facts
+    drafts = facts["num_speculative_tokens"]
+    lines = [
+        f"{found.model} can be served: {facts['architecture']}, {facts['num_parameters'] / 1e9:.2f}B parameters",
+        f"name: {', '.join(facts['names'])}",
+        f"runs in {facts['dtype']} on {facts['device']}, up to {facts['max_model_len']} positions, "
+        + (f"{drafts} draft tokens a step" if drafts else "without drafts"),
+        f"memory of each worker: weights {facts['weight_gib']:.2f} GiB{_ranks(facts)}, "
+        f"KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a token",
+    ]
+    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+
+
+def _ranks(facts: dict[str, Any]) -> str:
+    sizes = {facts["tp_prefill"], facts["tp_decode"]}
+    return "" if sizes == {1} else f" over {' or '.join(map(str, sorted(sizes)))} ranks"

@@ -1,0 +1,195 @@
+"""What a model directory would run as, or why it cannot: judged from its files' headers, before anything starts.
+
+No tensor is read and torch is not imported, so that a refusal takes a second and not a deployment's start. The loader
+checks the same when it loads; both use the same functions, so that they agree.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from baton.cluster.resolve import (
+    BUNDLED_MODELS,
+    ModelDirectory,
+    find_model,
+    has_gpu,
+    num_drafts,
+    resolve_dtype,
+    served_names,
+)
+from baton.core.config import ServeConfig
+from baton.core.errors import BatonError, ConfigInvalid, ModelMissing, ModelUnsupported
+
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_GIB = 1 << 30
+
+
+@dataclass(kw_only=True)
+class Judgement:
+    """What was found.
+
+    Attributes:
+        model: as the operator wrote it.
+        errors: why it cannot be served; empty if it can.
+        notes: what is good to know, a sentence each.
+        facts: what it would run as, as far as it could be read.
+    """
+
+    model: str
+    errors: list[BatonError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def require_servable(config: ServeConfig) -> Judgement:
+    """Judge a deployment's model.
+
+    Raises:
+        BatonError: the first reason why it cannot be served.
+    """
+    judgement = judge(config)
+    if judgement.errors:
+        raise judgement.errors[0]
+    return judgement
+
+
+def judge(config: ServeConfig) -> Judgement:
+    """Everything that is wrong with a model, and what it would run as."""
+    found = Judgement(model=config.model)
+    try:
+        refuse_other_kinds(config.model)
+        model = find_model(config.model, is_dummy=config.is_dummy)
+    except BatonError as error:
+        found.errors.append(error)
+        return found
+    found.facts |= {"path": str(model.path), "names": list(served_names(config, model))}
+    try:
+        _judge_files(config, model, found)
+    except BatonError as error:
+        found.errors.append(error)
+    for check in (_judge_tokenizer, _judge_template):
+        _collect(found, check, config, model)
+    return found
+
+
+def refuse_other_kinds(model: str) -> None:
+    """Name what is no checkpoint that could be served: hub ids, GGUF, adapters, pickles.
+
+    Raises:
+        ModelMissing: a hub id, and no directory of that name.
+        ModelUnsupported: another kind of file or directory.
+    """
+    if model in BUNDLED_MODELS:
+        return
+    try:
+        path = Path(model).expanduser()
+        if path.is_file():
+            _refuse_file(path)
+        if not path.is_dir():
+            if _HUB_ID.fullmatch(model):
+                local = model.rpartition("/")[2]
+                message = f"{model} is no directory here; if it is a Hugging Face hub id, fetch it first: "
+                raise ModelMissing(
+                    f"{message}`hf download {model} --local-dir {local}`, then --model {local}", path=model
+                )
+            return
+        names = {entry.name for entry in path.iterdir()}
+    except (OSError, ValueError, RuntimeError):
+        return  # find_model says what is wrong with it
+    _refuse_directory(path, names)
+
+
+def _refuse_file(path: Path) -> None:
+    if path.suffix == ".gguf":
+        raise _unsupported(f"{path} is a GGUF file; this version serves directories of safetensors", "gguf")
+    message = f"{path} is a file; --model takes the directory that holds config.json and the .safetensors files"
+    raise ModelMissing(message, path=str(path))
+
+
+def _refuse_directory(path: Path, names: set[str]) -> None:
+    has_weights = any(name.endswith(".safetensors") for name in names - {"adapter_model.safetensors"})
+    if "adapter_config.json" in names and not ("config.json" in names and has_weights):
+        message = f"{path} is a LoRA adapter, not a model; merge it into its base model and serve the result"
+        raise _unsupported(message, "adapter")
+    if has_weights:
+        return
+    if any(name.endswith(".gguf") for name in names):
+        raise _unsupported(f"{path} holds GGUF files; this version serves directories of safetensors", "gguf")
+    if any(re.fullmatch(r"pytorch_model.*\.bin|.*\.pth?", name) for name in names):
+        message = f"{path} holds PyTorch pickles (.bin), which run code as they load; convert them to safetensors"
+        raise _unsupported(message, "pickle")
+
+
+def _unsupported(message: str, kind: str) -> ModelUnsupported:
+    return ModelUnsupported(message, option="format", value=kind)
+
+
+def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -> None:
+    from baton.model.config import ModelConfig
+    from baton.model.mtp_fit import require_mtp
+    from baton.model.tensor_spec import check_tensors, tensor_spec
+    from baton.model.tp_fit import require_cut
+    from baton.model.weights import read_headers
+
+    sizes = ModelConfig.from_directory(model.path, made_weights="dummy")
+    drafts = num_drafts(config, model)
+    device = "cuda" if config.device == "cuda" or (config.device == "auto" and has_gpu()) else "cpu"
+    dtype = resolve_dtype(config.dtype, device)
+    found.facts |= {"architecture": sizes.architecture, "dtype": dtype, "device": device}
+    found.facts |= {"max_model_len": config.max_model_len or sizes.max_model_len, "num_speculative_tokens": drafts}
+    if sizes.num_mtp_layers == 0 and drafts == 0:
+        found.notes.append("the checkpoint has no MTP head: it is served without drafts")
+    elif sizes.num_mtp_layers and drafts == 0:
+        found.notes.append(f"its {sizes.num_mtp_layers} MTP layers are not used: no drafts are made")
+    if drafts and not (config.is_dummy and sizes.num_mtp_layers == 0):
+        _collect(found, require_mtp, sizes, model.path)
+    if config.max_model_len is not None and config.max_model_len > sizes.max_model_len:
+        message = f"max_model_len: {config.max_model_len} exceeds the model's own {sizes.max_model_len}"
+        found.errors.append(ConfigInvalid(message, keys=["max_model_len"]))
+    for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
+        _collect(found, require_cut, sizes, size, config.numerics)
+    spec = tensor_spec(sizes, with_mtp=drafts > 0)
+    if not found.errors and not config.is_dummy:
+        check_tensors(spec, read_headers(model.path))
+    item_bytes = _DTYPE_BYTES[dtype]
+    num_elements = sum(prod(shape) for shape in spec.required.values())
+    weight_bytes = num_elements * (1 if config.quantization.value == "fp8" else item_bytes)
+    kv_item_bytes = 1 if config.kv_cache_dtype.value == "fp8" else item_bytes
+    num_kv_layers = sizes.num_layers + (drafts > 0)
+    found.facts |= {
+        "num_parameters": num_elements,
+        "weight_gib": round(weight_bytes / _GIB, 3),
+        "kv_bytes_per_token": 2 * num_kv_layers * sizes.num_kv_heads * sizes.head_dim * kv_item_bytes,
+        "tp_prefill": config.tp_prefill,
+        "tp_decode": config.tp_decode,
+    }
+
+
+def _judge_tokenizer(config: ServeConfig, model: ModelDirectory) -> None:
+    from baton.core.tokenizer import Tokenizer
+
+    if not config.is_dummy or (model.path / "tokenizer.json").exists():
+        Tokenizer.from_directory(model.path)
+
+
+def _judge_template(config: ServeConfig, model: ModelDirectory) -> str | None:
+    from baton.router.openai.chat_template import ChatTemplate
+
+    if ChatTemplate.load(model.path, config.chat_template) is None:
+        return "it has no chat template: HTTP serves completions, and chats with --chat-template"
+    return None
+
+
+def _collect(found: Judgement, check: Callable[..., str | None], *arguments: Any) -> None:
+    """Run one check; its error is kept, and what it says is a note."""
+    try:
+        note = check(*arguments)
+    except BatonError as error:
+        found.errors.append(error)
+        return
+    if note:
+        found.notes.append(note)

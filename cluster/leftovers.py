@@ -1,0 +1,129 @@
+"""What a deployment may leave behind when it is killed: its directory, its processes, its files in shared memory.
+
+A directory belongs to the process that holds a lock on a file in it; the kernel lets go of that when the process ends,
+however it ends. So the lock, never an age, says whether a deployment lives. Nothing of another user is touched, and
+nothing that has no such file.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from baton.cluster import processes
+from baton.cluster.private_files import PREFIX, ROOT
+from baton.kvtransfer.life_file import sweep_lives
+from baton.kvtransfer.shared_region import sweep as sweep_regions
+
+OWNER: Final = "owner.lock"
+END_GRACE_S: Final = 1.0  # for processes that are about to end by themselves
+
+_logger = logging.getLogger(__name__)
+
+
+def claim(directory: Path) -> int:
+    """Make `directory` this process's, until it ends or closes the descriptor that is returned.
+
+    The file is locked before it gets its name, so that nobody ever finds it unlocked.
+    """
+    draft = directory / f".{OWNER}.{os.getpid()}"
+    file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    draft.rename(directory / OWNER)
+    return file
+
+
+def is_abandoned(directory: Path) -> bool:
+    """Whether a directory of this user's is one of a deployment whose process has ended."""
+    try:
+        found = directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            return False
+        file = os.open(directory / OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # it has no owner's file, or is gone
+        return False
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            return False
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # its owner lives
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def sweep() -> list[Path]:
+    """Remove what deployments that were killed have left; returns their directories."""
+    swept = [path for path in ROOT.glob(f"{PREFIX}*") if is_abandoned(path)]
+    for path in swept:
+        clear(path)
+        _logger.warning("%s was left by a deployment that was killed, and is removed", path)
+    sweep_memory()
+    return swept
+
+
+def clear(directory: Path) -> None:
+    """End the processes that a dead deployment has left, and remove its directory."""
+    left = processes.end_processes(users_of(directory), grace_s=END_GRACE_S)
+    if left:
+        _logger.error("processes %s of %s do not end", left, directory)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def sweep_memory() -> None:
+    """Remove files in shared memory whose owners are dead."""
+    sweep_regions()
+    sweep_lives()
+
+
+def users_of(directory: Path) -> list[psutil.Process]:
+    """This user's processes of Ray and of ours that name a directory, or write files there; without this one.
+
+    Ray's agents and workers rewrite their command lines, but write logs there. Who reads a log there is let be.
+    """
+    marker, found = str(directory), []
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.uids().real == os.getuid() and (_names(process, marker) or _writes(process, marker)):
+                found.append(process)
+    return found
+
+
+def _names(process: psutil.Process, marker: str) -> bool:
+    parts = process.cmdline()
+    if not any(marker in part for part in parts):
+        return False
+    exe = process.exe()
+    if exe != psutil.Process().exe() and "/ray/" not in exe:
+        return False
+    return any(_is_below(part[part.find(marker) :], marker) for part in parts if marker in part)
+
+
+def _writes(process: psutil.Process, marker: str) -> bool:
+    """Whether it has a file there open for writing, and so is no reader of logs."""
+    place = Path("/proc") / str(process.pid)
+    for number in os.listdir(place / "fd"):
+        with contextlib.suppress(OSError):
+            if _is_below(os.readlink(place / "fd" / number), marker) and _is_writable(place / "fdinfo" / number):
+                return True
+    return False
+
+
+def _is_writable(info: Path) -> bool:
+    flags = next(line.split()[1] for line in info.read_text().splitlines() if line.startswith("flags:"))
+    return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
+
+
+def _is_below(path: str, marker: str) -> bool:
+    """Whether a path that may begin with `marker` is it, or below it: /tmp/baton-1 is no part of /tmp/baton-12."""
+    return path.startswith(marker) and path[len(marker) : len(marker) + 1] in ("", "/", " ", ",", ":")

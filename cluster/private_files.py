@@ -1,0 +1,71 @@
+"""The files of a deployment on this host: for this account alone, gone at a normal end, kept where something died.
+
+What is kept is the words of the processes. It lies in a folder of its own, whose name an error can say before the end.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Final
+
+from baton.core.errors import BatonError
+
+PRIVATE_UMASK: Final = 0o077
+ROOT: Final = Path("/tmp")  # short: sockets below a deployment's folder have long names
+PREFIX: Final = "baton-"
+LOGS_PREFIX: Final = "baton_logs-"
+MAX_KEPT: Final = 8  # folders of logs of this account; the oldest goes first
+LOG_SUFFIXES: Final = (".err", ".out", ".log")
+
+
+def make_folder() -> Path:
+    """A new one, for this account alone. Ray opens its own folder to all, so that is one below."""
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=ROOT))
+
+
+def open_private(path: Path, mode: str) -> IO[bytes]:
+    """Open a binary file that is made, if need be, for this account alone."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def kept_logs(folder: Path) -> Path:
+    """Where the logs below a deployment's folder will be after `keep_logs`."""
+    return folder.with_name(LOGS_PREFIX + folder.name.removeprefix(PREFIX))
+
+
+def keep_logs(folder: Path) -> Path:
+    """Move what processes wrote below `folder` to `kept_logs`, and let go of the oldest folders of that kind."""
+    into = kept_logs(folder)
+    into.mkdir(mode=0o700)
+    for path in _logs_below(folder):
+        path.chmod(0o600)
+        path.rename(into / path.name)
+    kept = [path for path in ROOT.glob(f"{LOGS_PREFIX}*") if path.stat().st_uid == os.geteuid()]
+    for path in sorted(kept, key=lambda path: path.stat().st_mtime)[:-MAX_KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
+    return into
+
+
+def worker_died(folder: Path) -> bool:
+    """Whether a worker of the private Ray below `folder` has left words, and no process any more."""
+    names = [path.name for path in _logs_below(folder) if path.name.startswith("worker-") and path.suffix == ".err"]
+    return any(not Path("/proc", name.removesuffix(".err").rpartition("-")[2]).exists() for name in names)
+
+
+def say_where(error: BatonError, folder: Path) -> None:
+    """Add to an error where the logs of what died will be."""
+    logs = str(kept_logs(folder))
+    if error.fields.get("logs") != logs:
+        error.fields["logs"] = logs
+        error.message += f" (logs: {logs})"
+        error.args = (error.message,)
+
+
+def _logs_below(folder: Path) -> Iterator[Path]:
+    """Files with words in them; Ray links to its folders, which are not followed."""
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name) for name in names):
+            if path.suffix in LOG_SUFFIXES and not path.is_symlink() and path.is_file() and path.stat().st_size:
+                yield path

@@ -1,0 +1,57 @@
+"""Other spellings of `ServeConfig`'s keys: vLLM's where they mean the same, and names that keys had before."""
+
+import json
+import re
+from typing import Any
+
+from baton.core.errors import ConfigInvalid
+
+RENAMED = {
+    "chunk_len": "max_num_batched_tokens",
+    "gpu_memory_share": "gpu_memory_utilization",
+    "mtp": "num_speculative_tokens",
+    "weights": "load_format",
+    "kv_dtype": "kv_cache_dtype",
+    "host_kv_gib": "kv_offloading_size",
+    "numerics": "batch_invariant",
+}
+
+
+def expanded(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with vLLM's spellings turned into the keys they stand for."""
+    values = dict(values)
+    size = values.get("tensor_parallel_size")
+    if size is not None:
+        values = {"tp_prefill": size, "tp_decode": size} | values
+    if values.get("kv_cache_dtype") == "fp8_e4m3":
+        values["kv_cache_dtype"] = "fp8"
+    if isinstance(values.get("served_model_name"), str):
+        values["served_model_name"] = (values["served_model_name"],)
+    if values.get("speculative_config"):
+        given = _speculative(values["speculative_config"])
+        for key, value in given.items():
+            if values.get(key) not in (None, value):
+                message = f"speculative_config: it says {key} = {value}, and {key} is {values[key]}"
+                raise ConfigInvalid(message, keys=["speculative_config", key])
+        values |= given | {"speculative_config": ""}
+    return values
+
+
+def _speculative(given: Any) -> dict[str, Any]:
+    """Keys of `ServeConfig` from vLLM's `--speculative-config`: a JSON object, or in a file a mapping."""
+    keys = ["speculative_config"]
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ConfigInvalid(f"speculative_config: not JSON: {error}", keys=keys) from error
+    if not isinstance(given, dict):
+        raise ConfigInvalid("speculative_config: not a JSON object", keys=keys)
+    unknown = sorted(set(map(str, given)) - {"method", "num_speculative_tokens"})
+    if unknown:
+        message = f"speculative_config: {', '.join(unknown)[:200]}: this version drafts by the model's own MTP head"
+        raise ConfigInvalid(f"{message}, and reads method and num_speculative_tokens", keys=keys)
+    method = str(given.get("method", "mtp"))
+    if method != "mtp" and not re.fullmatch(r"[a-z0-9_]{1,40}_mtp", method):  # deepseek_mtp and the like mean the same
+        raise ConfigInvalid(f"speculative_config: method {method[:80]!r}; this version drafts by mtp", keys=keys)
+    return {"speculative_method": "mtp"} | {k: v for k, v in given.items() if k == "num_speculative_tokens"}

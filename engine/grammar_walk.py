@@ -1,0 +1,130 @@
+"""One matcher along a sequence's drafts: the masks behind each prefix, and whether the library gave up on the way.
+
+A mask that the library gives is exact, whatever was asked before. What it refuses is not: a matcher whose automata are
+spent refuses without an error. So drafts are judged by the mask before them, and a token that the mask allows and the
+matcher does not take means that its budget is spent. Drafts are looked at by a copy: a matcher that takes tokens back
+may answer with a mask that it remembers of them (llguidance 1.9.1).
+
+Legend: K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32) words of a row's bitmask.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+WORD_BITS: Final = 32
+ALL_BITS: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Lookahead:
+    """What may follow the accepted tokens and each prefix of the drafts.
+
+    Attributes:
+        masks_QW: int32; row j is for the accepted tokens followed by drafts[:j].
+        num_valid: drafts that the grammar allows and whose next row is known, 0 ... K. Rows after row `num_valid` allow
+            everything, and nothing that comes of them may be emitted.
+        num_rows: tokens that a step may emit: Q, unless the look was cut short by its cost; 0 if nothing is known yet.
+    """
+
+    masks_QW: np.ndarray
+    num_valid: int
+    num_rows: int
+
+    @classmethod
+    def unknown(cls, num_drafts: int, words: int, *, num_rows: int = 0) -> "Lookahead":
+        """Every row allows everything."""
+        return cls(np.full((num_drafts + 1, words), ALL_BITS, dtype=np.int32), 0, num_rows)
+
+    def along(self, before: Sequence[int], drafts: Sequence[int]) -> "Lookahead":
+        """What this look along other drafts says of these."""
+        if list(before) == list(drafts):
+            return self
+        num_common = 0
+        while num_common < min(len(before), len(drafts)) and before[num_common] == drafts[num_common]:
+            num_common += 1
+        num_rows = min(num_common, self.num_valid, self.num_rows - 1) + 1
+        masks_QW = np.full((len(drafts) + 1, self.masks_QW.shape[1]), ALL_BITS, dtype=np.int32)
+        masks_QW[:num_rows] = self.masks_QW[:num_rows]
+        return Lookahead(masks_QW, max(num_rows - 1, 0), num_rows if self.num_rows else 0)
+
+
+class Ends(Protocol):
+    """What a walk needs to know of a grammar; `CompiledGrammar` is such."""
+
+    eos_token_ids: tuple[int, ...]
+    num_words: int
+
+
+def num_words(vocab_size: int) -> int:
+    """W."""
+    return -(-vocab_size // WORD_BITS)
+
+
+def is_allowed(mask_W: np.ndarray, token_id: int) -> bool:
+    """Whether the bit of a token is set."""
+    word = token_id // WORD_BITS
+    return 0 <= word < len(mask_W) and bool(mask_W[word] >> token_id % WORD_BITS & 1)
+
+
+def is_spent(matcher: Any) -> bool:
+    """Whether the matcher's automata are spent: then it refuses what it should take, and says so only of a mask."""
+    matcher.compute_bitmask()
+    return bool(matcher.is_error())
+
+
+def take(matcher: Any, token_id: int) -> bool:
+    """Move a matcher on by a token that its mask allows; False: it is spent."""
+    return bool(matcher.try_consume_tokens([token_id]) == 1)
+
+
+def walk(
+    matcher: Any, grammar: Ends, drafts: Sequence[int], takes: Callable[[Any, int], bool] = take
+) -> tuple[Lookahead, bool]:
+    """Look along the drafts; the matcher stays where it is.
+
+    Returns:
+        What was found, and whether the matcher can go on; else its automata are spent.
+    """
+    masks_QW = np.full((len(drafts) + 1, grammar.num_words), ALL_BITS, dtype=np.int32)
+    ahead = matcher
+    num_rows = num_valid = 0
+    gave_up = False
+    for row, mask_W in enumerate(masks_QW):
+        if row:
+            draft, before_W = drafts[row - 1], masks_QW[row - 1]
+            if not is_allowed(before_W, draft):
+                break
+            if draft in grammar.eos_token_ids:
+                num_valid += 1
+                break
+            if ahead is matcher:
+                ahead = matcher.deep_copy()
+            gave_up = not takes(ahead, draft)
+        gave_up = gave_up or not _fill(ahead, grammar, mask_W)
+        if gave_up:
+            mask_W[:] = ALL_BITS
+            break
+        num_valid, num_rows = row, row + 1
+    is_intact = not gave_up or (num_rows > 0 and not is_spent(matcher))
+    return Lookahead(masks_QW, num_valid, num_rows if gave_up else len(drafts) + 1), is_intact
+
+
+def _fill(matcher: Any, grammar: Ends, mask_W: np.ndarray) -> bool:
+    """Write what may come next; False if the library gave up."""
+    words = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
+    may_end = matcher.is_accepting()
+    if is_spent(matcher):  # asked last, for `is_accepting` spends as well
+        return False
+    mask_W[:] = words[: len(mask_W)]
+    bits_W = mask_W.view(np.uint32)
+    # EOS is allowed exactly where the text may end, whichever EOS it is and whatever the library thinks of it.
+    for token_id in grammar.eos_token_ids:
+        bit = np.uint32(1 << token_id % WORD_BITS)
+        if may_end:
+            bits_W[token_id // WORD_BITS] |= bit
+        else:
+            bits_W[token_id // WORD_BITS] &= ~bit
+    return True

@@ -1,0 +1,34 @@
+"""Whether a model can be cut into so many ranks: read off its config, before anything is loaded; without torch."""
+
+from baton.core.errors import ModelUnsupported
+from baton.core.numerics import Numerics
+from baton.kernels.slices import num_slices
+from baton.model.config import ModelConfig
+
+
+def require_cut(config: ModelConfig, size: int, numerics: Numerics) -> None:
+    """Check that `size` ranks can hold equal parts of the model.
+
+    Raises:
+        ModelUnsupported: they cannot; the message names the dimension.
+    """
+    queries, keys = config.num_heads, config.num_kv_heads
+    inner_sizes = {"num_attention_heads": queries}
+    if len(config.sparse_layers) < config.num_layers:
+        inner_sizes["intermediate_size"] = config.intermediate_size
+    if config.num_experts:
+        inner_sizes["moe_intermediate_size"] = config.moe_intermediate_size
+    for name, length in inner_sizes.items():
+        if length % size:
+            raise _refusal(f"{name} = {length} is no multiple of it", size)
+    if keys % size and size % keys:
+        raise _refusal(f"num_key_value_heads = {keys} neither divides it nor is a multiple of it", size)
+    if numerics is Numerics.INVARIANT:
+        inner_sizes["num_attention_heads"] *= config.head_dim
+        for name, length in inner_sizes.items():
+            if num_slices(length) % size:
+                raise _refusal(f"--batch-invariant cuts {name} into {num_slices(length)} slices", size)
+
+
+def _refusal(why: str, size: int) -> ModelUnsupported:
+    return ModelUnsupported(f"tensor parallel size {size} is not possible: {why}", option="tp", value=size)

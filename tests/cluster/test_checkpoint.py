@@ -1,0 +1,217 @@
+"""Model directories of every kind, judged from headers: what each would run as, or the sentence that refuses it."""
+
+import json
+import subprocess
+import sys
+from math import prod
+
+import pytest
+
+from baton.cluster import checkpoint, cli
+from baton.cluster.resolve import find_model
+from baton.core.config import ServeConfig
+from baton.core.errors import ModelUnsupported
+from baton.model.config import ModelConfig
+from baton.model.tensor_spec import tensor_spec
+
+pytestmark = pytest.mark.fast
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+MTP = {"mtp_num_hidden_layers": 1}
+
+
+def write_tensors(path, shapes):
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + 4 * prod(shape)]}
+        at += 4 * prod(shape)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(at))
+
+
+def write_model(path, *, without=(), weights="model.safetensors", **changes):
+    """A Qwen3 whose config has these changes, with every tensor that its own spec asks for."""
+    path.mkdir()
+    values = {key: value for key, value in (QWEN3 | changes).items() if value is not None}
+    (path / "config.json").write_text(json.dumps(values))
+    (path / "tokenizer.json").write_text((find_model("tiny").path / "tokenizer.json").read_text())
+    try:
+        config = ModelConfig.from_directory(path, made_weights="x")
+    except ModelUnsupported:  # its weights are never looked at
+        (path / weights).write_bytes(b"")
+    else:
+        spec = tensor_spec(config, with_mtp=config.num_mtp_layers > 0)
+        write_tensors(path / weights, {name: shape for name, shape in spec.required.items() if name not in without})
+    for name in without:
+        (path / name).unlink(missing_ok=True)
+    return path
+
+
+def other(architecture, **more):
+    return {"architectures": [architecture], **more}
+
+
+REFUSED = [
+    ("llama", other("LlamaForCausalLM"), {}, "LlamaForCausalLM.*this version serves Qwen3ForCausalLM"),
+    ("qwen2.5", other("Qwen2ForCausalLM"), {}, "Qwen2ForCausalLM"),
+    ("mistral", other("MistralForCausalLM"), {}, "MistralForCausalLM"),
+    ("gemma2", other("Gemma2ForCausalLM", hidden_act="gelu"), {}, "Gemma2ForCausalLM"),
+    ("deepseek_v3", other("DeepseekV3ForCausalLM", num_nextn_predict_layers=1), {}, "DeepseekV3ForCausalLM"),
+    (
+        "qwen3_5_moe",
+        other("Qwen3_5MoeForConditionalGeneration", text_config={"max_position_embeddings": 128}),
+        {},
+        "Qwen3_5MoeForConditionalGeneration",
+    ),
+    ("no architecture", {"architectures": None}, {}, "architecture unknown"),
+    ("fp8", {"quantization_config": {"quant_method": "fp8"}}, {}, "quantized by 'fp8'.*--quantization fp8"),
+    ("gptq", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}, "quantized by 'gptq'"),
+    ("awq", {"quantization_config": {"quant_method": "awq"}}, {}, "quantized by 'awq'"),
+    ("yarn", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "rope_type 'yarn'"),
+    ("no tokenizer", {"without": ["tokenizer.json"]}, {}, "tokenizer.json does not exist"),
+    ("tp", {}, {"tensor_parallel_size": 8}, "num_attention_heads = 4 is no multiple"),
+    ("tp of one role", {"num_attention_heads": 6}, {"tp_decode": 4}, "num_attention_heads = 6 is no multiple"),
+    ("mtp asked for", {}, {"num_speculative_tokens": 2}, "has no MTP head to draft with"),
+    ("mtp required", {}, {"speculative_method": "mtp"}, "has no MTP head to draft with"),
+    ("two mtp layers", {"mtp_num_hidden_layers": 2}, {"num_speculative_tokens": 1}, "has 2 MTP layers"),
+    ("a head without tensors", MTP | {"without": ["mtp.fc.weight"]}, {}, "lacks mtp.fc.weight; .*MTP head"),
+    ("a tensor is missing", {"without": ["model.norm.weight"]}, {}, "lacks model.norm.weight"),
+    ("too long", {}, {"max_model_len": 4096}, "4096 exceeds the model's own 128"),
+]
+
+
+def judged(path, **asked):
+    return checkpoint.judge(ServeConfig.from_mapping({"model": str(path), "device": "cpu", **asked}))
+
+
+@pytest.mark.parametrize(("name", "changes", "asked", "sentence"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_what_cannot_be_served_says_so_in_one_sentence(tmp_path, name, changes, asked, sentence):
+    found = judged(write_model(tmp_path / name.replace(" ", "-"), **changes), **asked)
+    assert found.errors
+    with pytest.raises(type(found.errors[0]), match=sentence):
+        raise found.errors[0]
+    with pytest.raises(type(found.errors[0])):
+        checkpoint.require_servable(
+            ServeConfig.from_mapping({"model": str(tmp_path / name.replace(" ", "-")), "device": "cpu", **asked})
+        )
+
+
+def kinds(tmp_path):
+    lora, gguf, pickles, base = (tmp_path / name for name in ("lora", "gguf", "pickles", "config-only"))
+    for path in (lora, gguf, pickles, base):
+        path.mkdir()
+    (lora / "adapter_config.json").write_text("{}")
+    (lora / "adapter_model.safetensors").write_bytes(b"")
+    (gguf / "q4.gguf").write_bytes(b"GGUF")
+    (pickles / "config.json").write_text(json.dumps(QWEN3))
+    (pickles / "pytorch_model-00001-of-2.bin").write_bytes(b"")
+    (base / "config.json").write_text(json.dumps(QWEN3))
+    (base / "tokenizer.json").write_text("{}")
+    return {
+        str(lora): "is a LoRA adapter, not a model",
+        str(gguf): "holds GGUF files",
+        str(gguf / "q4.gguf"): "is a GGUF file",
+        str(pickles): "PyTorch pickles",
+        str(base): r"holds no \.safetensors file",
+        "Qwen/Qwen3-8B": "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B",
+        str(tmp_path / "nowhere"): "is not a directory",
+        str(base / "config.json"): "is a file; --model takes the directory",
+    }
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for model, sentence in kinds(tmp_path).items():
+        errors = judged(model).errors
+        with pytest.raises(type(errors[0]), match=sentence):
+            raise errors[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "drafts", "note"),
+    [
+        ({}, {}, 0, "has no MTP head: it is served without drafts"),
+        (MTP, {}, 2, ""),
+        (MTP, {"num_speculative_tokens": 1}, 1, ""),
+        (MTP, {"num_speculative_tokens": "auto"}, 4, ""),
+        ({}, {"num_speculative_tokens": "auto"}, 0, "has no MTP head"),
+        (MTP, {"speculative_method": "none"}, 0, "1 MTP layers are not used"),
+        ({"mtp_num_hidden_layers": 2}, {}, 0, "2 MTP layers are not used"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], **MOE}, {}, 0, "has no MTP head"),
+        ({}, {"load_format": "dummy", "num_speculative_tokens": 2}, 2, ""),
+    ],
+)
+def test_drafts_are_what_the_checkpoint_has(tmp_path, changes, asked, drafts, note):
+    found = judged(write_model(tmp_path / "m", **changes), **asked)
+    assert not found.errors
+    assert found.facts["num_speculative_tokens"] == drafts
+    assert any(note in text for text in found.notes) if note else not any("MTP" in text for text in found.notes)
+    assert any("no chat template" in text for text in found.notes)
+
+
+def test_what_it_would_run_as(tmp_path):
+    facts = judged(write_model(tmp_path / "m"), served_model_name=["a", "b"], dtype="bfloat16").facts
+    assert (facts["architecture"], facts["names"], facts["max_model_len"]) == ("Qwen3ForCausalLM", ["a", "b"], 128)
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 2
+    layer = 32 * (4 * 8) * 2 + 32 * (2 * 8) * 2 + 3 * 32 * 48 + 2 * 32 + 2 * 8
+    assert facts["num_parameters"] == 300 * 32 + 32 + 2 * layer
+
+
+def test_a_name_from_the_hub_cache_is_the_repositorys(tmp_path):
+    cache = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots"
+    cache.mkdir(parents=True)
+    assert judged(write_model(cache / "b968826d9c46")).facts["names"] == ["Qwen/Qwen3-8B"]
+
+
+def run(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code, *capsys.readouterr()
+
+
+def test_check_prints_all_reasons_and_exits_3(tmp_path, capsys, monkeypatch):
+    path = write_model(tmp_path / "m")
+    code, out, _ = run(["check", str(path)], capsys, monkeypatch)
+    assert code == 0
+    assert "can be served" in out
+    arguments = ["check", str(path), "--tensor-parallel-size", "8", "--num-speculative-tokens", "2", "--json"]
+    code, out, err = run(arguments, capsys, monkeypatch)
+    data = json.loads(out)
+    assert (code, data["ok"], data["exit_code"]) == (3, False, 3)
+    assert [error["error"] for error in data["errors"]] == ["ModelTensorMissing", "ModelUnsupported"]
+    assert err.count("next: ") == 2
+
+
+def test_serve_refuses_before_anything_starts(tmp_path, capsys, monkeypatch):
+    from baton.cluster import serve
+
+    monkeypatch.setattr(serve, "Deployment", None)  # it would fail otherwise
+    path = write_model(tmp_path / "m", architectures=["LlamaForCausalLM"])
+    code, _, err = run(["serve", "--model", str(path)], capsys, monkeypatch)
+    assert code == 3
+    assert "LlamaForCausalLM" in err
+
+
+def test_a_check_imports_no_torch_and_no_ray():
+    """What keeps it within two seconds: both take seconds to import."""
+    program = (
+        "import sys; from baton.cluster.checkpoint import judge; from baton.core.config import ServeConfig; "
+        "assert not judge(ServeConfig.from_mapping({'device': 'cpu'})).errors; "
+        "found = {'torch', 'ray', 'transformers', 'triton'} & set(sys.modules); assert not found, found"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=120)

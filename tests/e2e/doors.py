@@ -1,0 +1,158 @@
+"""What listens in a deployment, under the names that docs/security.md declares, and a stranger's knock at all of it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+import ray
+
+DOC = Path(__file__).parents[2] / "docs" / "security.md"
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED"}
+NO_ANSWER = re.compile("^$|UNAUTHENTICATED|PERMISSION_DENIED|UNIMPLEMENTED|UNAVAILABLE| 40[0-9] ")
+# Without metadata it ends Ray 2.60's head and node before they look for a token (docs/security.md says so).
+ENDS_RAY = {"/ray.rpc.syncer.RaySyncer/StartSync"}
+BY_COMMAND = {
+    r"gcs_server$": ("`gcs_server`", "Ray's table"),
+    r"raylet$": ("`raylet`", "Ray's node and object manager"),
+    r"^ray::RuntimeEnvAgent": ("`ray::RuntimeEnvAgent`", "Ray's agent"),
+    r"-m baton.kvtransfer.landing_process": ("landing process", "KV"),
+    r"^ray::(Prefill|Decode)Actor": ("worker", "Ray's"),
+    r"-m baton.cluster serve|bin/baton serve": ("`baton serve`", "Ray's driver"),
+}
+
+
+@dataclass(frozen=True)
+class Door:
+    """One listening socket.
+
+    Attributes:
+        process, name: as the document's table has them.
+        host, port: where it listens.
+    """
+
+    process: str
+    name: str
+    host: str
+    port: int
+
+
+def declared():
+    """The document's table: (process, socket) to (bound to, without a credential)."""
+    section = DOC.read_text().partition("## What listens\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {(row[0], row[1]): (row[2], row[3]) for row in rows[2:]}
+
+
+def doors_of(pid, announced):
+    """Every listening socket of `baton serve` and all it started, abstract ones too."""
+    ports = {}
+    for name, key in (("--grpc-port", "address"), ("--admin-port", "admin_address"), ("--http-port", "http_url")):
+        if key in announced:
+            ports.setdefault(int(announced[key].rpartition(":")[2].split("/")[0]), ("router", f"`{name}`"))
+    if "metrics_url" in announced:
+        port = int(re.search(r":(\d+)/metrics", announced["metrics_url"])[1])
+        ports[port] = ("router", "`--metrics-port`")
+    for worker in announced["workers"].values():
+        ports[int(worker["address"].rpartition(":")[2])] = ("worker", "gRPC")
+    found = []
+    for process in tree(pid):
+        command = " ".join(process.cmdline()).strip()
+        for connection in process.net_connections(kind="inet"):
+            if connection.status == psutil.CONN_LISTEN or (connection.type == 2 and not connection.raddr):
+                port = connection.laddr.port
+                process_name, name = ports.get(port) or name_of(command)
+                found.append(Door(process_name, name, connection.laddr.ip, port))
+        for connection in process.net_connections(kind="unix"):
+            if connection.laddr.startswith(("@", "\0")):
+                found.append(Door(command, connection.laddr, "", 0))
+    return found
+
+
+def tree(pid):
+    """A process and all that descends from it."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def name_of(command):
+    """By what a process was started as."""
+    first = command.split(" --")[0]
+    for pattern, name in BY_COMMAND.items():
+        if re.search(pattern, first):
+            return name
+    return command, "of no known kind"
+
+
+def assert_closed(pid, announced, paths=()):
+    """Each door is declared, is where that says, and refuses a stranger if that says so. Returns what was found.
+
+    Args:
+        pid: of `baton serve`.
+        announced: what it printed.
+        paths: of files and folders that a stranger may not read.
+    """
+    table, doors = declared(), doors_of(pid, announced)
+    assert doors
+    for door in doors:
+        assert (door.process, door.name) in table, f"{door} is not declared in docs/security.md"
+        assert door.host in LOOPBACK, f"{door} is not on loopback"
+    said = knocked([door.port for door in doors], paths)
+    for door in doors:
+        answers = said["doors"][str(door.port)]
+        if table[door.process, door.name][1].startswith("refuses"):
+            assert_refused(door, answers)
+    if os.geteuid() == 0:
+        for path, read in said["paths"].items():
+            assert read == "PermissionError", f"a stranger reads {path}: {read}"
+    return doors
+
+
+def assert_refused(door, answers):
+    """Some call was told that it lacks a credential, and none anything else."""
+    refused = [call for call, answer in answers.items() if answer in REFUSALS or " 401 " in answer]
+    answered = {call: answer for call, answer in answers.items() if not NO_ANSWER.search(answer)}
+    assert refused and not answered, f"{door} answers a stranger: {answered or answers}"
+
+
+def knocked(ports, paths=()):
+    """What a stranger gets."""
+    asked = {"ports": list(ports), "paths": [str(path) for path in paths], "methods": ray_methods()}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "baton.tests.e2e.stranger"],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@cache
+def ray_methods():
+    """Every gRPC method that Ray's programs name."""
+    folder = Path(ray.__file__).parent
+    programs = [
+        *folder.glob("core/src/ray/*/*"),
+        *folder.glob("core/generated/*_pb2_grpc.py"),
+        Path(ray._raylet.__file__),
+    ]
+    texts = [path.read_bytes() for path in programs if path.is_file()]
+    return sorted(
+        {name.decode() for text in texts for name in re.findall(rb"/ray\.rpc\.[A-Za-z.]+/[A-Za-z]+", text)} - ENDS_RAY
+    )
+
+
+def folder_of(pid):
+    """The private folder of a deployment, found by what the router's standard error leads to."""
+    for process in tree(pid):
+        if "baton.router" in process.cmdline():
+            return Path(os.readlink(f"/proc/{process.pid}/fd/2")).parent
+    raise AssertionError("there is no router")

@@ -1,0 +1,92 @@
+"""`python -m baton.tests.e2e.stranger`: another account of this machine, which knocks at every door it is told of.
+
+Stdin has a JSON object: `ports` of 127.0.0.1, `methods` of
+gRPC to call with nothing, `paths` to read. Stdout has what came of it: by port what each call was
+answered with, by path what it read. It imports first and then becomes nobody, who may not be able to read libraries.
+"""
+
+import encodings.idna  # noqa: F401
+import json
+import os
+import socket
+import sys
+
+import grpc
+import grpc._channel  # these two are otherwise imported at first use, by an account that may not read them
+
+NOBODY = 65534
+WAIT_S = 20.0
+FORGED = b"\x0a\x08stranger\x12\x04evil\x18\x01\x22\x03fun"  # key, value, overwrite, namespace
+CALLS = {
+    "/ray.rpc.InternalKVGcsService/InternalKVKeys": b"\x0a\x03fun",  # the function table that workers unpickle
+    "/ray.rpc.InternalKVGcsService/InternalKVPut": FORGED,
+    "/baton.v1.Admin/Inventory": b"",
+    "/baton.v1.Membership/Heartbeat": b"",
+    "/baton.v1.Decode/Attend": b"",
+    "/baton.v1.Prefill/Run": b"",
+    "/baton.v1.KvTransfer/Exchange": b"",
+}
+HTTP = {
+    "POST /get_runtime_envs_info": b"POST /get_runtime_envs_info HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n",
+    "GET /metrics": b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+}
+
+
+def become_nobody():
+    """For good."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def knock(port, host="127.0.0.1", *, calls=CALLS, metadata=()):
+    """What each call is answered with: a gRPC code's name, an HTTP status line, or nothing."""
+    found = {}
+    with grpc.insecure_channel(f"{host}:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
+        for method, request in calls.items():
+            call = channel.unary_stream(method, lambda data: data, lambda data: data)
+            try:
+                next(iter(call(request, timeout=WAIT_S, metadata=metadata)), None)
+                found[method] = "OK"
+            except grpc.RpcError as error:
+                found[method] = error.code().name
+                if found[method] in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):  # it speaks no gRPC, or TLS
+                    break
+    for name, request in HTTP.items():
+        found[name] = say((host, port), request)
+    return found
+
+
+def say(address, request):
+    """The first line of an HTTP answer."""
+    try:
+        with socket.create_connection(address, timeout=1.0) as connection:
+            connection.sendall(request)
+            answer = connection.recv(4096)
+    except OSError:
+        return ""
+    return answer.split(b"\r\n")[0].decode(errors="replace") if answer.startswith(b"HTTP/1") else ""
+
+
+def look(path):
+    """What of a path can be read."""
+    try:
+        if os.path.isdir(path):
+            return sorted(os.listdir(path))
+        with open(path, "rb") as file:
+            return len(file.read(1))
+    except OSError as error:
+        return type(error).__name__
+
+
+def main():
+    asked = json.load(sys.stdin)
+    if os.geteuid() == 0:
+        become_nobody()
+    calls = CALLS | {method: b"" for method in asked["methods"] if method not in CALLS}
+    doors = {port: knock(port, calls=calls) for port in asked["ports"]}
+    print(json.dumps({"doors": doors, "paths": {path: look(path) for path in asked["paths"]}}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Holds the outcome of vLLM's tests against accepted.json: {test: reason}, where a name may end in `*`."""
+
+import fnmatch
+import json
+import os
+from pathlib import Path
+
+import peers_stand_ins  # noqa: F401 # before any test module is imported
+
+ACCEPTED = json.loads((Path(__file__).parent / "accepted.json").read_text())
+_outcomes = {}
+
+
+def pytest_runtest_logreport(report):
+    name = report.nodeid.removeprefix("tests/")
+    if report.failed:
+        _outcomes[name] = "failed"
+    elif report.when == "call" or report.skipped:
+        _outcomes.setdefault(name, report.outcome)
+
+
+def pytest_collectreport(report):
+    if report.failed:
+        _outcomes[report.nodeid.removeprefix("tests/")] = "failed"
+
+
+def reason(name):
+    """Why it may fail; None if it may not."""
+    return next(
+        (why for pattern, why in ACCEPTED.items() if fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))), None
+    )
+
+
+def pytest_sessionfinish(session, exitstatus):
+    failed = {name for name, outcome in _outcomes.items() if outcome == "failed"}
+    unexpected = sorted(name for name in failed if reason(name) is None)
+    passed = {name for name, outcome in _outcomes.items() if outcome == "passed"}
+    stale = sorted(name for name in passed if name in ACCEPTED)
+    print(f"\npeers: {len(passed)} passed, {len(failed)} failed, {len(unexpected)} of them not accepted")
+    for name in unexpected:
+        print(f"not accepted: {name}")
+    for name in stale:
+        print(f"accepted, and passes: {name}")
+    if "BATON_PEERS_OUT" in os.environ:
+        Path(os.environ["BATON_PEERS_OUT"]).write_text(json.dumps(_outcomes, indent=1, sort_keys=True))
+    session.exitstatus = 1 if unexpected or stale else 0

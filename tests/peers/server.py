@@ -1,0 +1,100 @@
+"""The fixture that vLLM's tests ask for their server: one `baton serve` for all of them, under every name they use."""
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import openai
+
+ROCM_EXTRA_ARGS = []
+ROCM_ENV_OVERRIDES = {}
+VLLM_PATH = Path("/nonexistent")
+START_S = 180.0
+_running = {}
+
+
+def _names():
+    """Every model that a test names: a quoted ORGANISATION/MODEL."""
+    import re
+
+    found = {"tiny"}
+    for path in Path(__file__).parent.rglob("*.py"):
+        found |= set(re.findall(r'"([A-Za-z][\w.-]+/[A-Z][\w.-]+)"', path.read_text()))
+    return sorted(found)
+
+
+def _serve():
+    command = [sys.executable, "-m", "baton.cluster", "serve", "--json", "--model", "tiny", "--chat-template", "chatml"]
+    command += ["--grpc-port", "0", "--http-port", "0", "--max-num-seqs", "32", "--kv-memory-mib", "256"]
+    for name in _names():
+        command += ["--served-model-name", name]
+    log = Path(tempfile.gettempdir(), f"baton-peers-{os.getpid()}.log").open("w+")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd="/")
+    line = process.stdout.readline()
+    if not line:
+        log.seek(0)
+        raise RuntimeError(log.read()[-4000:])
+
+    def end():
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+    atexit.register(end)
+    return json.loads(line)["http_url"]
+
+
+class RemoteOpenAIServer:
+    """What vLLM's class of this name offers to tests; flags and environments of the served engine are not passed on."""
+
+    DUMMY_API_KEY = "token-abc123"
+
+    def __init__(self, model, vllm_serve_args=None, **options):
+        if "url" not in _running:
+            _running["url"] = _serve()
+        self._url = _running["url"]
+        host, _, port = self._url.removeprefix("http://").rpartition(":")
+        self.host, self.port, self.uds = host, int(port), None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    @property
+    def url_root(self):
+        return self._url
+
+    def url_for(self, *parts):
+        return "/".join((self.url_root, *(part.strip("/") for part in parts)))
+
+    def get_client(self, **options):
+        options.setdefault("timeout", 120)
+        return openai.OpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+    def get_async_client(self, **options):
+        options.setdefault("timeout", 120)
+        return openai.AsyncOpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+    def get_client_anthropic(self, **options):
+        import anthropic
+
+        return anthropic.Anthropic(base_url=self.url_for(), api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+    def get_async_client_anthropic(self, **options):
+        import anthropic
+
+        return anthropic.AsyncAnthropic(base_url=self.url_for(), api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+
+def create_new_process_for_each_test(*arguments, **options):
+    return lambda function: function
+
+
+def multi_gpu_test(*arguments, **options):
+    return lambda function: function

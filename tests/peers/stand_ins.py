@@ -1,0 +1,73 @@
+"""Modules that vLLM's tests import of vLLM and that clients of a server have no use for.
+
+Every `vllm.*` import finds a module whose names are `MagicMock`s; the few that a test needs for real are here. A test
+that checks vLLM's own classes fails against them; accepted.json says so of each.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from unittest.mock import MagicMock
+
+from transformers import AutoTokenizer
+
+
+def model_directory():
+    """Of the bundled model, without importing what serves it."""
+    import baton
+
+    return Path(baton.__path__[0]) / "assets" / "tiny"
+
+
+class _Error(Exception):
+    """For `except` and `pytest.raises` clauses."""
+
+
+class _ModelConfig:
+    def __init__(self, *arguments, **options):
+        self._size = len(AutoTokenizer.from_pretrained(model_directory()))
+
+    def get_vocab_size(self):
+        return self._size
+
+
+REAL = {
+    "vllm.tokenizers": {
+        "get_tokenizer": lambda *arguments, **options: AutoTokenizer.from_pretrained(model_directory())
+    },
+    "vllm.config": {"ModelConfig": _ModelConfig},
+    "vllm.exceptions": {"VLLMValidationError": _Error},
+    "vllm.version": {"__version__": "0.33.0"},
+}
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__") and name != "__version__":
+            raise AttributeError(name)
+        value = MagicMock(name=f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name != "vllm" and not name.startswith("vllm."):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        module = _Module(spec.name)
+        module.__path__ = []
+        for name, value in REAL.get(spec.name, {}).items():
+            setattr(module, name, value)
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+sys.meta_path.insert(0, _Finder())
