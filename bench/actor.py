@@ -11,6 +11,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from baton.core import inside
+
 CALL_LIMIT_S = 300.0
 # Every process sees all GPUs: CUDA IPC opens a peer's memory on the opener's own device.
 ENVIRONMENT = {
@@ -55,7 +57,12 @@ class RayRemote:
                 num_cpus=4,
                 _node_ip_address="127.0.0.1",
             )
-        environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        secret = inside.DeploymentSecret.of_process()
+        environment = {
+            **ENVIRONMENT,
+            inside.ENVIRONMENT: secret.text,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
         actor = ray.remote(factory)
         self._ray = ray
         self._actor = actor.options(num_cpus=1, runtime_env={"env_vars": environment}).remote(*arguments)
@@ -78,6 +85,8 @@ class SpawnedRemote:
     """A spawned process."""
 
     def __init__(self, factory: Callable[..., Any], *arguments: Any) -> None:
+        secret = inside.DeploymentSecret.of_process()  # that process is of one deployment with this one
+        os.environ.setdefault(inside.ENVIRONMENT, secret.text)
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, factory, arguments), daemon=True)

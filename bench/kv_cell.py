@@ -22,6 +22,7 @@ from baton.bench.kv_side import Phase, Sent, run_side, spin
 from baton.bench.kv_systems.faces import Cell
 from baton.bench.kv_systems.registry import SYSTEMS
 from baton.bench.processes import system_calls, tree, tree_cpu_s
+from baton.core.inside import ENVIRONMENT, DeploymentSecret
 
 ANSWER_LIMIT_S = 150.0
 _END_S = 10.0
@@ -64,6 +65,7 @@ class SideProcess:
     """One side, as the harness holds it."""
 
     def __init__(self, cell: Cell, roles: frozenset[str], log_path: Path) -> None:
+        os.environ.setdefault(ENVIRONMENT, DeploymentSecret.of_process().text)  # both sides are of one deployment
         context = multiprocessing.get_context("spawn")
         self._log_path = log_path
         self._name = "+".join(sorted(roles))

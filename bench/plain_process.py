@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.core.errors import WorkerStartFailed
+from baton.core.inside import ENVIRONMENT, DeploymentSecret
 
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 5.0
@@ -27,6 +28,7 @@ class PlainProcess:
 
     def __init__(self, module: str, *arguments: object, err: Path) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment[ENVIRONMENT] = DeploymentSecret.of_process().text
         command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
         self._module, self._err = module, err
         with err.open("ab") as stderr:

@@ -29,6 +29,7 @@ from baton.cluster.silence import SilenceWatch
 from baton.cluster.worker_watch import WorkerWatch
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, WorkerStartFailed
+from baton.core.inside import DeploymentSecret, worker_name
 from baton.kvtransfer.malloc import COPY_ENVIRONMENT
 
 MAX_RESTARTS = 3  # by Ray itself, of one actor
@@ -69,6 +70,7 @@ class CrewPlan:
         device: resolved.
         name: of the deployment; before those of actors.
         router_address: where heartbeats go.
+        secret: of the deployment; workers get keys made from it.
         shells, rank_shells: by role.
         max_restarts: by Ray, of one actor.
     """
@@ -78,6 +80,7 @@ class CrewPlan:
     device: str
     name: str
     router_address: str
+    secret: DeploymentSecret
     shells: Mapping[str, ShellLoader]
     rank_shells: Mapping[str, Callable[[], RankShell]]
     max_restarts: int = MAX_RESTARTS
@@ -284,6 +287,8 @@ class Crew:
             device=self._plan.device,
             workers_per_gpu=self._per_gpu,
             tp_size=tp_size(config, role),
+            key=self._plan.secret.worker_key(worker_name(role, worker_id)),
+            kv_key=self._plan.secret.kv_key(),
         )
         actor = self._ray.remote(PrefillActor if role == "prefill" else DecodeActor)
         options = self._actor_options(worker_id, role)

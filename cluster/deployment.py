@@ -44,12 +44,14 @@ from baton.cluster.supervisor_process import Order, SupervisorProcess
 from baton.cluster.undertaker import Undertaker
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, WorkerStartFailed
+from baton.core.inside import DeploymentSecret
 from baton.proto.secure_channel import SecureChannels
 from baton.router.api_keys import digest_of, new_key
 from baton.router.security_flags import security_of
 
 END_GRACE_S = 2.0
 CHECK_INTERVAL_S = 0.5
+SECRETS = Path.home() / ".baton"  # of deployments in clusters, by their names
 RESTART_POLL_S = 0.05
 DRAIN_MARGIN_S = 3.0  # for the router to end after its grace
 RAY_FOLDER = "ray"  # Ray opens its folder to all; the one around it is closed
@@ -102,6 +104,7 @@ class Deployment:
         self._log_tail: LogTail | None = None
         self._parts = parts or Parts()
         self._name = _name_of(config)
+        self._secret: DeploymentSecret | None = None
         self._ray: RaySession | None = None
         self._crew: Crew | None = None
         self._supervisor: SupervisorProcess | None = None
@@ -123,6 +126,12 @@ class Deployment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def secret(self) -> DeploymentSecret:
+        """What everything of this deployment can prove to know."""
+        assert self._secret is not None, "it is started"
+        return self._secret
 
     def status(self) -> dict[str, Any]:
         """The router's status as plain data."""
@@ -272,7 +281,8 @@ class Deployment:
         self._undertaker = Undertaker(self._dir)
         if self._on_log is not None:
             self._log_tail = LogTail(self._dir, self._on_log)
-        self._router = RouterProcess(lambda ports: self._router_command(model, ports), self._dir)
+        secret = self._secret = _secret_of(config, self._name)
+        self._router = RouterProcess(lambda ports: self._router_command(model, ports), self._dir, secret)
         self._on_progress(0, num_total, "starting Ray and the router")
         if config.ray_address == "local":
             self._start_private(model, device, deadline_s, num_total)
@@ -305,6 +315,7 @@ class Deployment:
             device=device,
             name=self._name,
             router_address=self.admin_address,
+            secret=self.secret,
             shells=self._parts.shells,
             rank_shells=self._parts.rank_shells,
             max_restarts=MAX_RESTARTS,
@@ -341,6 +352,7 @@ class Deployment:
             access=self.access,
             admin_port=ports.get("admin_port", ports["grpc_port"]),
             directory=self._dir,
+            secret=self.secret,
         )
         self._supervisor = SupervisorProcess(order, on_event)
         self._supervisor.start(max(1.0, deadline_s - time.monotonic()))
@@ -387,6 +399,20 @@ def _name_of(config: ServeConfig) -> str:
         return f"baton-{secrets.token_hex(4)}"
     said = json.dumps([socket.gethostname(), config.model_dump(mode="json")], sort_keys=True)
     return f"baton-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+
+
+def _secret_of(config: ServeConfig, name: str) -> DeploymentSecret:
+    """The one in the file that is named, else the one this process was started with, else a new one.
+
+    In a cluster a new one is kept in a file of this account: the next `baton serve` that adopts the workers needs it.
+    """
+    if config.secret_file:
+        return DeploymentSecret.of_file(Path(config.secret_file))
+    given = DeploymentSecret.given()
+    if given is not None or config.ray_address == "local":
+        return given or DeploymentSecret.new()
+    SECRETS.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return DeploymentSecret.of_file(SECRETS / f"{name}.secret")
 
 
 @contextmanager

@@ -315,6 +315,8 @@ def check_wire(wire: Wire) -> Finding:
         return Finding(name, "warn", detail, "run doctor where the port can be reached")
     if wire.problem or (wire.expires_s is not None and wire.expires_s - time.time() < RENEW_S):
         return Finding(name, "warn", detail, "replace the certificate's files; they are read again by themselves")
+    if wire.roles == ():
+        return Finding(name, "warn", detail, "name its roles in its certificate, as docs/security.md does")
     if wire.is_encrypted:
         return Finding(name, "ok", detail)
     if is_loopback(wire.address):

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from baton.proto import admin_pb2
+from baton.proto.roles import roles_in
 
 TIMEOUT_S = 2.0
 GRACE_S = 0.3  # within which a server without a certificate would have said so
@@ -35,6 +36,7 @@ class Wire:
         fingerprint: SHA-256 of the certificate that was shown, in hex; empty if there is none.
         expires_s: Unix time of its end, if it could be checked.
         problem: with it; empty if there is none, or nothing to check it with.
+        roles: that it names; None if it could not be checked.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Wire:
     fingerprint: str = ""
     expires_s: float | None = None
     problem: str = ""
+    roles: tuple[str, ...] | None = None
 
 
 def wires(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> Iterator[Wire]:
@@ -81,11 +84,13 @@ def probe_tls(name: str, address: str, ca_file: str = "") -> Wire:
                 if "CERTIFICATE" in str(error).upper():
                     return Wire(name, address, True, "TLS, asks for certificates")
                 return _probe_plain(name, address)
-        expires_s, problem = _check(address, ca_file) if ca_file else (None, "")
+        expires_s, problem, roles = _check(address, ca_file) if ca_file else (None, "", None)
         if expires_s is not None:
             detail += f", certificate until {datetime.fromtimestamp(expires_s, UTC):%Y-%m-%d %H:%M} UTC"
         detail += f"; {problem}" if problem else ""
-        return Wire(name, address, True, detail, hashlib.sha256(certificate).hexdigest(), expires_s, problem)
+        if roles is not None:
+            detail += f", of {', '.join(roles)}" if roles else ", names no role"
+        return Wire(name, address, True, detail, hashlib.sha256(certificate).hexdigest(), expires_s, problem, roles)
     except ConnectionResetError:
         return Wire(name, address, False, "in clear, or no gRPC")
     except (OSError, ValueError) as error:
@@ -125,16 +130,17 @@ def _context(verify: ssl.VerifyMode, ca_file: str | None = None) -> ssl.SSLConte
     return context
 
 
-def _check(address: str, ca_file: str) -> tuple[float | None, str]:
-    """When the certificate expires, and what is wrong with it."""
+def _check(address: str, ca_file: str) -> tuple[float | None, str, tuple[str, ...] | None]:
+    """When the certificate expires, what is wrong with it, and the roles that it names."""
     try:
         with _connect(address) as plain, _context(ssl.CERT_REQUIRED, ca_file).wrap_socket(plain) as connection:
             found: Any = connection.getpeercert()
-            return float(ssl.cert_time_to_seconds(found["notAfter"])), ""
+            names = (str(name).encode() for kind, name in found.get("subjectAltName", ()) if kind == "URI")
+            return float(ssl.cert_time_to_seconds(found["notAfter"])), "", tuple(sorted(roles_in(names)))
     except ssl.SSLCertVerificationError as error:
-        return None, f"its certificate is not good: {error.verify_message}"
+        return None, f"its certificate is not good: {error.verify_message}", None
     except OSError as error:
-        return None, f"its certificate could not be checked: {error}"
+        return None, f"its certificate could not be checked: {error}", None
 
 
 def _connect(address: str) -> socket.socket:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -201,8 +201,10 @@ def resolve_worker(
     device: str | None = None,
     workers_per_gpu: int = 1,
     tp_size: int = 1,
+    key: bytes = b"",
+    kv_key: bytes = b"",
 ) -> WorkerConfig:
-    """The plain values one worker starts with.
+    """The plain values one worker starts with; its keys are those of its process if none are given.
 
     Raises:
         ConfigInvalid: `max_model_len` exceeds the model's own length, or CUDA graphs or kernels that a worker cannot
@@ -216,6 +218,7 @@ def resolve_worker(
     if config.kernels == "triton" and device == "cpu":
         raise ConfigInvalid("kernels: triton's need a GPU, and workers compute on CPUs", keys=["kernels"])
     graphs = config.graph_config()
+    transfer = transfer_config(config)
     graphs.require_fits(device=device, max_num_seqs=config.max_num_seqs)
     return WorkerConfig(
         worker_id=worker_id,
@@ -250,7 +253,8 @@ def resolve_worker(
         verification=config.verification_config(),
         graphs=graphs,
         telemetry=config.telemetry_config(),
-        transfer=transfer_config(config),
+        transfer=replace(transfer, key=kv_key.hex()) if kv_key else transfer,
+        key=key.hex(),
     )
 
 

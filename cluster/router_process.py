@@ -19,6 +19,7 @@ from baton.cluster.resolve import ModelDirectory, served_names
 from baton.cluster.restarts import Restarts
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, MalformedMessage, RouterLost, WorkerStartFailed, from_wire
+from baton.core.inside import ENVIRONMENT, DeploymentSecret
 from baton.router.security_flags import flags_of
 
 STOP_GRACE_S = 3.0
@@ -78,12 +79,18 @@ class RouterProcess:
     Args:
         command_of: how it is started, given the ports that it had before; none the first time.
         log_dir: of its output.
+        secret: of the deployment; handed to it in its environment, which only its own account reads.
         now_s: a monotonic clock.
     """
 
     def __init__(
-        self, command_of: Callable[[Ports], Sequence[str]], log_dir: Path, now_s: Callable[[], float] = time.monotonic
+        self,
+        command_of: Callable[[Ports], Sequence[str]],
+        log_dir: Path,
+        secret: DeploymentSecret,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._secret = secret
         self._command_of = command_of
         self._out_path = log_dir / "router.out"
         self._err_path = log_dir / "router.err"
@@ -185,7 +192,11 @@ class RouterProcess:
         self._process.wait()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            ENVIRONMENT: self._secret.text,
+        }
         with open_private(self._out_path, "wb") as out, open_private(self._err_path, "ab") as err:
             self._err_at = err.tell()
             # A session of its own: Ctrl-C is for the driver, which then stops the router in order.

@@ -14,6 +14,7 @@ from baton.cluster.cli_types import option
 
 KEY_VARIABLE = "BATON_API_KEY"
 _SERVE: dict[str, tuple[type, str]] = {
+    "secret_file": (str, "the deployment's secret; made if not there  [another one at each start]"),
     "kv_curve_key_file": (str, "ZMQ key pair of the deployment: encrypts KV, admits nobody else"),
     "kv_tls_cert_file": (str, "with --transport grpc: certificate of this host's workers"),
     "kv_tls_key_file": (str, "and its private key"),

@@ -28,6 +28,7 @@ from baton.cluster.resolve import find_model, reachable_host, resolve_device
 from baton.cluster.supervisor_process import STOP
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed
+from baton.core.inside import DeploymentSecret
 from baton.core.logs import configure_logging
 
 CHECK_INTERVAL_S = 0.5
@@ -97,6 +98,7 @@ class Supervisor:
             device=resolve_device(config.device),
             name=self._order["name"],
             router_address=f"{host}:{self._order['admin_port']}",
+            secret=DeploymentSecret.of_text(self._order["secret"]),
             shells={"prefill": prefill_shell, "decode": decode_shell},
             rank_shells={"prefill": prefill_rank_shell, "decode": decode_rank_shell},
         )

@@ -19,6 +19,7 @@ from baton.client.access import Access
 from baton.cluster.private_files import PRIVATE_UMASK, open_private
 from baton.core.config import ServeConfig
 from baton.core.errors import WorkerLost, WorkerStartFailed, from_wire
+from baton.core.inside import DeploymentSecret
 
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 5.0
@@ -43,6 +44,7 @@ class Order:
         access: to the router.
         admin_port: of the router.
         directory: of its files.
+        secret: of the deployment.
     """
 
     config: ServeConfig
@@ -50,6 +52,7 @@ class Order:
     access: Access
     admin_port: int
     directory: Path
+    secret: DeploymentSecret
 
 
 class SupervisorProcess:
@@ -108,6 +111,7 @@ class SupervisorProcess:
             "name": order.name,
             "tls": {f"tls_{name}": getattr(tls, name) for name in ("cert_file", "key_file", "ca_file", "server_name")},
             "api_key": order.access.api_key,
+            "secret": order.secret.text,
             "admin_port": order.admin_port,
             "beat_path": str(self._beat_path),
             "start_timeout_s": start_timeout_s,

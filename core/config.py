@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from baton.core.clock import MAX_TIMEOUT_S
 from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
 from baton.core.errors import ConfigInvalid
+from baton.core.inside import DeploymentSecret
 from baton.core.key_spellings import RENAMED, expanded
 from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
@@ -77,6 +78,7 @@ class ServeConfig(BaseModel):
     )
     transport: TransportName = Field("auto", description="KV data path; auto takes the best that each pair proves")
     kv_digest: bool = Field(True, description="digest KV end to end; off, sockets check crc32c instead")
+    secret_file: str = Field("", description="the deployment's secret; made if not there")
     kv_curve_key_file: str = Field("", description="ZMQ key pair of the deployment: encrypts KV, admits nobody else")
     kv_tls_cert_file: str = Field("", description="with --transport grpc: certificate of this host's workers")
     kv_tls_key_file: str = Field("", description="and its private key")
@@ -332,6 +334,10 @@ class _OnceLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _own_kv_key() -> str:
+    return DeploymentSecret.of_process().kv_key().hex()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig:
     """Limits and times of the hand-off (design: lease 2 s, heartbeat 0.25 s)."""
@@ -355,6 +361,7 @@ class KVTransferConfig:
     tls_key_file: str = ""  # and its private key
     tls_ca_file: str = ""  # who signed the others' certificates; with it, peers must present one
     tls_server_name: str = ""  # the name in the others' certificates, if it is not their address
+    key: str = field(default_factory=_own_kv_key, repr=False)  # hexadecimal; peers must prove that they know it, too
     drop_pushes: bool = False  # test hook: frames are counted as sent and thrown away
 
 
@@ -398,3 +405,4 @@ class WorkerConfig:
     graphs: CudaGraphConfig = field(default_factory=CudaGraphConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
+    key: str = field(default="", repr=False)  # hexadecimal, shared with the router alone; empty: this process makes it

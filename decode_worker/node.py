@@ -35,7 +35,7 @@ from baton.kvtransfer.transports import bind_address, control_channel
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.compute_form import compute_report
 from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
-from baton.worker.host import WorkerHost
+from baton.worker.host import WorkerHost, worker_identity
 from baton.worker.loading import LoadedWorker, load_worker, reach_of, request_limits
 from baton.worker.seat import RankStarter, Seat
 
@@ -128,6 +128,7 @@ class DecodeNode:
             self._on_fatal,
             self.set_speculation,
             tls=config.tls,
+            identity=worker_identity(config, "decode", self.epoch),
         )
 
     def _load(self) -> tuple[LoadedWorker, LandingService]:

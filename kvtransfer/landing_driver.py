@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 IDLE_S = 0.02
 STAGING_KEY = "kv_staging_mib"  # what a denial for want of staging memory begins with
 FLAG_S = 50e-6  # between looks at the flags of kernels
+SAY_EVERY_S = 10.0  # refusals are counted always, and said no more often
 COUNT_S = 0.01  # counts may be so old
 CREDIT_BYTES = 1 << 20
 TICK_S = 0.005  # nothing that time makes due is more urgent
@@ -120,6 +121,7 @@ class LandingDriver:
         self._reading: dict[int, tuple[Payload, FrameHeader]] = {}  # by id of the payload: still on their way
         self._evidence = Evidence(setup.legacies)
         self._heartbeat_s = setup.config.heartbeat_s
+        self._num_unproved, self._say_unproved_s = 0, float("-inf")
         self._turn_s = self._ticked_s = self._counted_s = self._looked_s = clock.now_s()
         for legacy in setup.legacies:
             self._protocol.inherit(legacy.inherited, self._turn_s)
@@ -376,6 +378,10 @@ class LandingDriver:
             else:
                 num_landings += 1
         self._counted_s = now_s
+        num_unproved = self._protocol.counts.hellos_unproved
+        if num_unproved != self._num_unproved and now_s >= self._say_unproved_s:
+            self._num_unproved, self._say_unproved_s = num_unproved, now_s + SAY_EVERY_S
+            log.warning("refused (kv_proof): %d HELLOs of peers that do not know the deployment's secret", num_unproved)
         of_transport = {f"transport_{name}": count for name, count in asdict(self._transport.counts).items()}
         gauges = {"num_landings": num_landings, "num_reserves_waiting": num_wanted}
         counts = {**gauges, **asdict(self._protocol.counts), **of_transport}

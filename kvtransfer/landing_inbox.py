@@ -64,8 +64,17 @@ class LandingInbox:
         return handler(peer, known, getattr(control, str(kind)), now_s)
 
     def _on_hello(self, peer: str, hello: kv_pb2.Hello, now_s: float) -> Actions:
+        """Before the proof is found to be good, nothing is known, kept, ended or said of it."""
         rules = self._rules
         known = rules.peers.get(peer)
+        if not rules.proofs.has_challenge(hello, rules.epoch, peer, now_s):
+            return [rules.replies.challenge(peer, hello, now_s)]
+        if not rules.proofs.knows_key(hello):
+            rules.counts.hellos_unproved += 1
+            return [rules.replies.unproved(peer, hello)]
+        if known is not None and known.epoch == hello.epoch and hello.sent_ns <= known.hello_ns:
+            rules.counts.hellos_unproved += hello.sent_ns == known.hello_ns
+            return []  # overtaken, or said once more by whoever heard it
         if known is not None and hello.epoch in known.retired and now_s - known.heard_s <= rules.config.lease_s:
             return []  # overtaken by the HELLO of a later life; unless it is the other way round, which silence shows
         refused = hello_problem(hello.version, hello.layout, rules.layout) or ranks_problem(hello, rules.layout)
@@ -81,7 +90,8 @@ class LandingInbox:
         else:
             has_digest = self._has_digest and DIGEST in hello.capabilities
             ranks = (hello.tp_rank, hello.tp_size)
-            rules.peers.meet(peer, LandingPeer(hello.epoch, *ranks, has_digest, hello.host_id, hello.life_file, now_s))
+            said = hello.host_id, hello.life_file
+            rules.peers.meet(peer, LandingPeer(hello.epoch, *ranks, has_digest, *said, now_s, hello.sent_ns))
         return [*actions, rules.replies.hello(peer, hello, refused, now_s)]
 
     def _end_life(self, p_epoch: int, now_s: float) -> Actions:

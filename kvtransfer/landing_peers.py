@@ -23,6 +23,7 @@ class LandingPeer:
     host_id: str
     life_file: str
     heard_s: float
+    hello_ns: int  # when that HELLO was sent, by the clock of its rank
     retired: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_RETIRED_EPOCHS))  # its lives before
 
 

@@ -12,6 +12,7 @@ from baton.kvtransfer.landing_peers import LandingPeers
 from baton.kvtransfer.landing_table import Landing, LandingState, Part
 from baton.kvtransfer.lanes import INLINE, SAME_HOST
 from baton.kvtransfer.messages import DIGEST, control_of, layout_message, wire_attempt
+from baton.kvtransfer.proof import KvProofs
 from baton.proto import kv_pb2
 
 
@@ -26,6 +27,7 @@ class LandingReplies:
         offers: the lanes served here beside "inline".
         host_id: of this machine.
         has_digest: frames are verified by digest.
+        proofs: of the deployment.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class LandingReplies:
         offers: Sequence[kv_pb2.LaneOffer],
         host_id: str,
         has_digest: bool,
+        proofs: KvProofs,
     ) -> None:
+        self._proofs = proofs
         self._epoch = epoch
         self._layout = layout
         self._config = config
@@ -70,6 +74,20 @@ class LandingReplies:
             offers=() if refused else offers,
             host_id=self._host_id,
         )
+        self._proofs.prove_reply(reply, hello.number)
+        return SendControl(peer, control_of(reply))
+
+    def challenge(self, peer: str, hello: kv_pb2.Hello, now_s: float) -> SendControl:
+        """HELLO_REPLY that says nothing but what the next HELLO is to prove."""
+        challenge = self._proofs.challenge(self._epoch, peer, now_s)
+        reply = kv_pb2.HelloReply(version=VERSION, peer_epoch=hello.epoch, echo_sent_ns=hello.sent_ns)
+        reply.challenge = challenge
+        return SendControl(peer, control_of(reply))
+
+    def unproved(self, peer: str, hello: kv_pb2.Hello) -> SendControl:
+        """HELLO_REPLY to a peer that knows another secret."""
+        reply = kv_pb2.HelloReply(version=VERSION, peer_epoch=hello.epoch, echo_sent_ns=hello.sent_ns)
+        reply.refused = "it does not know the secret of this decode worker's deployment"
         return SendControl(peer, control_of(reply))
 
     def grant(self, landing: Landing) -> SendControl:

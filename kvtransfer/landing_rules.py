@@ -15,6 +15,7 @@ from baton.kvtransfer.landing_peers import LandingPeers
 from baton.kvtransfer.landing_replies import LandingReplies
 from baton.kvtransfer.landing_table import Landing, LandingState, LandingTable, Part
 from baton.kvtransfer.lanes import is_one_sided
+from baton.kvtransfer.proof import KvProofs
 from baton.proto import kv_pb2
 
 MASK = (1 << 64) - 1
@@ -38,6 +39,7 @@ class LandingCounts:
         frames_fenced: their landing ended before their payload was there.
         layers_corrupt: sums over frames that did not match their COMMIT.
         messages_refused: of other lives, or of unknown peers.
+        hellos_unproved: of peers that do not know the deployment's secret, or said before.
     """
 
     bytes_landed: int = 0
@@ -48,6 +50,7 @@ class LandingCounts:
     frames_fenced: int = 0
     layers_corrupt: int = 0
     messages_refused: int = 0
+    hellos_unproved: int = 0
     transfers_sealed: int = 0
     transfer_us: int = 0  # of them, from the first frame to the seal
     exposed_us: int = 0  # of them, from the end of the prefill to the seal
@@ -72,8 +75,9 @@ class LandingRules:
         self.config = config
         self.table = LandingTable()
         self.peers = LandingPeers()
+        self.proofs = KvProofs(bytes.fromhex(config.key))
         self.counts = LandingCounts()
-        self.replies = LandingReplies(epoch, layout, config, self.peers, offers, host_id, has_digest)
+        self.replies = LandingReplies(epoch, layout, config, self.peers, offers, host_id, has_digest, self.proofs)
         self._heads: dict[tuple[int, int], list[HeadRange]] = {}
         self.uncredited_bytes = 0  # of what `flush` will say
         self._uncredited: set[tuple[int, int]] = set()  # (landing id, rank)

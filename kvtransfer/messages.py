@@ -33,6 +33,7 @@ MAX_TEXT_BYTES = 1024
 MAX_STATE_BYTES = 256 << 10
 MAX_DRAFT_TOKENS = 16
 MAX_LANES = 16
+MAX_PROOF_BYTES = 64
 MAX_TP_SIZE = 64
 DIGEST = "digest"  # the capability
 _TAG = bytes([15 << 3 | 5])  # of Control.checksum, a fixed32
@@ -105,6 +106,8 @@ def _bound(control: kv_pb2.Control) -> None:
         texts = (message.host_id, message.life_file, *message.lanes, *message.capabilities)
         if len(texts) > MAX_LANES or any(len(text) > MAX_TEXT_BYTES for text in texts):
             raise MalformedMessage("a HELLO with too many lanes or names that are too long")
+        if max(len(message.number), len(message.challenge), len(message.proof)) > MAX_PROOF_BYTES:
+            raise MalformedMessage("a HELLO whose proof is too long")
 
 
 def attempt_of(attempt: kv_pb2.Attempt) -> AttemptKey:

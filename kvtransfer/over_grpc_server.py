@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from baton.core.config import KVTransferConfig
-from baton.core.errors import PortInUse, ProtocolError
+from baton.core.errors import PermissionDenied, PortInUse, ProtocolError
 from baton.kvtransfer.over_grpc_inbox import Inbox, StreamReader
 from baton.kvtransfer.over_grpc_options import (
     BULK,
@@ -31,6 +31,7 @@ from baton.kvtransfer.over_grpc_options import (
 )
 from baton.kvtransfer.over_grpc_outbox import Outbox
 from baton.kvtransfer.transport import TransportCounts
+from baton.proto.roles import ALLOWED, require_roles, roles_of
 
 STOP_S = 5.0
 _NAME = re.compile(f"[0-9a-zA-Z_.-]{{1,{MAX_NAME_LEN}}}")
@@ -112,6 +113,11 @@ class GrpcServer:
         if not _NAME.fullmatch(name):
             self._refuse(context.peer(), "a stream without a name")
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no {NAME_KEY} in the metadata")
+        try:
+            require_roles(roles_of(context), ALLOWED[SERVICE], SERVICE)
+        except PermissionDenied as error:
+            self._refuse(context.peer(), error.message)
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, error.message)
         stream = _Stream(name, metadata.get(KIND_KEY) == BULK, context, self._inbox, self._config)
         with self._lock:
             before = self._streams.pop(stream.key, None)

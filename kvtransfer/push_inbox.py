@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from baton.core.errors import ProtocolError
 from baton.kvtransfer.lanes import is_one_sided
-from baton.kvtransfer.messages import DIGEST, attempt_of, hello_problem
+from baton.kvtransfer.messages import DIGEST, attempt_of, hello_problem, shorten
+from baton.kvtransfer.proof import NUMBER_BYTES
 from baton.kvtransfer.push_actions import Acked, Denied, Granted, GrantInfo, OpenLane, PushAction, SendControl
 from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_rules import PushRules
@@ -62,9 +63,18 @@ class PushInbox:
 
     def _on_hello_reply(self, address: str, peer: PushPeer, reply: kv_pb2.HelloReply, now_s: float) -> Actions:
         rules = self._rules
-        if reply.peer_epoch != self._me.epoch or reply.echo_sent_ns not in peer.hellos or not reply.epoch:
+        if reply.peer_epoch != self._me.epoch or reply.echo_sent_ns not in peer.hellos:
             self.num_refused += 1
             return []
+        if reply.challenge:
+            return self._on_challenge(address, peer, reply, now_s)
+        proofs = rules.messages.proofs
+        if not proofs.is_proved(reply, proofs.number(address, self._me.epoch, reply.echo_sent_ns)):
+            return self._doubt(peer, reply)
+        if not reply.epoch:
+            self.num_refused += 1
+            return []
+        peer.is_doubted = False
         peer.heard.renew(now_s)
         sent_s, receiver_s = reply.echo_sent_ns / 1e9, reply.receiver_ns / 1e9
         refused = reply.refused or hello_problem(reply.version, reply.layout, rules.layout)
@@ -88,6 +98,26 @@ class PushInbox:
         elif not peer.lane:
             actions.append(OpenLane(address, peer.epoch, reply.host_id, tuple(reply.offers)))
         return actions
+
+    def _on_challenge(self, address: str, peer: PushPeer, reply: kv_pb2.HelloReply, now_s: float) -> Actions:
+        """The answer to it is known to be believed only by what comes next; at once not more often than HELLOs go."""
+        if len(reply.challenge) != NUMBER_BYTES or reply.challenge == peer.challenge:
+            self.num_refused += 1
+            return []
+        peer.challenge = reply.challenge
+        if now_s - peer.challenged_s < self._rules.config.heartbeat_s:
+            return []
+        peer.challenged_s = now_s
+        return [self._rules.hello(address, now_s)]
+
+    def _doubt(self, peer: PushPeer, reply: kv_pb2.HelloReply) -> Actions:
+        """It may be anybody: what it says has no consequence, and is said once."""
+        self.num_refused += 1
+        if peer.is_doubted:
+            return []
+        peer.is_doubted = True
+        why = f": {shorten(reply.refused)!r}" if reply.refused else ""
+        raise ProtocolError(f"what answers there does not prove that it is of this deployment{why}")
 
     def _on_grant(self, address: str, peer: PushPeer, grant: kv_pb2.Grant, now_s: float) -> Actions:
         rules = self._rules

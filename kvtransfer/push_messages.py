@@ -7,6 +7,7 @@ from baton.kvcache.layout import HeadRange, KVLayout
 from baton.kvtransfer.coverage import Gap
 from baton.kvtransfer.frame import VERSION, FrameHeader, FrameShape
 from baton.kvtransfer.messages import DIGEST, control_of, layout_message, wire_attempt
+from baton.kvtransfer.proof import KvProofs
 from baton.kvtransfer.push_table import Transfer
 from baton.proto import kv_pb2
 
@@ -40,15 +41,16 @@ class PushIdentity:
 class PushMessages:
     """Builds what one rank sends."""
 
-    def __init__(self, identity: PushIdentity, layout: KVLayout, shape: FrameShape) -> None:
+    def __init__(self, identity: PushIdentity, layout: KVLayout, shape: FrameShape, proofs: KvProofs) -> None:
+        self.proofs = proofs
         self._me = identity
         self._layout = layout
         self._shape = shape
         layers = range(layout.num_all_layers)
         self.heads: Sequence[HeadRange] = [layout.pushed_heads(layer, identity.rank, identity.size) for layer in layers]
 
-    def hello(self, sent_ns: int) -> kv_pb2.Control:
-        """HELLO."""
+    def hello(self, address: str, sent_ns: int, challenge: bytes) -> kv_pb2.Control:
+        """HELLO to a decode worker that gave this challenge, or none yet."""
         held = self._layout.heads_of(0, self._me.rank, self._me.size)
         hello = kv_pb2.Hello(
             version=VERSION,
@@ -63,7 +65,11 @@ class PushMessages:
             lanes=self._me.lanes,
             host_id=self._me.host_id,
             life_file=self._me.life_file,
+            number=self.proofs.number(address, self._me.epoch, sent_ns),
+            challenge=challenge,
         )
+        if challenge:
+            self.proofs.prove_hello(hello)
         return control_of(hello)
 
     def reserve(self, transfer: Transfer, now_s: float) -> kv_pb2.Control:

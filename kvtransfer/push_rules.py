@@ -11,6 +11,7 @@ from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.coverage import Gap
 from baton.kvtransfer.frame import FRAME_OVERHEAD_BYTES, FrameShape
 from baton.kvtransfer.lanes import INLINE, is_one_sided
+from baton.kvtransfer.proof import KvProofs
 from baton.kvtransfer.push_actions import (
     Acked,
     Denied,
@@ -48,7 +49,7 @@ class PushRules:
         self.layout = layout
         self.config = config
         self.shape = FrameShape(layout, config.max_frame_bytes)
-        self.messages = PushMessages(identity, layout, self.shape)
+        self.messages = PushMessages(identity, layout, self.shape, KvProofs(bytes.fromhex(config.key)))
         self._retry_s = config.heartbeat_s * RETRY_HEARTBEATS
 
     def paths(self, now_s: float) -> tuple[PathCounts, ...]:
@@ -247,9 +248,9 @@ class PushRules:
         """HELLO, noted so that the reply can be matched and timed."""
         peer = self.peers[address]
         peer.hello_s = now_s
-        sent_ns = int(now_s * 1e9)
+        sent_ns = peer.hello_ns = max(int(now_s * 1e9), peer.hello_ns + 1)  # no two are alike
         peer.hellos.append(sent_ns)
-        return SendControl(address, self.messages.hello(sent_ns))
+        return SendControl(address, self.messages.hello(address, sent_ns, peer.challenge))
 
     def reserve_message(self, transfer: Transfer, now_s: float) -> SendControl:
         """RESERVE, noted so that it is repeated."""

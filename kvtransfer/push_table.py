@@ -144,6 +144,10 @@ class PushPeer:
         has_digest: it verifies by digest.
         block_size: of its pools.
         hellos: moments of those sent and not answered, in ns.
+        hello_ns: moment of the last one.
+        challenge: that it gave to this connection; empty until then.
+        challenged_s: when one was last answered at once.
+        is_doubted: it answered without a proof, and that was said.
         offsets: (round trip, clock offset).
     """
 
@@ -158,6 +162,10 @@ class PushPeer:
     hello_s: float = float("-inf")
     hellos: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_HELLOS))
     offsets: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_OFFSETS))
+    hello_ns: int = 0
+    challenge: bytes = b""
+    challenged_s: float = float("-inf")
+    is_doubted: bool = False
     farewells: OrderedDict[AttemptKey, Farewell] = field(default_factory=OrderedDict)
 
     @property

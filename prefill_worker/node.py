@@ -31,7 +31,7 @@ from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.compute_form import compute_report
 from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
-from baton.worker.host import WorkerHost
+from baton.worker.host import WorkerHost, worker_identity
 from baton.worker.loading import LoadedWorker, load_worker, reach_of, request_limits
 from baton.worker.seat import RankStarter, Seat
 
@@ -113,7 +113,15 @@ class PrefillNode:
         def register(server: grpc.aio.Server) -> None:
             worker_pb2_grpc.add_PrefillServicer_to_server(service, server)
 
-        return WorkerHost(config.host, register, self.state, config.router_address, self._on_fatal, tls=config.tls)
+        return WorkerHost(
+            config.host,
+            register,
+            self.state,
+            config.router_address,
+            self._on_fatal,
+            tls=config.tls,
+            identity=worker_identity(config, "prefill", self.epoch),
+        )
 
     def state(self) -> worker_pb2.WorkerState:
         """What a heartbeat says."""

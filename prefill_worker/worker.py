@@ -296,9 +296,9 @@ class PrefillWorker:
         for chunk in plan:
             self._scheduler.name_blocks(chunk)
         for chunk, start in zip(plan, starts, strict=True):
-            run = self._runs.get(chunk.sequence.key)
-            if start is not None and run is not None and run.sequence.state is PrefillState.READY:
-                self._hand_over(run, start, first_token_s)
+            ready = self._runs.get(chunk.sequence.key)
+            if start is not None and ready is not None and ready.sequence.state is PrefillState.READY:
+                self._hand_over(ready, start, first_token_s)
 
     def _chunk(self, chunk: ChunkPlan) -> PrefillChunk:
         request, table = chunk.sequence.request, chunk.sequence.table

@@ -179,7 +179,7 @@ class NixlPool(_message.Message):
     def __init__(self, place: _Optional[_Union[PoolPlace, _Mapping]] = ..., address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "sent_ns", "lanes", "host_id", "life_file")
+    __slots__ = ("version", "epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "sent_ns", "lanes", "host_id", "life_file", "number", "challenge", "proof")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,9 @@ class Hello(_message.Message):
     LANES_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     LIFE_FILE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     version: int
     epoch: int
     layout: Layout
@@ -204,10 +207,13 @@ class Hello(_message.Message):
     lanes: _containers.RepeatedScalarFieldContainer[str]
     host_id: str
     life_file: str
-    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., sent_ns: _Optional[int] = ..., lanes: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., life_file: _Optional[str] = ...) -> None: ...
+    number: bytes
+    challenge: bytes
+    proof: bytes
+    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., sent_ns: _Optional[int] = ..., lanes: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., life_file: _Optional[str] = ..., number: _Optional[bytes] = ..., challenge: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("version", "epoch", "peer_epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "echo_sent_ns", "receiver_ns", "refused", "offers", "host_id")
+    __slots__ = ("version", "epoch", "peer_epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "echo_sent_ns", "receiver_ns", "refused", "offers", "host_id", "challenge", "proof")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +228,8 @@ class HelloReply(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     version: int
     epoch: int
     peer_epoch: int
@@ -236,7 +244,9 @@ class HelloReply(_message.Message):
     refused: str
     offers: _containers.RepeatedCompositeFieldContainer[LaneOffer]
     host_id: str
-    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., echo_sent_ns: _Optional[int] = ..., receiver_ns: _Optional[int] = ..., refused: _Optional[str] = ..., offers: _Optional[_Iterable[_Union[LaneOffer, _Mapping]]] = ..., host_id: _Optional[str] = ...) -> None: ...
+    challenge: bytes
+    proof: bytes
+    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., echo_sent_ns: _Optional[int] = ..., receiver_ns: _Optional[int] = ..., refused: _Optional[str] = ..., offers: _Optional[_Iterable[_Union[LaneOffer, _Mapping]]] = ..., host_id: _Optional[str] = ..., challenge: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("attempt", "epoch", "prompt_len", "capacity_len", "wait_ms", "lane", "tp_size", "peer_epoch")

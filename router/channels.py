@@ -6,10 +6,10 @@ On it, where the worker serves that, one call for all streams (`bundle`), begun 
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-import grpc.aio
-
+from baton.core.inside import ROUTER, Caller, DeploymentSecret, life_name, worker_name
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.bundle_wire import read_decode_frame, read_prefill_frame
+from baton.proto.inside import InsideChannel
 from baton.proto.secure_channel import SecureChannels
 from baton.router.bundle import Bundle
 from baton.router.members import PREFILL, Life, Member, Members
@@ -35,6 +35,7 @@ class Channels:
         spawn: runs a coroutine in the background and keeps hold of it.
         secure: opens them; nothing is encrypted if not given. After its files have changed, new calls go over a new
             channel, and those on the one before end by themselves.
+        secret: what workers are shown that it is known here; this process's own if not given.
     """
 
     def __init__(
@@ -42,15 +43,17 @@ class Channels:
         members: Members,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         secure: SecureChannels | None = None,
+        secret: DeploymentSecret | None = None,
     ) -> None:
+        self._secret = secret or DeploymentSecret.of_process()
         self._members = members
         self._spawn = spawn
         self._secure = secure or SecureChannels()
-        self._channels: dict[Life, tuple[grpc.aio.Channel, int]] = {}
+        self._channels: dict[Life, tuple[InsideChannel, int]] = {}
         self._bundles: dict[Life, tuple[Bundle, int]] = {}
 
-    def to(self, member: Member) -> grpc.aio.Channel:
-        """The channel to the life `member` is in. The member must be alive."""
+    def to(self, member: Member) -> Any:
+        """The channel to the life `member` is in, for stubs; its calls prove themselves. The member must be alive."""
         assert member.alive
         life = member.life
         version = self._secure.version
@@ -60,7 +63,7 @@ class Channels:
                 self._members.watch(life, lambda: self._spawn(self._close(life)))
             else:
                 self._spawn(channel.close(RETIRE_S))
-            channel = self._secure.open_aio(member.state.address, OPTIONS)
+            channel = self._open(member)
             self._channels[life] = channel, version
         return channel
 
@@ -76,6 +79,12 @@ class Channels:
             self._bundles[life] = bundle, version
         return bundle
 
+    def _open(self, member: Member) -> InsideChannel:
+        name = worker_name(member.state.role, member.state.worker_id)
+        callee = life_name(name, member.state.epoch)
+        caller = Caller(ROUTER, self._secret.worker_key(name))
+        return InsideChannel(self._secure.open_aio(member.state.address, OPTIONS), caller, lambda: callee)
+
     async def close(self) -> None:
         """Close all; calls still open on them end."""
         for life in tuple(self._channels):
@@ -90,7 +99,7 @@ class Channels:
             await channel.close(None)
 
 
-def _bundle(channel: grpc.aio.Channel, member: Member) -> Bundle:
+def _bundle(channel: Any, member: Member) -> Bundle:
     life = member.life
     about: dict[str, Any] = {"worker_id": life.worker_id, "role": member.state.role, "epoch": life.epoch}
     if member.state.role == PREFILL:

@@ -14,7 +14,10 @@ import grpc.aio
 from baton.core.errors import BatonError, ConfigInvalid, PortInUse
 from baton.core.file_numbers import share_of_clients
 from baton.core.handshakes import Handshakes
+from baton.core.inside import Verifier
 from baton.core.tls_files import TlsFiles, TlsWatch, server_context
+from baton.proto.inside import RequireProof
+from baton.proto.roles import ALLOWED, RequireRole
 from baton.proto.secure_channel import server_credentials
 from baton.proto.unreadable import RefuseUnreadable
 from baton.router.api_keys import KeyEntry
@@ -49,7 +52,8 @@ class Listener:
         metrics: where refusals are counted.
         open_services: that need no key, beside health and reflection.
         extra_keys: beside those of the file.
-        takes_workers: their heartbeats come here.
+        verifier: of calls from inside the deployment, which all are but those to `outside`.
+        outside: services for callers from outside.
 
     Attributes:
         door: shared with other front doors of the same callers.
@@ -70,9 +74,12 @@ class Listener:
         metrics: SecurityMetrics,
         open_services: Collection[str] = (),
         extra_keys: tuple[KeyEntry, ...] = (),
-        takes_workers: bool = True,
+        verifier: Verifier,
+        outside: Collection[str],
     ) -> None:
-        self._takes_workers = takes_workers
+        self._metrics = metrics
+        self._verifier = verifier
+        self._outside = frozenset(outside)
         self._name = name
         self.door = Door(keys, limits, metrics, extra=extra_keys)
         self.watch = TlsWatch(tls, on_reload=metrics.reloaded("certificates")) if tls.is_on else None
@@ -88,9 +95,10 @@ class Listener:
     def open(self) -> None:
         """Make the server, on the running event loop."""
         options = _options(self._limits)
-        self.server = grpc.aio.server(
-            options=options, interceptors=(self._guard, RefuseUnreadable(check_size=self._check))
-        )
+        require_proof = RequireProof(self._verifier, self._outside, self._count_refused)
+        require_role = RequireRole(ALLOWED.get, self._metrics.refused.labels("certificate_role").inc)
+        interceptors = (require_proof, self._guard, require_role, RefuseUnreadable(check_size=self._check))
+        self.server = grpc.aio.server(options=options, interceptors=interceptors)
 
     def _check(self, name: str, num_bytes: int) -> None:
         if name in CLIENT_MESSAGES:
@@ -111,8 +119,6 @@ class Listener:
                 self.port = self.server.add_secure_port(place, server_credentials(self.watch, self._handshakes.begun))
         except RuntimeError as error:
             raise why_not_bound(host, port) from error
-        if self._takes_workers and not self.asks_certificates and host not in LOOPBACK:
-            log.warning("whoever reaches the %s port may pose as a worker: give tls_ca_file", self._name)
         if self.door.keys is not None and self.watch is None and host not in LOOPBACK:
             log.warning("API keys cross the network in clear: the %s port has no certificate", self._name)
 
@@ -124,6 +130,9 @@ class Listener:
     def asks_certificates(self) -> bool:
         """Whether callers must present one."""
         return self.watch is not None and bool(self.watch.files.ca_file)
+
+    def _count_refused(self, reason: str) -> None:
+        self._metrics.refused.labels(f"proof_{reason}").inc()
 
     def tick(self) -> None:
         """Now and then."""

@@ -1,21 +1,43 @@
 """`baton.v1.Membership`: workers' heartbeats into the table of members; every decision is the table's."""
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from baton.core.errors import BatonError, ModelNotFound
+from baton.core.errors import BatonError, ModelNotFound, PermissionDenied
+from baton.core.inside import worker_name
 from baton.proto import wire, worker_pb2, worker_pb2_grpc
+from baton.proto.inside import caller_name
+from baton.proto.roles import roles_of
 from baton.router.members import DECODE, Members
 from baton.router.speculation import SpeculationWish
 from baton.router.wishes import Wishes
 
+log = logging.getLogger(__name__)
+
 
 class MembershipService(worker_pb2_grpc.MembershipServicer):
-    """Takes reports of workers that serve this model; refuses others."""
+    """Takes reports of workers that serve this model; refuses others, and what a worker says of another one.
 
-    def __init__(self, members: Members, model: str, speculation: SpeculationWish, wishes: Wishes) -> None:
+    Args:
+        members: the table.
+        model: that is served.
+        speculation, wishes: what workers are told.
+        on_other: called when a worker reports as another.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        model: str,
+        speculation: SpeculationWish,
+        wishes: Wishes,
+        on_other: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_other = on_other
         self._wishes = wishes
         self._members = members
         self._speculation = speculation
@@ -26,6 +48,7 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
     ) -> worker_pb2.HeartbeatReply:
         """Take one report."""
         try:
+            self._check_name(request, roles_of(context))
             if request.model != self._model:
                 message = f"{request.worker_id} serves {request.model!r}, this router {self._model!r}"
                 raise ModelNotFound(message, model=request.model)
@@ -40,3 +63,12 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
             return reply
         except BatonError as error:
             await wire.abort_with(context, error)
+
+    def _check_name(self, state: worker_pb2.WorkerState, certified: frozenset[str]) -> None:
+        named, caller = worker_name(state.role, state.worker_id), caller_name()
+        if certified and state.role not in certified:
+            caller = f"{caller}, whose certificate is one of {', '.join(sorted(certified))[:200]},"
+        if named != caller:
+            self._on_other()
+            log.warning("refused (worker_name): %s reports as %s", caller or "a caller without a name", named[:200])
+            raise PermissionDenied(f"{caller} reports as {named[:200]}", worker_id=state.worker_id, role=state.role)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import random
 import secrets
+import time
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from baton.core.clock import Clock, MonotonicClock
 from baton.core.errors import as_internal
 from baton.core.file_numbers import share_of_clients
 from baton.core.fleet_metrics import FleetCollector
+from baton.core.inside import DeploymentSecret
 from baton.core.metrics import RouterMetrics
 from baton.core.request import GenerationRequest
 from baton.core.span import Tracer
@@ -97,6 +99,7 @@ class RouterConfig:
     security: RouterSecurity = field(default_factory=RouterSecurity)
     http: HttpConfig | None = None
     follows_workers: int = 0  # that a router before this one had; requests wait until they are heard, see `Settling`
+    secret: DeploymentSecret = field(default_factory=DeploymentSecret.of_process, repr=False)
 
 
 class RouterServer:
@@ -127,7 +130,8 @@ class RouterServer:
         watch = CanaryWatch(config.canary, _log_fitness)
         self.migration = Migration(config.migration, self.members, self._clock, self.metrics, self.local, watch)
         self.retries = RetryBudget(config.retries, self._clock.now_s())
-        self._channels = Channels(self.members, self._background.spawn, SecureChannels(config.security.tls))
+        secure = SecureChannels(config.security.tls)
+        self._channels = Channels(self.members, self._background.spawn, secure, config.secret)
         self.prefixes = PrefixIndex()
         self.metrics.registry.register(PrefixCollector(self.prefixes))
         self._policy = make_policy(config.routing, self._clock, random.Random(), self.prefixes, self.local)
@@ -135,7 +139,10 @@ class RouterServer:
         self._feed = PrefixFeed(self.prefixes, self.members, self._channels, self._background.spawn)
         self._gate = self._make_gate()
         security = config.security
-        self.security_metrics = SecurityMetrics(None if security == RouterSecurity() else self.metrics.registry)
+        self.security_metrics = SecurityMetrics(self.metrics.registry)
+        verifier = config.secret.router_verifier(secrets.randbits(64), time.time)
+        self.callee = verifier.callee  # what workers call this life of it
+        for_operators = security.admin_port is None
         # Its door is to be asked by every front door for clients, and its `http_context` to be served with.
         self.public = Listener(
             "public",
@@ -143,7 +150,8 @@ class RouterServer:
             keys=security.keys_path(),
             limits=security.limits,
             metrics=self.security_metrics,
-            takes_workers=security.admin_port is None,
+            verifier=verifier,
+            outside=(SERVICES["Inference"], *((SERVICES["Admin"],) if for_operators else ())),
         )
         self._admin = self.public
         if security.admin_port is not None:
@@ -155,6 +163,8 @@ class RouterServer:
                 metrics=self.security_metrics,
                 open_services=(MEMBERSHIP,),
                 extra_keys=security.operator_keys,
+                verifier=verifier,
+                outside=(SERVICES["Admin"],),
             )
         self._listeners = tuple({id(item): item for item in (self.public, self._admin)}.values())
         self.port = 0
@@ -301,7 +311,8 @@ class RouterServer:
         self.public.check_num_bytes = inference.check_num_bytes
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, admin_server)
-        membership = MembershipService(self.members, self._model.name, speculation, self.wishes)
+        on_other = self.security_metrics.refused.labels("worker_name").inc
+        membership = MembershipService(self.members, self._model.name, speculation, self.wishes, on_other)
         worker_pb2_grpc.add_MembershipServicer_to_server(membership, admin_server)
         for listener in self._listeners:
             names = [SERVICES["Inference"]] if listener is self.public else []

@@ -12,6 +12,8 @@ if not Path("/dev/nvidiactl").exists():
 # Before anything imports torch, and for every process that tests start: threads of one product that wait for each other
 # sleep. With more processes than cores they would spin for what the others need the cores for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# What tests start in processes of its own is one deployment with what they run here (`baton.tests.inside`).
+os.environ.setdefault("BATON_SECRET", "5e" * 32)
 
 from baton.kvtransfer import life_file, shared_region
 from baton.tests.model.checkpoints import write_checkpoint

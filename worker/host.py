@@ -3,18 +3,24 @@
 import asyncio
 import contextlib
 import logging
+import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from baton.core.errors import BatonError, InvalidRequest, PortInUse, WorkerLost
+from baton.core.config import WorkerConfig
+from baton.core.errors import BatonError, InvalidRequest, PortInUse, Unauthenticated, WorkerLost
 from baton.core.handshakes import Handshakes
+from baton.core.inside import ROUTER, WorkerIdentity
 from baton.core.tls_files import TlsFiles, TlsWatch
 from baton.kernels.compiles import COMPILES
 from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
+from baton.proto.inside import ALWAYS_OPEN, InsideChannel, RequireProof
+from baton.proto.roles import ALLOWED_AT_WORKERS, RequireRole
 from baton.proto.secure_channel import SecureChannels, is_refused_certificate, server_credentials
 from baton.proto.unreadable import RefuseUnreadable
 
@@ -35,6 +41,8 @@ SERVER_OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
+_ROUTER_LIFE = re.compile(f"{ROUTER}@[0-9a-f]{{16}}")
+
 SetSpeculation = Callable[[worker_pb2.SpeculationMode], worker_pb2.Speculation]
 
 log = logging.getLogger(__name__)
@@ -51,6 +59,8 @@ class WorkerHost:
         set_speculation: changes how many drafts its steps make, if it makes any; any thread.
         tls: certificate, key and the CA that callers must have one of; without, nothing is encrypted.
         on_fatal: told, on the host's thread, what ended it: a worker that nobody can reach must not live on.
+        identity: what it proves to the router, and asks of callers; not given: as `state` says, with the key that this
+            process makes.
     """
 
     def __init__(
@@ -62,7 +72,9 @@ class WorkerHost:
         on_fatal: Callable[[BaseException], None],
         set_speculation: SetSpeculation | None = None,
         tls: TlsFiles | None = None,
+        identity: WorkerIdentity | None = None,
     ) -> None:
+        self._given_identity = identity
         self._tls = tls if tls is not None and tls.is_on else None
         self._set_speculation = set_speculation
         self._on_fatal = on_fatal
@@ -118,7 +130,11 @@ class WorkerHost:
 
     async def _serve(self) -> None:
         handshakes = Handshakes("worker's", lambda num: None)
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RefuseUnreadable(handshakes.called),))
+        identity = self._given_identity or _identity_of(self._state())
+        require_proof = RequireProof(identity.verifier(time.time), on_call=handshakes.called)
+        require_role = RequireRole(lambda service: None if service in ALWAYS_OPEN else ALLOWED_AT_WORKERS)
+        interceptors = (require_proof, require_role, RefuseUnreadable(handshakes.called))
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
         self._register(server)
         admin_pb2_grpc.add_AdminServicer_to_server(_WorkerAdmin(self._state, self._set_speculation, self._end), server)
         try:
@@ -133,7 +149,7 @@ class WorkerHost:
         self.address = f"{self._host}:{port}"
         await server.start()
         self._started.set()
-        heartbeats = asyncio.create_task(self._heartbeat())
+        heartbeats = asyncio.create_task(self._heartbeat(identity))
         stopping = asyncio.create_task(self._wait_for_stop(handshakes))
         await asyncio.wait({heartbeats, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in (heartbeats, stopping):
@@ -149,28 +165,32 @@ class WorkerHost:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), HANDSHAKES_S)
 
-    async def _heartbeat(self) -> None:
+    async def _heartbeat(self, identity: WorkerIdentity) -> None:
         if not self._router_address:
             await self._stopping.wait()
             return
         reached = True
-        router = _RouterChannel(self._router_address, SecureChannels(self._tls))
+        router = _RouterChannel(self._router_address, SecureChannels(self._tls), identity)
         try:
             while True:
+                is_met = False  # in another life: what was to be said is said again at once
                 try:
                     membership = worker_pb2_grpc.MembershipStub(await router.newest())
                     reply = await membership.Heartbeat(self._report(), timeout=HEARTBEAT_TIMEOUT_S)
-                    reached = True
+                    reached, router.is_meeting = True, False
                     self._follow(reply)
                 except grpc.aio.AioRpcError as error:
-                    if reached:
+                    is_met = router.meets(error)
+                    if reached and not is_met:
                         log.warning("the router at %s %s", self._router_address, self._why(error))
-                    reached = False
-                await asyncio.sleep(HEARTBEAT_S)
+                    reached = is_met
+                await asyncio.sleep(0.0 if is_met else HEARTBEAT_S)
         finally:
             await router.close()
 
     def _why(self, error: grpc.aio.AioRpcError) -> str:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            return f"does not take this worker for one of its deployment: {error.details()}"
         if is_refused_certificate(error):
             return f"and this worker do not accept each other's certificates: {error.details()}"
         perhaps = ", or does not accept this worker's certificate" if self._tls is not None else ""
@@ -201,21 +221,48 @@ class WorkerHost:
             log.warning("the router wants what this worker cannot do: %s", error.message)
 
 
+def worker_identity(config: WorkerConfig, role: str, epoch: int) -> WorkerIdentity:
+    """What a worker with this configuration is to its router."""
+    return WorkerIdentity(role=role, worker_id=config.worker_id, epoch=epoch, key=bytes.fromhex(config.key))
+
+
+def _identity_of(state: worker_pb2.WorkerState) -> WorkerIdentity:
+    return WorkerIdentity(role=state.role, worker_id=state.worker_id, epoch=state.epoch)
+
+
 class _RouterChannel:
     """A channel to the router, opened anew after the certificates have changed."""
 
-    def __init__(self, address: str, secure: SecureChannels) -> None:
+    def __init__(self, address: str, secure: SecureChannels, identity: WorkerIdentity) -> None:
         self._address = address
         self._secure = secure
+        self._caller = identity.caller
+        self._life = ""
+        self.is_meeting = False  # only one thing is said again at once, whatever the other side makes up
         self._version = secure.version
         self._channel = secure.open_aio(address, ROUTER_OPTIONS)
 
-    async def newest(self) -> grpc.aio.Channel:
+    async def newest(self) -> Any:
         version = self._secure.version
         if version != self._version:
             await self._channel.close(None)
             self._version, self._channel = version, self._secure.open_aio(self._address, ROUTER_OPTIONS)
-        return self._channel
+        return InsideChannel(self._channel, self._caller, lambda: self._life)
+
+    def meets(self, error: grpc.aio.AioRpcError) -> bool:
+        """Whether a call failed only because the router is another life than was known; the next one names it.
+
+        A proof for a life that another server made up is of no use to it.
+        """
+        if self.is_meeting or error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+            self.is_meeting = False
+            return False
+        typed = wire.error_from_rpc(error)
+        life = str(typed.fields.get("callee", "")) if isinstance(typed, Unauthenticated) else ""
+        if not _ROUTER_LIFE.fullmatch(life) or life == self._life:
+            return False
+        self._life, self.is_meeting = life, True
+        return True
 
     async def close(self) -> None:
         await self._channel.close(None)

@@ -14,12 +14,13 @@ import pytest
 from baton.cluster import private_ray, ray_session
 from baton.cluster.router_process import RouterProcess
 from baton.core.errors import ModelFileDamaged, RayUnavailable, RayVersionMismatch, WorkerStartFailed
+from baton.core.inside import DeploymentSecret
 
 pytestmark = pytest.mark.fast
 
 
 def router(tmp_path, script):
-    return RouterProcess(lambda ports: [sys.executable, "-S", "-c", script], tmp_path)
+    return RouterProcess(lambda ports: [sys.executable, "-S", "-c", script], tmp_path, DeploymentSecret.new())
 
 
 @pytest.mark.parametrize(

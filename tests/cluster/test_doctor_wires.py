@@ -60,8 +60,11 @@ def test_grpc_ports(serve, tmp_path):
 
 def test_certificates_that_are_wrong_or_soon_will_be(serve, tmp_path):
     authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b")
-    good = probe_tls("x", serve(authority.files("good", days=100)), str(authority.file))
+    good = probe_tls("x", serve(authority.files("good", days=100, roles=("router", "decode"))), str(authority.file))
     assert check_wire(good).level == "ok" and 99 < (good.expires_s - time.time()) / 86_400 <= 100
+    assert good.roles == ("decode", "router") and "of decode, router" in good.detail
+    unnamed = probe_tls("x", serve(authority.files("unnamed", days=100)), str(authority.file))
+    assert check_wire(unnamed).level == "warn" and "names no role" in unnamed.detail and not unnamed.problem
     soon = probe_tls("x", serve(authority.files("soon", days=10)), str(authority.file))
     assert check_wire(soon).level == "warn" and "until" in soon.detail and not soon.problem
     for files in (authority.files("late", days=-1), other.files("other")):

@@ -8,6 +8,7 @@ from baton.cluster.crew import Crew, CrewPlan
 from baton.cluster.resolve import find_model, resolve_worker, worker_ids
 from baton.core.config import ServeConfig
 from baton.core.errors import WorkerStartFailed
+from baton.core.inside import DeploymentSecret
 
 pytestmark = pytest.mark.fast
 
@@ -20,7 +21,7 @@ def crew(config, num_gpus):
     session = SimpleNamespace(resources={"GPU": float(num_gpus)}, is_private=True, ray=None)
     shells = {"prefill": None, "decode": None}
     model = find_model("tiny")
-    about = {"device": "cuda", "name": "baton-x", "router_address": "127.0.0.1:1"}
+    about = {"device": "cuda", "name": "baton-x", "router_address": "127.0.0.1:1", "secret": DeploymentSecret.new()}
     return Crew(session, CrewPlan(config=config, model=model, shells=shells, rank_shells=shells, **about))
 
 

@@ -10,6 +10,7 @@ import pytest
 from baton.cluster import router_process
 from baton.cluster.router_process import RouterProcess
 from baton.core.errors import RouterLost
+from baton.core.inside import DeploymentSecret
 
 pytestmark = pytest.mark.fast
 
@@ -42,7 +43,7 @@ def make(tmp_path):
             told.append(dict(had))
             return [sys.executable, "-S", "-c", body.format(ports={"grpc_port": 41, "http_port": 42})]
 
-        process = RouterProcess(command_of, tmp_path, clock)
+        process = RouterProcess(command_of, tmp_path, DeploymentSecret.new(), clock)
         process.told, process.clock = told, clock
         made.append(process)
         return process

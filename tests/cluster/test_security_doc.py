@@ -10,6 +10,7 @@ import pytest
 
 from baton.client import access
 from baton.cluster import security_flags
+from baton.core import inside
 from baton.core.config import ServeConfig
 from baton.core.tls_files import TlsFiles, TlsWatch, server_context
 from baton.router.api_keys import read_keys
@@ -66,7 +67,7 @@ def test_every_flag_and_variable_exists():
     for command in ("generate", "status", "doctor", "speculation"):
         assert flags_of(command) >= COMMON
     variables = set(re.findall(r"BATON_[A-Z_]+", TEXT))
-    assert variables == {*access.VARIABLES.values(), access.KEY_VARIABLE}
+    assert variables == {*access.VARIABLES.values(), access.KEY_VARIABLE, inside.ENVIRONMENT}
     assert security_flags.KEY_VARIABLE == access.KEY_VARIABLE
     assert {f"BATON_{name.upper()}" for name in security_flags._ACCESS} == {*access.VARIABLES.values()}
 

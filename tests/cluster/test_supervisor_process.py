@@ -14,6 +14,7 @@ from baton.cluster import supervisor_process
 from baton.cluster.supervisor_process import Order, SupervisorProcess
 from baton.core.config import ServeConfig
 from baton.core.errors import RayUnavailable, WorkerLost, WorkerStartFailed
+from baton.core.inside import DeploymentSecret
 
 SCRIPT = """
 import json, os, sys, time
@@ -44,7 +45,12 @@ def make(tmp_path, monkeypatch):
         fake.TimeoutExpired = subprocess.TimeoutExpired
         monkeypatch.setattr(supervisor_process, "subprocess", fake)
         order = Order(
-            config=ServeConfig.from_mapping({}), name="baton-x", access=Access(), admin_port=1, directory=tmp_path
+            config=ServeConfig.from_mapping({}),
+            name="baton-x",
+            access=Access(),
+            admin_port=1,
+            directory=tmp_path,
+            secret=DeploymentSecret.new(),
         )
         supervisor = SupervisorProcess(order, lambda event: supervisor.heard.append(event["event"]))
         supervisor.heard = []

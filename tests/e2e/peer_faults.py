@@ -28,13 +28,16 @@ from baton.router.security import RouterSecurity
 from baton.tests.e2e.checker import Clients
 from baton.tests.e2e.fault_run import errors_of
 from baton.tests.e2e.fleet import Fleet, wait_until
+from baton.tests.inside import worker_channel
 from baton.tests.router.certificates import Authority
 
 GARBAGE = (b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0f", b"\x08\x96\x01" * 9, b"{}", b"\x12\x05\x0a\x03\xff")
 
 
-async def _raw_call(address, method, data):
-    async with grpc.aio.insecure_channel(address) as channel:
+async def _raw_call(address, method, data, worker=None):
+    async with grpc.aio.insecure_channel(address) as plain:
+        role = "" if worker is None else worker.name.partition("-")[0]
+        channel = worker_channel(plain, role, worker.name, worker.epoch) if role else plain
         call = channel.unary_stream(method)(data, timeout=10.0)
         try:
             async for _ in call:
@@ -49,14 +52,14 @@ async def malformed(run):
     run.stream()
     await run.hit("decoding")
     front = f"127.0.0.1:{run.fleet.router.port}"
-    places = [(front, "/baton.v1.Inference/Generate")]
-    places += [(worker.calls.address, "/baton.v1.Prefill/Run") for worker in run.fleet.of("prefill")]
-    places += [(worker.calls.address, "/baton.v1.Decode/Attend") for worker in run.fleet.of("decode")]
-    for address, method in places:
+    places = [(front, "/baton.v1.Inference/Generate", None)]
+    places += [(worker.calls.address, "/baton.v1.Prefill/Run", worker) for worker in run.fleet.of("prefill")]
+    places += [(worker.calls.address, "/baton.v1.Decode/Attend", worker) for worker in run.fleet.of("decode")]
+    for address, method, worker in places:
         for data in GARBAGE:
-            error = await _raw_call(address, method, data)
+            error = await _raw_call(address, method, data, worker)
             assert isinstance(error, InvalidRequest), (method, data, error)
-        assert isinstance(await _raw_call(address, method, GARBAGE[0]), MalformedMessage)
+        assert isinstance(await _raw_call(address, method, GARBAGE[0], worker), MalformedMessage)
     run.stream(4)
     for worker in run.fleet.of("decode"):
         await _hostile_hand_off(worker.kv_port)

@@ -35,6 +35,7 @@ from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.proto import inference_pb2, wire, worker_pb2
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.test_deployment import wait_idle
+from baton.tests.inside import met
 
 PROMPT = "def f(x):"
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -278,7 +279,7 @@ def test_what_the_command_line_is_given(deployment, nothing_else, monkeypatch, c
 @pytest.mark.parametrize("data", [b"\xff" * 50, b"\x0a\x50abc"], ids=["garbage", "truncated"])
 def test_hand_made_bytes_at_a_workers_own_port(deployment, nothing_else, worker_id, method, data):
     with grpc.insecure_channel(deployment.workers[worker_id]["address"]) as channel:
-        code, error, typed = raw(channel, method, data)
+        code, error, typed = raw(met(channel, deployment.secret), method, data)
     assert (type(error), typed, code.name) == (MalformedMessage, True, "INVALID_ARGUMENT")
 
 
@@ -300,7 +301,7 @@ def test_values_out_of_range_at_a_workers_own_port_do_not_end_it(deployment, cli
         timeout_ms=500,
     )
     with grpc.insecure_channel(deployment.workers["prefill-0"]["address"]) as channel:
-        code, error, typed = raw(channel, RUN, request.SerializeToString())
+        code, error, typed = raw(met(channel, deployment.secret), RUN, request.SerializeToString())
     assert (type(error), typed, code.name) == (InvalidRequest, True, "INVALID_ARGUMENT")
     assert client.status().workers[1].num_epochs == 1
 

@@ -19,6 +19,7 @@ from baton.proto.wire import error_from_rpc
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.e2e.conftest import TINY
+from baton.tests.inside import node_channel
 
 pytestmark = pytest.mark.asyncio
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -143,7 +144,7 @@ async def test_a_reader_who_thinks_of_another_life_is_refused():
         await ask(address, GROUPS[0])
         state = nodes[0].state()
         async with grpc.aio.insecure_channel(state.address) as channel:
-            stub = worker_pb2_grpc.PrefillStub(channel)
+            stub = worker_pb2_grpc.PrefillStub(node_channel(channel, nodes[0]))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 async for _ in stub.WatchPrefixes(worker_pb2.WatchPrefixesRequest(epoch=state.epoch + 1)):
                     pass

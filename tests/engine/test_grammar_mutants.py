@@ -78,7 +78,7 @@ ODD = (
     "\x00",
     "ü",
 )
-ODD_VALUES = (
+ODD_VALUES: tuple[object, ...] = (
     None,
     -1,
     0,

@@ -13,8 +13,8 @@ from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.core.tokenizer import Tokenizer
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.decode import DecodeRunner
-from baton.engine.grammar import Lookahead
 from baton.engine.grammar_rows import GrammarRows, HostCopy
+from baton.engine.grammar_walk import Lookahead
 from baton.engine.local import LocalEngine
 from baton.engine.prefill import SequenceStart
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
@@ -105,18 +105,20 @@ class FakeState:
 
     error = None
     is_finished = False
+    is_quick = True
 
     def __init__(self, remainder):
         self.remainder = remainder
         self.told = []
         self.looked = []
 
-    def look(self, drafts):
+    def found(self, drafts, patience_s):
         self.looked.append(list(drafts))
         words = np.zeros((len(drafts) + 1, 4), dtype=np.int32)
         for token in range(self.remainder, 100, 3):
             words[:, token // 32] |= np.int32(np.uint32(1 << token % 32).view(np.int32))
-        return Lookahead(words, sum(np.cumprod([draft <= 3 for draft in drafts], dtype=int)) if len(drafts) else 0)
+        num_valid = int(sum(np.cumprod([draft <= 3 for draft in drafts], dtype=int))) if len(drafts) else 0
+        return Lookahead(words, num_valid, len(drafts) + 1)
 
     def accept(self, token_ids):
         self.told.append(list(token_ids))

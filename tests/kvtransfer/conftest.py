@@ -76,7 +76,7 @@ def landing_in_process(layout, num_blocks, config, *, tp_size=1, lanes=(), kind=
 class Pair:
     """A prefill worker's and a decode worker's end, and loops as simple as they can be."""
 
-    def __init__(self, kind, layout, num_blocks=64, **config):
+    def __init__(self, kind, layout, num_blocks=64, push_key="", **config):
         self.layout = layout
         self.config = KVTransferConfig(**config)
         self.hub = LoopbackHub()
@@ -93,6 +93,8 @@ class Pair:
         self.from_blocks = BlockAllocator(num_blocks, layout.block_size)
         self.to_blocks = BlockAllocator(num_blocks, layout.block_size)
         common = {"layout": layout, "config": self.config, "clock": MonotonicClock()}
+        if push_key:  # of another deployment
+            common["config"] = dataclasses.replace(self.config, key=push_key)
         self.push = PushService(pool=self.source, epoch=P_EPOCH, transport=self.at_p, **common)
         self.peer = DecodePeer("d0", self.landing.address, D_EPOCH)
         self.tables, self.landed_tables, self.sizes = {}, {}, {}

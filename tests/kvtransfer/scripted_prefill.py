@@ -16,6 +16,7 @@ from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.span import Span
 from baton.proto import kv_pb2
+from baton.tests.kvtransfer.proving import PROOFS, prove_challenge
 
 
 class ScriptedPrefill:
@@ -72,8 +73,8 @@ class ScriptedPrefill:
                 poll()
             self.receive()
 
-    def hello(self, poll=None, **changes):
-        """Say HELLO, with other values in the fields named; returns the answer."""
+    def hello_message(self, **changes):
+        """A HELLO without a proof, with other values in the fields named."""
         heads = self.layout.heads_of(0, self.rank, self.size)
         fields = {
             "version": VERSION,
@@ -89,9 +90,18 @@ class ScriptedPrefill:
             "life_file": self.life_file,
             "sent_ns": time.monotonic_ns(),
         }
-        sent = kv_pb2.Hello(**{**fields, **changes})
+        return kv_pb2.Hello(**{**fields, **changes})
+
+    def hello(self, poll=None, **changes):
+        """Say HELLO, with other values in the fields named, and then what it is asked to prove; returns the answer."""
+        sent = self.hello_message(**changes)
         self.send(sent)
         reply = self.wait_for("hello_reply", lambda reply: reply.echo_sent_ns == sent.sent_ns, poll=poll)
+        assert not reply.offers and not reply.proof, "nothing is said to a stranger"
+        sent.sent_ns += 1
+        self.send(prove_challenge(sent, reply.challenge))
+        reply = self.wait_for("hello_reply", lambda reply: reply.echo_sent_ns == sent.sent_ns, poll=poll)
+        assert PROOFS.is_proved(reply, sent.number)
         self.d_epoch = reply.epoch
         return reply
 

@@ -14,6 +14,7 @@ from baton.kvtransfer.push_actions import DecodePeer, Granted, OpenLane, SendCon
 from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.proto import kv_pb2
+from baton.tests.kvtransfer.proving import prove, prove_reply
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT, NUM_LAYERS
 
 pytestmark = pytest.mark.fast
@@ -113,7 +114,7 @@ class AnyLanding:
     def hello(self, now_s):
         hello = kv_pb2.Hello(version=1, epoch=P_EPOCH, layout=layout_message(LAYOUT), tp_size=1, head_count=2)
         hello.capabilities.append("digest")
-        self.protocol.on_control("p", control_of(hello), now_s)
+        self.protocol.on_control("p", control_of(prove(hello, D_EPOCH, "p", now_s)), now_s)
 
     def reserve(self):
         self.number += 1
@@ -217,6 +218,7 @@ class AnyPush:
         layout = layout_message(LAYOUT)
         reply = kv_pb2.HelloReply(version=1, epoch=D_EPOCH, peer_epoch=P_EPOCH, layout=layout)
         reply.echo_sent_ns, reply.receiver_ns = hello.sent_ns, self.rng.choice([0, 2**63 - 1, -(2**63)])
+        prove_reply(reply, hello)
         return self.protocol.on_control("d", control_of(reply), now_s)
 
     def obey(self, actions, now_s):
@@ -248,7 +250,7 @@ def test_a_prefill_worker_survives_any_message(seed, lane):
     rng = random.Random(seed)
     node = AnyPush(rng, lane)
     now_s = 0.0
-    for _ in range(300):
+    for _ in range(600):
         now_s += rng.choice([0.0, 0.01, 0.3])
         if len(tuple(node.protocol.transfers())) < 3:
             node.obey(node.reserve(now_s), now_s)

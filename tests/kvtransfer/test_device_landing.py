@@ -268,7 +268,7 @@ class TestStaging:
 class TestOneSided:
     def test_the_offer_names_the_pool(self, setting):
         worker, prefill, _ = setting(lane="nvlink")
-        (offer,) = prefill.wait_for("hello_reply").offers
+        (offer,) = prefill.wait_for("hello_reply", lambda reply: reply.proof).offers
         (pool,) = offer.nvlink.pools
         assert (pool.ipc_handle, pool.device_uuid, pool.place.offset_bytes) == (HANDLE, "GPU-0", 512)
         assert pool.place.num_bytes == worker.pool.geometry.num_bytes

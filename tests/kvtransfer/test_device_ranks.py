@@ -230,7 +230,7 @@ class TestLateRanks:
 
 def test_the_offer_names_the_pool_of_every_rank(setting):
     worker, prefill = setting(make_layout(num_kv_heads=4), 4, lane="nvlink")
-    (offer,) = prefill.wait_for("hello_reply").offers
+    (offer,) = prefill.wait_for("hello_reply", lambda reply: reply.proof).offers
     found = [(pool.device_uuid, pool.place.offset_bytes, pool.place.num_bytes) for pool in offer.nvlink.pools]
     sizes = [geometry.num_bytes for geometry in worker.setup.geometries]
     assert found == [(f"GPU-{rank}", 512 * (rank + 1), size) for rank, size in enumerate(sizes)]

@@ -25,6 +25,7 @@ from baton.kvtransfer.push_actions import (
 from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.proto import kv_pb2
+from baton.tests.kvtransfer.proving import prove, prove_reply
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT
 
 pytestmark = pytest.mark.fast
@@ -42,6 +43,10 @@ def hello(layout=LAYOUT, **changes):
 
 
 def answer(protocol, message, peer="p", now_s=0.0):
+    """What a HELLO that is new and proved is answered with."""
+    message = kv_pb2.Control.FromString(message.SerializeToString())
+    message.hello.sent_ns = 0
+    prove(message.hello, 1, peer, now_s)
     replies = [a.control.hello_reply for a in protocol.on_control(peer, message, now_s) if isinstance(a, Reply)]
     return replies[-1] if replies else None
 
@@ -145,7 +150,7 @@ class Pushing:
     def reply_to(self, actions, now_s=0.0, **changes):
         asked = next(a.control.hello for a in actions if isinstance(a, SendControl))
         fields = {"version": 1, "epoch": 1, "peer_epoch": 5, "echo_sent_ns": asked.sent_ns, "host_id": "here"}
-        reply = kv_pb2.HelloReply(layout=layout_message(LAYOUT), **{**fields, **changes})
+        reply = prove_reply(kv_pb2.HelloReply(layout=layout_message(LAYOUT), **{**fields, **changes}), asked)
         return self.protocol.on_control("d", control_of(reply), now_s)
 
     def reserve(self, now_s=0.0, key=KEY, epoch=1, wait_s=9.0):

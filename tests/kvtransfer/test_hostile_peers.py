@@ -26,6 +26,7 @@ from baton.kvtransfer.messages import (
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed
 from baton.kvtransfer.records import decode_record, encode_record
 from baton.proto import kv_pb2
+from baton.tests.kvtransfer.proving import PROOFS, prove_challenge
 
 MIB = 1 << 20
 
@@ -35,22 +36,22 @@ def parse(message):
 
 
 class Stranger:
-    """A prefill worker that says what it likes."""
+    """A prefill worker of the deployment that says what it likes."""
 
     def __init__(self, pair):
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.connect(pair.landing.address)
-        self.say(
-            kv_pb2.Hello(
-                version=1,
-                epoch=77,
-                layout=layout_message(pair.layout),
-                tp_size=1,
-                head_count=pair.layout.num_kv_heads,
-                sent_ns=1,
-            )
+        hello = kv_pb2.Hello(
+            version=1,
+            epoch=77,
+            layout=layout_message(pair.layout),
+            tp_size=1,
+            head_count=pair.layout.num_kv_heads,
+            sent_ns=1,
         )
+        self.say(hello)
+        self.say(prove_challenge(hello, self.hear("hello_reply").challenge))
         self._epoch = pair.peer.epoch
         assert self.hear("hello_reply").refused == ""
 
@@ -178,8 +179,11 @@ def test_a_clock_beyond_all_bounds_hurts_nobody(make_pair, receiver_ns):
     def shift(_sender, _receiver, parts):
         if len(parts) == 1:
             control = parse_control(parts[0])
-            if control.WhichOneof("message") == "hello_reply":
-                control.hello_reply.receiver_ns = receiver_ns
+            if control.WhichOneof("message") == "hello_reply" and control.hello_reply.proof:
+                reply = control.hello_reply
+                reply.receiver_ns, control.checksum = receiver_ns, 0
+                number = PROOFS.number(pair.peer.kv_address, reply.peer_epoch, reply.echo_sent_ns)
+                PROOFS.prove_reply(reply, number)  # it is a decode worker's own clock
                 return [[encode_control(control)]]
         return [parts]
 

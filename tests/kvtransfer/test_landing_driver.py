@@ -21,8 +21,8 @@ from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.push import Acked, Granted
 from baton.kvtransfer.records import AbortCommand, GrantCommand, decode_record, encode_record
 from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts
-from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout, rows
+from baton.tests.kvtransfer.proving import prove
 from baton.tests.kvtransfer.scripted_prefill import ScriptedPrefill
 
 SHORT = {"heartbeat_s": 0.05, "lease_s": 1.0}
@@ -135,8 +135,8 @@ class Bench:
         prefill = ScriptedPrefill.__new__(ScriptedPrefill)  # for its messages
         prefill.layout, prefill.p_epoch, prefill.rank, prefill.size, prefill.lanes = self.layout, 77, 0, 1, []
         prefill.host_id = prefill.life_file = ""
-        prefill.send, prefill.wait_for = self.control, lambda *_, **__: kv_pb2.HelloReply(epoch=5)
-        prefill.hello()
+        prefill.send, prefill.d_epoch = self.control, 5
+        self.control(prove(prefill.hello_message(), 5, "p", self.clock.now_s()))
         prefill.reserve(self.key, 9)
         self.driver.turn()
         assert isinstance(self.event(), ReserveWanted)

@@ -327,7 +327,8 @@ class TestOneSided:
 
     def test_the_offer_leads_to_the_pool(self, setting):
         worker, prefill, _, _, _ = setting
-        (offer,) = [offer for offer in prefill.wait_for("hello_reply").offers if offer.lane == "shm"]
+        reply = prefill.wait_for("hello_reply", lambda reply: reply.proof)
+        (offer,) = [offer for offer in reply.offers if offer.lane == "shm"]
         data = Path(offer.shm.path).read_bytes()
         at = offer.shm.nonce_offset_bytes
         assert data[at : at + len(offer.shm.nonce)] == offer.shm.nonce

@@ -566,6 +566,8 @@ def test_prefill_end_is_told_in_the_other_sides_clock(world):
     hello = parse_control(world.in_flight.pop().data)
     now_s = rank.now()
     assert hello.hello.sent_ns == int(now_s * 1e9)
+    asked = world.decodes["d0"].protocol.on_control("p0/0", hello, now_s + 5000.0)[0]
+    hello = rank.protocol.on_control("d0", asked.control, now_s)[0].control
     reply = world.decodes["d0"].protocol.on_control("p0/0", hello, now_s + 5000.01)[0]
     rank.protocol.on_control("d0", reply.control, now_s + 0.02)
     assert rank.protocol.clock_offset_s("d0") == pytest.approx(5000.0, abs=1e-5)

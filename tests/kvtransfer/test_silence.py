@@ -13,6 +13,7 @@ from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.push_table import TransferState
 from baton.proto import kv_pb2
+from baton.tests.kvtransfer.proving import prove
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT, NUM_LAYERS, World
 from baton.tests.kvtransfer.test_regressions import control, frames, granted, take
 
@@ -26,7 +27,8 @@ def world():
 
 
 def hello(epoch):
-    return control_of(kv_pb2.Hello(version=1, epoch=epoch, layout=layout_message(LAYOUT), tp_size=1, head_count=2))
+    said = kv_pb2.Hello(version=1, epoch=epoch, layout=layout_message(LAYOUT), tp_size=1, head_count=2)
+    return control_of(prove(said, 1, "p"))
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from baton.router.migration import MigrationConfig
 from baton.router.request_run import LINGER_S
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
+from baton.tests.inside import router_channel
 from baton.tests.router.fake_bundles import serve_bundle
 
 MODEL = "toy"
@@ -392,12 +393,17 @@ class Cluster:
         return [worker for worker in self.workers if worker.role == role]
 
     async def _beat(self):
-        membership = worker_pb2_grpc.MembershipStub(self.channel)
         while True:
             await asyncio.sleep(0.1)
             for worker in tuple(self.workers):
                 if worker.worker_id not in self.silent:
-                    await membership.Heartbeat(worker.state(), timeout=2.0)
+                    await self.report(worker.state(), timeout=2.0)
+
+    async def report(self, state, by=None, **options):
+        """A heartbeat, proved by the worker that it names, or by another one."""
+        by = by or state
+        channel = router_channel(self.channel, by.role, by.worker_id, self.router.callee)
+        return await worker_pb2_grpc.MembershipStub(channel).Heartbeat(state, **options)
 
     def num_open(self):
         """Requests at the router."""

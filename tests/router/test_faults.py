@@ -16,7 +16,7 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.sampling import SamplingParams
-from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.proto import worker_pb2
 from baton.tests.router.fakes import OFF, cluster
 
 pytestmark = pytest.mark.asyncio
@@ -339,7 +339,6 @@ async def test_cancels_at_random_times_leave_nothing():
 
 async def test_a_worker_of_another_model_or_without_an_address_is_refused():
     async with cluster(migration=OFF) as running:
-        membership = worker_pb2_grpc.MembershipStub(running.channel)
         good = running.workers[0].state()
         for change in ({"model": "other"}, {"address": ""}, {"role": "router"}, {"epoch": 0}, {"worker_id": ""}):
             state = worker_pb2.WorkerState()
@@ -347,6 +346,6 @@ async def test_a_worker_of_another_model_or_without_an_address_is_refused():
             for name, value in change.items():
                 setattr(state, name, value)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await membership.Heartbeat(state)
+                await running.report(state)
             assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
         assert len(running.router.members.all()) == 2

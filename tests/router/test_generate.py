@@ -22,6 +22,7 @@ from baton.core.errors import (
 from baton.core.sampling import SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.router.inference import BASE_BYTES, BYTES_PER_POSITION
+from baton.tests.inside import router_channel
 from baton.tests.router.fakes import OFF, TOKENIZER, cluster, decode_tokens, finished
 
 pytestmark = pytest.mark.asyncio
@@ -302,11 +303,12 @@ async def test_bytes_that_are_no_message_get_a_typed_refusal():
     async with cluster() as running:
         for path, streams, data, kind, field in RAW:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
+                channel = router_channel(running.channel, "prefill", "p", running.router.callee)
                 if streams:
-                    async for _ in running.channel.unary_stream(path)(data, timeout=2.0):
+                    async for _ in channel.unary_stream(path)(data, timeout=2.0):
                         pass
                 else:
-                    await running.channel.unary_unary(path)(data, timeout=2.0)
+                    await channel.unary_unary(path)(data, timeout=2.0)
             error = wire.error_from_rpc(caught.value)
             assert (caught.value.code(), type(error)) == (grpc.StatusCode.INVALID_ARGUMENT, kind), path
             assert error.fields.get("field") == field

@@ -8,6 +8,7 @@ import pytest
 from baton.core.errors import InvalidRequest, Overloaded, WorkerLost
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
 from baton.proto.wire import error_from_rpc
+from baton.tests.inside import worker_channel
 from baton.tests.router.fakes import cluster
 from baton.worker.host import WorkerHost
 
@@ -58,7 +59,7 @@ async def test_a_worker_ends_the_life_that_is_meant_and_says_so_before():
     host.start()
     try:
         async with grpc.aio.insecure_channel(host.address) as channel:
-            admin = admin_pb2_grpc.AdminStub(channel)
+            admin = admin_pb2_grpc.AdminStub(worker_channel(channel, "", "", 7))
             assert not (await admin.Restart(admin_pb2.RestartRequest(epoch=8))).ending
             await asyncio.sleep(0.3)
             assert not ended

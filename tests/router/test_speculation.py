@@ -4,8 +4,9 @@ import grpc
 import pytest
 
 from baton.core.errors import InvalidRequest, NoWorker
-from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
 from baton.proto.wire import error_from_rpc
+from baton.tests.inside import worker_channel
 from baton.tests.router.fakes import cluster
 from baton.worker.host import WorkerHost
 
@@ -34,10 +35,9 @@ async def test_one_that_does_not_answer_is_named_and_hears_of_it_with_its_heartb
         reply = await admin.SetSpeculation(wish(num_draft_tokens=2))
         errors = {worker.worker_id: bool(worker.error) for worker in reply.workers}
         assert errors == {"decode-0": True, "decode-1": False}
-        membership = worker_pb2_grpc.MembershipStub(running.channel)
-        heard = await membership.Heartbeat(state)
+        heard = await running.report(state)
         assert heard.speculation.num_draft_tokens == 2
-        assert not (await membership.Heartbeat(running.of("prefill")[0].state())).HasField("speculation")
+        assert not (await running.report(running.of("prefill")[0].state())).HasField("speculation")
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,8 @@ async def test_what_cannot_be_is_refused(mode, num_decode, error):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await admin.SetSpeculation(wish(**mode))
         assert type(error_from_rpc(caught.value)) is error
-        membership = worker_pb2_grpc.MembershipStub(running.channel)
         if num_decode:
-            heard = await membership.Heartbeat(running.of("decode")[0].state())
+            heard = await running.report(running.of("decode")[0].state())
             assert not heard.HasField("speculation")
 
 
@@ -74,7 +73,7 @@ async def test_a_worker_follows_its_heartbeats_replies_and_refuses_what_it_canno
     host.start()
     try:
         async with grpc.aio.insecure_channel(host.address) as channel:
-            admin = admin_pb2_grpc.AdminStub(channel)
+            admin = admin_pb2_grpc.AdminStub(worker_channel(channel, "", "", 0))
             reply = await admin.SetSpeculation(wish(num_draft_tokens=1))
             assert reply.workers[0].speculation.num_draft_tokens == 1
             with pytest.raises(grpc.aio.AioRpcError):

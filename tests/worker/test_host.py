@@ -6,7 +6,9 @@ import grpc
 import pytest
 
 from baton.core.errors import InvalidText, MalformedMessage, Overloaded
+from baton.core.inside import WorkerIdentity
 from baton.proto import wire, worker_pb2, worker_pb2_grpc
+from baton.tests.inside import worker_channel
 from baton.worker.gate import Gate
 from baton.worker.host import WorkerHost
 
@@ -36,7 +38,8 @@ def test_heartbeats_that_break_end_the_worker():
     def state():
         raise ZeroDivisionError
 
-    host = WorkerHost("127.0.0.1", lambda server: None, state, "127.0.0.1:1", fatal.append)
+    identity = WorkerIdentity(role="prefill", worker_id="p", epoch=1)
+    host = WorkerHost("127.0.0.1", lambda server: None, state, "127.0.0.1:1", fatal.append, identity=identity)
     host.start()
     wait_for(lambda: fatal)
     assert isinstance(fatal[0], ZeroDivisionError)
@@ -63,7 +66,8 @@ def test_bytes_that_are_no_message_get_a_typed_refusal(data):
 
     host = WorkerHost("127.0.0.1", register, worker_pb2.WorkerState, "", pytest.fail)
     host.start()
-    with grpc.insecure_channel(host.address) as channel:
+    with grpc.insecure_channel(host.address) as plain:
+        channel = worker_channel(plain, "", "", 0)
         for method in ("/baton.v1.Prefill/Run", "/baton.v1.Decode/Attend"):
             with pytest.raises(grpc.RpcError) as caught:
                 list(channel.unary_stream(method)(data, timeout=2.0))

@@ -12,6 +12,7 @@ from baton.core.tls_files import TlsFiles
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
 from baton.proto.secure_channel import SecureChannels
 from baton.router.security import RouterSecurity
+from baton.tests.inside import worker_channel
 from baton.tests.router.certificates import Authority, replace
 from baton.tests.router.fakes import MODEL, cluster
 from baton.worker import host as host_module
@@ -40,7 +41,7 @@ def make_host(tls, router_address="", worker_id="prefill-9"):
 
 def ask(host, files):
     with SecureChannels(files).open(host.address) as channel:
-        call = admin_pb2_grpc.AdminStub(channel).Inventory
+        call = admin_pb2_grpc.AdminStub(worker_channel(channel, "prefill", "prefill-9", 7)).Inventory
         return call(admin_pb2.InventoryRequest(), timeout=5.0).workers[0].state.worker_id
 
 

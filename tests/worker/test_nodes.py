@@ -34,6 +34,7 @@ from baton.prefill_worker.node import PrefillNode
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.proto.wire import attend_request, error_from_rpc, prefill_request
 from baton.tests.e2e.conftest import TINY
+from baton.tests.inside import node_channel
 from baton.worker.host import WorkerHost
 from baton.worker.loading import load_worker
 
@@ -113,7 +114,10 @@ def stubs(nodes):
         grpc.insecure_channel(prefill.host.address) as to_prefill,
         grpc.insecure_channel(decode.host.address) as to_decode,
     ):
-        yield worker_pb2_grpc.PrefillStub(to_prefill), worker_pb2_grpc.DecodeStub(to_decode)
+        yield (
+            worker_pb2_grpc.PrefillStub(node_channel(to_prefill, prefill)),
+            worker_pb2_grpc.DecodeStub(node_channel(to_decode, decode)),
+        )
 
 
 def peer_of(decode):
@@ -121,7 +125,8 @@ def peer_of(decode):
 
 
 def inventory(node):
-    with grpc.insecure_channel(node.host.address) as channel:
+    with grpc.insecure_channel(node.host.address) as plain:
+        channel = node_channel(plain, node)
         reply = admin_pb2_grpc.AdminStub(channel).Inventory(admin_pb2.InventoryRequest())
     return reply.workers[0].state.inventory
 
@@ -182,7 +187,8 @@ def test_heartbeats_tell_the_router_who_is_there(nodes, membership):
 
 def test_k_is_changed_while_a_sequence_runs(nodes, stubs, membership):
     prefill_stub, decode_stub = stubs
-    with grpc.insecure_channel(nodes[1].host.address) as channel:
+    with grpc.insecure_channel(nodes[1].host.address) as plain:
+        channel = node_channel(plain, nodes[1])
         admin = admin_pb2_grpc.AdminStub(channel)
 
         def set_mode(**mode):
@@ -227,7 +233,8 @@ def test_k_is_changed_while_a_sequence_runs(nodes, stubs, membership):
 
 
 def test_a_prefill_worker_has_no_k(nodes):
-    with grpc.insecure_channel(nodes[0].host.address) as channel:
+    with grpc.insecure_channel(nodes[0].host.address) as plain:
+        channel = node_channel(plain, nodes[0])
         mode = worker_pb2.SpeculationMode(auto=True)
         with pytest.raises(grpc.RpcError) as refused:
             admin_pb2_grpc.AdminStub(channel).SetSpeculation(admin_pb2.SetSpeculationRequest(mode=mode))
@@ -329,7 +336,8 @@ def test_the_death_of_the_landing_process_costs_only_what_was_landing(nodes, stu
 
 def test_closing_ends_open_streams(membership):
     decode = DecodeNode(worker_config("decode-1"), pytest.fail)
-    with grpc.insecure_channel(decode.host.address) as channel:
+    with grpc.insecure_channel(decode.host.address) as plain:
+        channel = node_channel(plain, decode)
         stream = worker_pb2_grpc.DecodeStub(channel).Attend(attend_request(request("open"), time.monotonic()))
         next(stream)
         closing = threading.Thread(target=decode.close)
