@@ -7,6 +7,7 @@ that ended while it had nothing to do costs no request anything: a new one reads
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from baton.core.errors import InternalError, NoWorker, Overloaded, from_wire
+from baton.core.inside import ENVIRONMENT
 from baton.router.inference import InferenceService
 from baton.router.openai.body import read_bytes, too_large
 from baton.router.openai.entrance import principal_of
@@ -217,7 +219,7 @@ class _Process:
             # Not asyncio's way: uvloop forks, and gRPC's threads object to that.
             end = theirs.fileno()
             try:
-                child = await asyncio.to_thread(lambda: subprocess.Popen(_COMMAND, stdin=end, stdout=end))
+                child = await asyncio.to_thread(_popen, end)
             except BaseException:
                 ours.close()  # and with it ends a process that has been started
                 raise
@@ -233,3 +235,8 @@ class _Process:
         self.writer.close()
         self._child.kill()
         await asyncio.to_thread(self._child.wait)
+
+
+def _popen(end: int) -> "subprocess.Popen[bytes]":
+    environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}  # it reads no secret
+    return subprocess.Popen(_COMMAND, stdin=end, stdout=end, env=environment)
