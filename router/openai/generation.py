@@ -102,9 +102,7 @@ class GenerationEndpoint(Generic[Asked]):
             call = self.call(asked, understood)
             tenant = self._make_own(call, scope)
         except Exception as error:  # noqa: BLE001  the call's boundary
-            typed = error if isinstance(error, HttpRefusal) else as_internal("the request", error)
-            self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
-            await reply.fail(typed)
+            await self._fail("the request", error, reply)
             return
         try:
             num = len(call.requests) * min(max(call.sampling.n, 1), MAX_CHOICES)
@@ -113,9 +111,13 @@ class GenerationEndpoint(Generic[Asked]):
         except BatonError as error:  # it has been counted
             await reply.fail(error)
         except Exception as error:  # noqa: BLE001  the call's boundary
-            typed = as_internal("the reply", error)
-            self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
-            await reply.fail(typed)
+            await self._fail("the reply", error, reply)
+
+    async def _fail(self, where: str, error: Exception, reply: Reply) -> None:
+        """Count and say it; not where it was raised: the error knows that frame, and a name there makes a cycle."""
+        typed = error if isinstance(error, HttpRefusal) else as_internal(where, error)
+        self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
+        await reply.fail(typed)
 
     def _make_own(self, call: Call[Asked], scope: Scope) -> str:
         """Make the call its principal's; the tenant. Without keys that is the `cache_salt`, which else must be absent.
