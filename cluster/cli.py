@@ -107,7 +107,7 @@ def serve(
     transport: Annotated[Text, _kv("auto|zmq|grpc|shm|nvlink|nixl  [auto]")] = None,
     kv_digest: Annotated[bool | None, _kv("digest KV end to end; off, sockets check crc32c instead  [on]")] = None,
     max_num_seqs: Annotated[Count, _schedule("sequences a worker runs at once  [by device and KV pool]")] = None,
-    max_num_batched_tokens: Annotated[Count, _schedule("prompt tokens per prefill step  [GPU 2048, CPU 256]")] = None,
+    max_num_batched_tokens: Annotated[Count, _schedule("prompt tokens per prefill step  [GPU 4096, CPU 256]")] = None,
     scheduling: Annotated[Text, _schedule("async|sync  [async]")] = None,
     cuda_graphs: Annotated[Text, _schedule("auto|off: replay decode steps on a GPU  [auto]")] = None,
     cuda_graph_sizes: Annotated[Text, _schedule("batch sizes to capture: 1,2,4  [by itself]")] = None,

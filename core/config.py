@@ -171,7 +171,7 @@ class ServeConfig(BaseModel):
         description="requests that would wait longer for their turn are refused; unset: than their deadline allows",
     )
     max_num_batched_tokens: int | None = Field(
-        None, ge=16, le=1 << 24, description="prompt tokens per prefill step; unset: 2048 on a GPU, 256 on a CPU"
+        None, ge=16, le=1 << 24, description="prompt tokens per prefill step; unset: 4096 on a GPU, 256 on a CPU"
     )
     prefix_cache: bool = Field(True, description="prefill workers keep the KV of prompts for those that begin alike")
     max_model_len: int | None = Field(

@@ -18,6 +18,7 @@
     │   ├── Draining                   the deployment is shutting down
     │   ├── NoWorker                   no live worker of a role that is needed
     │   ├── WorkersIncompatible        live workers of both roles, but no two that may hand over
+    │   ├── HandoffTooLong             no hand-off can carry the prompt, and no decode worker may compute it
     │   ├── WorkerLost                 a worker died, was fenced or was restarted under the request
     │   ├── TransferFailed             the KV hand-off could not be completed and verified
     │   ├── RequestQuarantined         workers died of it; refused for a while
@@ -46,6 +47,7 @@
     │   ├── PreconditionUnmet          nothing was changed (exit code 3)
     │   └── StepFailed                 what it wanted did not come about
     ├── KernelArgumentInvalid          a tensor or option that a kernel is not made for; nothing was launched
+    ├── InternalError                  an exception without a name of its own ended one request
     └── ProtocolError                  a peer broke the hand-off protocol; the frame or message is dropped
 
 Operating errors live here and carry fields; programmer errors are asserts. `to_wire` and `from_wire` carry an error

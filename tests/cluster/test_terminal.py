@@ -9,6 +9,7 @@ import pytest
 from baton.tests.cluster.terminal import Terminal, python
 
 SERVE = """
+import select
 import sys, time
 from baton.cluster import serve, deployment
 from baton.cluster.outcome import Output, run_command
@@ -33,6 +34,9 @@ class Deployment:
         self._checks += 1
         if self._checks < 4:
             self._on_log(f"router: line {self._checks}")
+    def wait(self, timeout_s, wake=None):
+        select.select([wake], [], [], 0.1)
+    def drain(self): pass
 serve.Deployment = Deployment
 config = ServeConfig.from_mapping({"http_port": 8000, "device": "cpu"})
 sys.exit(run_command(False, lambda output: serve.serve(config, output)))

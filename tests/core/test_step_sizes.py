@@ -25,9 +25,9 @@ def test_a_cpu_has_small_steps_whatever_its_pool():
     assert fitted(sizes, 64, kind="cpu") == 16
 
 
-def test_an_h200_that_two_workers_share_runs_256_sequences_and_2048_tokens():
+def test_an_h200_that_two_workers_share_runs_256_sequences_and_4096_tokens():
     sizes = gpu(0.45 * 139.8, rows=3)
-    assert (sizes.max_num_seqs, sizes.max_num_batched_tokens) == (256, 2048)
+    assert (sizes.max_num_seqs, sizes.max_num_batched_tokens) == (256, 4096)
     assert fitted(sizes, 300_000) == 256
     assert "default of a GPU" in sizes.why[0]
 

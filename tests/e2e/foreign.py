@@ -50,8 +50,8 @@ class Injection:
         self.armed, self.fired, self.is_watching = None, False, False
         self._old = []
         setattr(builtins, NAME, self._pass)
-        for name in modules:
-            module = importlib.import_module(name)
+        for module in [importlib.import_module(name) for name in modules]:
+            name = module.__name__
             tree = _Points(name, self.points).visit(ast.parse(inspect.getsource(module)))
             code = compile(ast.fix_missing_locations(tree), module.__file__, "exec")
             found = dict(_functions(code))

@@ -6,7 +6,6 @@ worker, as anywhere else: its process would end, and another life begins.
 """
 
 import asyncio
-import os
 import random
 from collections import Counter
 from contextlib import asynccontextmanager
@@ -28,19 +27,21 @@ MODULES = [
     for name in (
         *(f"router.{name}" for name in (
             "inference", "answers", "choices", "attempts", "request_run", "local_run", "leg", "bundle", "gate",
-            "fair_queue", "fair_ring", "estimate", "continuation", "outcasts", "stats", "text", "policy", "admission",
+            "fair_queue", "fair_ring", "estimate", "continuation", "outcasts", "stats", "policy", "admission",
             "token_order", "channels", "attendance", "presence", "request_log", "retry_budget", "local_prefill",
         )),
         *(f"worker.{name}" for name in ("bundle", "outbox", "stream", "cork", "gate")),
         *(f"prefill_worker.{name}" for name in ("service", "worker")),
         *(f"decode_worker.{name}" for name in ("service", "worker", "handover", "events")),
         *(f"proto.{name}" for name in ("wire", "bundle_wire")),
+        "core.answer_text",
+        "core.stop_matcher",
         "core.validate",
         "engine.finish",
     )
 ]  # fmt: skip
 PROMPT = tuple(range(40, 60))
-WAIT_S = float(os.environ.get("W", "60"))  # generous: a machine may be busy
+WAIT_S = 60.0  # generous: a machine may be busy
 KINDS = {
     "bundles": {"bundles": True, "sampling": {"temperature": 0.0}},
     "several, reports": {"bundles": True, "sampling": {"temperature": 1.0, "seed": 3, "n": 2, "logprobs": 2,

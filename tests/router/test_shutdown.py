@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import AsyncBatonClient
-from baton.core.errors import Draining, WorkerLost
+from baton.core.errors import Draining, RequestCancelled, WorkerLost
 from baton.core.sampling import SamplingParams
 from baton.router import server
 from baton.router.__main__ import Ending
@@ -146,7 +146,7 @@ async def is_answered(address):
     async with AsyncBatonClient(address, timeout_s=5.0) as client:
         try:
             await client.model()
-        except WorkerLost:  # there is nobody
+        except (WorkerLost, RequestCancelled):  # no connection, or one that was closed under the call
             return False
     return True
 
