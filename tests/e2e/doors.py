@@ -115,7 +115,7 @@ def assert_closed(pid, announced, paths=()):
 
 
 def assert_refused(door, answers):
-    """Some call was told that it lacks a credential, and none anything else; or, of gRPC, none came past the TLS handshake."""
+    """Some call was told that it lacks a credential, none anything else; or, of gRPC, none got past the handshake."""
     refused = [call for call, answer in answers.items() if answer in REFUSALS or " 401 " in answer]
     answered = {call: answer for call, answer in answers.items() if not NO_ANSWER.search(answer)}
     is_shut = door.name == "gRPC" and set(answers.values()) <= {"UNAVAILABLE", ""}
