@@ -7,7 +7,7 @@ owner alone, and is locked against another `baton keys` while it is changed.
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,14 +16,16 @@ from typing import Any
 from baton.cluster.outcome import ExitCode, Output
 from baton.cluster.table import format_table
 from baton.core.errors import ConfigInvalid
-from baton.router.api_keys import KeyEntry, digest_of, new_key, parse_keys, read_keys
+from baton.router.api_keys import QUOTAS, KeyEntry, digest_of, new_key, parse_keys, read_keys
 
 MODE = 0o600
 HEADER = "# API keys of Baton, one JSON object a line. Made by `baton keys`; keys themselves are not in here.\n"
 
 
-def create(output: Output, *, file: Path, name: str, tenant: str, days: float | None) -> ExitCode:
-    """Make a key and print it: this is the only time that it can be read.
+def create(
+    output: Output, *, file: Path, name: str, tenant: str, days: float | None, quota: Mapping[str, Any] | None = None
+) -> ExitCode:
+    """Make a key and print it: this is the only time that it can be read. `quota` is what its holder may take.
 
     Raises:
         ConfigInvalid: the name is taken, or a value is not usable.
@@ -32,7 +34,7 @@ def create(output: Output, *, file: Path, name: str, tenant: str, days: float | 
         raise ConfigInvalid(f"--expires-days {days:g} is not between 0 and 36500", keys=["expires_days"])
     until = None if days is None else (datetime.now(UTC) + timedelta(days=days)).isoformat(timespec="seconds")
     key = new_key()
-    entry = KeyEntry(name=name, tenant=tenant, sha256=digest_of(key), expires=until)
+    entry = KeyEntry(name=name, tenant=tenant, sha256=digest_of(key), expires=until, **quota or {})
     with _changing(file, may_create=True) as entries:
         if any(other.name == name for other in entries):
             raise ConfigInvalid(f"{file} has a key named {name!r} already", keys=["name"])
@@ -54,6 +56,8 @@ def list_keys(output: Output, *, file: Path, now_s: Callable[[], float] = time.t
             "tenant": entry.tenant,
             "expires": entry.expires,
             "is_expired": now_s() >= entry.expires_s,
+            "max_priority": entry.max_priority,
+            **{name: getattr(entry, name) for name in QUOTAS},
         }
         for entry in read_keys(file)
     ]

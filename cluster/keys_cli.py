@@ -21,6 +21,10 @@ def create(
     file: File,
     tenant: Annotated[str, typer.Option(help="whose requests it is for; KV is shared only within a tenant")],
     expires_days: Annotated[float | None, option("days until it expires  [never]")] = None,
+    max_priority: Annotated[str, option("its requests may ask for: low, normal or high  [normal]")] = "normal",
+    max_answers: Annotated[int | None, option("at once, prompts times n  [no limit]", least=1)] = None,
+    max_queued_tokens: Annotated[int | None, option("of prompts under way  [no limit]", least=1)] = None,
+    max_connections: Annotated[int | None, option("over HTTP  [no limit]", least=1)] = None,
     json: Json = False,
 ) -> int:
     """Make a key and print it, once; the file keeps its digest."""
@@ -28,7 +32,13 @@ def create(
     def body(output: Output) -> ExitCode:
         from baton.cluster import keys
 
-        return keys.create(output, file=file, name=name, tenant=tenant, days=expires_days)
+        quota = {
+            "max_priority": max_priority,
+            "max_answers": max_answers,
+            "max_queued_tokens": max_queued_tokens,
+            "max_connections": max_connections,
+        }
+        return keys.create(output, file=file, name=name, tenant=tenant, days=expires_days, quota=quota)
 
     return run_command(json, body)
 

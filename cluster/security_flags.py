@@ -32,8 +32,10 @@ _SERVE: dict[str, tuple[type, str]] = {
     "max_message_mib": (int, "bytes of a request; longer ones are refused  [16]"),
     "max_prompt_tokens": (int, "longer prompts are refused  [what the model takes]"),
     "max_streams_per_connection": (int, "answers over one connection  [no limit]"),
-    "max_streams_per_tenant": (int, "answers to one tenant at once  [no limit]"),
-    "max_connections": (int, "of clients; more are closed at once  [no limit]"),
+    "max_streams_per_tenant": (int, "answers to one tenant at once, prompts times n  [no limit]"),
+    "max_queued_tokens_per_tenant": (int, "of one tenant's prompts under way  [no limit]"),
+    "max_connections_per_tenant": (int, "of one tenant over HTTP  [no limit]"),
+    "max_connections": (int, "of clients, over gRPC and HTTP each  [half the file numbers]"),
 }
 _ACCESS = {
     "tls_ca_file": "who signed the deployment's certificate; the connection is then encrypted",

@@ -97,8 +97,12 @@ class ServeConfig(BaseModel):
     max_message_mib: int = Field(16, ge=1, le=1024, description="bytes of a request; longer ones are refused")
     max_prompt_tokens: int | None = Field(None, ge=1, le=1 << 30, description="longer prompts are refused")
     max_streams_per_connection: int | None = Field(None, ge=1, le=1 << 20, description="answers over one connection")
-    max_streams_per_tenant: int | None = Field(None, ge=1, le=1 << 20, description="answers to one tenant at once")
-    max_connections: int | None = Field(None, ge=1, le=1 << 20, description="of clients; more are closed at once")
+    max_streams_per_tenant: int | None = Field(
+        None, ge=1, le=1 << 20, description="answers to one tenant at once, prompts times n"
+    )
+    max_queued_tokens_per_tenant: int | None = Field(None, ge=1, description="of one tenant's prompts under way")
+    max_connections_per_tenant: int | None = Field(None, ge=1, le=1 << 20, description="of one tenant over HTTP")
+    max_connections: int | None = Field(None, ge=1, le=1 << 20, description="of clients, over gRPC and HTTP each")
     scheduling: SchedulingName = Field("async", description="plan a decode step while the one before it runs, or not")
     cuda_graphs: CudaGraphsName = Field("auto", description="auto: decode steps on a GPU are replayed from CUDA graphs")
     cuda_graph_sizes: str = Field("", description="batch sizes to capture: 1,2,4; chosen by itself if empty")

@@ -18,6 +18,7 @@ from baton.core.worker_metrics import WorkerCollector, WorkerTotals
 
 TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 ITL_BUCKETS_S: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048)
+LAG_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 E2E_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4, 204.8, 409.6)
 
@@ -37,6 +38,12 @@ class RouterMetrics:
             "baton_inter_token_latency_seconds",
             "Between two chunks of one stream after the first; a chunk holds what one step emitted, or several",
             buckets=ITL_BUCKETS_S,
+            registry=self._registry,
+        )
+        self.event_loop_lag = LoopHistogram(
+            "baton_event_loop_lag_seconds",
+            "How much later than it should the router's event loop came to its clock tick: all streams wait so long",
+            buckets=LAG_BUCKETS_S,
             registry=self._registry,
         )
         self.e2e_s = LoopHistogram(

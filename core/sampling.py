@@ -150,6 +150,16 @@ class SamplingParams:
             _require(not self.ignore_eos, "ignore_eos", True, "cannot go with a grammar, which ends at EOS")
             check_grammar(self.grammar.kind, self.grammar.text)
 
+    def validate_lengths(self) -> None:
+        """Check what `max_tokens` decides, for values that were checked with another one.
+
+        Raises:
+            InvalidSampling: `max_tokens` or `min_tokens` is out of range.
+        """
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
+        why = f"must be between 0 and max_tokens, {self.max_tokens}"
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, why)
+
     def _validate_stops(self, vocab_size: int) -> None:
         num_stop = len(self.stop)
         _require(num_stop <= MAX_STOP_STRINGS, "stop", num_stop, f"at most {MAX_STOP_STRINGS}")
@@ -160,8 +170,7 @@ class SamplingParams:
         num_ids = len(self.stop_token_ids)
         _require(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, "too many")
         _require_tokens("stop_token_ids", self.stop_token_ids, vocab_size)
-        why = f"must be between 0 and max_tokens, {self.max_tokens}"
-        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, why)
+        self.validate_lengths()
 
     def _validate_penalties(self, vocab_size: int) -> None:
         _require_between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)

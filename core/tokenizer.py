@@ -88,7 +88,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
-        return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
+        # As `encode`: `decode` would hold the GIL all along.
+        return str(self._fast.decode_batch([list(token_ids)], skip_special_tokens=True)[0])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, perhaps a part of a character; of a special token, its name.

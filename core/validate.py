@@ -34,9 +34,18 @@ class RequestLimits:
 
 
 def validate_request(
-    prompt_token_ids: Sequence[int], sampling: SamplingParams, limits: RequestLimits, *, num_forced: int = 0
+    prompt_token_ids: Sequence[int],
+    sampling: SamplingParams,
+    limits: RequestLimits,
+    *,
+    num_forced: int = 0,
+    sampling_is_checked: bool = False,
+    tokens_are_known: bool = False,
 ) -> None:
     """Check a tokenized request, of whose tokens the last `num_forced` are of the answer already.
+
+    With `sampling_is_checked` its values have been, for another `max_tokens`; with `tokens_are_known` the model's own
+    tokenizer has made them.
 
     Raises:
         EmptyPrompt: there is no token.
@@ -51,12 +60,17 @@ def validate_request(
         _require_len(prompt_len, limits.max_prompt_len, "the prompt", "exceeds this deployment's max_prompt_tokens,")
     _require_len(prompt_len, limits.max_model_len - 1, "the prompt", "leaves no room for an answer within the model's")
     _require_len(prompt_len, limits.prefill_capacity_len, "the prompt", "exceeds a prefill worker's whole pool of")
-    sampling.validate(limits.vocab_size)
+    if sampling_is_checked:
+        sampling.validate_lengths()
+    else:
+        sampling.validate(limits.vocab_size)
     total_len = prompt_len - num_forced + sampling.max_tokens
     _require_len(total_len, limits.max_model_len, "prompt and max_tokens", "exceed the model's")
     decode_len = total_len + limits.num_draft_tokens
     what = "prompt, max_tokens and drafts"
     _require_len(decode_len, limits.decode_capacity_len, what, "exceed a decode worker's whole pool of")
+    if tokens_are_known or (max(prompt_token_ids) < limits.vocab_size and min(prompt_token_ids) >= 0):
+        return
     for position, token_id in enumerate(prompt_token_ids):
         if not 0 <= token_id < limits.vocab_size:
             message = f"token {token_id} at position {position} is not one of the model's {limits.vocab_size}"

@@ -20,6 +20,7 @@ from baton.core.errors import (
     as_internal,
 )
 from baton.core.logprobs import TokenLogprobs
+from baton.core.logs import shown
 from baton.core.pace import PrefillPace
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.span import Tracer
@@ -368,7 +369,7 @@ class DecodeWorker:
         if not sequence.stream.ended:
             sequence.stream.end(error)
             if not isinstance(error, RequestCancelled):
-                log.warning("%s failed: %s", sequence.key, error.message)
+                log.warning("%s failed: %s", sequence.key, shown(error))
                 self._num_failed += 1
         self._give_up(sequence, error.message)
 

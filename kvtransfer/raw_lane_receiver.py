@@ -23,6 +23,8 @@ from baton.proto import kv_pb2
 MAX_CONNECTIONS = 512
 MAX_STREAMS_PER_PEER = 8
 MAX_ACCEPTS = 16  # in one turn
+REST_S = 0.5  # after there was no file number for a connection
+SAY_EVERY_S = 10.0
 _SCRATCH_BYTES = 8 << 20
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ class RawReceiver:
         self._token = new_token()
         self._connections: dict[int, RawConnection] = {}
         self._failed: list[RawPayload] = []
+        self._rests_until_s: float | None = None
+        self._said_s = float("-inf")
         self.scratch = mmap.mmap(-1, _SCRATCH_BYTES)  # for bytes that nobody wants; the kernel does not even write them
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -93,8 +97,11 @@ class RawReceiver:
         return [PayloadDone(payload, ok=False) for payload in failed if payload.is_wanted]
 
     def tick(self) -> None:
-        """Close connections that never said who they are."""
+        """Close connections that never said who they are, and take new ones again after a rest."""
         now_s = time.monotonic()
+        if self._rests_until_s is not None and now_s >= self._rests_until_s:
+            self._rests_until_s = None
+            self._poller.register(self._listener_file, zmq.POLLIN)
         for connection in list(self._connections.values()):
             if not connection.peer and now_s - connection.since_s > max(1.0, self._config.lease_s):
                 self._refuse(connection, "it said nothing")
@@ -118,8 +125,10 @@ class RawReceiver:
                 accepted, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # no file numbers left, or the peer went away while it waited
-                log.warning("cannot take a connection: %s", error.strerror)
+            except ConnectionAbortedError:
+                continue  # the peer went away while it waited
+            except OSError as error:  # no file numbers left: the poller would say at once that the peer still waits
+                self._rest(error)
                 return
             if len(self._connections) >= MAX_CONNECTIONS:
                 self._counts.connections_refused += 1
@@ -128,6 +137,16 @@ class RawReceiver:
             connection = RawConnection(accepted, self._config, self)
             self._connections[connection.file] = connection
             self._poller.register(connection.file, zmq.POLLIN)
+
+    def _rest(self, error: OSError) -> None:
+        """Take no connection for a while; those that are open go on."""
+        self._counts.connections_refused += 1
+        now_s = time.monotonic()
+        self._rests_until_s = now_s + REST_S
+        self._poller.register(self._listener_file, 0)
+        if now_s - self._said_s >= SAY_EVERY_S:
+            self._said_s = now_s
+            log.warning("cannot take connections, and looks again every %g s: %s", REST_S, error.strerror)
 
     def _run(self, connection: RawConnection) -> list[Delivery | PayloadDone]:
         try:

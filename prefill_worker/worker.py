@@ -20,6 +20,7 @@ from baton.core.errors import (
     as_internal,
 )
 from baton.core.logprobs import TokenLogprobs
+from baton.core.logs import shown
 from baton.core.pace import PrefillPace
 from baton.core.rate import FullStepRate, RateMeter
 from baton.core.request import AttemptKey, FinishReason, GenerationRequest
@@ -371,7 +372,7 @@ class PrefillWorker:
             run.stream.end(error)
             run.sequence.error = error.message
             if not isinstance(error, RequestCancelled):
-                log.warning("%s failed: %s", run.sequence.key, error.message)
+                log.warning("%s failed: %s", run.sequence.key, shown(error))
                 self._num_failed += 1
 
     def _give_up(self, run: _Run, why: str) -> None:

@@ -14,7 +14,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from baton.core.errors import InvalidRequest, InvalidText, MalformedMessage
+from baton.core.errors import BatonError, InvalidRequest, InvalidText, MalformedMessage
 from baton.proto import admin_pb2, inference_pb2, wire, worker_pb2
 
 Handler = Any  # the stubs make the class generic; at run time it is not
@@ -25,10 +25,16 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     Args:
         on_call: told the caller's address of each call.
+        check_size: told the name of a message and its bytes before it is parsed; raises if they are too many.
     """
 
-    def __init__(self, on_call: Callable[[str], None] = lambda peer: None) -> None:
+    def __init__(
+        self,
+        on_call: Callable[[str], None] = lambda peer: None,
+        check_size: Callable[[str, int], None] = lambda name, num_bytes: None,
+    ) -> None:
         self._on_call = on_call
+        self._check_size = check_size
 
     async def intercept_service(
         self,
@@ -39,24 +45,24 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler
-        parse = _returning_errors(handler.request_deserializer)
+        parse = _returning_errors(handler.request_deserializer, self._check_size)
         method: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
-        async def refuse(request: InvalidRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        async def refuse(request: BatonError, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await wire.abort_with(context, request)
 
         if handler.response_streaming:
             # The methods write to the context, so that a cancel reaches them wherever they wait.
             async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
                 self._on_call(context.peer())
-                await (refuse if isinstance(request, InvalidRequest) else method)(request, context)
+                await (refuse if isinstance(request, BatonError) else method)(request, context)
 
             make = grpc.unary_stream_rpc_method_handler
             return make(stream, request_deserializer=parse, response_serializer=handler.response_serializer)
 
         async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             self._on_call(context.peer())
-            return await (refuse if isinstance(request, InvalidRequest) else method)(request, context)
+            return await (refuse if isinstance(request, BatonError) else method)(request, context)
 
         make_unary = grpc.unary_unary_rpc_method_handler
         return make_unary(unary, request_deserializer=parse, response_serializer=handler.response_serializer)
@@ -77,15 +83,18 @@ def explain(data: bytes, type_name: str) -> InvalidRequest:
     return MalformedMessage(f"{len(data)} bytes that are no {type_name}", type=type_name)
 
 
-def _returning_errors(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def _returning_errors(parse: Callable[[bytes], Any], check_size: Callable[[str, int], None]) -> Callable[[bytes], Any]:
     owner = getattr(parse, "__self__", None)  # FromString is bound to its message class
     type_name = owner.DESCRIPTOR.full_name if owner is not None else "message"
 
     def parse_or_explain(data: bytes) -> Any:
         try:
+            check_size(type_name, len(data))
             return parse(data)
         except DecodeError:
             return explain(data, type_name)
+        except BatonError as error:
+            return error.with_traceback(None)  # its frames hold the message
 
     return parse_or_explain
 

@@ -23,6 +23,7 @@ import uvloop
 
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError
+from baton.core.file_numbers import raise_file_limit
 from baton.core.fleet_metrics import SpanCollector
 from baton.core.logs import configure_logging
 from baton.core.telemetry import Telemetry, TelemetryConfig
@@ -230,8 +231,9 @@ class Ending:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The process."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    configure_logging(options.log_format, {"role": "router"})
+    configure_logging(options.log_format, {"role": "router"}, rotates=options.exit_with_parent)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    raise_file_limit()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run(options))

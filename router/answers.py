@@ -36,6 +36,9 @@ class Answers:
             await asyncio.wait(self._tasks)
         for stream in self._streams:
             await stream.aclose()
+        # Whoever was refused may keep the error, and with it the frames that know this object.
+        self._tasks.clear()
+        self._streams.clear()
 
     def only(self) -> Chunks:
         """The chunks of a call that asked for one thing. To be iterated once, instead of `chunks`."""
@@ -71,7 +74,12 @@ class Answers:
         while num_open:
             item = await queue.get()
             if isinstance(item, BaseException):
-                raise item
+                try:
+                    raise item
+                finally:  # it knows this frame: with the frame knowing it neither would be freed
+                    del item
+                    while not queue.empty():
+                        queue.get_nowait()
             if item is None:
                 num_open -= 1
             else:

@@ -1,8 +1,10 @@
 """API keys: who a caller is. A file of names, tenants and digests; keys themselves are nowhere.
 
-One JSON object a line: `name`, `tenant`, `sha256` (hex, of the key), `expires` (ISO 8601 with a zone, or null). The
-file is read again when it changes. One that cannot be read any more leaves the keys before in force, and is logged and
-counted: it takes nobody's access away, so a revocation holds only once the file is whole.
+One JSON object a line: `name`, `tenant`, `sha256` (hex, of the key), `expires` (ISO 8601 with a zone, or null). Where
+its holder may do more or less than others: `max_priority` (low, normal or high; else normal), `max_answers`,
+`max_queued_tokens` and `max_connections`. The file is read again when it changes. One that cannot be read any more
+leaves the keys before in force, and is logged and counted: it takes nobody's access away, so a revocation holds only
+once the file is whole.
 
 A key is 256 random bits, so its plain SHA-256 cannot be guessed from. Digests are looked up under a hash keyed with a
 random value of this process, and compared in constant time: how long a refusal takes says nothing of any key.
@@ -22,13 +24,16 @@ from typing import Any, Final
 
 from baton.core.errors import ConfigInvalid, Unauthenticated
 from baton.core.file_state import file_state
+from baton.router.quota import NO_LIMITS, PRIORITY_NAMES, Quota
 
 CHECK_S: Final = 0.5  # the file is looked at no more often
 PREFIX: Final = "baton-"
 MAX_NAME_LEN: Final = 256  # of names and tenants
 MAX_HEADER_LEN: Final = 1024
 SCHEME: Final = "bearer"
-_FIELDS: Final = frozenset(("name", "tenant", "sha256", "expires"))
+DEFAULT_PRIORITY: Final = "normal"  # requests may name it, or a lower one
+QUOTAS: Final = ("max_answers", "max_queued_tokens", "max_connections")
+_FIELDS: Final = frozenset(("name", "tenant", "sha256", "expires", "max_priority", *QUOTAS))
 _SHA256_LEN: Final = 64
 
 log = logging.getLogger(__name__)
@@ -41,10 +46,12 @@ class Principal:
     Attributes:
         name: of the key; fit for logs.
         tenant: whose requests these are.
+        quota: what it may hold at once, and which priority it may name.
     """
 
     name: str
     tenant: str
+    quota: Quota = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +62,16 @@ class KeyEntry:
     tenant: str
     sha256: str = field(repr=False)
     expires: str | None = None
+    max_priority: str = DEFAULT_PRIORITY
+    max_answers: int | None = None
+    max_queued_tokens: int | None = None
+    max_connections: int | None = None
+
+    @property
+    def quota(self) -> Quota:
+        """What its holder may take at once."""
+        values = {name: getattr(self, name) for name in QUOTAS}
+        return Quota(**values, max_priority=PRIORITY_NAMES[self.max_priority])
 
     @property
     def expires_s(self) -> float:
@@ -63,7 +80,15 @@ class KeyEntry:
 
     def to_line(self) -> str:
         """As the file holds it."""
-        data = {"name": self.name, "tenant": self.tenant, "sha256": self.sha256, "expires": self.expires}
+        data: dict[str, Any] = {
+            "name": self.name,
+            "tenant": self.tenant,
+            "sha256": self.sha256,
+            "expires": self.expires,
+        }
+        if self.max_priority != DEFAULT_PRIORITY:
+            data["max_priority"] = self.max_priority
+        data |= {name: getattr(self, name) for name in QUOTAS if getattr(self, name) is not None}
         return json.dumps(data)
 
 
@@ -163,7 +188,7 @@ class ApiKeys:
             raise Unauthenticated("this API key is not one of this deployment's, or was revoked", reason="unknown")
         if self._now_s() >= entry.expires_s:
             raise Unauthenticated(f"the API key {entry.name!r} expired at {entry.expires}", reason="expired")
-        return Principal(entry.name, entry.tenant)
+        return Principal(entry.name, entry.tenant, entry.quota)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -199,7 +224,7 @@ def _entry(line: str, where: str) -> KeyEntry:
     except (ValueError, RecursionError):
         raise ConfigInvalid(f"{where} is not JSON", keys=["api_keys_file"]) from None
     if not isinstance(data, dict) or set(data) - _FIELDS or not {"name", "tenant", "sha256"} <= set(data):
-        message = f"{where} is no object with name, tenant, sha256 and perhaps expires"
+        message = f"{where} is no object with name, tenant, sha256 and perhaps expires, max_priority or quotas"
         raise ConfigInvalid(message, keys=["api_keys_file"])
     for what in ("name", "tenant"):
         if not isinstance(data[what], str) or not 0 < len(data[what]) <= MAX_NAME_LEN or not data[what].isprintable():
@@ -208,7 +233,16 @@ def _entry(line: str, where: str) -> KeyEntry:
     digest = data["sha256"]
     if not isinstance(digest, str) or len(digest) != _SHA256_LEN or set(digest) - set("0123456789abcdef"):
         raise ConfigInvalid(f"{where}: sha256 is not 64 hex digits, lower case", keys=["api_keys_file"])
-    return KeyEntry(name=data["name"], tenant=data["tenant"], sha256=digest, expires=_expires(data, where))
+    values = {name: data[name] for name in ("max_priority", *QUOTAS) if data.get(name) is not None}
+    if values.get("max_priority", DEFAULT_PRIORITY) not in PRIORITY_NAMES:
+        message = f"{where}: max_priority is none of {', '.join(PRIORITY_NAMES)}"
+        raise ConfigInvalid(message, keys=["api_keys_file"])
+    for name in QUOTAS:
+        value = values.get(name, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigInvalid(f"{where}: {name} is not a positive number", keys=["api_keys_file"])
+    expires = _expires(data, where)
+    return KeyEntry(name=data["name"], tenant=data["tenant"], sha256=digest, expires=expires, **values)
 
 
 def _expires(data: dict[str, Any], where: str) -> str | None:

@@ -14,12 +14,14 @@ from typing import Final
 
 from baton.core.errors import AccessRefused, BatonError, Overloaded, PermissionDenied, Unauthenticated
 from baton.router.api_keys import ApiKeys, KeyEntry, Principal
+from baton.router.quota import Account, Quota, holding
 from baton.router.security import DoorLimits
 from baton.router.security_metrics import SecurityMetrics
 
 RETRY_AFTER_S: Final = 1.0
 SAY_EVERY_S: Final = 10.0  # a refusal of each kind is logged no more often, and counted always
 ANYBODY: Final = Principal("", "")
+COUNTED: Final = ("streams_per_tenant", "queued_tokens")
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class Door:
         self._metrics = metrics or SecurityMetrics()
         self._now_s = now_s
         self._said_s: dict[str, float] = {}
-        self._num_of_tenant: Counter[str] = Counter()
+        self._accounts: dict[str, Account] = {}
         self._num_of_connection: Counter[str] = Counter()
         self.keys: ApiKeys | None = None
         if keys is not None:
@@ -86,31 +88,57 @@ class Door:
         return principal.tenant
 
     @contextmanager
-    def stream(self, tenant: str, connection: str = "") -> Iterator[None]:
-        """Hold a place for an answer that streams.
+    def stream(
+        self, tenant: str, connection: str = "", num_answers: int = 1, principal: Principal | None = None
+    ) -> Iterator[None]:
+        """Hold places for the answers of a call that streams.
 
         Args:
             tenant: whose.
             connection: over which; empty if it is not to be counted.
+            num_answers: of all its prompts.
+            principal: whose key it came with: its quota is the tenant's for this call.
 
         Raises:
             Overloaded: the tenant or the connection has as many as it may.
         """
-        limits = self._limits
-        self._require(self._num_of_tenant[tenant], limits.max_streams_per_tenant, "streams_per_tenant", "tenant")
-        if connection:
-            num, limit = self._num_of_connection[connection], limits.max_streams_per_connection
-            self._require(num, limit, "streams_per_connection", "connection")
-        held = [(self._num_of_tenant, tenant)] + ([(self._num_of_connection, connection)] if connection else [])
-        for counter, name in held:
-            counter[name] += 1
+        quota = self.quota_of(principal)
+        # Without keys a caller's name for itself is nobody's: all are one.
+        owner = tenant if self.keys is not None or principal is None else principal.tenant
+        account = self._accounts.setdefault(owner, Account())
         try:
-            yield
+            account.check_answers(num_answers, quota)
+            if connection:
+                num, limit = self._num_of_connection[connection], self._limits.max_streams_per_connection
+                self._require(num + num_answers - 1, limit, "streams_per_connection", "connection")
+            with holding(account, quota, num_answers):
+                self._num_of_connection[connection] += num_answers
+                try:
+                    yield
+                finally:
+                    self._num_of_connection[connection] -= num_answers
+                    if not self._num_of_connection[connection]:
+                        del self._num_of_connection[connection]
+        except Overloaded as error:
+            if error.fields.get("what") in COUNTED:
+                self._count(error, str(error.fields["what"]))
+            raise
+        except PermissionDenied as error:
+            self._count(error, "permission")
+            raise
         finally:
-            for counter, name in held:
-                counter[name] -= 1
-                if not counter[name]:
-                    del counter[name]
+            if account.is_empty:
+                self._accounts.pop(owner, None)
+
+    def quota_of(self, principal: Principal | None) -> Quota:
+        """What a principal may hold: the deployment's limits, and its key's own."""
+        limits = self._limits
+        common = Quota(
+            max_answers=limits.max_streams_per_tenant,
+            max_queued_tokens=limits.max_queued_tokens_per_tenant,
+            max_connections=limits.max_connections_per_tenant,
+        )
+        return common if principal is None else common.within(principal.quota)
 
     def _require(self, num: int, limit: int | None, what: str, owner: str) -> None:
         if limit is not None and num >= limit:

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from baton.core.errors import BatonError
 from baton.core.handshakes import Handshakes
+from baton.core.sampling import MAX_CHOICES
 from baton.proto import wire
 from baton.router.api_keys import Principal
 from baton.router.door import Door
@@ -71,7 +72,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     return
                 try:
                     tenant = self._own(request, principal)
-                    with self._door.stream(tenant, context.peer()):
+                    num = num_answers(request)
+                    with self._door.stream(tenant, context.peer(), num, principal):
                         await method(request, context)
                 except BatonError as error:
                     wire.end_with(context, error)
@@ -113,6 +115,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _seen(self, context: Context) -> None:
         if self._handshakes is not None:
             self._handshakes.called(context.peer())
+
+
+def num_answers(request: Any) -> int:
+    """How many answers a request asks for, within what one may."""
+    sampling = getattr(request, "sampling", None)
+    return 1 if sampling is None else min(max(sampling.n, 1), MAX_CHOICES)
 
 
 def _like(handler: Handler, method: Any) -> Handler:

@@ -5,6 +5,7 @@ import secrets
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -26,7 +27,6 @@ from baton.core.errors import (
 from baton.core.grammar_check import MAX_GRAMMAR_BYTES
 from baton.core.metrics import RouterMetrics
 from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import MAX_CHOICES, SamplingParams
 from baton.core.span import Tracer
 from baton.core.trace_context import INCOMING, from_metadata
 from baton.core.validate import RequestLimits, validate_request
@@ -34,11 +34,14 @@ from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.router.admission import Admission
 from baton.router.answers import Answers
 from baton.router.attempts import Attempts, AttemptsContext
+from baton.router.checked_sampling import CheckedSampling, check_sampling, num_choices
 from baton.router.choices import Choices
 from baton.router.gate import Gate
 from baton.router.members import DECODE, PREFILL, Members
+from baton.router.message_limits import check_message, check_num_answers
 from baton.router.policy import Pair, require
 from baton.router.prompt_end import end_of
+from baton.router.quota import CURRENT
 from baton.router.request_log import log_end, log_request
 from baton.router.served_model import ServedModel
 from baton.router.settling import Settling
@@ -47,9 +50,7 @@ from baton.router.stats import StreamStats
 from baton.router.tracing import RequestTracing
 from baton.router.work import HIGH, NORMAL, PRIORITIES
 
-MAX_REQUEST_ID_LEN: Final = 128
-MAX_TENANT_LEN: Final = 256
-THREAD_TEXT_LEN: Final = 4096  # longer texts (> 1 ms) are tokenized in a thread, so that other streams go on
+THREAD_TEXT_LEN: Final = 2048  # longer texts (> 0.5 ms) are tokenized in a thread, so that other streams go on
 # A request may have this many bytes, and so many more per position of the model: no text that fits is longer, but for
 # runs of a few very long tokens; what is longer is refused unread.
 BASE_BYTES: Final = (64 << 10) + MAX_GRAMMAR_BYTES
@@ -120,6 +121,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         asked: Sequence[inference_pb2.GenerateRequest],
         time_left_s: float | None = None,
         default_max_tokens: int = wire.DEFAULT_MAX_TOKENS,
+        sampling: inference_pb2.Sampling | None = None,
     ) -> AsyncIterator[Answers]:
         """Check one call's requests, all before any begins, and hold their places; leaving ends what still runs.
 
@@ -127,6 +129,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             asked: one for each prompt; they succeed or fail together.
             time_left_s: until the client's own deadline, if it has one.
             default_max_tokens: where a request names none; never more than fit.
+            sampling: of all of them together, checked once; None if each brings its own.
 
         Raises:
             BatonError: whatever refuses a request.
@@ -134,11 +137,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         all_stats: list[StreamStats] = []
         try:
             received_s = self._clock.now_s()
-            all_stats += [StreamStats(self._clock, self._metrics, received_s) for _ in asked]
-            num_answers = sum(min(max(one.sampling.n, 1), MAX_CHOICES) for one in asked)
-            self._check_number(num_answers)
+            num_answers = sum(num_choices(one.sampling if sampling is None else sampling) for one in asked)
+            check_num_answers(num_answers, self.max_answers)
+            all_stats.extend(StreamStats(self._clock, self._metrics, received_s) for _ in asked)
             async with self.shutdown.call(), self._held(num_answers):
-                requests = [await self._admit(one, received_s, time_left_s, default_max_tokens) for one in asked]
+                check = partial(
+                    check_sampling, vocab_size=self._model.vocab_size, default_max_tokens=default_max_tokens
+                )
+                self.check_model(asked[0].model)
+                shared = None if sampling is None else check(sampling)
+                admit = partial(self._admit, received_s=received_s, time_left_s=time_left_s)
+                requests = [await admit(one, shared or check(one.sampling)) for one in asked]
                 shown_ids = [
                     one.request_id or request.key.request_id for one, request in zip(asked, requests, strict=True)
                 ]
@@ -208,9 +217,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _admit(
         self,
         asked: inference_pb2.GenerateRequest,
+        checked: CheckedSampling,
         received_s: float,
         time_left_s: float | None,
-        default_max_tokens: int,
     ) -> GenerationRequest:
         """Check a request; nothing is allocated yet.
 
@@ -219,29 +228,26 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             NoWorker: there is nobody to serve it.
         """
         self.check_model(asked.model)
-        if len(asked.request_id) > MAX_REQUEST_ID_LEN:
-            message = f"request_id has {len(asked.request_id)} characters; at most {MAX_REQUEST_ID_LEN}"
-            raise InvalidRequest(message, field="request_id", limit=MAX_REQUEST_ID_LEN)
-        if len(asked.tenant) > MAX_TENANT_LEN:
-            message = f"tenant has {len(asked.tenant)} characters; at most {MAX_TENANT_LEN}"
-            raise InvalidRequest(message, field="tenant", limit=MAX_TENANT_LEN)
+        check_message(asked)
+        if not asked.request_id.isprintable():
+            raise InvalidRequest("request_id holds characters that cannot be printed", field="request_id")
         self._check_size(asked)
-        # Once without the workers, so that a bad value is named even when nobody is there to serve a good one.
-        sampling = self._sampling(asked, 1, default_max_tokens)
-        sampling.validate(self._model.vocab_size)
+        hold = CURRENT.get()
+        priority = _priority(asked)
+        if hold is not None:
+            hold.check_priority(priority)
         limits = self._limits()
         num_draft_tokens = _num_draft_tokens(asked, limits)
-        prompt_token_ids = await self._prompt(asked)  # the only dear step: after all that can refuse without it
+        prompt_token_ids = await self._prompt(asked, limits)  # the dear step: after all that can refuse without it
         positions = min(limits.max_model_len, limits.decode_capacity_len - limits.num_draft_tokens)
         if asked.HasField("truncate_prompt_tokens"):
-            has_max = asked.sampling.HasField("max_tokens")
-            answer_len = sampling.max_tokens if has_max else min(default_max_tokens, positions // 2)
-            prompt_len = limits.prefill_capacity_len if limits.max_prompt_len is None else limits.max_prompt_len
-            room_len = min(positions - answer_len, prompt_len, limits.prefill_capacity_len)
+            room_len = _prompt_room(checked, limits, positions)
             prompt_token_ids = end_of(prompt_token_ids, asked.truncate_prompt_tokens, room_len)
-        if not asked.sampling.HasField("max_tokens"):
-            sampling = self._sampling(asked, positions - len(prompt_token_ids), default_max_tokens)
-        validate_request(prompt_token_ids, sampling, limits)
+        sampling = checked.complete(positions - len(prompt_token_ids))
+        is_text = asked.HasField("text")
+        validate_request(prompt_token_ids, sampling, limits, sampling_is_checked=True, tokens_are_known=is_text)
+        if hold is not None:
+            hold.add_tokens(len(prompt_token_ids))
         timeout_s = self._request_timeout_s if time_left_s is None else min(time_left_s, self._request_timeout_s)
         return GenerationRequest(
             key=AttemptKey(_unique_id(asked.request_id), 1),
@@ -250,7 +256,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             deadline_s=received_s + timeout_s,
             num_draft_tokens=num_draft_tokens,
             tenant=asked.tenant,
-            priority=_priority(asked),
+            priority=priority,
             split_only=asked.split_only,
             trace=None if self._tracing is None else self._tracing.begin(),
         )
@@ -333,11 +339,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             message = f"this deployment serves {', '.join(map(repr, self._model.names))}, not {name[:200]!r}"
             raise ModelNotFound(message, model=name[:200], served=self._model.name)
 
-    def _check_number(self, num_answers: int) -> None:
-        """Refuse a call that an idle router would be too small for."""
-        limit = MAX_CALL_ANSWERS if self._admission.limit is None else self._admission.limit
-        if num_answers > limit:
-            raise InvalidRequest(f"{num_answers} answers in one call; at most {limit}", field="n", limit=limit)
+    @property
+    def max_answers(self) -> int:
+        """Of one call; an idle router would be too small for more."""
+        return MAX_CALL_ANSWERS if self._admission.limit is None else self._admission.limit
 
     def _check_size(self, asked: Message) -> None:
         """Refuse what cannot fit before any work is spent on it.
@@ -346,34 +351,48 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             PromptTooLong: more bytes than the longest prompt and its sampling values take.
             NoWorker: it is not small, and there is nobody to say how long a prompt may be.
         """
-        num_bytes = asked.ByteSize()
+        self.check_num_bytes(asked.ByteSize())
+
+    def check_num_bytes(self, num_bytes: int) -> None:
+        """Refuse a request that cannot fit by its number of bytes alone.
+
+        Raises:
+            PromptTooLong: see `max_request_bytes`.
+            NoWorker: it is not small, and there is nobody to say how long a prompt may be.
+        """
         if num_bytes <= BASE_BYTES:
             return
-        limit_bytes = BASE_BYTES + BYTES_PER_POSITION * self._limits().max_model_len
+        limit_bytes = self.max_request_bytes()
         if num_bytes > limit_bytes:
             message = f"the request has {num_bytes} bytes; this deployment reads at most {limit_bytes}"
             raise PromptTooLong(message, num_bytes=num_bytes, limit_bytes=limit_bytes)
 
-    async def _prompt(self, asked: inference_pb2.GenerateRequest) -> list[int]:
+    def max_request_bytes(self) -> int:
+        """The longest prompt and its sampling values take no more.
+
+        Raises:
+            NoWorker: a role has no live worker.
+        """
+        return BASE_BYTES + BYTES_PER_POSITION * self._limits().max_model_len
+
+    async def _prompt(self, asked: inference_pb2.GenerateRequest, limits: RequestLimits) -> Sequence[int]:
         match asked.WhichOneof("prompt"):
             case "text":
                 return await self._encode(asked.text)
             case "token_ids":
-                return list(asked.token_ids.ids)
+                if asked.HasField("truncate_prompt_tokens"):
+                    return asked.token_ids.ids[-limits.max_model_len :]  # no more is read
+                num = len(asked.token_ids.ids)
+                if num >= limits.max_model_len:
+                    message = f"the prompt has {num} tokens; the model's length is {limits.max_model_len}"
+                    raise PromptTooLong(message, length=num, limit=limits.max_model_len)
+                return tuple(asked.token_ids.ids)
         raise EmptyPrompt("the request holds neither a text nor token ids")
 
     async def _encode(self, text: str) -> list[int]:
         if len(text) < THREAD_TEXT_LEN:
             return self._model.tokenizer.encode(text)
         return await asyncio.to_thread(self._model.tokenizer.encode, text)
-
-    def _sampling(self, asked: inference_pb2.GenerateRequest, room_len: int, default_max_tokens: int) -> SamplingParams:
-        return wire.sampling_from_client(
-            asked.sampling,
-            room_len=room_len,
-            draw_seed=lambda: secrets.randbits(63),
-            default_max_tokens=default_max_tokens,
-        )
 
     def _limits(self) -> RequestLimits:
         """What every live worker can hold, so that an answer never depends on whose turn it is.
@@ -394,6 +413,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             decode_capacity_len=min(member.capacity_len for member in decode),
             max_prompt_len=self._max_prompt_len,
         )
+
+
+def _prompt_room(checked: CheckedSampling, limits: RequestLimits, positions: int) -> int:
+    """Tokens of a prompt that leave room for its answer: at least half where the request names no `max_tokens`."""
+    answer_len = checked.params.max_tokens
+    if not checked.has_max_tokens:
+        answer_len = min(answer_len, positions // 2)
+    prompt_len = limits.prefill_capacity_len if limits.max_prompt_len is None else limits.max_prompt_len
+    return min(positions - answer_len, prompt_len, limits.prefill_capacity_len)
 
 
 def _num_draft_tokens(asked: inference_pb2.GenerateRequest, limits: RequestLimits) -> int:

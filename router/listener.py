@@ -4,7 +4,7 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ import grpc.aio
 
 from baton.core.config import LOOPBACK
 from baton.core.errors import BatonError, ConfigInvalid, PortInUse
+from baton.core.file_numbers import share_of_clients
 from baton.core.handshakes import Handshakes
 from baton.core.inside import Verifier
 from baton.core.tls_files import TlsFiles, TlsWatch, server_context
@@ -28,6 +29,8 @@ from baton.router.security_metrics import SecurityMetrics
 
 MAX_SEND_BYTES: Final = 16 << 20
 STREAM_HEADROOM: Final = 32  # streams of a connection beyond its limit that are answered with a refusal, not held back
+CLIENT_MESSAGES: Final = ("baton.v1.GenerateRequest", "baton.v1.TokenizeRequest")  # bounded by the model's length
+NUM_DOORS: Final = 2  # gRPC and HTTP share the file numbers
 SERVER_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),  # a second router on the port must fail, not share it
     ("grpc.keepalive_time_ms", 10_000),
@@ -56,6 +59,7 @@ class Listener:
     Attributes:
         door: shared with other front doors of the same callers.
         server: whoever opened it starts and stops it.
+        check_num_bytes: told how long a client's message is before it is parsed; raises if it is too long.
 
     Raises:
         ConfigInvalid: the keys or the certificates cannot be used.
@@ -87,14 +91,19 @@ class Listener:
         self._guard = Guard(self.door, (*OPEN, *open_services), self._handshakes)
         self.server: Any = None
         self.port = 0
+        self.check_num_bytes: Callable[[int], None] = lambda num_bytes: None
 
     def open(self) -> None:
         """Make the server, on the running event loop."""
         options = _options(self._limits)
         require_proof = RequireProof(self._verifier, self._outside, self._count_refused)
         require_role = RequireRole(ALLOWED.get, self._metrics.refused.labels("certificate_role").inc)
-        interceptors = (require_proof, self._guard, require_role, RefuseUnreadable())
+        interceptors = (require_proof, self._guard, require_role, RefuseUnreadable(check_size=self._check))
         self.server = grpc.aio.server(options=options, interceptors=interceptors)
+
+    def _check(self, name: str, num_bytes: int) -> None:
+        if name in CLIENT_MESSAGES:
+            self.check_num_bytes(num_bytes)
 
     def listen(self, host: str, port: int) -> None:
         """Bind; 0 picks a free port.
@@ -140,8 +149,9 @@ def _options(limits: DoorLimits) -> list[tuple[str, Any]]:
     ]
     if limits.max_streams_per_connection is not None:
         options.append(("grpc.max_concurrent_streams", limits.max_streams_per_connection + STREAM_HEADROOM))
-    if limits.max_connections is not None:
-        options.append(("grpc.max_allowed_incoming_connections", limits.max_connections))
+    most = share_of_clients(NUM_DOORS)
+    most = most if limits.max_connections is None else min(most, limits.max_connections)
+    options.append(("grpc.max_allowed_incoming_connections", most))
     return options
 
 

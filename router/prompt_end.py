@@ -1,9 +1,11 @@
 """The end of a prompt, where a client would rather have it cut than refused."""
 
+from collections.abc import Sequence
+
 from baton.core.errors import InvalidRequest
 
 
-def end_of(token_ids: list[int], num_tokens: int, room_len: int) -> list[int]:
+def end_of(token_ids: Sequence[int], num_tokens: int, room_len: int) -> Sequence[int]:
     """The last tokens of a prompt: so many, or with -1 as many as leave room for the answer.
 
     Raises:

@@ -8,6 +8,7 @@ So are requests that were refused for want of room before a worker was asked: un
 import logging
 
 from baton.core.errors import BatonError, Overloaded, RequestCancelled
+from baton.core.logs import shown
 from baton.core.request import AttemptKey
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,6 @@ def log_end(key: AttemptKey, shown_id: str, error: BaseException | None, *, was_
     if isinstance(error, Overloaded) and not was_sent:
         return
     if isinstance(error, BatonError) and not isinstance(error, RequestCancelled):
-        log.warning(
-            "request %s failed at the workers as %s: %s: %s", shown_id, key, type(error).__name__, error.message
-        )
+        log.warning("request %s failed at the workers as %s: %s", shown_id, key, shown(error))
     elif error is not None:
         log.debug("request %s, at the workers %s, was given up by its client", shown_id, key)

@@ -26,6 +26,8 @@ class DoorLimits:
         max_prompt_tokens: of a prompt, where that is less than the model's length.
         max_streams_per_connection: answers that stream over one connection.
         max_streams_per_tenant: answers that stream to one tenant.
+        max_queued_tokens_per_tenant: of the prompts of one tenant's requests under way.
+        max_connections_per_tenant: over HTTP.
         max_connections: to the public port; more are closed at once.
     """
 
@@ -33,6 +35,8 @@ class DoorLimits:
     max_prompt_tokens: int | None = None
     max_streams_per_connection: int | None = None
     max_streams_per_tenant: int | None = None
+    max_queued_tokens_per_tenant: int | None = None
+    max_connections_per_tenant: int | None = None
     max_connections: int | None = None
 
 

@@ -22,6 +22,8 @@ NUMBERS = (
     "max_prompt_tokens",
     "max_streams_per_connection",
     "max_streams_per_tenant",
+    "max_queued_tokens_per_tenant",
+    "max_connections_per_tenant",
     "max_connections",
 )
 
@@ -60,6 +62,8 @@ def security_of(options: argparse.Namespace | ServeConfig) -> RouterSecurity:
             max_prompt_tokens=options.max_prompt_tokens,
             max_streams_per_connection=options.max_streams_per_connection,
             max_streams_per_tenant=options.max_streams_per_tenant,
+            max_queued_tokens_per_tenant=options.max_queued_tokens_per_tenant,
+            max_connections_per_tenant=options.max_connections_per_tenant,
             max_connections=options.max_connections,
         ),
     )

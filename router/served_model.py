@@ -17,12 +17,14 @@ class ServedModel:
         tokenizer: its tokenizer.
         vocab_size: rows of its embedding; at least as many as the tokenizer has tokens.
         aliases: other names that clients may use.
+        source: (directory, weights) that it was read from, by which another process can read it, too.
     """
 
     name: str
     tokenizer: Tokenizer
     vocab_size: int
     aliases: tuple[str, ...] = ()
+    source: tuple[str, str] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -45,6 +47,7 @@ class ServedModel:
             raise ModelMissing(f"{path} does not exist", path=str(path)) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelFileDamaged(f"{path} names no vocab_size: {error!r}", path=str(path)) from error
+        source = (str(directory), weights)
         if weights == "random" and not (directory / "tokenizer.json").exists():
-            return cls(name, Tokenizer.byte_level(directory, vocab_size), vocab_size)
-        return cls(name, Tokenizer.from_directory(directory), vocab_size)
+            return cls(name, Tokenizer.byte_level(directory, vocab_size), vocab_size, source=source)
+        return cls(name, Tokenizer.from_directory(directory), vocab_size, source=source)

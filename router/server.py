@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.core.clock import Clock, MonotonicClock
 from baton.core.errors import as_internal
+from baton.core.file_numbers import share_of_clients
 from baton.core.fleet_metrics import FleetCollector
 from baton.core.inside import DeploymentSecret
 from baton.core.metrics import RouterMetrics
@@ -37,13 +38,15 @@ from baton.router.fleet import fleet_totals
 from baton.router.gate import Gate
 from baton.router.inference import InferenceService
 from baton.router.least_cost import LeastCost
-from baton.router.listener import Listener, why_not_bound
+from baton.router.listener import NUM_DOORS, Listener, why_not_bound
 from baton.router.local_metrics import LocalPrefillCollector
 from baton.router.local_prefill import ALWAYS, NEVER, LocalPrefill
 from baton.router.members import ALIVE_S, DECODE, PREFILL, Life, Members
 from baton.router.membership import MembershipService
 from baton.router.migration import Migration, MigrationConfig
 from baton.router.openai.app import make_app
+from baton.router.openai.body_reader import BodyReader
+from baton.router.openai.connection import ConnectionLimits, Connections
 from baton.router.openai.front import Front, HttpConfig
 from baton.router.openai.server import HttpServer
 from baton.router.prefix_feed import PrefixFeed
@@ -115,6 +118,7 @@ class RouterServer:
         self.shutdown = Shutdown()
         self._settling: Settling | None = None
         self._http: HttpServer | None = None
+        self._reader: BodyReader | None = None
         self.metrics = RouterMetrics()
         self.members = Members(self._clock, config.alive_s)
         self.metrics.watch_transfers(self.members.transfers)
@@ -201,7 +205,7 @@ class RouterServer:
             listener.open()
         if self.config.follows_workers:
             self._settling = Settling(self._clock.now_s() + SETTLE_S, self._is_whole)
-        inference = self._register(self.public.server, self._admin.server)
+        self.inference = inference = self._register(self.public.server, self._admin.server)
         self.public.listen(self.config.host, self.config.port)
         if self.config.security.admin_port is not None:
             self._admin.listen(self.config.host, self.config.security.admin_port)
@@ -238,6 +242,8 @@ class RouterServer:
         if self._http is not None:
             stopping.append(self._http.stop(grace_s))
         await asyncio.gather(*stopping)
+        if self._reader is not None:
+            await self._reader.close()
         await self._background.close()
         await self._channels.close()
 
@@ -247,15 +253,22 @@ class RouterServer:
 
     async def _start_http(self, config: HttpConfig, inference: InferenceService) -> None:
         limits = self.config.security.limits
+        config = replace(config, max_body_bytes=min(config.max_body_bytes, limits.max_message_bytes))
+        self._reader = BodyReader(inference, self._model, config)
         front = Front(
             inference=inference,
             model=self._model,
             metrics=self.metrics,
-            config=replace(config, max_body_bytes=min(config.max_body_bytes, limits.max_message_bytes)),
+            config=config,
+            reader=self._reader,
             is_serving=lambda: self.migration.serving,
             door=self.public.door,
+            operators=self._admin.door,
         )
-        self._http = HttpServer(make_app(front), self.public.http_context())
+        most = share_of_clients(NUM_DOORS)
+        most = most if limits.max_connections is None else min(most, limits.max_connections)
+        connections = Connections(ConnectionLimits(max_connections=most), self.metrics.registry)
+        self._http = HttpServer(make_app(front), connections, self.public.http_context())
         try:
             await self._http.start(self.config.host, config.port)
         except OSError as error:
@@ -295,6 +308,7 @@ class RouterServer:
             retries=self.retries,
             clock=self._clock,
         )
+        self.public.check_num_bytes = inference.check_num_bytes
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, admin_server)
         on_other = self.security_metrics.refused.labels("worker_name").inc
@@ -335,7 +349,10 @@ class RouterServer:
             settling = self._settling
             parts.append(lambda: settling.look(self._clock.now_s()))
         parts += [listener.tick for listener in self._listeners]
+        due_s = 0.0
+        parts.insert(0, lambda: self.metrics.event_loop_lag.observe(max(0.0, self._clock.now_s() - due_s)))
         while True:
+            due_s = self._clock.now_s() + TICK_S
             await asyncio.sleep(TICK_S)
             for part in parts:
                 try:

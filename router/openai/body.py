@@ -1,42 +1,69 @@
 """A request's body: read within a limit, and parsed into what it should be."""
 
-from typing import TypeVar
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from baton.core.errors import InvalidRequest, RequestCancelled
+from baton.core.errors import InvalidGrammar, InvalidRequest, InvalidSampling, RequestCancelled
 from baton.router.openai.errors import HttpRefusal
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_SHOWN_PROBLEMS = 3
+SAMPLING_FIELDS = frozenset(("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"))
+GRAMMAR_FIELDS = frozenset(
+    "guided_json guided_regex guided_choice guided_grammar structured_outputs regex ebnf grammar".split()
+)
 MAX_SHOWN_LEN = 300
 
 
-async def read_body(request: Request, kind: type[Model], max_bytes: int) -> Model:
-    """The body as a `kind`.
+async def read_bytes(request: Request, check: Callable[[int], None], timeout_s: float) -> bytes:
+    """The body, not parsed: no more of it is taken than may be.
+
+    Args:
+        request: whose.
+        check: told the number of bytes that were announced, then those that came; raises if they are too many.
+        timeout_s: all of it must have come by then.
 
     Raises:
-        HttpRefusal: more bytes than `max_bytes`, or a body that is not JSON by its own word.
-        InvalidRequest: it is not JSON, or not what `kind` asks for; the first field that is wrong is named.
+        HttpRefusal: it is not JSON by its own word, or comes too slowly.
         RequestCancelled: the client went away before it had sent all of it.
+        BatonError: what `check` raises.
     """
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise HttpRefusal(415, f"the body is {content_type[:80]!r}; send application/json", "unsupported_media_type")
-    return parse_body(await _read(request, max_bytes), kind)
+    said = request.headers.get("content-length", "")
+    if said.isdecimal():
+        check(int(said[:19]))
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                body += part
+                check(len(body))
+    except ClientDisconnect as error:
+        raise RequestCancelled("the client went away before its request was whole") from error
+    except TimeoutError as error:
+        raise HttpRefusal(408, f"the body was not whole after {timeout_s:g} s", "request_timeout") from error
+    return bytes(body)
 
 
 def parse_body(body: bytes, kind: type[Model]) -> Model:
     """Bytes as a `kind`.
 
     Raises:
-        InvalidRequest: see `read_body`.
+        InvalidRequest: it is not JSON, or not what `kind` asks for; the first field that is wrong is named.
     """
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        problems = error.errors(include_url=False, include_input=False)[: MAX_SHOWN_PROBLEMS + 1]
+        too_long = next((one for one in problems if one["type"] in ("too_long", "string_too_long")), None)
+        if too_long is not None:
+            raise _beyond(too_long) from None
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
     shown = [f"{_path(problem['loc'])}{problem['msg']}"[:MAX_SHOWN_LEN] for problem in problems[:MAX_SHOWN_PROBLEMS]]
@@ -44,23 +71,22 @@ def parse_body(body: bytes, kind: type[Model]) -> Model:
     raise InvalidRequest("; ".join(shown), **({} if field is None else {"field": str(field)}))
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
-    said = request.headers.get("content-length", "")
-    if said.isdecimal() and int(said) > max_bytes:
-        raise _too_large(max_bytes)
-    parts, num_bytes = [], 0
-    try:
-        async for part in request.stream():
-            num_bytes += len(part)
-            if num_bytes > max_bytes:
-                raise _too_large(max_bytes)
-            parts.append(part)
-    except ClientDisconnect as error:
-        raise RequestCancelled("the client went away before its request was whole") from error
-    return b"".join(parts)
+def _beyond(problem: Any) -> InvalidRequest:
+    """A field that holds more than it may, as the error that the same excess is over gRPC."""
+    field = str(problem["loc"][0]) if problem["loc"] else "body"
+    what = "characters" if problem["type"] == "string_too_long" else "entries"
+    limit = problem["ctx"]["max_length"]
+    kind = (
+        InvalidSampling if field in SAMPLING_FIELDS else InvalidGrammar if field in GRAMMAR_FIELDS else InvalidRequest
+    )
+    message = f"{_path(problem['loc'])}more than {limit} {what}"
+    if kind is InvalidGrammar:
+        return kind(message, kind=field)  # as where a grammar is looked at closer
+    return kind(message, field=field, limit=limit)
 
 
-def _too_large(max_bytes: int) -> HttpRefusal:
+def too_large(max_bytes: int) -> HttpRefusal:
+    """A body that no request of this deployment has."""
     return HttpRefusal(413, f"the body is larger than {max_bytes} bytes", "request_too_large")
 
 

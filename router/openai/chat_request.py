@@ -1,12 +1,21 @@
 """The body of `/v1/chat/completions`."""
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from baton.core.errors import ConflictingOptions, InvalidRequest, InvalidSampling
 from baton.proto import inference_pb2
+from baton.router.openai.limits import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    JsonObject,
+    Name,
+    Text,
+)
 from baton.router.openai.options import MAX_TOP_LOGPROBS, Options, Wire
 
 NEED_CONTENT = ("system", "developer", "user", "tool")  # what other roles mean is the template's business
@@ -15,14 +24,14 @@ NEED_CONTENT = ("system", "developer", "user", "tool")  # what other roles mean 
 class FunctionCall(Wire):
     """A call in an assistant's earlier message."""
 
-    name: str
-    arguments: str | None = None
+    name: Name
+    arguments: Text | None = None
 
 
 class ToolCall(Wire):
     """Likewise, with its id."""
 
-    id: str | None = None
+    id: Name | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -30,21 +39,21 @@ class ToolCall(Wire):
 class ContentPart(Wire):
     """One part of a message's content; only text is read."""
 
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+    type: Name
+    text: Text | None = None
+    refusal: Text | None = None
 
 
 class Message(Wire):
     """One message of the conversation."""
 
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    role: Name
+    content: Text | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    name: Name | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_call_id: Name | None = None
 
     def as_data(self, field: str) -> dict[str, Any]:
         """What a template reads: text as one string, a call's arguments as an object where they are one.
@@ -82,9 +91,9 @@ class Message(Wire):
 class Function(Wire):
     """What may be called."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$", max_length=64)
+    description: Text | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -102,7 +111,7 @@ class Tool(Wire):
 class NamedFunction(Wire):
     """The name in a `tool_choice`."""
 
-    name: str
+    name: Name
 
 
 class NamedToolChoice(Wire):
@@ -115,18 +124,18 @@ class NamedToolChoice(Wire):
 class ChatRequest(Options):
     """What it asks."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Name | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
     def message_data(self) -> list[dict[str, Any]]:
         """The conversation as a template reads it.

@@ -38,7 +38,7 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         self.sources = sources
         self._templates = {name: environment.from_string(text) for name, text in sources.items()}
-        self._special_tokens = special_tokens or {}
+        self.special_tokens = special_tokens or {}
         self.thinks = any("<think>" in text for text in sources.values())
         self.calls_have_tags = any("<function=" in text for text in sources.values())  # Qwen3-Coder's form
 
@@ -103,7 +103,7 @@ class ChatTemplate:
                 raise InvalidRequest(message, field="continue_final_message")
             messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + _MARK}]
         template = self._templates.get(TOOL_USE if tools else "default") or self._templates["default"]
-        values = self._special_tokens | (variables or {}) | {"messages": messages, "tools": tools or None}
+        values = self.special_tokens | (variables or {}) | {"messages": messages, "tools": tools or None}
         try:
             text = template.render(add_generation_prompt=add_generation_prompt, **values)
         except (

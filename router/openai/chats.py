@@ -1,23 +1,24 @@
 """`/v1/chat/completions`."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 from baton.core.errors import ConflictingOptions, InvalidRequest
 from baton.core.request import GenerationRequest
+from baton.core.sampling import MAX_CHOICES
 from baton.proto import inference_pb2
-from baton.router.inference import THREAD_TEXT_LEN
+from baton.router.message_limits import check_num_answers
 from baton.router.openai import forced_tools
 from baton.router.openai.call_reader import CallReader
 from baton.router.openai.chat_choice import ChatChoice
 from baton.router.openai.chat_request import ChatRequest, Function, NamedToolChoice
-from baton.router.openai.front import Front
+from baton.router.openai.front import Forms, Front
 from baton.router.openai.generation import Call, GenerationEndpoint
 from baton.router.openai.reasoning import CLOSE, OPEN, ReasoningSplitter
 from baton.router.openai.tagged_call_reader import TaggedCallReader
 from baton.router.openai.token_names import TokenNames
 from baton.router.openai.tool_calls import ForcedCalls, TaggedCalls
+from baton.router.openai.understood import Job, Understood
 
 ALL_THAT_FIT: Final = (1 << 31) - 1
 
@@ -29,35 +30,17 @@ class ChatCall(Call[ChatRequest]):
     chunk_object: ClassVar[str] = "chat.completion.chunk"
     default_max_tokens = ALL_THAT_FIT
 
-    def __init__(self, asked: ChatRequest, front: Front, request_id: str, prompt: str) -> None:
+    def __init__(self, asked: ChatRequest, front: Front, understood: Understood) -> None:
         self._asked = asked
         self._names = TokenNames(front.model.tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
         self._choices: list[ChatChoice] = []
         self._prompt_reports: list[inference_pb2.TokenLogprobs] = []
         self._prompt_token_ids: Sequence[int] = ()
         self._template = front.config.template
-        self.id = f"chatcmpl-{request_id}"
-        sampling = front.with_defaults(asked.complete(asked.sampling(front.model.tokenizer.encode)))
-        forced = forced_schema(asked)
-        if forced is not None:
-            if sampling.HasField("grammar"):
-                raise ConflictingOptions("a forced tool call has a format of its own", field="tool_choice")
-            sampling.grammar.json_schema = forced
-        self._is_forced = forced is not None
-        if sampling.HasField("grammar") and _is_thinking(prompt):
-            prompt = f"{prompt.rstrip()}\n\n{CLOSE}\n\n"  # a grammar leaves no room for thoughts
-        self._is_open = _is_thinking(prompt)
-        self._has_grammar = sampling.HasField("grammar")
-        request = inference_pb2.GenerateRequest(
-            model=asked.model or "",
-            text=prompt,
-            sampling=sampling,
-            request_id=request_id,
-            tenant=asked.cache_salt or "",
-            priority=asked.turn,
-            truncate_prompt_tokens=asked.truncate_prompt_tokens,
-        )
-        self.requests = [request]
+        self.id = f"chatcmpl-{understood.request_id}"
+        self._understood = understood
+        self.requests, self.sampling = understood.requests, understood.sampling
+        self._has_grammar = self.sampling.HasField("grammar")
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
         """Make the choices."""
@@ -105,17 +88,17 @@ class ChatCall(Call[ChatRequest]):
     def _choice(self, index: int) -> ChatChoice:
         asked = self._asked
         template = self._template
-        schemas = {function.name: function.parameters or {} for function in _functions(asked)}
+        is_open, schemas = self._understood.is_open, self._understood.schemas
         thinks = template is not None and template.thinks
         reads_tags = template is not None and template.calls_have_tags
         tagged = TaggedCalls((lambda: TaggedCallReader(schemas)) if reads_tags else CallReader)
-        splits_tools = bool(asked.tools) and asked.tool_choice != "none" and not self._has_grammar
+        splits_tools = self._understood.has_tools and asked.tool_choice != "none" and not self._has_grammar
         return ChatChoice(
             index,
             asked,
             self._names,
-            reasoning=ReasoningSplitter(is_open=self._is_open) if thinks and not self._has_grammar else None,
-            tools=ForcedCalls() if self._is_forced else tagged if splits_tools else None,
+            reasoning=ReasoningSplitter(is_open=is_open) if thinks and not self._has_grammar else None,
+            tools=ForcedCalls() if self._understood.is_forced else tagged if splits_tools else None,
             calls_finish=not isinstance(asked.tool_choice, NamedToolChoice),
         )
 
@@ -125,24 +108,56 @@ class Chats(GenerationEndpoint[ChatRequest]):
 
     kind = ChatRequest
 
-    async def understand(self, asked: ChatRequest, request_id: str) -> ChatCall:
-        """Make a call of a body.
-
-        Raises:
-            InvalidRequest: it can be seen to be wrong.
-        """
-        return ChatCall(asked, self.front, request_id, await chat_prompt(asked, self.front))
+    def call(self, asked: ChatRequest, understood: Understood) -> ChatCall:
+        """The call that a body is."""
+        return ChatCall(asked, self.front, understood)
 
 
-async def chat_prompt(asked: ChatRequest, front: Front) -> str:
+def understand_chat(asked: ChatRequest, forms: Forms, job: Job) -> Understood:
+    """What a body asks, in messages.
+
+    Raises:
+        InvalidRequest: it can be seen to be wrong.
+    """
+    check_num_answers(min(max(1, asked.num_choices), MAX_CHOICES), job.max_answers)
+    sampling = forms.with_defaults(asked.complete(asked.sampling(forms.encode)))
+    forced = forced_schema(asked)
+    if forced is not None:
+        if sampling.HasField("grammar"):
+            raise ConflictingOptions("a forced tool call has a format of its own", field="tool_choice")
+        sampling.grammar.json_schema = forced
+    prompt = chat_prompt(asked, forms)
+    if sampling.HasField("grammar") and _is_thinking(prompt):
+        prompt = f"{prompt.rstrip()}\n\n{CLOSE}\n\n"  # a grammar leaves no room for thoughts
+    request = inference_pb2.GenerateRequest(
+        model=asked.model or "",
+        text=prompt,
+        request_id=job.request_id,
+        tenant=asked.cache_salt or "",
+        priority=asked.turn,
+        truncate_prompt_tokens=asked.truncate_prompt_tokens,
+    )
+    return Understood(
+        asked=asked,
+        request_id=job.request_id,
+        requests=[request],
+        sampling=sampling,
+        is_forced=forced is not None,
+        is_open=_is_thinking(prompt),
+        has_tools=bool(asked.tools),
+        schemas={one.name: one.parameters or {} for one in _functions(asked)} if job.keeps_schemas else {},
+    )
+
+
+def chat_prompt(asked: ChatRequest, forms: Forms) -> str:
     """The text of a chat's prompt.
 
     Raises:
         InvalidRequest: a message is none, or the template refuses the conversation.
     """
-    template = front.config.template
+    template = forms.template
     if template is None:
-        message = f"{front.model.name} has no chat template; the operator can name one with --chat-template"
+        message = f"{forms.name} has no chat template; the operator can name one with --chat-template"
         raise InvalidRequest(message, field="messages")
     messages = asked.message_data()
     tools = None if asked.tool_choice == "none" or not asked.tools else [tool.as_data() for tool in asked.tools]
@@ -152,18 +167,13 @@ async def chat_prompt(asked: ChatRequest, front: Front) -> str:
         if asked.reasoning_effort == "none":
             variables.setdefault("enable_thinking", False)
 
-    def render() -> str:
-        return template.render(
-            messages,
-            tools,
-            add_generation_prompt=asked.add_generation_prompt is not False,
-            continue_final_message=asked.continue_final_message is True,
-            variables=variables,
-        )
-
-    if sum(len(message["content"]) for message in messages) < THREAD_TEXT_LEN:
-        return render()
-    return await asyncio.to_thread(render)
+    return template.render(
+        messages,
+        tools,
+        add_generation_prompt=asked.add_generation_prompt is not False,
+        continue_final_message=asked.continue_final_message is True,
+        variables=variables,
+    )
 
 
 def forced_schema(asked: ChatRequest) -> str | None:

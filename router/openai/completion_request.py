@@ -6,6 +6,7 @@ from pydantic import Field
 
 from baton.core.errors import EmptyPrompt, InvalidSampling
 from baton.proto import inference_pb2
+from baton.router.openai.limits import ManyTokenIds, Text, Texts, TokenIds
 from baton.router.openai.options import Options
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
@@ -15,7 +16,7 @@ Prompt = str | list[int]
 class CompletionRequest(Options):
     """What it asks."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] | None = Field(None, union_mode="left_to_right")
+    prompt: Text | TokenIds | Texts | ManyTokenIds | None = Field(None, union_mode="left_to_right")
     echo: bool | None = None
     logprobs: int | None = None
 

@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from baton.core.errors import ConflictingOptions, InvalidRequest
+from baton.core.errors import ConflictingOptions, InvalidRequest, PromptTooLong
 from baton.core.request import GenerationRequest
+from baton.core.sampling import MAX_CHOICES
 from baton.proto import inference_pb2
+from baton.router.message_limits import check_num_answers
 from baton.router.openai.completion_choice import CompletionChoice, PromptReport
 from baton.router.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest, Prompt
-from baton.router.openai.front import Front
+from baton.router.openai.front import Forms, Front
 from baton.router.openai.generation import Call, GenerationEndpoint
 from baton.router.openai.token_names import TokenNames
+from baton.router.openai.understood import Job, Understood
 
 
 class CompletionCall(Call[CompletionRequest]):
@@ -20,25 +23,22 @@ class CompletionCall(Call[CompletionRequest]):
     chunk_object: ClassVar[str] = "text_completion"
     default_max_tokens = DEFAULT_MAX_TOKENS
 
-    def __init__(self, asked: CompletionRequest, front: Front, request_id: str) -> None:
+    def __init__(self, asked: CompletionRequest, front: Front, understood: Understood) -> None:
         self._asked = asked
         self._front = front
         self._names = TokenNames(front.model.tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
         self._prompts: list[PromptReport] = []
         self._choices: list[list[CompletionChoice]] = []
-        self._given = asked.prompts()
-        self.id = f"cmpl-{request_id}"
-        sampling = asked.complete(asked.sampling(front.model.tokenizer.encode))
-        front.with_defaults(sampling)
-        self.requests = [_request(prompt, asked, sampling, request_id=request_id) for prompt in self._given]
+        self.id = f"cmpl-{understood.request_id}"
+        self.requests, self.sampling = understood.requests, understood.sampling
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
         """Make the choices."""
         num = self._asked.num_choices
-        for at, (given, request) in enumerate(zip(self._given, requests, strict=True)):
-            if isinstance(given, str) and self._asked.truncate_prompt_tokens is None:
-                text = given
-            else:
+        is_whole = self._asked.truncate_prompt_tokens is None
+        for at, (given, request) in enumerate(zip(self.requests, requests, strict=True)):
+            text = given.text if is_whole and given.HasField("text") else ""
+            if self._asked.echo and not text:
                 text = self._front.model.tokenizer.decode(request.prompt_token_ids)
             prompt = PromptReport(request, text)
             self._prompts.append(prompt)
@@ -71,25 +71,30 @@ class Completions(GenerationEndpoint[CompletionRequest]):
 
     kind = CompletionRequest
 
-    async def understand(self, asked: CompletionRequest, request_id: str) -> CompletionCall:
-        """Make a call of a body.
-
-        Raises:
-            InvalidRequest: it can be seen to be wrong.
-        """
-        if asked.echo and asked.logprobs is not None and asked.stream and asked.num_choices > 1:
-            message = "echo with logprobs cannot be streamed with n > 1"
-            raise ConflictingOptions(message, field="stream")
-        return CompletionCall(asked, self.front, request_id)
+    def call(self, asked: CompletionRequest, understood: Understood) -> CompletionCall:
+        """The call that a body is."""
+        return CompletionCall(asked, self.front, understood)
 
 
-def _request(
-    prompt: Prompt, asked: CompletionRequest, sampling: inference_pb2.Sampling, request_id: str
-) -> inference_pb2.GenerateRequest:
+def understand_completion(asked: CompletionRequest, forms: Forms, job: Job) -> Understood:
+    """What a body asks, in messages; their number is checked before any is made, and they share the sampling.
+
+    Raises:
+        InvalidRequest: it can be seen to be wrong.
+    """
+    if asked.echo and asked.logprobs is not None and asked.stream and asked.num_choices > 1:
+        raise ConflictingOptions("echo with logprobs cannot be streamed with n > 1", field="stream")
+    prompts = asked.prompts()
+    check_num_answers(len(prompts) * min(max(1, asked.num_choices), MAX_CHOICES), job.max_answers)
+    sampling = forms.with_defaults(asked.complete(asked.sampling(forms.encode)))
+    requests = [_request(prompt, asked, job) for prompt in prompts]
+    return Understood(asked=asked, request_id=job.request_id, requests=requests, sampling=sampling)
+
+
+def _request(prompt: Prompt, asked: CompletionRequest, job: Job) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(
         model=asked.model or "",
-        sampling=sampling,
-        request_id=request_id,
+        request_id=job.request_id,
         tenant=asked.cache_salt or "",
         priority=asked.turn,
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
@@ -97,6 +102,11 @@ def _request(
     if isinstance(prompt, str):
         request.text = prompt
         return request
+    if asked.truncate_prompt_tokens is not None:
+        prompt = prompt[-job.max_model_len :]  # no more is read
+    if len(prompt) > job.max_model_len:
+        message = f"the prompt has {len(prompt)} tokens; the model's length is {job.max_model_len}"
+        raise PromptTooLong(message, length=len(prompt), limit=job.max_model_len)
     try:
         request.token_ids.ids.extend(prompt)
     except ValueError as error:

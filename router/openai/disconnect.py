@@ -28,7 +28,11 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         await asyncio.wait({task, gone})
         if not task.cancelled() and not is_done:
             task.exception()  # of work that nobody waits for any more
-    (task if is_done else gone).result()  # a `receive` that failed does not say that the client is gone
+    try:
+        (task if is_done else gone).result()  # a `receive` that failed does not say that the client is gone
+    finally:
+        # An error knows this frame: with the frame knowing the task, and so the error, neither would be freed.
+        del task, gone, one
 
 
 async def _disconnected(receive: Receive) -> None:

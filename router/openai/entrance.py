@@ -5,13 +5,15 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.core.errors import as_internal
+from baton.core.errors import PermissionDenied, as_internal
 from baton.core.metrics import RouterMetrics
 from baton.router.api_keys import Principal
 from baton.router.door import ANYBODY, Door
+from baton.router.openai.connection import PLACE
 from baton.router.openai.json_response import JsonResponse
 
 OPEN: Final = ("/health", "/ping", "/ready")  # they say nothing of any tenant
+OPERATORS: Final = ("/metrics",)  # it says something of every tenant
 _PRINCIPAL: Final = "baton.principal"
 
 
@@ -21,19 +23,24 @@ class Entrance:
     Args:
         app: for those who come in.
         door: decides.
+        operators: decides who may read metrics, which tell of all tenants, where clients need keys.
         metrics: count what fails here that no caller is to blame for.
     """
 
-    def __init__(self, app: ASGIApp, door: Door, metrics: RouterMetrics) -> None:
+    def __init__(self, app: ASGIApp, door: Door, operators: Door, metrics: RouterMetrics) -> None:
         self._app = app
         self._door = door
+        self._operators = operators
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse, or let in."""
         if scope["type"] == "http" and scope["path"] not in OPEN:
             try:
-                scope[_PRINCIPAL] = self._door.authenticate(Headers(scope=scope).get("authorization"))
+                principal = self._authenticate(scope["path"], Headers(scope=scope).get("authorization"))
+                scope[_PRINCIPAL] = principal
+                if PLACE in scope:
+                    scope[PLACE].own(principal.tenant, self._door.quota_of(principal).max_connections)
             except Exception as error:  # noqa: BLE001  the boundary of what is before the applications
                 typed = as_internal("the request", error)
                 if typed is not error:
@@ -41,6 +48,14 @@ class Entrance:
                 await JsonResponse.of_error(typed)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _authenticate(self, path: str, header: str | None) -> Principal:
+        if path not in OPERATORS or self._door.keys is None:
+            return self._door.authenticate(header)
+        if self._operators.keys is None:
+            self._door.authenticate(header)
+            raise PermissionDenied("metrics tell of all tenants: read them at --metrics-port, or name admin keys")
+        return self._operators.authenticate(header)
 
 
 def principal_of(scope: Scope) -> Principal:

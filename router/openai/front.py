@@ -2,10 +2,10 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from baton.core.errors import ModelFileDamaged
 from baton.core.metrics import RouterMetrics
@@ -14,6 +14,9 @@ from baton.router.door import Door
 from baton.router.inference import InferenceService
 from baton.router.openai.chat_template import ChatTemplate
 from baton.router.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from baton.router.openai.body_reader import BodyReader
 
 MAX_BODY_BYTES: Final = 16 << 20
 _DEFAULTS: Final = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
@@ -39,6 +42,30 @@ class HttpConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Forms:
+    """What a body is understood by: no more than another process can be told.
+
+    Attributes:
+        name: of the model.
+        encode: text to tokens.
+        template: for chats; without one they are refused.
+        defaults: sampling values of requests that name none.
+    """
+
+    name: str
+    encode: Callable[[str], list[int]]
+    template: ChatTemplate | None
+    defaults: Mapping[str, Any]
+
+    def with_defaults(self, sampling: inference_pb2.Sampling) -> inference_pb2.Sampling:
+        """Fill in what the model's makers advise where the client said nothing."""
+        for name, value in self.defaults.items():
+            if not sampling.HasField(name):
+                setattr(sampling, name, value)
+        return sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
     """What every endpoint is given."""
 
@@ -48,14 +75,9 @@ class Front:
     config: HttpConfig
     is_serving: Callable[[], bool]
     door: Door
+    operators: Door
+    reader: "BodyReader"
     now_unix_s: Callable[[], float] = time.time
-
-    def with_defaults(self, sampling: inference_pb2.Sampling) -> inference_pb2.Sampling:
-        """Fill in what the model's makers advise where the client said nothing."""
-        for name, value in self.config.defaults.items():
-            if not sampling.HasField(name):
-                setattr(sampling, name, value)
-        return sampling
 
 
 def advised_sampling(directory: Path) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """The course of one call that generates: body, checks, chunks, reply; ended at once when its client is gone."""
 
 import logging
-import re
-import secrets
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Final, Generic, TypeVar
@@ -10,24 +8,24 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from baton.core.errors import BatonError, InvalidRequest, as_internal
+from baton.core.errors import BatonError, as_internal
 from baton.core.request import GenerationRequest
+from baton.core.sampling import MAX_CHOICES
 from baton.core.trace_context import HEADER, INCOMING
 from baton.proto import inference_pb2
-from baton.router.openai.body import read_body
 from baton.router.openai.disconnect import until_disconnect
 from baton.router.openai.entrance import connection_of, principal_of
 from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.front import Front
 from baton.router.openai.options import Options
 from baton.router.openai.reply import Reply
+from baton.router.openai.understood import Understood
 from baton.router.openai.usage import Usage
 
 # What vLLM may write beside an answer, and what is never known here.
 UNKNOWN: Final = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
 IGNORED_HEADER: Final = "x-baton-ignored"
 MAX_IGNORED_SHOWN: Final = 20
-_ID: Final = re.compile("[!-~]{1,128}")
 
 log = logging.getLogger(__name__)
 Asked = TypeVar("Asked", bound=Options)
@@ -38,10 +36,12 @@ class Call(Generic[Asked]):
 
     Attributes:
         requests: for the workers, one for each prompt.
+        sampling: of all of them.
         default_max_tokens: where `max_tokens` is absent.
     """
 
     requests: list[inference_pb2.GenerateRequest]
+    sampling: inference_pb2.Sampling
     default_max_tokens: int
     id: str
     object: ClassVar[str]
@@ -85,12 +85,8 @@ class GenerationEndpoint(Generic[Asked]):
         self.front = front
         self._warned: set[str] = set()
 
-    async def understand(self, asked: Asked, request_id: str) -> Call[Asked]:
-        """Make a call of a body; nothing is allocated.
-
-        Raises:
-            InvalidRequest: it can be seen to be wrong.
-        """
+    def call(self, asked: Asked, understood: Understood) -> Call[Asked]:
+        """The call that a body is; nothing is allocated."""
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,27 +95,29 @@ class GenerationEndpoint(Generic[Asked]):
         try:
             request = Request(scope, receive)
             INCOMING.set(request.headers.get(HEADER, ""))
-            asked = await read_body(request, self.kind, self.front.config.max_body_bytes)
-            request_id = _request_id(asked.request_id or request.headers.get("x-request-id"))
-            reply.headers["x-request-id"] = request_id
-            self._note_ignored(asked.ignored(), reply)
-            asked.refuse_unbuilt()
-            call = await self.understand(asked, request_id)
+            understood = await self.front.reader.read(request, self.kind)
+            asked: Any = understood.asked
+            reply.headers["x-request-id"] = understood.request_id
+            self._note_ignored(understood.ignored, reply)
+            call = self.call(asked, understood)
             tenant = self._make_own(call, scope)
         except Exception as error:  # noqa: BLE001  the call's boundary
-            typed = error if isinstance(error, HttpRefusal) else as_internal("the request", error)
-            self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
-            await reply.fail(typed)
+            await self._fail("the request", error, reply)
             return
         try:
-            with self.front.door.stream(tenant, connection_of(scope)):
+            num = len(call.requests) * min(max(call.sampling.n, 1), MAX_CHOICES)
+            with self.front.door.stream(tenant, connection_of(scope), num, principal_of(scope)):
                 await until_disconnect(receive, self._serve(asked, call, reply))
         except BatonError as error:  # it has been counted
             await reply.fail(error)
         except Exception as error:  # noqa: BLE001  the call's boundary
-            typed = as_internal("the reply", error)
-            self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
-            await reply.fail(typed)
+            await self._fail("the reply", error, reply)
+
+    async def _fail(self, where: str, error: Exception, reply: Reply) -> None:
+        """Count and say it; not where it was raised: the error knows that frame, and a name there makes a cycle."""
+        typed = error if isinstance(error, HttpRefusal) else as_internal(where, error)
+        self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
+        await reply.fail(typed)
 
     def _make_own(self, call: Call[Asked], scope: Scope) -> str:
         """Make the call its principal's; the tenant. Without keys that is the `cache_salt`, which else must be absent.
@@ -133,7 +131,10 @@ class GenerationEndpoint(Generic[Asked]):
         return tenant
 
     async def _serve(self, asked: Asked, call: Call[Asked], reply: Reply) -> None:
-        async with self.front.inference.open(call.requests, default_max_tokens=call.default_max_tokens) as answers:
+        opened = self.front.inference.open(
+            call.requests, default_max_tokens=call.default_max_tokens, sampling=call.sampling
+        )
+        async with opened as answers:
             call.begin(answers.requests)
             usage = Usage(answers.requests, call.reasoning_tokens)
             envelope = {"id": call.id, "created": int(self.front.now_unix_s()), "model": self.front.model.name}
@@ -178,11 +179,3 @@ class GenerationEndpoint(Generic[Asked]):
         if new and len(self._warned) < 1000:
             self._warned |= new
             log.warning("parameters that are not known are ignored: %s", ", ".join(sorted(new)))
-
-
-def _request_id(given: str | None) -> str:
-    if given is None:
-        return secrets.token_hex(16)
-    if not _ID.fullmatch(given):
-        raise InvalidRequest("request_id: 1 to 128 visible ASCII characters", field="request_id")
-    return given

@@ -1,6 +1,7 @@
 """A small JSON document as a response."""
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import Response
@@ -28,3 +29,11 @@ class JsonResponse(Response):
     def of_error(cls, error: BatonError | HttpRefusal, headers: Mapping[str, str] | None = None) -> "JsonResponse":
         """An error, with the headers that belong to it."""
         return cls(error_data(error), error_status(error), error_headers(error) | dict(headers or {}))
+
+
+def error_bytes(refusal: HttpRefusal) -> bytes:
+    """A whole HTTP reply, behind which the connection is closed: for where there is no request to reply to."""
+    body = json_bytes(error_data(refusal))
+    status = HTTPStatus(refusal.status)
+    fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+    return f"HTTP/1.1 {status.value} {status.phrase}\r\n{fields}\r\n".encode("ascii") + body

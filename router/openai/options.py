@@ -7,13 +7,27 @@ nobody here knows is not an error, but the reply names it (`x-baton-ignored`).
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from baton.core.errors import ConflictingOptions, InvalidRequest, InvalidSampling, InvalidText
+from baton.core.errors import ConflictingOptions, InvalidGrammar, InvalidRequest, InvalidSampling, InvalidText
+from baton.core.grammar_check import MAX_GRAMMAR_BYTES
+from baton.core.sampling import MAX_STOP_STRING_LEN
 from baton.proto import inference_pb2
-from baton.router.inference import MAX_TENANT_LEN
+from baton.router.message_limits import MAX_TENANT_LEN
+from baton.router.openai.limits import (
+    MAX_UNKNOWN,
+    AllowedTokenIds,
+    BadWords,
+    Choices,
+    GrammarText,
+    JsonObject,
+    LogitBias,
+    Name,
+    StopStrings,
+    StopTokenIds,
+)
 from baton.router.work import HIGH, LOW, NORMAL
 
 SEED_MASK: Final = (1 << 63) - 1
@@ -86,8 +100,8 @@ class StreamOptions(Wire):
 class JsonSchemaFormat(Wire):
     """`response_format.json_schema`."""
 
-    name: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    name: Name | None = None
+    schema_: JsonObject | bool | None = Field(None, alias="schema")
 
 
 class ResponseFormat(Wire):
@@ -95,23 +109,23 @@ class ResponseFormat(Wire):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")  # of a `json_object`, as other servers take it
+    schema_: JsonObject | None = Field(None, alias="schema")  # of a `json_object`, as other servers take it
 
 
 class StructuredOutputs(Wire):
     """vLLM's `structured_outputs`."""
 
-    json_: str | dict[str, Any] | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    json_: GrammarText | JsonObject | None = Field(None, alias="json")
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
     json_object: bool | None = None
 
 
 class Options(Wire):
     """Fields common to completions and chats."""
 
-    model: str | None = None
+    model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -121,26 +135,26 @@ class Options(Wire):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = Field(None, ge=LOW_INT64, le=HIGH_INT64)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[str, Field(max_length=MAX_STOP_STRING_LEN)] | StopStrings | None = None
+    stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: LogitBias | None = None
+    bad_words: BadWords | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    grammar: str | None = None
+    guided_json: GrammarText | JsonObject | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
+    grammar: GrammarText | None = None
     best_of: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -149,7 +163,7 @@ class Options(Wire):
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = Field(None, max_length=MAX_TENANT_LEN)
-    request_id: str | None = None
+    request_id: Name | None = None
 
     @property
     def num_choices(self) -> int:
@@ -180,6 +194,9 @@ class Options(Wire):
             InvalidRequest: the first such field.
             ConflictingOptions: options of a stream without a stream.
         """
+        num_unknown = len(self.model_extra or {})
+        if num_unknown > MAX_UNKNOWN:
+            raise InvalidRequest(f"{num_unknown} fields that are not known; at most {MAX_UNKNOWN}", limit=MAX_UNKNOWN)
         for name, value in (self.model_extra or {}).items():
             if name in REFUSED and value not in REFUSED[name][0]:
                 raise InvalidRequest(f"{name} is not supported: {REFUSED[name][1]}", field=name)
@@ -292,6 +309,7 @@ class Options(Wire):
         return ("json_schema", json.dumps(asked.json_schema.schema_, ensure_ascii=False))
 
 
+_SPECIAL: Final = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
 _SCALARS: Final = (
     "n max_tokens temperature top_p min_p ignore_eos min_tokens presence_penalty frequency_penalty repetition_penalty "
     "prompt_logprobs include_stop_str_in_output skip_special_tokens"
@@ -331,4 +349,7 @@ def _choice(given: list[str] | None, field: str) -> tuple[str, str] | None:
         return None
     if not given:
         raise InvalidRequest(f"{field} is empty", field=field)
-    return ("regex", "|".join(re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", text) for text in given))
+    if sum(map(len, given)) > MAX_GRAMMAR_BYTES:
+        message = f"{field}: {sum(map(len, given))} characters; at most {MAX_GRAMMAR_BYTES}"
+        raise InvalidGrammar(message, kind="regex", field=field)
+    return ("regex", "|".join(_SPECIAL.sub(r"\\\1", text) for text in given))

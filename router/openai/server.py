@@ -6,16 +6,17 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from baton.core.errors import BatonError
+from baton.router.openai.connection import Connection, Connections
 
 BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75  # longer than clients keep a connection, so that they do not write to one that closes
-MAX_HEADER_BYTES: Final = 64 << 10
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +35,12 @@ class HttpServer:
 
     Args:
         app: what is served.
+        connections: those that are open, and their limits.
         tls: its certificates; None for no encryption.
     """
 
-    def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, app: ASGIApp, connections: Connections, tls: ssl.SSLContext | None = None) -> None:
+        self._connections = connections
         self.port = 0
         self._tls = tls
         self._app = app
@@ -61,7 +64,7 @@ class HttpServer:
             ws="none",
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            http=partial(Connection, connections=self._connections),  # type: ignore[arg-type]
         )
         config.load()
         config.ssl = self._tls  # uvicorn's own would not follow files that change

@@ -1,37 +1,42 @@
 """`/tokenize` and `/detokenize`, as in vLLM."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any, Final
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest
+from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest, PromptTooLong
 from baton.proto import inference_pb2
-from baton.router.openai.body import read_body
 from baton.router.openai.chat_request import ChatRequest, Message
 from baton.router.openai.chats import chat_prompt
-from baton.router.openai.front import Front
+from baton.router.openai.front import Forms, Front
 from baton.router.openai.json_response import JsonResponse
+from baton.router.openai.limits import MAX_MESSAGES, Name, Text
 from baton.router.openai.options import Wire
+from baton.router.openai.reply import json_bytes
 from baton.router.openai.token_names import TokenNames
+from baton.router.openai.understood import Job, Understood
 
 MAX_DETOKENIZED: Final = 1 << 20
+NAMED_AT_ONCE: Final = 4096
 
 
 class TokenizeRequest(ChatRequest):
     """A text, or a conversation."""
 
-    prompt: str | None = None
-    messages: list[Message] = Field(default_factory=list)
+    prompt: Text | None = None
+    messages: list[Message] = Field(default_factory=list, max_length=MAX_MESSAGES, fail_fast=True)
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Wire):
     """Token ids."""
 
-    model: str | None = None
-    tokens: list[int] = Field(max_length=MAX_DETOKENIZED)
+    model: Name | None = None
+    tokens: list[int] = Field(max_length=MAX_DETOKENIZED, fail_fast=True)
 
 
 class Tokens:
@@ -47,26 +52,75 @@ class Tokens:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text, or of the prompt that a conversation becomes."""
-        asked = await read_body(request, TokenizeRequest, self._front.config.max_body_bytes)
-        if asked.prompt is not None and asked.messages:
-            raise ConflictingOptions("give a prompt or messages, not both", field="messages")
-        if asked.prompt is None and not asked.messages:
-            raise EmptyPrompt("prompt is missing", field="prompt")
-        text = await chat_prompt(asked, self._front) if asked.prompt is None else asked.prompt
-        message = inference_pb2.TokenizeRequest(model=asked.model or "", text=text)
+        understood = await self._front.reader.read(request, TokenizeRequest)
+        asked: Any = understood.asked
+        (written,) = understood.requests
+        message = inference_pb2.TokenizeRequest(model=written.model, text=written.text)
         token_ids = await self._front.inference.tokenize(message)
         max_model_len = self._front.inference.model().max_model_len
-        data: dict[str, Any] = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
-        data["token_strs"] = [self._names.name(token_id) for token_id in token_ids] if asked.return_token_strs else None
-        return JsonResponse(data)
+        data: dict[str, Any] = {"count": len(token_ids), "max_model_len": max_model_len}
+        names = await self._named(token_ids) if asked.return_token_strs else None
+        parts = [json_bytes(data)[:-1], b',"tokens":', await _json_list(token_ids), b',"token_strs":']
+        parts += [b"null" if names is None else await _json_list(names), b"}"]
+        return Response(b"".join(parts), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids; special tokens are none."""
-        asked = await read_body(request, DetokenizeRequest, self._front.config.max_body_bytes)
-        self._front.inference.check_model(asked.model or "")
-        vocab_size = self._front.model.vocab_size
-        for at, token_id in enumerate(asked.tokens):
-            if not 0 <= token_id < vocab_size:
-                message = f"tokens[{at}] = {token_id} is not one of the model's {vocab_size}"
-                raise InvalidRequest(message, field="tokens")
-        return JsonResponse({"prompt": self._front.model.tokenizer.decode(asked.tokens)})
+        (written,) = (await self._front.reader.read(request, DetokenizeRequest)).requests
+        self._front.inference.check_model(written.model)
+        token_ids, vocab_size = written.token_ids.ids, self._front.model.vocab_size
+        if token_ids and max(token_ids) >= vocab_size:
+            at = next(at for at, token_id in enumerate(token_ids) if token_id >= vocab_size)
+            message = f"tokens[{at}] = {token_ids[at]} is not one of the model's {vocab_size}"
+            raise InvalidRequest(message, field="tokens")
+        return JsonResponse({"prompt": await asyncio.to_thread(self._front.model.tokenizer.decode, token_ids)})
+
+    async def _named(self, token_ids: list[int]) -> list[str]:
+        """Their texts, made a few at a time: other streams go on in between."""
+        named: list[str] = []
+        for first in range(0, len(token_ids), NAMED_AT_ONCE):
+            named += map(self._names.name, token_ids[first : first + NAMED_AT_ONCE])
+            await asyncio.sleep(0)
+        return named
+
+
+async def _json_list(items: Sequence[int | str]) -> bytes:
+    """As `_named`: a reply may be many times as long as what it answers."""
+    parts = []
+    for first in range(0, len(items), NAMED_AT_ONCE):
+        parts.append(json_bytes(items[first : first + NAMED_AT_ONCE])[1:-1])
+        await asyncio.sleep(0)
+    return b"[" + b",".join(parts) + b"]"
+
+
+def understand_tokenize(asked: TokenizeRequest, forms: Forms, job: Job) -> Understood:
+    """What is to be tokenized: a text, or what a conversation becomes.
+
+    Raises:
+        InvalidRequest: neither, or both.
+    """
+    if asked.prompt is not None and asked.messages:
+        raise ConflictingOptions("give a prompt or messages, not both", field="messages")
+    if asked.prompt is None and not asked.messages:
+        raise EmptyPrompt("prompt is missing", field="prompt")
+    text = chat_prompt(asked, forms) if asked.prompt is None else asked.prompt
+    request = inference_pb2.GenerateRequest(model=asked.model or "", text=text)
+    return Understood(asked=asked, request_id=job.request_id, requests=[request])
+
+
+def understand_detokenize(asked: DetokenizeRequest, forms: Forms, job: Job) -> Understood:
+    """The token ids.
+
+    Raises:
+        InvalidRequest: one that no model has, or more than any prompt has.
+    """
+    if len(asked.tokens) > job.max_model_len:
+        message = f"{len(asked.tokens)} tokens; the model's length is {job.max_model_len}"
+        raise PromptTooLong(message, field="tokens", limit=job.max_model_len)
+    request = inference_pb2.GenerateRequest(model=asked.model or "")
+    request.token_ids.SetInParent()
+    for at, token_id in enumerate(asked.tokens):
+        if not 0 <= token_id < 1 << 32:
+            raise InvalidRequest(f"tokens[{at}] = {token_id} is not one of the model's", field="tokens")
+    request.token_ids.ids.extend(asked.tokens)
+    return Understood(asked=asked, request_id=job.request_id, requests=[request])

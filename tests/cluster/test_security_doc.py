@@ -62,7 +62,7 @@ def test_the_keys_are_made_listed_and_revoked(tmp_path):
 def test_every_flag_and_variable_exists():
     flags = set(re.findall(r"--[a-z][a-z-]+[a-z]", TEXT))
     known = {f"--{name.replace('_', '-')}" for name in ServeConfig.model_fields} | COMMON
-    known |= {"--tenant", "--expires-days", "--file", "--prompt", "--json"}
+    known |= {"--tenant", "--expires-days", "--max-priority", "--file", "--prompt", "--json"}
     assert flags <= known
     for command in ("generate", "status", "doctor", "speculation"):
         assert flags_of(command) >= COMMON

@@ -5,10 +5,13 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
 from baton.core import logs
+from baton.core.errors import InvalidGrammar, WorkerLost
 from baton.core.logs import configure_inherited, configure_logging, know
 from baton.core.request import AttemptKey
 from baton.core.trace_context import CURRENT_TRACE
@@ -111,3 +114,49 @@ def test_the_last_call_counts_and_a_process_nobody_configured_is_left_alone(conf
     assert first.getvalue() == ""
     assert len(lines(second)) == 1
     assert len(logging.getLogger().handlers) == num + 1
+
+
+def test_no_text_begins_a_line_or_moves_a_cursor(configured):
+    stream = configured("text")
+    hostile = "r\n2026-11-23 00:00:00,000 CRITICAL baton.router: FORGED\x1b[2J\r\x9b\u2028\u202e"
+    log.warning("request %s failed", hostile)
+    try:
+        raise ValueError(hostile)
+    except ValueError:
+        log.exception("it is %s", hostile)
+    text = stream.getvalue()
+    assert not set(text) & set("\x1b\r\x9b\u2028\u202e")
+    for line in text.splitlines():
+        assert re.match(r"\d{4}-\d\d-\d\d \S+ (WARNING|ERROR) baton\.tests\.logs: (request|it is) |  \| ", line), line
+    assert "\\n2026" in text and "\\x1b" in text
+
+
+def test_of_an_error_that_quotes_a_client_only_kind_and_digest_are_shown():
+    error = logs.shown(InvalidGrammar("regex: SECRET(", kind="regex", field="guided_regex"))
+    assert re.fullmatch(r"InvalidGrammar of guided_regex \(14 characters, [0-9a-f]{12}\)", error)
+    assert logs.shown(WorkerLost("decode-0 is lost")) == "WorkerLost: decode-0 is lost"
+
+
+WRITER = """
+import logging, os, sys
+from baton.core import logs
+logs.MAX_FILE_BYTES = 4000
+handler = logs.RotatingStderr(4000)
+logging.getLogger().addHandler(handler)
+for number in range(200):
+    logging.getLogger("a").warning("line %d %s", number, "x" * 80)
+    if number == 150 and os.environ.get("CHILD") is None:
+        import subprocess
+        subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[1]], env=os.environ | {"CHILD": "1"}, check=True)
+os.write(2, b"the last words\\n")
+"""
+
+
+def test_a_file_of_the_log_is_put_aside_when_it_has_grown(tmp_path):
+    path = tmp_path / "router.err"
+    with path.open("wb") as err:
+        subprocess.run([sys.executable, "-c", WRITER, WRITER], stderr=err, check=True)
+    files = sorted(tmp_path.iterdir())
+    assert [each.name for each in files] == ["router.err", "router.err.1"]
+    assert all(each.stat().st_size < 5000 for each in files)
+    assert path.read_text().endswith("the last words\n")

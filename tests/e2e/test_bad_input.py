@@ -208,6 +208,7 @@ def test_edge_values_are_served(client, nothing_else):
         (GENERATE, b"\x12\x01a\x2a\x01\xff", InvalidText),  # request_id
         (GENERATE, b"\x12\x01a\x22\x0b\x08" + b"\xff" * 9 + b"\x01", InvalidSampling),  # max_tokens = -1
         (GENERATE, b"\x12\x01a\x22\x09\x11\x00\x00\x00\x00\x00\x00\xf8\x7f", InvalidSampling),  # temperature = nan
+        (GENERATE, b"\x12\x01a\x2a\x02a\x0a", InvalidRequest),  # a request_id that would begin a line of a log
         (TOKENIZE, b"\x12\x01\xff", InvalidText),
         (TOKENIZE, b"\xff" * 10, MalformedMessage),
     ],
@@ -221,7 +222,7 @@ def test_hand_made_bytes(deployment, nothing_else, method, data, kind):
 @pytest.mark.ray
 def test_one_request_id_for_several_requests_at_once(deployment, client, nothing_else):
     sampling = wire.sampling_to_proto(SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
-    request = inference_pb2.GenerateRequest(text=PROMPT, request_id="twice\n\0/..", sampling=sampling)
+    request = inference_pb2.GenerateRequest(text=PROMPT, request_id="twice ../%00\\n \u00e9", sampling=sampling)
     answers = []
     with grpc.insecure_channel(deployment.address) as channel:
 

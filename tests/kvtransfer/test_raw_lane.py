@@ -394,3 +394,35 @@ def test_small_frames_and_many_pieces_share_system_calls(ends):
             assert ends.read(frame) == b"".join(wanted)
             seen += 1
     assert not any(isinstance(item, PayloadDone) for item in ends.at_d)
+
+
+def test_without_file_numbers_new_connections_wait_and_the_poller_rests(ends, connect, monkeypatch, caplog):
+    """A listener that stays readable would else wake the landing process at every turn, with a line of log each."""
+    receiver = ends.d._receiver
+    monkeypatch.setattr(raw_lane_receiver, "REST_S", 0.0)
+    listener, full = receiver._listener, True
+    num_accepts = 0
+
+    class Full:
+        def accept(self):
+            nonlocal num_accepts
+            num_accepts += 1
+            if full:
+                raise OSError(24, "Too many open files")
+            return listener.accept()
+
+        def __getattr__(self, name):
+            return getattr(listener, name)
+
+    monkeypatch.setattr(receiver, "_listener", Full())
+    connect()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(50):
+            receiver.ready(receiver._listener_file)
+            assert receiver._listener_file not in dict(receiver._poller.sockets)
+            receiver.tick()
+            assert receiver._listener_file in dict(receiver._poller.sockets)
+    assert num_accepts == 50 and len([one for one in caplog.records if "cannot take" in one.message]) == 1
+    full, before = False, len(receiver._connections)
+    receiver.ready(receiver._listener_file)
+    assert len(receiver._connections) > before

@@ -104,7 +104,7 @@ async def test_where_nobody_else_is_left_the_unfit_are_taken():
 
 @pytest.mark.long
 async def test_clients_numbers_show_nothing_of_canaries():
-    own = ("baton_canaries", "baton_worker_", "baton_num_requests_held", "# ")
+    own = ("baton_canaries", "baton_event_loop_lag", "baton_worker_", "baton_num_requests_held", "# ")
 
     def shown(running):
         return [line for line in running.router.metrics.render().splitlines() if not line.startswith(own)]

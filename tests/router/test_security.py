@@ -39,9 +39,9 @@ class Keys:
         self.entries = {}
         self.write()
 
-    def add(self, name, tenant, expires=None):
+    def add(self, name, tenant, expires=None, **quota):
         key = new_key()
-        entry = KeyEntry(name=name, tenant=tenant, sha256=digest_of(key), expires=expires)
+        entry = KeyEntry(name=name, tenant=tenant, sha256=digest_of(key), expires=expires, **quota)
         self.entries[name] = entry
         self.write()
         return key
@@ -338,7 +338,7 @@ async def test_limits_of_streams(inside, keys):
         assert await clients[0].generate_text("hi", sampling=GREEDY)
         for client in clients:
             await client.close()
-    assert not running.router.public.door._num_of_tenant and not running.router.public.door._num_of_connection
+    assert not running.router.public.door._accounts and not running.router.public.door._num_of_connection
 
 
 def own_connection(running, inside, key=""):

@@ -13,7 +13,7 @@ from baton.core import sampling
 from baton.core.errors import InvalidRequest, InvalidSampling
 from baton.core.sampling import SamplingParams
 from baton.router import inference
-from baton.router.inference import MAX_REQUEST_ID_LEN, MAX_TENANT_LEN
+from baton.router.message_limits import MAX_REQUEST_ID_LEN, MAX_TENANT_LEN
 from baton.router.openai.app import make_app
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
@@ -107,7 +107,7 @@ def test_numbers_of_the_table_are_those_of_the_code(name):
 
 def test_the_document_has_the_paths_that_are_served():
     model = SimpleNamespace(name="toy", tokenizer=TOKENIZER)
-    front = SimpleNamespace(model=model, now_unix_s=lambda: 0.0, door=None, config=HttpConfig(port=0))
+    front = SimpleNamespace(model=model, now_unix_s=lambda: 0.0, door=None, operators=None, config=HttpConfig(port=0))
     made = make_app(front)._app.routes
     routes = {
         (route.path.replace("{name:path}", "{name}"), method.lower())

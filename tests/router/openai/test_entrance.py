@@ -1,6 +1,7 @@
 """Keys, tenants, certificates and limits hold over HTTP as they do over gRPC."""
 
 import asyncio
+import logging
 import ssl
 from contextlib import asynccontextmanager
 
@@ -8,6 +9,9 @@ import httpx2
 import openai
 import pytest
 
+from baton.core.errors import InvalidGrammar, InvalidRequest
+from baton.core.logs import TextFormatter
+from baton.proto import inference_pb2
 from baton.router.security import DoorLimits, RouterSecurity
 from baton.tests.router.certificates import Authority
 from baton.tests.router.openai.served import MODEL, sent_to, served
@@ -27,9 +31,13 @@ def keys(tmp_path):
 
 
 @asynccontextmanager
-async def guarded(inside, keys, **limits):
+async def guarded(inside, keys, admin_keys_file="", **limits):
     security = RouterSecurity(
-        tls=inside.files("router"), api_keys_file=str(keys.path), admin_port=0, limits=DoorLimits(**limits)
+        tls=inside.files("router"),
+        api_keys_file=str(keys.path),
+        admin_port=0,
+        admin_keys_file=admin_keys_file,
+        limits=DoorLimits(**limits),
     )
     async with served(security=security) as (running, _):
         trusting = ssl.create_default_context(cafile=str(inside.file))
@@ -93,3 +101,61 @@ async def test_a_body_is_no_larger_than_a_message(inside, keys):
         with pytest.raises(openai.APIStatusError) as error:
             await client(key).completions.create(model=MODEL, prompt="x" * 4_000, max_tokens=4)
         assert error.value.status_code == 413
+
+
+async def test_metrics_are_the_operators_where_clients_need_keys(inside, keys, tmp_path):
+    tenant, operators = keys.add("ada", "acme"), Keys(tmp_path / "operators.jsonl")
+    operator = operators.add("olga", "operators")
+
+    async def status(running, key):
+        headers = {"authorization": f"Bearer {key}"}
+        return (await running.http.get(f"{running.url}/metrics", headers=headers)).status_code
+
+    async with guarded(inside, keys) as (running, _):
+        assert [await status(running, key) for key in (tenant, operator)] == [403, 401]
+    async with guarded(inside, keys, admin_keys_file=str(operators.path)) as (running, _):
+        assert [await status(running, key) for key in (tenant, operator)] == [401, 200]
+
+
+async def test_a_quota_counts_answers_tokens_and_priority_not_calls(inside, keys):
+    plain = keys.add("ada", "acme")
+    high = keys.add("bob", "bolts", max_priority="high", max_queued_tokens=20)
+    async with guarded(inside, keys, max_streams_per_tenant=8) as (running, client):
+
+        async def ask(key, **more):
+            return await client(key).completions.create(**{"model": MODEL, "prompt": "hello", "max_tokens": 4} | more)
+
+        assert len((await ask(plain, prompt=["a", "b"], n=4)).choices) == 8
+        for more in ({"prompt": ["a", "b", "c"], "n": 3}, {"n": 9}):
+            with pytest.raises(openai.RateLimitError, match="8 are the limit"):
+                await ask(plain, **more)
+        assert (await ask(high, extra_body={"priority": -1})).choices
+        assert (await ask(plain, extra_body={"priority": 1})).choices
+        with pytest.raises(openai.PermissionDeniedError, match="priority"):
+            await ask(plain, extra_body={"priority": -1})
+        with pytest.raises(openai.RateLimitError, match="prompt tokens"):
+            await ask(high, prompt="a" * 21)
+        assert (await ask(high, prompt="a" * 20)).choices
+        await running.idle(3.0)
+        async with asyncio.timeout(20):
+            while running.router.public.door._accounts:
+                await asyncio.sleep(0.01)
+
+
+async def test_no_secret_of_a_request_is_in_the_log(inside, caplog):
+    """Whatever a worker says of a request that quotes it, and whatever a client calls its request."""
+    caplog.set_level(logging.DEBUG, logger="baton")
+    async with served() as (running, client):
+        running.script.prefill_error = InvalidGrammar("regex: SECRET\n(unbalanced", kind="regex")
+        for more in ({"guided_regex": "SECRET("}, {"guided_json": '{"SECRET": '}, {"guided_grammar": "SECRET:"}):
+            with pytest.raises(openai.BadRequestError):
+                await client.completions.create(model=MODEL, prompt="SECRET", extra_body=more)
+        with pytest.raises(InvalidRequest, match="cannot be printed"):
+            async with running.router.inference.open(
+                [inference_pb2.GenerateRequest(text="a", request_id="a\n2026 CRITICAL FORGED")]
+            ):
+                pass
+        await running.idle(3.0)
+    lines = [TextFormatter().format(record) for record in caplog.records]
+    assert any("InvalidGrammar (" in line for line in lines)
+    assert not [line for line in lines if "SECRET" in line or "FORGED" in line]

@@ -6,6 +6,7 @@ import random
 import httpx2
 import pytest
 
+from baton.router.openai.limits import LIGHT_ITEMS
 from baton.router.openai.server import HttpServer  # noqa: F401  the modules below are loaded with it
 from baton.tests.e2e.foreign import Injection
 from baton.tests.router.openai.served import served
@@ -14,17 +15,20 @@ pytestmark = pytest.mark.asyncio
 MODULES = [
     f"baton.router.openai.{name}"
     for name in (
-        "generation", "body", "chat_choice", "chat_request", "chats", "completion_choice", "completions", "options",
+        "generation", "body", "body_reader", "understand", "understood", "limits",
+        "chat_choice", "chat_request", "chats", "completion_choice", "completions", "options",
         "reply", "usage", "tool_calls", "tokens", "tags", "token_names", "disconnect", "entrance",
     )
 ]  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "logprobs": True, "top_logprobs": 1}
 TEXT = {"prompt": "hi", "max_tokens": 8, "stop": ["zz"], "logprobs": 1}
+HEAVY = TEXT | {"logit_bias": {str(token): 1.0 for token in range(LIGHT_ITEMS)}}
 CALLS = {
     "chat": ("chat/completions", CHAT),
     "chat stream": ("chat/completions", CHAT | {"stream": True, "stream_options": {"include_usage": True}}),
     "text": ("completions", TEXT),
     "text stream": ("completions", TEXT | {"stream": True}),
+    "text read by another process": ("completions", HEAVY),
 }
 SAMPLE = 8
 WAIT_S = 60.0

@@ -1,0 +1,31 @@
+"""How many files and sockets this process may open: as many as the system lets it, and some kept for its own needs."""
+
+import logging
+import resource
+from typing import Final
+
+RESERVED: Final = 256  # for workers' channels, logs, processes and files that are read again
+log = logging.getLogger(__name__)
+
+
+def raise_file_limit() -> int:
+    """Set the soft limit to the hard one, which the system leaves to every process; the limit then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError) as error:  # some systems name no hard limit, and still have one
+            log.warning("the limit of open files stays at %d: %s", soft, error)
+    return file_limit()
+
+
+def file_limit() -> int:
+    """How many may be open at once."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20
+
+
+def share_of_clients(num_doors: int) -> int:
+    """Connections that one of so many doors may hold, so that the reserve is never touched."""
+    limit = file_limit()
+    return max(1, (limit - min(RESERVED, limit // 2)) // num_doors)

@@ -1,0 +1,242 @@
+"""Reads bodies: takes no more bytes than may be, and lets other processes understand what would keep the loop busy.
+
+What is light is understood at once. Anything else goes to a process of its own (reader_process), of which there are a
+few: they are started when the first such body comes, end with the router, and are replaced when they fail. A process
+that ended while it had nothing to do costs no request anything: a new one reads the body.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from asyncio import StreamReader, StreamWriter
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Final, Self
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from baton.core.errors import InternalError, NoWorker, Overloaded, from_wire
+from baton.core.inside import ENVIRONMENT
+from baton.router.inference import InferenceService
+from baton.router.openai.body import read_bytes, too_large
+from baton.router.openai.entrance import principal_of
+from baton.router.openai.front import Forms, HttpConfig
+from baton.router.openai.limits import is_light
+from baton.router.openai.reader_process import LAST, first_frame, job_frame
+from baton.router.openai.understand import understand
+from baton.router.openai.understood import LENGTH_BYTES, Job, Understood, parted
+from baton.router.served_model import ServedModel
+
+NUM_PROCESSES: Final = 2
+MAX_WAITING: Final = 64  # bodies
+MAX_WAITING_OF_ONE: Final = 16  # of one principal, so that one's bodies leave room for others'
+BODY_TIMEOUT_S: Final = 30.0  # for a body to come
+ANSWER_TIMEOUT_S: Final = 120.0  # a process that says nothing for so long is ended
+PLACE_TIMEOUT_S: Final = 60.0  # a body that no process has begun with by then is refused
+RETRY_AFTER_S: Final = 1.0
+_COMMAND: Final = (sys.executable, "-m", "baton.router.openai.reader_process")
+
+log = logging.getLogger(__name__)
+
+
+class BodyReader:
+    """Reads the bodies of all endpoints, from the first request to `close`.
+
+    Args:
+        inference: knows how long a request may be.
+        model: whose tokenizer a process can load.
+        config: the template, advised values and the largest body.
+        body_timeout_s: for a body to come.
+        answer_timeout_s: for a process to understand one.
+        place_timeout_s: for a process to begin with one.
+    """
+
+    def __init__(
+        self,
+        inference: InferenceService,
+        model: ServedModel,
+        config: HttpConfig,
+        body_timeout_s: float = BODY_TIMEOUT_S,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        place_timeout_s: float = PLACE_TIMEOUT_S,
+    ) -> None:
+        self._inference = inference
+        self._model = model
+        self._config = config
+        self._body_timeout_s = body_timeout_s
+        self._answer_timeout_s = answer_timeout_s
+        self._place_timeout_s = place_timeout_s
+        self._forms = Forms(
+            name=model.name, encode=model.tokenizer.encode, template=config.template, defaults=config.defaults
+        )
+        self._idle: list[_Process] = []
+        self._places = asyncio.Semaphore(NUM_PROCESSES)
+        self._num_of: Counter[str] = Counter()
+        self.num_in_process = 0  # bodies that were not light
+
+    async def read(self, request: Request, kind: type[BaseModel]) -> Understood:
+        """What a request's body asks.
+
+        Raises:
+            HttpRefusal: it is too large, too slow, or not JSON by its own word.
+            BatonError: it can be seen to be wrong, or too many bodies are being read.
+        """
+        body = await read_bytes(request, self._check_num_bytes, self._body_timeout_s)
+        job = self._job(kind.__name__, request.headers.get("x-request-id"))
+        if is_light(body):
+            return understand(body, self._forms, job)
+        with self._place_of(principal_of(request.scope).name):
+            return Understood.from_parts(await self._ask(job, body), kind)
+
+    async def close(self) -> None:
+        """End the processes."""
+        idle, self._idle = self._idle, []
+        for process in idle:
+            await process.end()
+
+    def _check_num_bytes(self, num_bytes: int) -> None:
+        if num_bytes > self._config.max_body_bytes:
+            raise too_large(self._config.max_body_bytes)
+        self._inference.check_num_bytes(num_bytes)
+
+    def _job(self, kind: str, request_id: str | None) -> Job:
+        try:
+            max_model_len = self._inference.model().max_model_len
+        except NoWorker:
+            max_model_len = (1 << 31) - 1  # it is refused later, for that or for a better reason
+        template = self._config.template
+        return Job(
+            kind=kind,
+            request_id=secrets.token_hex(16) if request_id is None else request_id or " ",
+            max_answers=self._inference.max_answers,
+            max_model_len=max_model_len,
+            keeps_schemas=template is not None and template.calls_have_tags,
+        )
+
+    async def _ask(self, job: Job, body: bytes) -> list[bytes]:
+        self.num_in_process += 1
+        frame = job_frame(job, body)
+        async with self._turn():
+            error, *parts = await self._answer(frame)
+        if error:
+            raise from_wire(error.decode("ascii"))
+        return parts
+
+    async def _answer(self, frame: bytes) -> list[bytes]:
+        if self._idle:
+            with suppress(_Ended):  # if not before it was asked, then a new one will show it
+                return await self._exchange(self._idle.pop(), frame)
+        process = await _Process.start()
+        try:
+            process.writer.write(await asyncio.to_thread(first_frame, self._forms, self._model))
+        except BaseException:
+            await asyncio.shield(process.end())
+            raise
+        try:
+            return await self._exchange(process, frame)
+        except _Ended as error:
+            log.warning("a process that reads bodies ended with code %s", process.returncode)
+            raise InternalError("the body could not be read; the router's log says more") from error
+
+    async def _exchange(self, process: "_Process", frame: bytes) -> list[bytes]:
+        """A process's answer. Whatever fails or is given up meanwhile ends it.
+
+        Raises:
+            _Ended: it ended, or had before.
+            InternalError: it said nothing for too long.
+        """
+        goes_on = False
+        try:
+            async with asyncio.timeout(self._answer_timeout_s):
+                process.writer.write(frame)
+                head = await process.reader.readexactly(LENGTH_BYTES)
+                size = int.from_bytes(head, "little")
+                last, *parts = parted(await process.reader.readexactly(size))
+            goes_on = last != LAST
+        except TimeoutError as error:
+            log.warning("a process that reads bodies said nothing for %g s, and was ended", self._answer_timeout_s)
+            raise InternalError("the body could not be read in time; the router's log says more") from error
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise _Ended from error
+        finally:
+            if goes_on:
+                self._idle.append(process)
+            else:
+                await asyncio.shield(process.end())
+        return parts
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """One of the processes' places."""
+        try:
+            async with asyncio.timeout(self._place_timeout_s):
+                await self._places.acquire()
+        except TimeoutError as error:
+            message = f"no process came to read the request in {self._place_timeout_s:g} s; try again"
+            raise Overloaded(message, limit=NUM_PROCESSES, what="bodies", retry_after_s=RETRY_AFTER_S) from error
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    @contextmanager
+    def _place_of(self, principal: str) -> Iterator[None]:
+        num = self._num_of.total()
+        if num >= MAX_WAITING or self._num_of[principal] >= MAX_WAITING_OF_ONE:
+            message = f"{num} long requests are being read, the limit; try again in {RETRY_AFTER_S:g} s"
+            raise Overloaded(message, limit=MAX_WAITING, what="bodies", retry_after_s=RETRY_AFTER_S)
+        self._num_of[principal] += 1
+        try:
+            yield
+        finally:
+            self._num_of[principal] -= 1
+            if not self._num_of[principal]:
+                del self._num_of[principal]
+
+
+class _Ended(Exception):
+    """A process ended and has not answered."""
+
+
+class _Process:
+    """One process, over a socket that is its stdin and its stdout; it ends when the socket closes."""
+
+    def __init__(self, child: "subprocess.Popen[bytes]", streams: tuple[StreamReader, StreamWriter]) -> None:
+        self._child = child
+        self.reader, self.writer = streams
+
+    @classmethod
+    async def start(cls) -> Self:
+        """Start one."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # Not asyncio's way: uvloop forks, and gRPC's threads object to that.
+            end = theirs.fileno()
+            try:
+                child = await asyncio.to_thread(_popen, end)
+            except BaseException:
+                ours.close()  # and with it ends a process that has been started
+                raise
+        return cls(child, await asyncio.open_connection(sock=ours))
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._child.poll()
+
+    async def end(self) -> None:
+        """Kill it."""
+        self.writer.close()
+        self._child.kill()
+        await asyncio.to_thread(self._child.wait)
+
+
+def _popen(end: int) -> "subprocess.Popen[bytes]":
+    environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}  # it reads no secret
+    return subprocess.Popen(_COMMAND, stdin=end, stdout=end, env=environment)

@@ -1,0 +1,244 @@
+"""One client's HTTP connection, within limits: of header bytes, of time for headers and between requests, of number.
+
+uvicorn's parser in C knows none of them. A connection over the number is closed at once with a 503, but first one that
+is idle makes room for it. What is closed is counted, and said no more often than every few seconds.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Counter as MetricCounter
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from baton.core.errors import Overloaded
+from baton.router.openai.errors import HttpRefusal
+from baton.router.openai.json_response import error_bytes
+
+MAX_HEADER_BYTES: Final = 64 << 10
+HEAD_TIMEOUT_S: Final = 20.0
+SAY_EVERY_S: Final = 10.0
+RETRY_AFTER_S: Final = 1.0
+PLACE: Final = "baton.connection"  # in a scope
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What connections may take.
+
+    Attributes:
+        max_connections: of all clients together.
+        max_header_bytes: of one request's first line and headers.
+        head_timeout_s: from the first byte of a request, or the beginning of a connection, to the end of its headers.
+    """
+
+    max_connections: int
+    max_header_bytes: int = MAX_HEADER_BYTES
+    head_timeout_s: float = HEAD_TIMEOUT_S
+
+
+class Connections:
+    """Those that are open.
+
+    Args:
+        limits: of them.
+        registry: for their number, and for what was closed.
+    """
+
+    def __init__(self, limits: ConnectionLimits, registry: CollectorRegistry | None = None) -> None:
+        registry = registry or CollectorRegistry()
+        self.limits = limits
+        self._open: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}  # the longest idle first
+        self._num_of: Counter[str] = Counter()
+        self._said_s = float("-inf")
+        about = "HTTP connections that were closed by the router, by reason"
+        self._closed = MetricCounter("baton_http_connections_closed", about, ("reason",), registry=registry)
+        gauge = Gauge("baton_http_connections", "HTTP connections that are open", registry=registry)
+        gauge.set_function(lambda: len(self._open))
+
+    def take(self, connection: "Connection") -> bool:
+        """Whether there is room for one more; an idle one is closed for it."""
+        if len(self._open) >= self.limits.max_connections:
+            if not self._idle:
+                self.note("too_many")
+                return False
+            idle = next(iter(self._idle))
+            self.note("idle")
+            idle.end()
+        self._open.add(connection)
+        return True
+
+    def drop(self, connection: "Connection") -> None:
+        """It has ended."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+        if connection.principal is not None:
+            self._num_of[connection.principal] -= 1
+            if not self._num_of[connection.principal]:
+                del self._num_of[connection.principal]
+            connection.principal = None
+
+    def set_idle(self, connection: "Connection", *, is_idle: bool) -> None:
+        """Whether it waits for a request."""
+        if is_idle and connection in self._open:
+            self._idle[connection] = None
+        else:
+            self._idle.pop(connection, None)
+
+    def own(self, connection: "Connection", principal: str, limit: int | None) -> None:
+        """Whose it is, as of the request that came over it.
+
+        Raises:
+            Overloaded: the principal has as many as it may.
+        """
+        if connection.principal == principal or connection not in self._open:
+            return
+        if limit is not None and self._num_of[principal] >= limit:
+            self.note("too_many_of_principal")
+            message = f"{limit} connections are open for this key, the limit; try again in {RETRY_AFTER_S:g} s"
+            raise Overloaded(message, limit=limit, what="connections", retry_after_s=RETRY_AFTER_S)
+        if connection.principal is not None:
+            self._num_of[connection.principal] -= 1
+        connection.principal = principal
+        self._num_of[principal] += 1
+
+    def note(self, reason: str) -> None:
+        """One was closed."""
+        self._closed.labels(reason).inc()
+        now_s = time.monotonic()
+        if now_s - self._said_s >= SAY_EVERY_S:
+            self._said_s = now_s
+            log.warning("HTTP connections are closed (%s): %d are open", reason, len(self._open))
+
+
+class Connection(HttpToolsProtocol):
+    """Uvicorn's, within limits.
+
+    Args:
+        connections: all that are open.
+        **given: what uvicorn gives.
+    """
+
+    def __init__(self, *, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self.principal: str | None = None
+        self._all = connections
+        self._limits = connections.limits
+        self._is_in_head = True
+        self._has_ended_message = False
+        self._is_refused = False
+        self._num_head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count it, or refuse it."""
+        super().connection_made(transport)
+        if not self._all.take(self):
+            self._refuse(HttpRefusal(503, "too many connections are open", "too_many_connections"))
+            return
+        self._all.set_idle(self, is_idle=True)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended."""
+        self._stop_timer()
+        self._all.drop(self)
+        super().connection_lost(exc)
+
+    def end(self) -> None:
+        """Close it; nothing is under way."""
+        self._is_refused = True
+        self._all.drop(self)
+        self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Count what comes before a request's headers are whole."""
+        if self._is_refused:
+            return
+        if self._is_in_head:
+            self._start_timer()
+        self._has_ended_message = False
+        super().data_received(data)
+        if not self._is_in_head or self._is_refused or self.transport.is_closing():
+            return
+        # A message that ended in these bytes leaves it open how many are the next one's: none are counted.
+        self._num_head_bytes = 0 if self._has_ended_message else self._num_head_bytes + len(data)
+        if self._num_head_bytes > self._limits.max_header_bytes:
+            self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        """A request has begun."""
+        super().on_message_begin()
+        scope: Scope = self.scope  # type: ignore[assignment]
+        scope[PLACE] = self
+        self._all.set_idle(self, is_idle=False)
+
+    def on_headers_complete(self) -> None:
+        """The headers are whole: begin, unless they are too long in all."""
+        if self._is_refused:
+            return
+        self._is_in_head = False
+        self._stop_timer()
+        num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if num_bytes > self._limits.max_header_bytes:
+            self._refuse_head()
+            return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """More of a body."""
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole; what comes next is the next one's headers."""
+        self._is_in_head = self._has_ended_message = True
+        self._num_head_bytes = 0
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The reply is whole."""
+        super().on_response_complete()
+        if not self.pipeline and not self.transport.is_closing():
+            self._all.set_idle(self, is_idle=True)
+
+    def own(self, principal: str, limit: int | None) -> None:
+        """See `Connections.own`."""
+        self._all.own(self, principal, limit)
+
+    def _refuse_head(self) -> None:
+        self._all.note("header_bytes")
+        limit = self._limits.max_header_bytes
+        self._refuse(HttpRefusal(431, f"the headers have more than {limit} bytes", "headers_too_large"))
+
+    def _refuse(self, refusal: HttpRefusal) -> None:
+        self._is_refused = True
+        self._stop_timer()
+        self._all.drop(self)
+        self.transport.write(error_bytes(refusal))
+        self.transport.close()
+
+    def _start_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._limits.head_timeout_s, self._on_late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_late(self) -> None:
+        self._head_timer = None
+        if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
+            return
+        self._all.note("slow_headers")
+        self._refuse(HttpRefusal(408, "the headers were not whole in time", "request_timeout"))

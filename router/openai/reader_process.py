@@ -1,0 +1,136 @@
+"""`python -m baton.router.openai.reader_process`: understands bodies that would keep the router's event loop busy.
+
+It reads frames from stdin and answers each on stdout; it ends when stdin closes. The first frame says what bodies are
+understood by. A body that takes more CPU time than `MAX_CPU_S` is refused. Whatever else goes wrong with a body is the
+answer to it: the process goes on.
+"""
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, Final, NoReturn
+
+from tokenizers import Tokenizer as _FastTokenizer
+
+from baton.core.errors import InvalidRequest, as_internal
+from baton.core.logs import configure_inherited, rotates
+from baton.core.tokenizer import Tokenizer
+from baton.router.openai.chat_template import ChatTemplate
+from baton.router.openai.front import Forms
+from baton.router.openai.understand import understand
+from baton.router.openai.understood import LENGTH_BYTES, Job, joined, parted
+from baton.router.served_model import ServedModel
+
+MAX_CPU_S: Final = 10.0  # of one body
+MAX_RSS_BYTES: Final = 512 << 20  # a process that has grown so far is ended after its answer, and another is started
+MAX_MORE_BYTES: Final = 1 << 30  # of address space, for one body
+LAST: Final = b"last"  # before an answer: this process has grown, and should read no more
+
+
+class _TooLong(BaseException):
+    """Nothing on the way may take it for its own."""
+
+
+def first_frame(forms: Forms, model: ServedModel) -> bytes:
+    """What a process must know."""
+    template = forms.template
+    about = {
+        "name": forms.name,
+        "source": model.source,
+        "tokenizer": "" if model.source else model.tokenizer.to_json(),
+        "template": None if template is None else [template.sources, template.special_tokens],
+        "defaults": dict(forms.defaults),
+        "log_rotates": rotates(),
+    }
+    return joined([json.dumps(about).encode("ascii")])
+
+
+def job_frame(job: Job, body: bytes) -> bytes:
+    """One body."""
+    return joined([json.dumps(asdict(job)).encode("ascii"), body])
+
+
+def forms_of(frame: bytes) -> Forms:
+    """What `first_frame` says."""
+    about = json.loads(parted(frame)[0])
+    template = None if about["template"] is None else ChatTemplate(*about["template"])
+    return Forms(name=about["name"], encode=_encoder(about), template=template, defaults=about["defaults"])
+
+
+def answer(frame: bytes, forms: Forms) -> list[bytes]:
+    """The parts of what a body asks, behind an empty one; or an error alone."""
+    head, body = parted(frame)
+    job = Job(**json.loads(head))
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+    try:
+        return [b"", *understand(body, forms, job).to_parts()]
+    except (_TooLong, MemoryError):
+        return [InvalidRequest("the body takes too long, or too much memory, to read").to_wire().encode("ascii")]
+    except Exception as error:  # noqa: BLE001  the boundary of what is done with a client's body
+        return [as_internal("reading the body", error).to_wire().encode("ascii")]
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+
+def main() -> None:
+    """The process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, _stop)
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # whatever is printed by a library is no answer
+    first = _frame(source)
+    if first is None:
+        return
+    forms = forms_of(first)
+    configure_inherited("body-reader", rotates=json.loads(parted(first)[0])["log_rotates"])
+    _limit_memory()
+    while (frame := _frame(source)) is not None:
+        parts = answer(frame, forms)
+        # Said, not done: to the router a process that ends by itself is one that failed.
+        is_last = _memory_pages()[1] * resource.getpagesize() > MAX_RSS_BYTES
+        sink.write(joined([LAST if is_last else b"", *parts]))
+        sink.flush()
+
+
+def _frame(source: IO[bytes]) -> bytes | None:
+    head = source.read(LENGTH_BYTES)
+    if len(head) < LENGTH_BYTES:
+        return None
+    size = int.from_bytes(head, "little")
+    body = source.read(size)
+    return body if len(body) == size else None
+
+
+def _encoder(about: dict[str, Any]) -> Callable[[str], list[int]]:
+    @cache  # it is large, and most bodies need none
+    def tokenizer() -> Tokenizer:
+        if about["source"]:
+            directory, weights = about["source"]
+            return ServedModel.from_directory(about["name"], Path(directory), weights=weights).tokenizer
+        return Tokenizer(_FastTokenizer.from_str(about["tokenizer"]), ())
+
+    return lambda text: tokenizer().encode(text)
+
+
+def _limit_memory() -> None:
+    limit = _memory_pages()[0] * resource.getpagesize() + MAX_MORE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _memory_pages() -> tuple[int, int]:
+    """(of address space, resident); `ru_maxrss` would count what the process was forked from."""
+    total, resident, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(total), int(resident)
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    raise _TooLong
+
+
+if __name__ == "__main__":
+    main()

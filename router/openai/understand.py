@@ -1,0 +1,56 @@
+"""From the bytes of a body to what it asks: the only way, on the event loop for light bodies and in a process else."""
+
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from baton.core.errors import InvalidRequest
+from baton.router.openai.body import parse_body
+from baton.router.openai.chat_request import ChatRequest
+from baton.router.openai.chats import understand_chat
+from baton.router.openai.completion_request import CompletionRequest
+from baton.router.openai.completions import understand_completion
+from baton.router.openai.front import Forms
+from baton.router.openai.limits import check_shape
+from baton.router.openai.options import Options
+from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest, understand_detokenize, understand_tokenize
+from baton.router.openai.understood import Job, Understood
+
+_ID: Final = re.compile("[!-~]{1,128}")
+KINDS: Final[dict[str, tuple[type[BaseModel], Callable[[Any, Forms, Job], Understood]]]] = {
+    "ChatRequest": (ChatRequest, understand_chat),
+    "CompletionRequest": (CompletionRequest, understand_completion),
+    "TokenizeRequest": (TokenizeRequest, understand_tokenize),
+    "DetokenizeRequest": (DetokenizeRequest, understand_detokenize),
+}
+
+
+def understand(body: bytes, forms: Forms, job: Job) -> Understood:
+    """What a body asks; nothing is allocated for it.
+
+    Raises:
+        InvalidRequest: it can be seen to be wrong.
+    """
+    kind, write = KINDS[job.kind]
+    check_shape(body)
+    asked = parse_body(body, kind)
+    ignored: list[str] = []
+    if isinstance(asked, Options):
+        asked.refuse_unbuilt()
+        ignored = asked.ignored()
+        asked.request_id = _checked(asked.request_id or job.request_id)
+        job = Job(**{name: getattr(job, name) for name in Job.__slots__} | {"request_id": asked.request_id})
+    understood = write(asked, forms, job)
+    understood.ignored = ignored
+    return understood
+
+
+def _checked(request_id: str) -> str:
+    if not request_id:
+        return secrets.token_hex(16)
+    if not _ID.fullmatch(request_id):
+        raise InvalidRequest("request_id: 1 to 128 visible ASCII characters", field="request_id")
+    return request_id

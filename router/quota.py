@@ -1,0 +1,143 @@
+"""What one principal may take of the deployment at once: one object for a tenant, whichever doors its requests come by.
+
+Without keys every caller is the same principal: whatever name a caller gives itself proves nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final
+
+from baton.core.errors import Overloaded, PermissionDenied
+from baton.router.work import HIGH, NORMAL
+
+RETRY_AFTER_S: Final = 1.0
+PRIORITY_NAMES: Final = {"low": 0, "normal": NORMAL, "high": HIGH}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """Limits; None is none.
+
+    Attributes:
+        max_answers: that are made at once: a call has as many as its prompts times `n`.
+        max_queued_tokens: of the prompts of all calls under way.
+        max_connections: over HTTP.
+        max_priority: that its requests may name.
+    """
+
+    max_answers: int | None = None
+    max_queued_tokens: int | None = None
+    max_connections: int | None = None
+    max_priority: int = HIGH
+
+    def within(self, other: "Quota") -> "Quota":
+        """The narrower of both, limit by limit."""
+        return Quota(
+            max_answers=_least(self.max_answers, other.max_answers),
+            max_queued_tokens=_least(self.max_queued_tokens, other.max_queued_tokens),
+            max_connections=_least(self.max_connections, other.max_connections),
+            max_priority=min(self.max_priority, other.max_priority),
+        )
+
+
+NO_LIMITS: Final = Quota()
+
+
+class Account:
+    """What one principal holds.
+
+    Args:
+        owner: for messages.
+    """
+
+    def __init__(self, owner: str = "tenant") -> None:
+        self._owner = owner
+        self.num_answers = 0
+        self.num_tokens = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is held."""
+        return not self.num_answers and not self.num_tokens
+
+    def check_answers(self, num: int, quota: Quota) -> None:
+        """Refuse so many more answers, if that is too many.
+
+        Raises:
+            Overloaded: it is.
+        """
+        _require(self.num_answers, num, quota.max_answers, f"{self._owner} has", "answers", "streams_per_tenant")
+
+    def check_tokens(self, num: int, quota: Quota) -> None:
+        """Refuse a prompt of so many tokens, if that is too many.
+
+        Raises:
+            Overloaded: it is.
+        """
+        limit = quota.max_queued_tokens
+        _require(self.num_tokens, num, limit, f"{self._owner} has", "prompt tokens", "queued_tokens")
+
+
+@dataclass(slots=True)
+class Hold:
+    """What one call has been given of an account."""
+
+    account: Account
+    quota: Quota
+    num_tokens: int = 0
+
+    def add_tokens(self, num: int) -> None:
+        """A prompt of the call has so many.
+
+        Raises:
+            Overloaded: more than are left.
+        """
+        self.account.check_tokens(num, self.quota)
+        self.num_tokens += num
+        self.account.num_tokens += num
+
+    def check_priority(self, priority: int) -> None:
+        """Refuse a turn before others' that the principal has no permission for.
+
+        Raises:
+            PermissionDenied: it has none.
+        """
+        if priority > self.quota.max_priority:
+            message = f"priority {priority} needs a key that permits it; this one permits {self.quota.max_priority}"
+            raise PermissionDenied(message, field="priority", limit=self.quota.max_priority)
+
+
+# Of the call that runs: what is known only behind the door (tokens, the priority) is charged to it there.
+CURRENT: ContextVar[Hold | None] = ContextVar("baton_quota", default=None)
+
+
+@contextmanager
+def holding(account: Account, quota: Quota, num_answers: int) -> Iterator[None]:
+    """Hold answers, and what is added meanwhile, to the end of a call.
+
+    Raises:
+        Overloaded: there are not so many left.
+    """
+    account.check_answers(num_answers, quota)
+    account.num_answers += num_answers
+    hold = Hold(account, quota)
+    token = CURRENT.set(hold)
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)
+        account.num_answers -= num_answers
+        account.num_tokens -= hold.num_tokens
+
+
+def _require(held: int, num: int, limit: int | None, owner: str, what: str, reason: str) -> None:
+    if limit is not None and held + num > limit:
+        message = f"this {owner} {held} {what} under way, and asks for {num}: {limit} are the limit"
+        retry = f"; try again in {RETRY_AFTER_S:g} s"
+        raise Overloaded(message + retry, limit=limit, what=reason, retry_after_s=RETRY_AFTER_S)
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    return one if other is None else other if one is None else min(one, other)

@@ -1,0 +1,138 @@
+"""What a connection may take: header bytes, time, and a place among so many."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.router.openai import connection
+from baton.router.openai.connection import ConnectionLimits, Connections
+from baton.router.openai.server import HttpServer
+
+pytestmark = [pytest.mark.fast, pytest.mark.asyncio]
+
+
+async def app(scope, receive, send):
+    """Says how many headers came, after the body has; keeps `/slow` waiting."""
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body += message["body"]
+        if not message.get("more_body"):
+            break
+    if connection.PLACE in scope and scope["path"].startswith("/own/"):
+        scope[connection.PLACE].own(scope["path"], 1)
+    if scope["path"] == "/slow":
+        await asyncio.Event().wait()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@asynccontextmanager
+async def listening(**limits):
+    connections = Connections(ConnectionLimits(**({"max_connections": 8} | limits)))
+    server = HttpServer(app, connections)
+    await server.start("127.0.0.1", 0)
+    opened = []
+
+    async def dial(data=b""):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        opened.append(writer)
+        writer.write(data)
+        return reader, writer
+
+    try:
+        yield dial, connections
+    finally:
+        for writer in opened:
+            writer.close()
+        await server.stop(0.0)
+
+
+async def status_of(reader):
+    async with asyncio.timeout(20):
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        await reader.readexactly(size)
+    return int(head.split()[1])
+
+
+async def ended(reader):
+    async with asyncio.timeout(20):
+        return await reader.read()
+
+
+async def test_headers_have_a_limit_whole_or_not():
+    async with listening(max_header_bytes=4000) as (dial, _):
+        reader, writer = await dial(b"GET / HTTP/1.1\r\nx: " + b"a" * 3000 + b"\r\n\r\n")
+        assert await status_of(reader) == 200
+        writer.write(b"POST / HTTP/1.1\r\ncontent-length: 9000\r\n\r\n" + b"b" * 9000)  # a body is none
+        assert await status_of(reader) == 200
+        for head in (
+            b"GET / HTTP/1.1\r\nx: " + b"a" * 5000 + b"\r\n\r\n",
+            b"GET / HTTP/1.1\r\nx: " + b"a" * 5000,
+            b"GET /" + b"a" * 5000,
+            b"GET / HTTP/1.1\r\n" + b"x: a\r\n" * 1000,
+        ):
+            reader, _ = await dial(head)
+            assert await status_of(reader) == 431
+            assert await ended(reader) == b""
+
+
+async def test_headers_that_come_in_drops_and_none_at_all_are_closed_in_time():
+    async with listening(head_timeout_s=0.2) as (dial, connections):
+        silent, _ = await dial()
+        begun, _ = await dial(b"GET / HTTP/1.1\r\nx: ")
+        again, writer = await dial(b"GET / HTTP/1.1\r\n\r\n")
+        assert await status_of(again) == 200
+        writer.write(b"GET / HT")
+        for reader in (silent, begun, again):
+            assert await status_of(reader) == 408
+            assert await ended(reader) == b""
+        working, _ = await dial(b"GET /slow HTTP/1.1\r\n\r\n")
+        await asyncio.sleep(0.5)
+        assert not working.at_eof() and len(connections._open) == 1
+
+
+async def test_a_connection_too_many_is_refused_unless_an_idle_one_makes_room():
+    async with listening(max_connections=2) as (dial, connections):
+        busy, _ = await dial(b"GET /slow HTTP/1.1\r\n\r\n")
+        idle, _ = await dial(b"GET / HTTP/1.1\r\n\r\n")
+        assert await status_of(idle) == 200
+        third, _ = await dial(b"GET /slow HTTP/1.1\r\n\r\n")
+        assert await ended(idle) == b""
+        while len(connections._idle):
+            await asyncio.sleep(0.01)
+        fourth, _ = await dial(b"GET / HTTP/1.1\r\n\r\n")
+        assert await status_of(fourth) == 503
+        assert not busy.at_eof() and not third.at_eof()
+
+
+async def test_places_are_given_back():
+    async with listening() as (dial, connections):
+        for _ in range(5):
+            reader, writer = await dial(b"GET / HTTP/1.1\r\n\r\n")
+            assert await status_of(reader) == 200
+            writer.close()
+        async with asyncio.timeout(20):
+            while connections._open:
+                await asyncio.sleep(0.01)
+        assert not connections._idle and not connections._num_of
+
+
+async def test_one_principal_has_so_many_of_them():
+    async with listening() as (dial, connections):
+        first, writer = await dial(b"GET /own/a HTTP/1.1\r\n\r\n")
+        assert await status_of(first) == 200
+        other, _ = await dial(b"GET /own/b HTTP/1.1\r\n\r\n")
+        assert await status_of(other) == 200
+        second, _ = await dial(b"GET /own/a HTTP/1.1\r\n\r\n")
+        assert await status_of(second) == 500  # the app here lets the refusal out
+        writer.close()
+        async with asyncio.timeout(20):
+            while connections._num_of["/own/a"]:
+                await asyncio.sleep(0.01)
+        third, _ = await dial(b"GET /own/a HTTP/1.1\r\n\r\n")
+        assert await status_of(third) == 200
