@@ -81,6 +81,8 @@ def check_message(message: Message, prefix: str = "") -> None:
 
 def is_repeated(field: Any) -> bool:
     """Whether a field holds any number of values."""
+    if hasattr(field, "is_repeated"):  # protobuf 6 and newer; 7 has no label any more
+        return bool(field.is_repeated)
     return bool(field.label == FieldDescriptor.LABEL_REPEATED)
 
 

@@ -34,8 +34,8 @@ from baton.router.openai.understood import LENGTH_BYTES, Job, Understood, parted
 from baton.router.served_model import ServedModel
 
 NUM_PROCESSES: Final = 2
-MAX_WAITING: Final = 64  # bodies
-MAX_WAITING_OF_ONE: Final = 16  # of one principal, so that one's bodies leave room for others'
+MAX_WAITING_BYTES: Final = 256 << 20  # of bodies that wait or are being read
+MAX_WAITING_BYTES_OF_ONE: Final = 128 << 20  # of one principal, so that one's bodies leave room for others'
 BODY_TIMEOUT_S: Final = 30.0  # for a body to come
 ANSWER_TIMEOUT_S: Final = 120.0  # a process that says nothing for so long is ended
 PLACE_TIMEOUT_S: Final = 60.0  # a body that no process has begun with by then is refused
@@ -77,7 +77,7 @@ class BodyReader:
         )
         self._idle: list[_Process] = []
         self._places = asyncio.Semaphore(NUM_PROCESSES)
-        self._num_of: Counter[str] = Counter()
+        self._num_bytes_of: Counter[str] = Counter()
         self.num_in_process = 0  # bodies that were not light
 
     async def read(self, request: Request, kind: type[BaseModel]) -> Understood:
@@ -91,7 +91,7 @@ class BodyReader:
         job = self._job(kind.__name__, request.headers.get("x-request-id"))
         if is_light(body):
             return understand(body, self._forms, job)
-        with self._place_of(principal_of(request.scope).name):
+        with self._place_of(principal_of(request.scope).name, len(body)):
             return Understood.from_parts(await self._ask(job, body), kind)
 
     async def close(self) -> None:
@@ -186,18 +186,21 @@ class BodyReader:
             self._places.release()
 
     @contextmanager
-    def _place_of(self, principal: str) -> Iterator[None]:
-        num = self._num_of.total()
-        if num >= MAX_WAITING or self._num_of[principal] >= MAX_WAITING_OF_ONE:
-            message = f"{num} long requests are being read, the limit; try again in {RETRY_AFTER_S:g} s"
-            raise Overloaded(message, limit=MAX_WAITING, what="bodies", retry_after_s=RETRY_AFTER_S)
-        self._num_of[principal] += 1
+    def _place_of(self, principal: str, num_bytes: int) -> Iterator[None]:
+        held = self._num_bytes_of
+        is_full = held.total() + num_bytes > MAX_WAITING_BYTES
+        if is_full or held[principal] + num_bytes > MAX_WAITING_BYTES_OF_ONE:
+            message = (
+                f"{held.total()} bytes of long requests are being read, the limit; try again in {RETRY_AFTER_S:g} s"
+            )
+            raise Overloaded(message, limit=MAX_WAITING_BYTES, what="body_bytes", retry_after_s=RETRY_AFTER_S)
+        held[principal] += num_bytes
         try:
             yield
         finally:
-            self._num_of[principal] -= 1
-            if not self._num_of[principal]:
-                del self._num_of[principal]
+            held[principal] -= num_bytes
+            if not held[principal]:
+                del held[principal]
 
 
 class _Ended(Exception):

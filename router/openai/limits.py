@@ -37,6 +37,7 @@ MAX_CONTAINERS: Final = 1 << 17
 LIGHT_BYTES: Final = 32 << 10
 LIGHT_CONTAINERS: Final = 48
 LIGHT_ITEMS: Final = 256
+LIGHT_NUMBERS: Final = 2048  # items that are no strings: a microsecond each, where names and words cost many
 
 Name = Annotated[str, Field(max_length=MAX_NAME_LEN)]
 Text = Annotated[str, Field(max_length=MAX_BYTES)]  # the body's limit is what bounds it
@@ -65,7 +66,8 @@ def is_light(body: bytes) -> bool:
     return (
         len(body) <= LIGHT_BYTES
         and body.count(b"{") + body.count(b"[") <= LIGHT_CONTAINERS
-        and body.count(b",") <= LIGHT_ITEMS
+        and (num_items := body.count(b",")) <= LIGHT_NUMBERS
+        and min(num_items, body.count(b'"') // 2) <= LIGHT_ITEMS
     )
 
 

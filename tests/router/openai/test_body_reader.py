@@ -285,7 +285,7 @@ async def test_without_processes_every_endpoint_ends_typed(monkeypatch, command,
     monkeypatch.setattr(body_reader, "_COMMAND", command)
     async with reading() as (reader, ask):
         assert await ask(path) == (500, "internal_error")
-        assert (reader._idle, reader._num_of.total(), reader._places._value) == ([], 0, body_reader.NUM_PROCESSES)
+        assert (reader._idle, reader._num_bytes_of.total(), reader._places._value) == ([], 0, body_reader.NUM_PROCESSES)
 
 
 async def test_who_waits_too_long_for_a_process_is_refused():

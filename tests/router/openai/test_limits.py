@@ -4,7 +4,7 @@ import pytest
 from pydantic import BaseModel
 
 from baton.core.errors import InvalidRequest
-from baton.router.openai.limits import LIGHT_ITEMS, MAX_CONTAINERS, check_shape, is_light
+from baton.router.openai.limits import LIGHT_ITEMS, LIGHT_NUMBERS, MAX_CONTAINERS, check_shape, is_light
 from baton.router.openai.options import Wire
 from baton.router.openai.understand import KINDS
 
@@ -73,7 +73,9 @@ def test_all_bodies_are_made_of_parts_that_are_walked():
 
 def test_a_body_is_light_by_what_is_outside_and_inside_its_texts():
     assert is_light(b'{"prompt":"a"}')
-    assert not is_light(b'{"prompt":[' + b"1," * (LIGHT_ITEMS + 1) + b"1]}")
+    assert is_light(b'{"prompt":[' + b"1," * 1023 + b"1]}"), "an ordinary prompt of token ids"
+    assert not is_light(b'{"prompt":[' + b"1," * (LIGHT_NUMBERS + 1) + b"1]}")
+    assert not is_light(b'{"prompt":[' + b'"a",' * (LIGHT_ITEMS + 1) + b'"a"]}')
     assert not is_light(b'{"prompt":"' + b"{" * 100 + b'"}')  # a guess, by which it is read elsewhere
 
 
