@@ -39,7 +39,12 @@ class Outbox(Generic[Event]):
             if self._is_waking:
                 return
             self._is_waking = True
-        self._cork.call(self._wake)
+        try:
+            self._cork.call(self._wake)
+        except BaseException:  # it may not have come to `_wake`
+            with self._lock:
+                self._is_waking = False
+            raise
 
     async def take(self) -> list[tuple[int, Event | End]]:
         """All that was said since, at least one item."""

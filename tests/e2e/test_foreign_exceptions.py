@@ -203,6 +203,8 @@ async def sweep(model, tokenizer, kind, monkeypatch, number=None):
 
 
 @pytest.mark.asyncio
+# Slow, like the sweep below: which points a request passes varies with timing, so that each run tries others.
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_foreign_exception_anywhere_ends_its_request_alone(kind, load_tiny, tokenizer, monkeypatch):
     assert await sweep(load_tiny(), tokenizer, KINDS[kind], monkeypatch, SAMPLE) == []
