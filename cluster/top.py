@@ -1,5 +1,7 @@
 """`baton top`: a deployment's load as it changes, on a terminal; once, as text or JSON, elsewhere."""
 
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, TextIO
@@ -58,21 +60,25 @@ def _watch(address: str, before: admin_pb2.StatusReply, interval_s: float, stdou
     from rich.console import Console
     from rich.live import Live
 
+    # An event, not KeyboardInterrupt: one that is raised in a destructor or a callback is lost, and with it the Ctrl-C.
+    stop = threading.Event()
+    handler = signal.signal(signal.SIGINT, lambda number, frame: stop.set())
     try:
         with Live(console=Console(file=stdout), screen=True, auto_refresh=False) as live:
-            for data in samples(address, before, interval_s):
+            for data in samples(address, before, interval_s, stop):
                 live.update(view(data), refresh=True)
-    except KeyboardInterrupt:
-        return
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
-def samples(address: str, before: admin_pb2.StatusReply, interval_s: float) -> Iterator[dict[str, Any]]:
-    """What `top_data` says of each interval; while nobody answers, the last with the reason as `problem`."""
+def samples(
+    address: str, before: admin_pb2.StatusReply, interval_s: float, stop: threading.Event
+) -> Iterator[dict[str, Any]]:
+    """What `top_data` says of each interval until `stop`; without an answer, the last with the reason as `problem`."""
     data = top_data(before, before, 0.0) | {"address": address}
     yield data
     begin_s = time.monotonic()
-    while True:
-        time.sleep(interval_s)
+    while not stop.wait(interval_s):
         try:
             now = fetch_status(address)
         except BatonError as error:

@@ -2,6 +2,8 @@
 
 import io
 import json
+import signal
+import threading
 from concurrent import futures
 
 import grpc
@@ -141,7 +143,7 @@ def test_watching_goes_on_while_nobody_answers(monkeypatch):
         return answer
 
     monkeypatch.setattr(module, "fetch_status", fetch)
-    found = samples("here:1", reply(), 0.01)
+    found = samples("here:1", reply(), 0.01, threading.Event())
     first, second, third, fourth = (next(found) for _ in range(4))
     assert first["tokens_per_s"] is None
     assert second["tokens_per_s"] > 0
@@ -153,10 +155,11 @@ def test_watching_goes_on_while_nobody_answers(monkeypatch):
 def test_ctrl_c_ends_the_live_view_well(monkeypatch):
     shown = []
 
-    def looks(address, before, interval_s):
+    def looks(address, before, interval_s, stop):
         yield top_data(before, before, 0.0) | {"address": address}
         shown.append(address)
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+        assert stop.wait(10.0)
 
     monkeypatch.setattr(module, "samples", looks)
     monkeypatch.setattr(module, "fetch_status", lambda address: reply())
