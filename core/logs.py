@@ -79,9 +79,9 @@ class TextFormatter(logging.Formatter):
         """The line, its control characters escaped."""
         return escaped(super().formatMessage(record))
 
-    def formatException(self, about: Any) -> str:
+    def formatException(self, ei: Any) -> str:
         """The traceback, indented."""
-        return _behind_bar(super().formatException(about))
+        return _behind_bar(super().formatException(ei))
 
     def formatStack(self, stack_info: str) -> str:
         """Likewise."""

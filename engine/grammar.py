@@ -211,6 +211,7 @@ class GrammarState:
         return None
 
     def _takes(self, token_id: int) -> bool:
+        assert self._matcher is not None
         with self._grammar.lock:
             if token_id in self._grammar.eos_token_ids:
                 return bool(self._matcher.is_accepting())

@@ -128,6 +128,7 @@ class OwnMatcher:
                 return look
         # Nothing but the text and this one look decides now.
         self._restart(text)
+        assert self._matcher is not None
         why, num_consumed = self._matcher.get_error(), self._num_consumed
         if num_consumed < len(text):
             self._judge(text, num_consumed)

@@ -46,8 +46,9 @@ class Shutdown:
             Draining: it is not let in, or it was ended by `cut`.
         """
         self.require_open()
+        scope = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as scope:
+            async with scope:
                 self._scopes.add(scope)
                 self._empty.clear()
                 try:

@@ -37,7 +37,7 @@ MAX_CONTAINERS: Final = 1 << 17
 LIGHT_BYTES: Final = 32 << 10
 LIGHT_CONTAINERS: Final = 48
 LIGHT_ITEMS: Final = 256
-LIGHT_NUMBERS: Final = 2048  # items that are no strings: a microsecond each, where names and words cost many
+LIGHT_NUMBERS: Final = 1200  # items that are no strings: a microsecond each, where names and words cost many
 
 Name = Annotated[str, Field(max_length=MAX_NAME_LEN)]
 Text = Annotated[str, Field(max_length=MAX_BYTES)]  # the body's limit is what bounds it

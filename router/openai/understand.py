@@ -3,6 +3,7 @@
 import re
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -42,7 +43,7 @@ def understand(body: bytes, forms: Forms, job: Job) -> Understood:
         asked.refuse_unbuilt()
         ignored = asked.ignored()
         asked.request_id = _checked(asked.request_id or job.request_id)
-        job = Job(**{name: getattr(job, name) for name in Job.__slots__} | {"request_id": asked.request_id})
+        job = replace(job, request_id=asked.request_id)
     understood = write(asked, forms, job)
     understood.ignored = ignored
     return understood

@@ -24,7 +24,7 @@ from baton.tests.router.openai.served import CHATML, MODEL, served
 from baton.tests.router.openai.test_chat import TREE, report
 
 pytestmark = [pytest.mark.fast, pytest.mark.asyncio]
-LONG = {"prompt": [1] * 300, "max_tokens": 4}  # too many items for the event loop
+LONG = {"prompt": [1] * 300, "max_tokens": 4, "unknown": [[]] * 60}  # too many arrays for the event loop
 CALLS = '<think>\nhm\n</think>\n\nI <tool_call>{"name": "weather", "arguments": {"a": 1}}</tool_call>'
 TAGGED = "<tool_call>\n<function=weather>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 WITH_TAGS = CHATML + "{# <function= <parameter= <think> #}"

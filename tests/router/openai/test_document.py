@@ -107,7 +107,9 @@ def test_numbers_of_the_table_are_those_of_the_code(name):
 
 def test_the_document_has_the_paths_that_are_served():
     model = SimpleNamespace(name="toy", tokenizer=TOKENIZER)
-    front = SimpleNamespace(model=model, now_unix_s=lambda: 0.0, door=None, operators=None, config=HttpConfig(port=0))
+    front = SimpleNamespace(
+        model=model, now_unix_s=lambda: 0.0, door=None, operators=None, metrics=None, config=HttpConfig(port=0)
+    )
     made = make_app(front)._app.routes
     routes = {
         (route.path.replace("{name:path}", "{name}"), method.lower())
