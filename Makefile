@@ -19,7 +19,7 @@ check: dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	types=$$(mktemp); $(BIN)/pyright >"$$types" 2>&1 & \
-	scripts/test_parts --cov 80 $(BIN)/pytest -q -m "fast and not long and not gpu"; tests=$$?; \
+	scripts/test_parts --cov 80 $(BIN)/pytest -q -m "fast and not long and not slow and not gpu"; tests=$$?; \
 	wait $$!; found=$$?; cat "$$types"; rm "$$types"; exit $$((tests | found))
 
 # The whole default suite (neither slow nor gpu).

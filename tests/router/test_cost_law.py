@@ -175,7 +175,6 @@ async def test_no_message_keeps_the_loop_busy(at_the_door):
 
 
 @pytest.mark.slow
-@pytest.mark.slow  # it measures: near its bound a busy machine decides
 async def test_no_body_of_any_size_keeps_the_loop_busy(at_the_door):
     for num_bytes in (3_000, 30_000, 60_000, 1_600_000, 6_000_000):
         dear = await run_http(num_bytes)
