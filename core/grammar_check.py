@@ -33,7 +33,7 @@ def check_grammar(kind: str, text: str) -> None:
     _require(text != "", kind, "is empty")
     num_bytes = len(text.encode("utf-8", "surrogatepass"))
     _require(num_bytes <= MAX_GRAMMAR_BYTES, kind, f"has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES}")
-    _require(text.isascii() or not _has_surrogate(text), kind, "is not valid UTF-8")
+    _require(_is_unicode(text), kind, "is not valid UTF-8")
     if kind == "json_schema":
         _check_schema(text)
     if kind == "grammar" and INLINE_JSON in text:
@@ -65,8 +65,12 @@ def _small_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # lone surrogates
+        return False
+    return True
 
 
 def _require(holds: bool, kind: str, why: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from pydantic import Field
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -84,11 +85,12 @@ class Tokens:
         return named
 
 
-async def _json_list(items: Sequence[int | str]) -> bytes:
+async def _json_list(items: Sequence[int] | Sequence[str]) -> bytes:
     """As `_named`: a reply may be many times as long as what it answers."""
+    written = json_bytes if items and isinstance(items[0], str) else to_json  # a quarter of the time
     parts = []
     for first in range(0, len(items), NAMED_AT_ONCE):
-        parts.append(json_bytes(items[first : first + NAMED_AT_ONCE])[1:-1])
+        parts.append(written(items[first : first + NAMED_AT_ONCE])[1:-1])
         await asyncio.sleep(0)
     return b"[" + b",".join(parts) + b"]"
 
