@@ -68,7 +68,8 @@ class RaySession:
     Args:
         address: `local` starts a private Ray; `auto` or HOST:PORT joins a running one.
         namespace: of the actors.
-        temp_dir: where a private Ray keeps its sockets and logs; short, because socket paths are.
+        temp_dir: where a private Ray keeps its sockets and logs; short, because socket paths are. Its certificate is in
+            a folder beside it, which is made, and is the caller's to remove.
         num_gpus: GPUs a private Ray offers; None counts them.
 
     Raises:
@@ -91,7 +92,8 @@ class RaySession:
                 # Idle workers started in advance would only delay ours.
                 "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
             }
-            with closed_doors(secrets.token_hex(32)) as more:
+            certificate = temp_dir.with_name(f"{temp_dir.name}_tls")  # Ray opens its own folder to all
+            with closed_doors(secrets.token_hex(32), certificate) as more:
                 self._connect(address, options | more)
         else:
             require_ray(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)

@@ -7,11 +7,12 @@ import sys
 import time
 import types
 from concurrent import futures
+from pathlib import Path
 
 import grpc
 import pytest
 
-from baton.cluster import private_ray, ray_session
+from baton.cluster import private_ray, ray_certificates, ray_session
 from baton.cluster.router_process import RouterProcess
 from baton.core.errors import ModelFileDamaged, RayUnavailable, RayVersionMismatch, WorkerStartFailed
 from baton.core.inside import DeploymentSecret
@@ -180,13 +181,15 @@ def test_a_cluster_is_not_joined_without_a_token(monkeypatch, tmp_path):
         private_ray.read_settings()
 
 
-def test_what_a_private_ray_is_started_with_is_taken_back(monkeypatch):
+def test_what_a_private_ray_is_started_with_is_taken_back(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/an/operators/own")
+    monkeypatch.setenv("RAY_USE_TLS", "0")
+    monkeypatch.setenv("RAY_TLS_SERVER_CERT", "/an/operators/own")
     monkeypatch.delenv("RAY_worker_niceness", raising=False)
     before, umask = dict(os.environ), os.umask(0o022)
     try:
-        with pytest.raises(ZeroDivisionError), private_ray.closed_doors("secret") as options:
+        with pytest.raises(ZeroDivisionError), private_ray.closed_doors("secret", tmp_path / "tls") as options:
             assert options == {"_node_ip_address": "127.0.0.1"}
             assert {name: os.environ.get(name) for name in private_ray.TOKEN_VARIABLES} == {
                 "RAY_AUTH_MODE": "token",
@@ -194,6 +197,10 @@ def test_what_a_private_ray_is_started_with_is_taken_back(monkeypatch):
                 "RAY_AUTH_TOKEN_PATH": None,
             }
             assert os.environ["RAY_worker_niceness"] == "0"
+            assert os.environ["RAY_USE_TLS"] == "1"
+            for name in ray_certificates.TLS_VARIABLES[1:]:
+                file = Path(os.environ[name])
+                assert file.parent == tmp_path / "tls" and file.stat().st_mode & 0o077 == 0
             raise ZeroDivisionError
         assert dict(os.environ) == before
         assert os.umask(umask) == 0o022
