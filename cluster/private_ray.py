@@ -73,3 +73,12 @@ def read_settings() -> bool:
     loader = raylet.AuthenticationTokenLoader.instance()
     loader.reset_cache()
     return os.environ.get("RAY_AUTH_MODE", "").lower() != "token" or bool(loader.has_token(ignore_auth_mode=True))
+
+
+def token_header() -> tuple[tuple[str, str], ...]:
+    """The environment's token as Ray's calls carry it; empty if it says that none is asked for."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        return ()
+    raylet: Any = importlib.import_module("ray._raylet")
+    headers: Mapping[str, str] = raylet.AuthenticationTokenLoader.instance().get_token_for_http_header()
+    return tuple((name.lower(), value) for name, value in headers.items())
