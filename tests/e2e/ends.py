@@ -41,7 +41,8 @@ NUM_ASKS = 48  # so many different ones; what is replayed is kept
 PATIENCE_S = 240.0
 FLAGS = (
     "--grpc-port 0 --prefill 2 --decode 2 --dtype float64 --num-speculative-tokens 2 --kv-memory-mib 64 "
-    "--max-num-batched-tokens 64 --max-num-seqs 16 --migration-wait-s 120 --max-wait-s 120 --request-timeout-s 200 --max-migrations 8"
+    "--max-num-batched-tokens 64 --max-num-seqs 16 --migration-wait-s 120 --max-wait-s 120 --request-timeout-s 200 "
+    "--max-migrations 8"
 ).split()
 # They are survived: one deployment goes through all of them.
 SURVIVED = ("router", "prefill", "decode", "landing")
