@@ -1,16 +1,19 @@
-"""What a private Ray lets in: this process's token on loopback, and nobody else.
+"""What a private Ray lets in: this process's certificate and token, on loopback, and nothing else.
 
 Ray's own settings are read from the environment, once a process, and by every process that it starts. They hold while
 a private Ray is started and are taken back after, so that neither another Ray of this process nor other children of
-it see them. The token is never in a command line and never in a file.
+it see them. The token is never in a command line and never in a file; the certificate's key is in a file that only
+this account reads, because Ray takes it from nowhere else.
 """
 
 import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
+from baton.cluster import ray_certificates
 from baton.cluster.private_files import PRIVATE_UMASK
 
 LOOPBACK: Final = "127.0.0.1"
@@ -26,7 +29,7 @@ SETTINGS: Final[Mapping[str, str]] = {
 
 
 @contextmanager
-def closed_doors(token: str) -> Iterator[dict[str, Any]]:
+def closed_doors(token: str, folder: Path) -> Iterator[dict[str, Any]]:
     """What `ray.init(address="local")` is called in; yields more of its options.
 
     Files that Ray's processes write are readable by this account alone. The token stays known to Ray in this process
@@ -34,8 +37,10 @@ def closed_doors(token: str) -> Iterator[dict[str, Any]]:
 
     Args:
         token: of this Ray; random.
+        folder: for its certificate, made here. It has to stay as long as Ray runs.
     """
-    settings = {**SETTINGS, "RAY_AUTH_TOKEN": token}
+    certificate = ray_certificates.private_settings(folder, LOOPBACK)
+    settings = {**SETTINGS, **certificate, "RAY_AUTH_TOKEN": token}
     before = {name: os.environ.get(name) for name in (*settings, *TOKEN_VARIABLES)}
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
     os.environ.update(settings)
@@ -68,3 +73,12 @@ def read_settings() -> bool:
     loader = raylet.AuthenticationTokenLoader.instance()
     loader.reset_cache()
     return os.environ.get("RAY_AUTH_MODE", "").lower() != "token" or bool(loader.has_token(ignore_auth_mode=True))
+
+
+def token_header() -> tuple[tuple[str, str], ...]:
+    """The environment's token as Ray's calls carry it; empty if it says that none is asked for."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        return ()
+    raylet: Any = importlib.import_module("ray._raylet")
+    headers: Mapping[str, str] = raylet.AuthenticationTokenLoader.instance().get_token_for_http_header()
+    return tuple((name.lower(), value) for name, value in headers.items())

@@ -5,6 +5,8 @@ import os
 import re
 import secrets
 import signal
+import socket
+import ssl
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -12,9 +14,9 @@ from typing import Any
 
 import grpc
 
-from baton.cluster.private_ray import closed_doors, read_settings
+from baton.cluster.private_ray import closed_doors, read_settings, token_header
 from baton.cluster.processes import is_alive
-from baton.core.errors import RayLost, RayUnavailable, RayVersionMismatch
+from baton.core.errors import RayAccessRefused, RayLost, RayUnavailable, RayVersionMismatch
 
 TESTED_RAY = "2.60.0"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's minimum is 75 MiB
@@ -25,6 +27,7 @@ _HANGS = ("Timed out waiting for file", "timed out during startup")
 _logger = logging.getLogger(__name__)
 TOKEN_CODES = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)  # `ray.init` says what it wants
 NO_TOKEN = "a Ray cluster asks for its token: say RAY_AUTH_TOKEN_PATH=FILE, as where it was started"
+TLS_WANTED = "RAY_USE_TLS=1 with RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT, as where it was started"
 ACCEPT_OPEN = "accept one that is open to all with RAY_AUTH_MODE=disabled"
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request is a valid one
 
@@ -68,10 +71,12 @@ class RaySession:
     Args:
         address: `local` starts a private Ray; `auto` or HOST:PORT joins a running one.
         namespace: of the actors.
-        temp_dir: where a private Ray keeps its sockets and logs; short, because socket paths are.
+        temp_dir: where a private Ray keeps its sockets and logs; short, because socket paths are. Its certificate is in
+            a folder beside it, which is made, and is the caller's to remove.
         num_gpus: GPUs a private Ray offers; None counts them.
 
     Raises:
+        RayAccessRefused: the environment has no token or certificate of the cluster's.
         RayUnavailable: not installed, no cluster answers, or one that is open to all.
         RayVersionMismatch: this version, or the cluster's, is not the tested one.
     """
@@ -91,11 +96,15 @@ class RaySession:
                 # Idle workers started in advance would only delay ours.
                 "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
             }
-            with closed_doors(secrets.token_hex(32)) as more:
+            certificate = temp_dir.with_name(f"{temp_dir.name}_tls")  # Ray opens its own folder to all
+            with closed_doors(secrets.token_hex(32), certificate) as more:
                 self._connect(address, options | more)
         else:
-            require_ray(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+            known = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+            require_ray(known)
             require_token(address)
+            if known != "auto":
+                require_token_taken(known)
             self._connect(address, options)
             try:
                 require_token_there(self.address)
@@ -199,7 +208,12 @@ def _end_half_begun(error: BaseException) -> None:
 
 
 def require_ray(address: str) -> None:
-    """Ask for a sign of life first: `ray.init` waits a minute, deaf to signals, for whatever else listens there."""
+    """Ask for a sign of life first: `ray.init` waits a minute, deaf to signals, for whatever else listens there.
+
+    Raises:
+        RayAccessRefused: it asks for a certificate, and the environment names none, or another authority's.
+        RayUnavailable: it is no address, or nothing that is Ray answers there.
+    """
     if address in ("auto", "local"):
         return
     host, _, port = address.rpartition(":")
@@ -210,18 +224,34 @@ def require_ray(address: str) -> None:
     except UnicodeError as error:
         raise RayUnavailable(f"{address!r} is no address", address=address) from error
     if code not in (grpc.StatusCode.OK, *TOKEN_CODES):
+        if _speaks_tls(host, int(port)):
+            which = "not the one of RAY_TLS_CA_CERT, or not for this address" if _has_tls() else "and none is given"
+            message = f"the Ray cluster at {address} shows and asks for a certificate, {which}: say {TLS_WANTED}"
+            raise RayAccessRefused(message, address=address)
         name = "no answer" if code is None else code.name
-        raise RayUnavailable(f"no Ray cluster answers at {address}: {name}", address=address)
+        why = " (with RAY_USE_TLS=1: it may speak no TLS)" if _has_tls() else ""
+        raise RayUnavailable(f"no Ray cluster answers at {address}: {name}{why}", address=address)
 
 
 def require_token(address: str) -> None:
     """Check that the environment has a token for a cluster, or says that the cluster asks for none.
 
     Raises:
-        RayUnavailable: it does neither.
+        RayAccessRefused: it does neither.
     """
     if not read_settings():
-        raise RayUnavailable(f"{NO_TOKEN}, or {ACCEPT_OPEN}", address=address)
+        raise RayAccessRefused(f"{NO_TOKEN}, or {ACCEPT_OPEN}", address=address)
+
+
+def require_token_taken(address: str) -> None:
+    """Check that the cluster takes the token of the environment; Ray's own clients would wait for it.
+
+    Raises:
+        RayAccessRefused: it is another one's.
+    """
+    token = token_header()
+    if token and _answer_to(address, token) in TOKEN_CODES:
+        raise RayAccessRefused(f"the Ray cluster at {address} refuses this token: {NO_TOKEN}", address=address)
 
 
 def require_token_there(address: str) -> None:
@@ -241,9 +271,53 @@ def require_token_there(address: str) -> None:
 
 
 def _answer_without_token(address: str) -> grpc.StatusCode | None:
+    return _answer_to(address, ())
+
+
+def _answer_to(address: str, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode | None:
+    """What the table at `address` answers to who has the environment's certificate and brings this."""
+    options = (("grpc.enable_http_proxy", 0),)
+    credentials = _credentials()
     try:
-        with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
-            channel.unary_unary(CHECK_ALIVE, bytes, bytes)(b"", timeout=CONNECT_TIMEOUT_S)
+        with (
+            grpc.insecure_channel(address, options=options)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options=options)
+        ) as channel:
+            channel.unary_unary(CHECK_ALIVE, bytes, bytes)(b"", timeout=CONNECT_TIMEOUT_S, metadata=metadata)
     except grpc.RpcError as error:
         return error.code() if isinstance(error, grpc.Call) else None
     return grpc.StatusCode.OK
+
+
+def _has_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")  # as Ray reads it
+
+
+def _credentials() -> grpc.ChannelCredentials | None:
+    """Of the environment, as Ray reads it.
+
+    Raises:
+        RayAccessRefused: a file is not named, or cannot be read; Ray would end the process.
+    """
+    if not _has_tls():
+        return None
+    read = []
+    for name in ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_SERVER_CERT"):
+        try:
+            read.append(Path(os.environ[name]).read_bytes())
+        except (KeyError, OSError) as error:
+            why = "is not there" if isinstance(error, KeyError) else str(error)
+            raise RayAccessRefused(f"RAY_USE_TLS is set, and {name}: {why}; say {TLS_WANTED}") from error
+    return grpc.ssl_channel_credentials(*read)
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    """Whether a listener shows a certificate, whosever it is."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as plain, context.wrap_socket(plain):
+            return True
+    except (OSError, UnicodeError):
+        return False

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from baton.cluster.ray_session import import_ray, prepare_environment, require_ray, require_token
+from baton.cluster.ray_session import import_ray, prepare_environment, require_ray, require_token, require_token_taken
 from baton.core.errors import BatonError
 
 EXIT_PRECONDITION = 3
@@ -24,6 +24,7 @@ def read_table(address: str) -> dict[str, Any]:
     import_ray()
     require_token(address)
     require_ray(address)
+    require_token_taken(address)
     # There is no public way to ask a head without joining; the version is pinned.
     state: Any = importlib.import_module("ray._private.state")
     raylet: Any = importlib.import_module("ray._raylet")

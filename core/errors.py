@@ -40,6 +40,7 @@
     │   ├── PackageMissing
     │   ├── PortInUse
     │   ├── RayUnavailable
+    │   │   └── RayAccessRefused       no token or certificate for a cluster, or not its own
     │   ├── RayVersionMismatch
     │   ├── WorkerStartFailed
     │   └── NumericsUnsupported
@@ -301,6 +302,10 @@ class PortInUse(StartupError):
 
 class RayUnavailable(StartupError):
     """Ray is not installed, or no cluster answers at the address given."""
+
+
+class RayAccessRefused(RayUnavailable):
+    """A cluster asks for a token or a certificate, and what is here is none, or not its own. Waiting mends nothing."""
 
 
 class RayVersionMismatch(StartupError):

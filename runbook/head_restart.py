@@ -56,6 +56,11 @@ class _HeadRestart:
         return [
             Check(name="workers serve", look=self._note_lives, next="see `baton status`; replace who is silent first"),
             Check(name="canaries are answered", look=self._ask, next="see `baton doctor --address`; mend that first"),
+            Check(
+                name="the head would take us",
+                look=self._look_at_head,
+                next="give Ray's own variables, as where the head is started (docs/operations.md)",
+            ),
             *([remembers] if self._redis else []),
             Action(
                 name="start Ray's head again",
@@ -96,6 +101,14 @@ class _HeadRestart:
 
     def _ask(self) -> str:
         return f"{len(self._canaries.round())} canaries answered"
+
+    def _look_at_head(self) -> str:
+        """A head that is gone cannot say; without a token, or with what it refuses, waiting for it is in vain."""
+        try:
+            table = ray_head.ask_head(self._site, self._ray_address, set())
+        except StepFailed:
+            return "it does not answer now"
+        return f"it answers, with {len(table.nodes)} nodes"
 
     def _wait_found(self) -> str:
         def look() -> ray_head.Table | None:

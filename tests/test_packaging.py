@@ -129,7 +129,7 @@ def test_in_a_ray_task_started_from_the_checkout_foreign_names_are_not_ours():
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="baton-", dir="/tmp") as temp:
-        script = RAY_PROBE.format(stubs=str(ROOT / "tests" / "cluster"), temp=temp)
+        script = RAY_PROBE.format(stubs=str(ROOT / "tests" / "cluster"), temp=f"{temp}/ray")
         done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("task|"))

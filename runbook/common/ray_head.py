@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from baton.core.errors import PreconditionUnmet, StepFailed, from_wire
+from baton.core.errors import PreconditionUnmet, RayAccessRefused, RayVersionMismatch, StepFailed, from_wire
 from baton.runbook.common.site import Site
 
 TABLE_S = 30.0
@@ -33,6 +33,7 @@ def ask_head(site: Site, address: str, worker_ids: set[str]) -> Table:
     """What it knows of its nodes, and of these workers.
 
     Raises:
+        RayAccessRefused, RayVersionMismatch: it would not answer later either.
         StepFailed: it does not answer.
     """
     command = [sys.executable, "-P", "-m", "baton.cluster.ray_table", address]
@@ -44,6 +45,8 @@ def ask_head(site: Site, address: str, worker_ids: set[str]) -> Table:
         raise StepFailed(f"Ray's head at {address} does not answer", address=address) from error
     if "error" in data:
         said = from_wire(data["error"])
+        if isinstance(said, (RayAccessRefused, RayVersionMismatch)):
+            raise said
         raise StepFailed(f"Ray's head at {address}: {said.message}", cause=type(said).__name__)
     # An actor is called baton-ID-WORKER; other deployments of the cluster have names of their own.
     workers = {

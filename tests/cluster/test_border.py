@@ -7,13 +7,14 @@ import sys
 import time
 import types
 from concurrent import futures
+from pathlib import Path
 
 import grpc
 import pytest
 
-from baton.cluster import private_ray, ray_session
+from baton.cluster import private_ray, ray_certificates, ray_session
 from baton.cluster.router_process import RouterProcess
-from baton.core.errors import ModelFileDamaged, RayUnavailable, RayVersionMismatch, WorkerStartFailed
+from baton.core.errors import ModelFileDamaged, RayAccessRefused, RayUnavailable, RayVersionMismatch, WorkerStartFailed
 from baton.core.inside import DeploymentSecret
 
 pytestmark = pytest.mark.fast
@@ -172,7 +173,7 @@ def test_a_cluster_is_not_joined_without_a_token(monkeypatch, tmp_path):
     monkeypatch.setattr(ray_session, "_answer_without_token", lambda address: grpc.StatusCode.UNAUTHENTICATED)
     monkeypatch.setattr(ray_session, "import_ray", lambda: None)
     try:
-        with pytest.raises(RayUnavailable, match="RAY_AUTH_TOKEN_PATH"):
+        with pytest.raises(RayAccessRefused, match="RAY_AUTH_TOKEN_PATH"):
             ray_session.RaySession("127.0.0.1:1", namespace="n", temp_dir=tmp_path, num_gpus=None)
         assert not list(tmp_path.iterdir()), "no token file appears by itself"
     finally:
@@ -180,13 +181,84 @@ def test_a_cluster_is_not_joined_without_a_token(monkeypatch, tmp_path):
         private_ray.read_settings()
 
 
-def test_what_a_private_ray_is_started_with_is_taken_back(monkeypatch):
+@contextlib.contextmanager
+def tls_server(folder, code):
+    """It asks for a certificate of the folder's authority, and answers every call with a code."""
+
+    class Refusing(grpc.GenericRpcHandler):
+        def service(self, handler_call_details):
+            proof = dict(handler_call_details.invocation_metadata).get("authorization", "")
+            known = grpc.StatusCode.OK if proof == "Bearer good" else code
+            return grpc.unary_unary_rpc_method_handler(lambda request, context: answer(known, context))
+
+    def answer(known, context):
+        if known is not grpc.StatusCode.OK:
+            context.abort(known, "no")
+        return b""
+
+    read = [(folder / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem")]
+    server = grpc.server(futures.ThreadPoolExecutor(1), handlers=(Refusing(),))
+    credentials = grpc.ssl_server_credentials([(read[0], read[1])], read[2], require_client_auth=True)
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+def use_certificate(monkeypatch, folder):
+    files = (folder / "cert.pem", folder / "key.pem", folder / "ca.pem")
+    for name, value in ray_certificates.settings_of(*files).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_cluster_with_certificates_takes_its_own_and_tells_others_what_to_say(monkeypatch, tmp_path):
+    monkeypatch.setattr(ray_session, "CONNECT_TIMEOUT_S", 20.0)
+    for name in ("ours", "others"):
+        ray_certificates.make(tmp_path / name / "secrets")
+        ray_certificates.issue(tmp_path / name / "secrets", tmp_path / name)
+    for name in ray_certificates.TLS_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with tls_server(tmp_path / "ours", grpc.StatusCode.UNAUTHENTICATED) as address:
+        with pytest.raises(RayAccessRefused, match="none is given: say RAY_USE_TLS=1"):
+            ray_session.require_ray(address)
+        use_certificate(monkeypatch, tmp_path / "others")
+        with pytest.raises(RayAccessRefused, match="not the one of RAY_TLS_CA_CERT"):
+            ray_session.require_ray(address)
+        use_certificate(monkeypatch, tmp_path / "ours")
+        ray_session.require_ray(address)
+        for token, is_taken in (("good", True), ("bad", False)):
+            monkeypatch.setattr(ray_session, "token_header", lambda said=token: (("authorization", f"Bearer {said}"),))
+            if is_taken:
+                ray_session.require_token_taken(address)
+            else:
+                with pytest.raises(RayAccessRefused, match="refuses this token"):
+                    ray_session.require_token_taken(address)
+    with foreign_server() as port, pytest.raises(RayUnavailable, match="it may speak no TLS"):
+        ray_session.require_ray(f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("missing", ["variable", "file"])
+def test_a_certificate_that_is_not_there_is_named(monkeypatch, tmp_path, missing):
+    ray_certificates.make(tmp_path / "secrets")
+    ray_certificates.issue(tmp_path / "secrets", tmp_path)
+    use_certificate(monkeypatch, tmp_path)
+    if missing == "file":
+        (tmp_path / "key.pem").unlink()
+    else:
+        monkeypatch.delenv("RAY_TLS_SERVER_KEY")
+    with pytest.raises(RayAccessRefused, match="RAY_TLS_SERVER_KEY"):
+        ray_session.require_ray("127.0.0.1:1")
+
+
+def test_what_a_private_ray_is_started_with_is_taken_back(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/an/operators/own")
+    monkeypatch.setenv("RAY_USE_TLS", "0")
+    monkeypatch.setenv("RAY_TLS_SERVER_CERT", "/an/operators/own")
     monkeypatch.delenv("RAY_worker_niceness", raising=False)
     before, umask = dict(os.environ), os.umask(0o022)
     try:
-        with pytest.raises(ZeroDivisionError), private_ray.closed_doors("secret") as options:
+        with pytest.raises(ZeroDivisionError), private_ray.closed_doors("secret", tmp_path / "tls") as options:
             assert options == {"_node_ip_address": "127.0.0.1"}
             assert {name: os.environ.get(name) for name in private_ray.TOKEN_VARIABLES} == {
                 "RAY_AUTH_MODE": "token",
@@ -194,6 +266,10 @@ def test_what_a_private_ray_is_started_with_is_taken_back(monkeypatch):
                 "RAY_AUTH_TOKEN_PATH": None,
             }
             assert os.environ["RAY_worker_niceness"] == "0"
+            assert os.environ["RAY_USE_TLS"] == "1"
+            for name in ray_certificates.TLS_VARIABLES[1:]:
+                file = Path(os.environ[name])
+                assert file.parent == tmp_path / "tls" and file.stat().st_mode & 0o077 == 0
             raise ZeroDivisionError
         assert dict(os.environ) == before
         assert os.umask(umask) == 0o022

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from baton.cluster.ray_certificates import TLS_VARIABLES
+
 ROOT = Path(__file__).parents[2]
 FILES = ("cluster.yaml", "cluster.local.yaml")
 
@@ -52,6 +54,20 @@ def test_tokens_reach_every_node_and_no_two_modes_meet(name):
         if "ray start" in command:
             assert "RAY_AUTH_TOKEN_PATH=~/.baton/ray_token" in command.split()
     assert modes == {"RAY_AUTH_MODE=token"}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", FILES)
+def test_every_host_makes_its_certificate_before_it_starts_ray_with_it(name):
+    config = yaml.safe_load((ROOT / name).read_text())
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        begun, _, start = config[key][-1].partition(" && ")
+        *module, secrets, into = begun.rpartition("; ")[2].split()
+        assert module == "python -P -m baton.cluster.ray_certificates issue".split()
+        assert secrets in config["file_mounts"]
+        words = dict(word.split("=", 1) for word in start.split() if "=" in word)
+        files = (f"{into}/cert.pem", f"{into}/key.pem", f"{into}/ca.pem")
+        assert {name: words[name] for name in TLS_VARIABLES} == dict(zip(TLS_VARIABLES, ("1", *files), strict=True))
 
 
 @pytest.mark.fast

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import ray
 
+from baton.tests.e2e import stranger
+
 DOC = Path(__file__).parents[2] / "docs" / "security.md"
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED"}
 NO_ANSWER = re.compile("^$|UNAUTHENTICATED|PERMISSION_DENIED|UNIMPLEMENTED|UNAVAILABLE| 40[0-9] ")
-# Without metadata it ends Ray 2.60's head and node before they look for a token (docs/security.md says so).
-ENDS_RAY = {"/ray.rpc.syncer.RaySyncer/StartSync"}
 BY_COMMAND = {
     r"gcs_server$": ("`gcs_server`", "Ray's table"),
     r"raylet$": ("`raylet`", "Ray's node and object manager"),
@@ -108,6 +108,10 @@ def assert_closed(pid, announced, paths=()):
         answers = said["doors"][str(door.port)]
         if table[door.process, door.name][1].startswith("refuses"):
             assert_refused(door, answers)
+        if table[door.process, door.name][1].endswith("certificate"):
+            assert is_shut(answers), f"{door} is open to who has no certificate: {answers}"
+    still = {(door.host, door.port) for door in doors_of(pid, announced)}
+    assert not [door for door in doors if (door.host, door.port) not in still], "a stranger's knock ended a listener"
     if os.geteuid() == 0:
         for path, read in said["paths"].items():
             assert read == "PermissionError", f"a stranger reads {path}: {read}"
@@ -115,11 +119,18 @@ def assert_closed(pid, announced, paths=()):
 
 
 def assert_refused(door, answers):
-    """Some call was told that it lacks a credential, and none anything else; or gRPC ended at the TLS handshake."""
+    """Some call was told that it lacks a credential, and none anything else; or all ended at the TLS handshake."""
     refused = [call for call, answer in answers.items() if answer in REFUSALS or " 401 " in answer]
-    answered = {call: answer for call, answer in answers.items() if not NO_ANSWER.search(answer)}
-    is_shut = door.name == "gRPC" and set(answers.values()) <= {"UNAVAILABLE", ""}
-    assert (refused or is_shut) and not answered, f"{door} answers a stranger: {answered or answers}"
+    in_clear = {call: answer for call, answer in answers.items() if call != stranger.NO_CERTIFICATE}
+    answered = {call: answer for call, answer in in_clear.items() if not NO_ANSWER.search(answer)}
+    assert answers[stranger.NO_CERTIFICATE] != "answers", f"{door} takes a stranger without a certificate"
+    assert (refused or is_shut(answers)) and not answered, f"{door} answers a stranger: {answered or answers}"
+
+
+def is_shut(answers):
+    """It speaks TLS alone, and asks for a certificate: no call is read."""
+    in_clear = {answer for call, answer in answers.items() if call != stranger.NO_CERTIFICATE}
+    return answers[stranger.NO_CERTIFICATE] == stranger.SHUT and in_clear <= {"UNAVAILABLE", ""}
 
 
 def knocked(ports, paths=()):
@@ -146,9 +157,7 @@ def ray_methods():
         Path(ray._raylet.__file__),
     ]
     texts = [path.read_bytes() for path in programs if path.is_file()]
-    return sorted(
-        {name.decode() for text in texts for name in re.findall(rb"/ray\.rpc\.[A-Za-z.]+/[A-Za-z]+", text)} - ENDS_RAY
-    )
+    return sorted({name.decode() for text in texts for name in re.findall(rb"/ray\.rpc\.[A-Za-z.]+/[A-Za-z]+", text)})
 
 
 def folder_of(pid):

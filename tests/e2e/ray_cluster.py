@@ -11,11 +11,15 @@ import time
 from pathlib import Path
 
 from baton.client import Access, AsyncBatonClient
+from baton.cluster import ray_certificates
 from baton.router.api_keys import digest_of, new_key
 from baton.tests.e2e import ray_up
 from baton.tests.e2e.hosts import Hosts
 
-AUTH = "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.baton/ray_token"
+AUTH = (
+    "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=~/.baton/ray_token RAY_USE_TLS=1 RAY_TLS_CA_CERT=~/.baton_ray/ca.pem "
+    "RAY_TLS_SERVER_CERT=~/.baton_ray/cert.pem RAY_TLS_SERVER_KEY=~/.baton_ray/key.pem"
+)
 JOIN_S = 600.0
 SERVE_S = 300.0
 STOP_S = 60.0
@@ -148,11 +152,13 @@ class RayCluster:
             self.admin_address,
             "--json",
         ]
-        token = Path(self._directory) / "ray_secrets" / "ray_token"
+        made, own = Path(self._directory) / "ray_secrets", Path(self._directory) / "operator"
+        ray_certificates.issue(made, own)
         environment = os.environ | {
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_AUTH_TOKEN_PATH": str(made / ray_certificates.TOKEN_FILE),
             "BATON_API_KEY": self.key,
+            **ray_certificates.settings_of(own / "cert.pem", own / "key.pem", own / "ca.pem"),
         }
         done = subprocess.run(
             [*command, *arguments], capture_output=True, text=True, timeout=timeout_s + 60.0, env=environment

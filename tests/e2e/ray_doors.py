@@ -48,8 +48,7 @@ def listening_on(host):
 def look_around(cluster):
     """Every door of every host."""
     known = declared_ports()
-    calls = stranger.CALLS | dict.fromkeys(doors.ray_methods(), b"")
-    calls |= {method: stranger.CALLS[method] for method in stranger.CALLS}
+    calls = {stranger.ENDS_RAY: b""} | dict.fromkeys(doors.ray_methods(), b"") | stranger.CALLS
     for host in cluster.hosts:
         for address, port, command in sorted(listening_on(host)):
             is_ours = "baton" in command or re.match("ray::(Prefill|Decode)Actor", command)

@@ -1,11 +1,12 @@
 """`ray up` of cluster.local.yaml on hosts of one machine, as an operator does it, and its end."""
 
 import os
-import secrets
 import subprocess
 from pathlib import Path
 
 import yaml
+
+from baton.cluster import ray_certificates
 
 ROOT = Path(__file__).parents[2]
 UP_S = 240.0
@@ -23,9 +24,7 @@ def filled_in(hosts, head, workers, directory, dist=None):
     config["auth"] = {"ssh_user": "root", "ssh_private_key": str(hosts.keys / "id_ed25519")}
     config["min_workers"] = config["max_workers"] = len(workers)
     token = Path(directory) / "ray_secrets"
-    token.mkdir(mode=0o700)
-    (token / "ray_token").write_text(secrets.token_hex(32))
-    (token / "ray_token").chmod(0o600)
+    ray_certificates.make(token)
     assert config["file_mounts"] == {"~/.baton": "./ray_secrets", "~/.baton_dist": "./dist"}
     config["file_mounts"] = {"~/.baton": str(token)}
     if dist is None:

@@ -9,6 +9,7 @@ import encodings.idna  # noqa: F401
 import json
 import os
 import socket
+import ssl
 import sys
 
 import grpc
@@ -26,6 +27,11 @@ CALLS = {
     "/baton.v1.Prefill/Run": b"",
     "/baton.v1.KvTransfer/Exchange": b"",
 }
+# Without metadata it ends processes of Ray 2.60 before they look for a token: it must not get that far.
+ENDS_RAY = "/ray.rpc.syncer.RaySyncer/StartSync"
+NO_CERTIFICATE = "TLS, no certificate"
+SHUT = "asks for a certificate"
+HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # and empty settings
 HTTP = {
     "POST /get_runtime_envs_info": b"POST /get_runtime_envs_info HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n",
     "GET /metrics": b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
@@ -39,10 +45,18 @@ def become_nobody():
     os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
-def knock(port, host="127.0.0.1", *, calls=CALLS, metadata=()):
+def channel_to(host, port, credentials=None):
+    """In clear without TLS credentials."""
+    options = (("grpc.enable_http_proxy", 0),)
+    if credentials is None:
+        return grpc.insecure_channel(f"{host}:{port}", options=options)
+    return grpc.secure_channel(f"{host}:{port}", credentials, options=options)
+
+
+def knock(port, host="127.0.0.1", *, calls=CALLS, metadata=(), credentials=None):
     """What each call is answered with: a gRPC code's name, an HTTP status line, or nothing."""
     found = {}
-    with grpc.insecure_channel(f"{host}:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
+    with channel_to(host, port, credentials) as channel:
         for method, request in calls.items():
             call = channel.unary_stream(method, lambda data: data, lambda data: data)
             try:
@@ -54,6 +68,7 @@ def knock(port, host="127.0.0.1", *, calls=CALLS, metadata=()):
                     break
     for name, request in HTTP.items():
         found[name] = say((host, port), request)
+    found[NO_CERTIFICATE] = say_in_tls((host, port))
     return found
 
 
@@ -66,6 +81,27 @@ def say(address, request):
     except OSError:
         return ""
     return answer.split(b"\r\n")[0].decode(errors="replace") if answer.startswith(b"HTTP/1") else ""
+
+
+def say_in_tls(address):
+    """What somebody gets who speaks TLS, takes any certificate and has none: `SHUT`, "answers", or nothing of TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection(address, timeout=WAIT_S) as connection,
+            context.wrap_socket(connection) as inside,
+        ):
+            try:
+                inside.sendall(HTTP2)
+                return "answers" if inside.recv(1) else SHUT
+            except TimeoutError:
+                return "answers"  # it waits for more
+            except OSError:
+                return SHUT
+    except OSError as error:
+        return "" if "CERTIFICATE_REQUIRED" not in str(error) else SHUT
 
 
 def look(path):
@@ -83,7 +119,7 @@ def main():
     asked = json.load(sys.stdin)
     if os.geteuid() == 0:
         become_nobody()
-    calls = CALLS | {method: b"" for method in asked["methods"] if method not in CALLS}
+    calls = {ENDS_RAY: b""} | CALLS | {method: b"" for method in asked["methods"] if method not in CALLS}
     doors = {port: knock(port, calls=calls) for port in asked["ports"]}
     print(json.dumps({"doors": doors, "paths": {path: look(path) for path in asked["paths"]}}))
 

@@ -69,20 +69,29 @@ def test_every_listening_socket_is_declared_on_loopback_and_refuses_strangers(se
     assert {(door.process, door.name) for door in found} == doors.declared().keys() - {("router", "`--admin-port`")}
 
 
-def test_the_table_of_functions_opens_to_the_token_alone_and_no_command_line_has_it(serving):
+def test_the_table_of_functions_opens_to_certificate_and_token_alone_and_no_command_line_has_it(serving):
     pid, _ = serving
     head = next(process for process in doors.tree(pid) if process.name() == "gcs_server")
     token = head.environ()["RAY_AUTH_TOKEN"]
     assert re.fullmatch("[0-9a-f]{64}", token)
     port = head.net_connections(kind="inet")[0].laddr.port
-    known = stranger.knock(port, metadata=(("authorization", f"Bearer {token}"),))
-    assert known["/ray.rpc.InternalKVGcsService/InternalKVKeys"] == "OK"
-    assert keys_of(port, token), "the function table that a stranger must not write"
+    inside, proof = certificate_of(head), (("authorization", f"Bearer {token}"),)
+    keys = "/ray.rpc.InternalKVGcsService/InternalKVKeys"
+    assert stranger.knock(port, metadata=proof, credentials=inside)[keys] == "OK"
+    assert stranger.knock(port, credentials=inside)[keys] == "UNAUTHENTICATED", "a certificate is no token"
+    assert stranger.knock(port, metadata=proof)[keys] == "UNAVAILABLE", "a token is no certificate"
+    assert keys_of(port, proof, inside), "the function table that a stranger must not write"
     for process in doors.tree(pid):
         assert not any(token in part for part in process.cmdline())
         assert process.nice() == 0
         if "baton.router" in process.cmdline() or process.pid == pid:
             assert token not in process.environ().values(), "who is no part of Ray has it"
+
+
+def certificate_of(process):
+    """What Ray's processes show each other."""
+    names = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_SERVER_CERT")
+    return grpc.ssl_channel_credentials(*(Path(process.environ()[name]).read_bytes() for name in names))
 
 
 def test_files_are_for_this_account_alone(serving):
@@ -96,7 +105,9 @@ def test_files_are_for_this_account_alone(serving):
                 assert path.stat().st_mode & 0o077 == 0, path
                 seen += 1
         if Path(folder) == private:
-            assert names == ["ray"], "Ray opens what it makes to all: nothing of ours may be in there"
+            assert sorted(names) == ["ray", "ray_tls"], (
+                "Ray opens what it makes to all: nothing of ours may be in there"
+            )
     assert seen > 10
     for path in in_shared_memory(pid):
         assert path.stat().st_mode & 0o077 == 0, path
@@ -111,12 +122,12 @@ def in_shared_memory(pid):
     return [path for path in map(Path, sorted(found)) if path.exists()]
 
 
-def keys_of(port, token):
-    """What the function table answers one who has the token."""
+def keys_of(port, proof, certificate):
+    """What the function table answers one who has both."""
     method = "/ray.rpc.InternalKVGcsService/InternalKVKeys"
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
+    with stranger.channel_to("127.0.0.1", port, certificate) as channel:
         call = channel.unary_unary(method, lambda data: data, lambda data: data)
-        return call(b"\x0a\x03fun", timeout=stranger.WAIT_S, metadata=(("authorization", f"Bearer {token}"),))
+        return call(b"\x0a\x03fun", timeout=stranger.WAIT_S, metadata=proof)
 
 
 def test_a_socket_that_is_not_in_the_table_is_a_failure(serving):

@@ -72,8 +72,7 @@ def standing(client):
     """What must not change under a dry run, once every worker is heard and idle."""
 
     def look():
-        wait_until(lambda: is_calm(client))
-        status = client.status()
+        status, inventory = calm(client)
         workers = {worker.state.worker_id: (worker.state.epoch, worker.draining) for worker in status.workers}
         held = {
             worker.state.worker_id: (
@@ -81,21 +80,30 @@ def standing(client):
                 worker.state.inventory.num_blocks_quarantined,
                 str(worker.state.speculation),
             )
-            for worker in client.inventory().workers
+            for worker in inventory.workers
         }
         return workers, held, status.max_queue_len, len(status.quarantined)
 
     return look
 
 
-def is_calm(client):
-    """Every worker is heard, and holds nothing of a request."""
-    status, inventory = client.status(), client.inventory()
-    return (
-        not status.num_requests_running
-        and all(worker.alive and not worker.num_streams for worker in (*status.workers, *inventory.workers))
-        and not any(held(worker) for worker in inventory.workers)
-    )
+def calm(client):
+    """Status and inventory, once every worker is heard in both and holds nothing of a request."""
+    seen = []
+
+    def is_calm():
+        status, inventory = client.status(), client.inventory()
+        seen[:] = [status, inventory]
+        names = [{worker.state.worker_id for worker in one.workers} for one in seen]
+        return (
+            names[0] == names[1]
+            and not status.num_requests_running
+            and all(worker.alive and not worker.num_streams for worker in (*status.workers, *inventory.workers))
+            and not any(held(worker) for worker in inventory.workers)
+        )
+
+    wait_until(is_calm)
+    return seen
 
 
 def wait_until(holds, timeout_s=30.0):

@@ -9,6 +9,7 @@ import threading
 import psutil
 import pytest
 
+from baton.cluster import ray_certificates
 from baton.cluster.admin import set_speculation
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
@@ -287,10 +288,7 @@ def test_a_request_that_workers_died_of_is_shown_and_taken_again(runbook, client
 
 def test_a_head_is_started_again_by_what_the_operator_says(runbook, deployment, standing, tmp_path, monkeypatch):
     head = deployment._ray.ray.get_runtime_context().gcs_address
-    processes = psutil.Process().children(recursive=True)
-    (token,) = {one.environ()["RAY_AUTH_TOKEN"] for one in processes if one.name() == "gcs_server"}
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    use_ray_of(deployment, monkeypatch)
     mark, before = tmp_path / "started", standing()
     given = ("--ray-address", head, "--command", f"echo again >> {mark}")
     dry = runbook("head-restart", *given, "--force", "--dry-run")
@@ -308,6 +306,40 @@ def test_a_head_is_started_again_by_what_the_operator_says(runbook, deployment, 
     assert standing() == before
 
 
+def use_ray_of(deployment, monkeypatch):
+    """What its operator has in the environment: token and certificate."""
+    (head,) = [one for one in psutil.Process().children(recursive=True) if one.name() == "gcs_server"]
+    environment = head.environ()
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *ray_certificates.TLS_VARIABLES):
+        monkeypatch.setenv(name, environment[name])
+
+
+@pytest.mark.parametrize("lacking", ["token", "its token", "certificate", "its certificate"])
+def test_a_head_that_does_not_take_the_operator_is_told_at_once(
+    runbook, deployment, standing, tmp_path, monkeypatch, lacking
+):
+    """And nothing is started: a run that waits would wait out its time."""
+    use_ray_of(deployment, monkeypatch)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    match lacking:
+        case "token":
+            monkeypatch.delenv("RAY_AUTH_TOKEN")
+        case "its token":
+            monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+        case "certificate":
+            monkeypatch.delenv("RAY_USE_TLS")
+        case "its certificate":
+            for name, value in ray_certificates.private_settings(tmp_path / "other", "127.0.0.1").items():
+                monkeypatch.setenv(name, value)
+    head = deployment._ray.ray.get_runtime_context().gcs_address
+    mark, before = tmp_path / "started", standing()
+    given = ("--ray-address", head, "--command", f"touch {mark}", "--force")
+    done = runbook("head-restart", *given, "--timeout", "600")
+    assert (done.code, done.data["error"]) == (3, "RayAccessRefused"), done.stderr
+    assert not done.data["changed"] and not mark.exists()
+    assert standing() == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code"),
@@ -319,7 +351,8 @@ def test_a_head_is_started_again_by_what_the_operator_says(runbook, deployment, 
         (["--command", "true", "--ray-address", "127.0.0.1:1", "--timeout", "20"], 124),
     ],
 )
-def test_a_head_that_does_not_come_is_told_by_the_exit_code(runbook, standing, arguments, code):
+def test_a_head_that_does_not_come_is_told_by_the_exit_code(runbook, standing, monkeypatch, arguments, code):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # there is no head that could ask for a token
     before = standing()
     done = runbook("head-restart", *arguments)
     assert done.code == code, done.stderr
