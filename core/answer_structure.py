@@ -116,7 +116,8 @@ class AnswerStructure:
 def _tool(data: Any) -> CallableTool:
     _require(isinstance(data, dict) and data.keys() <= {"name", "parameters"}, "a tool has a name and parameters")
     name, parameters = data.get("name"), data.get("parameters")
-    _require(isinstance(name, str) and re.fullmatch(TOOL_NAME, name) is not None, "a tool has no usable name")
+    if not isinstance(name, str) or re.fullmatch(TOOL_NAME, name) is None:
+        raise _refusal("a tool has no usable name")
     _require(parameters is None or isinstance(parameters, dict | bool), f"{name}: parameters are no JSON Schema")
     return CallableTool(name, parameters)
 
@@ -124,7 +125,8 @@ def _tool(data: Any) -> CallableTool:
 def _text(data: Any) -> tuple[str, str]:
     _require(isinstance(data, dict) and data.keys() <= {"kind", "text"}, "text has a kind and a text")
     kind, text = data.get("kind"), data.get("text", "")
-    _require(isinstance(kind, str) and isinstance(text, str), "text has a kind and a text")
+    if not isinstance(kind, str) or not isinstance(text, str):
+        raise _refusal("text has a kind and a text")
     _require(kind != STRUCTURE, "its text is no structure")
     return kind, text
 
