@@ -7,10 +7,11 @@ business (engine.grammar).
 import json
 from typing import Any, Final
 
+from baton.core.answer_structure import STRUCTURE, AnswerStructure
 from baton.core.errors import InvalidGrammar
 
 JSON_OBJECT: Final = "json_object"
-GRAMMAR_KINDS: Final = ("json_schema", "regex", "grammar", JSON_OBJECT)
+GRAMMAR_KINDS: Final = ("json_schema", "regex", "grammar", JSON_OBJECT, STRUCTURE)
 MAX_GRAMMAR_BYTES: Final = 64 << 10
 # Compiling an object's optional properties takes time that grows with the square of their number.
 MAX_OBJECT_KEYS: Final = 512
@@ -36,6 +37,8 @@ def check_grammar(kind: str, text: str) -> None:
     _require(_is_unicode(text), kind, "is not valid UTF-8")
     if kind == "json_schema":
         _check_schema(text)
+    if kind == STRUCTURE:
+        _check_structure(AnswerStructure.from_json(text))
     if kind == "grammar" and INLINE_JSON in text:
         why = f"holds {INLINE_JSON} and has {num_bytes} bytes; at most {MAX_INLINE_JSON_BYTES} of those"
         _require(num_bytes <= MAX_INLINE_JSON_BYTES, kind, why)
@@ -53,6 +56,18 @@ def _check_schema(text: str) -> None:
         "json_schema",
         f"holds {LIBRARY_KEY}, which is no keyword of JSON Schema",
     )
+
+
+def _check_structure(structure: AnswerStructure) -> None:
+    if structure.text is not None:
+        check_grammar(*structure.text)
+    for tool in structure.tools:
+        if tool.parameters is None:
+            continue
+        try:
+            check_grammar("json_schema", json.dumps(tool.parameters, ensure_ascii=False))
+        except InvalidGrammar as error:
+            raise InvalidGrammar(f"tool {tool.name}: {error.message}"[:300], kind=STRUCTURE) from error
 
 
 def _no_constant(name: str) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from baton.core.distribution import Distribution
 from baton.core.loop_metrics import LoopCounter, LoopHistogram
-from baton.core.worker_metrics import WorkerCollector, WorkerTotals
+from baton.core.worker_metrics import WorkerCollector, WorkerTotals, cumulative
 
 TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 ITL_BUCKETS_S: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048)
@@ -108,10 +109,9 @@ class TransferTotals:
 
     worker: str
     role: str
-    transfers: int
     bytes: int
-    seconds: float
-    exposed_seconds: float
+    seconds: Distribution | None
+    exposed_seconds: Distribution | None
     frames: int
     resent: int
     late_dropped: int
@@ -130,7 +130,7 @@ _COUNTERS: Final = (
     ("fallbacks", "Times that a worse lane was used than should work"),
     ("credit_stall_seconds", "Time in which frames were ready and the window was full"),
 )
-_SUMMARIES: Final = (
+_HISTOGRAMS: Final = (
     ("seconds", "From the first frame to the seal"),
     ("exposed_seconds", "From the end of the prefill to the seal"),
 )
@@ -151,11 +151,13 @@ class TransferCollector(Collector):
             for item in found:
                 counter.add_metric((item.worker, item.role), getattr(item, name))
             yield counter
-        for name, text in _SUMMARIES:
-            summary = SummaryMetricFamily(f"baton_kv_transfer_{name}", text, labels=labels)
+        for name, text in _HISTOGRAMS:
+            histogram = HistogramMetricFamily(f"baton_kv_transfer_{name}", text, labels=labels)
             for item in found:
-                summary.add_metric((item.worker, item.role), item.transfers, getattr(item, name))
-            yield summary
+                times: Distribution | None = getattr(item, name)
+                if times is not None:
+                    histogram.add_metric((item.worker, item.role), cumulative(times), times.total)
+            yield histogram
         gauge = GaugeMetricFamily(
             "baton_kv_transfer_quarantined_blocks", "Blocks that somebody might still write", labels=labels
         )

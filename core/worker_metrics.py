@@ -152,7 +152,7 @@ class WorkerCollector(Collector):
             histogram = HistogramMetricFamily(f"baton_{name}", text, labels=("worker",))
             for worker, report in steps.items():
                 distribution = distribution_of(report)
-                histogram.add_metric((worker,), _cumulative(distribution), distribution.total)
+                histogram.add_metric((worker,), cumulative(distribution), distribution.total)
             yield histogram
 
 
@@ -227,7 +227,7 @@ def _num_tokens(rows: RowCounts) -> int:
     return rows.num_tokens
 
 
-def _cumulative(distribution: Distribution) -> list[tuple[str, float]]:
+def cumulative(distribution: Distribution) -> list[tuple[str, float]]:
     """Buckets as Prometheus has them: each with all values up to its bound."""
     num = 0
     buckets: list[tuple[str, float]] = []

@@ -8,8 +8,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from baton.core.answer_structure import STRUCTURE, AnswerStructure
 from baton.core.errors import InvalidGrammar
 from baton.core.grammar_check import LIBRARY_KEY
+from baton.engine.grammar_structure import structure_text
 
 MAX_MESSAGE_LEN: Final = 300
 # Where bytes are forced the library would allow one way to cut them into tokens, by what it was asked before. Without
@@ -44,6 +46,12 @@ def library_text(kind: str, text: str, *, is_compact: bool = True) -> str:
 
                 rule = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
                 return f"{rule}\n{OPTIONS}"
+            case _ if kind == STRUCTURE:
+
+                def part(kind: str, text: str) -> str:
+                    return library_text(kind, text, is_compact=is_compact)
+
+                return structure_text(AnswerStructure.from_json(text), part, OPTIONS)
             case _:
                 return f"{_from_gbnf(text) if GBNF_SIGN in text else text}\n{OPTIONS}"
     except (ValueError, RecursionError) as error:

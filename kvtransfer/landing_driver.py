@@ -48,6 +48,7 @@ from baton.kvtransfer.records import (
     decode_record,
     encode_record,
 )
+from baton.kvtransfer.transfer_times import TIME_NAMES
 from baton.kvtransfer.transport import Delivery, Payload, PayloadDone, Transport, TransportCounts
 from baton.proto import kv_pb2
 
@@ -65,6 +66,7 @@ COUNT_NAMES = (
     *sorted(GAUGE_NAMES),
     *(field.name for field in fields(LandingCounts)),
     *(f"transport_{field.name}" for field in fields(TransportCounts)),
+    *TIME_NAMES,
 )
 
 
@@ -384,6 +386,6 @@ class LandingDriver:
             log.warning("refused (kv_proof): %d HELLOs of peers that do not know the deployment's secret", num_unproved)
         of_transport = {f"transport_{name}": count for name, count in asdict(self._transport.counts).items()}
         gauges = {"num_landings": num_landings, "num_reserves_waiting": num_wanted}
-        counts = {**gauges, **asdict(self._protocol.counts), **of_transport}
+        counts = {**gauges, **asdict(self._protocol.counts), **of_transport, **self._protocol.times.as_counts()}
         assert tuple(counts) == COUNT_NAMES
         self._link.set_counts(counts)

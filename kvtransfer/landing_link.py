@@ -12,7 +12,7 @@ from baton.kvtransfer.ring import HEADER_BYTES, Buffer, CompletionWords, Ring
 MIN_RING_BYTES = 1 << 20  # four of the largest states (messages.MAX_STATE_BYTES)
 RING_BYTES_PER_SLOT = 1024
 RING_BYTES_PER_BLOCK = 8  # a grant names each of its blocks with four
-MAX_COUNTS = 64
+MAX_COUNTS = 128
 _WORD_BYTES = 8
 _COUNTS_AT = 64
 _RINGS_AT = _COUNTS_AT + MAX_COUNTS * _WORD_BYTES

@@ -29,6 +29,7 @@ from baton.kvtransfer.landing_rules import LandingCounts, LandingRules
 from baton.kvtransfer.landing_table import Inherited, Landing, LandingState, Part
 from baton.kvtransfer.lanes import NIXL, is_one_sided
 from baton.kvtransfer.last_sign import LastSign
+from baton.kvtransfer.transfer_times import TransferTimes
 from baton.proto import kv_pb2
 
 Actions = list[LandingAction]
@@ -66,6 +67,11 @@ class LandingProtocol:
         self._inbox = LandingInbox(self._rules, max_capacity_len, has_digest)
         self._next_landing_id = 1
         self._heartbeat_s = float("-inf")
+
+    @property
+    def times(self) -> TransferTimes:
+        """How long hand-overs took."""
+        return self._rules.times
 
     @property
     def counts(self) -> LandingCounts:

@@ -16,6 +16,7 @@ from baton.kvtransfer.landing_replies import LandingReplies
 from baton.kvtransfer.landing_table import Landing, LandingState, LandingTable, Part
 from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.proof import KvProofs
+from baton.kvtransfer.transfer_times import TransferTimes
 from baton.proto import kv_pb2
 
 MASK = (1 << 64) - 1
@@ -77,6 +78,7 @@ class LandingRules:
         self.peers = LandingPeers()
         self.proofs = KvProofs(bytes.fromhex(config.key))
         self.counts = LandingCounts()
+        self.times = TransferTimes()
         self.replies = LandingReplies(epoch, layout, config, self.peers, offers, host_id, has_digest, self.proofs)
         self._heads: dict[tuple[int, int], list[HeadRange]] = {}
         self.uncredited_bytes = 0  # of what `flush` will say
@@ -171,8 +173,11 @@ class LandingRules:
         prefill_end_s = commit.prefill_end_ns / 1e9
         first_s = landing.arrivals[0][0] if landing.arrivals else now_s
         self.counts.transfers_sealed += 1
-        self.counts.transfer_us += int((now_s - first_s) * 1e6)
-        self.counts.exposed_us += min(int(max(0.0, now_s - prefill_end_s) * 1e6), _MAX_EXPOSED_US)
+        transfer_us = int((now_s - first_s) * 1e6)
+        exposed_us = min(int(max(0.0, now_s - prefill_end_s) * 1e6), _MAX_EXPOSED_US)
+        self.counts.transfer_us += transfer_us
+        self.counts.exposed_us += exposed_us
+        self.times.observe(transfer_us / 1e6, exposed_us / 1e6)
         sealed = Sealed(
             attempt=landing.attempt,
             landing_id=landing.landing_id,

@@ -266,6 +266,7 @@ class PushService:
             "num_acked": totals.num_acked,
             "transfer_us": int(totals.transfer_s * 1e6),
             "exposed_us": int(totals.exposed_s * 1e6),
+            **totals.times.as_counts(),
             "credit_stall_us": int(totals.credit_stall_s * 1e6),
             "frames_resent": totals.frames_resent,
             "num_pushes": self._driver.num_pushes,

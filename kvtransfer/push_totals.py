@@ -6,6 +6,7 @@ Owned by `PushRules`, on the push thread. It refuses to decide anything.
 from dataclasses import dataclass
 
 from baton.kvtransfer.push_table import PushPeer, Transfer
+from baton.kvtransfer.transfer_times import TransferTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class PushTotals:
         self.num_acked = 0
         self.transfer_s = 0.0  # from the first frame to the acknowledgement
         self.exposed_s = 0.0  # from the end of the prefill to the acknowledgement
+        self.times = TransferTimes()
         self.credit_stall_s = 0.0
         self.frames_resent = 0
         self._blocked_since_s: dict[str, float] = {}
@@ -44,8 +46,11 @@ class PushTotals:
     def acked(self, transfer: Transfer, now_s: float) -> None:
         """A transfer was sealed over there."""
         self.num_acked += 1
-        self.transfer_s += now_s - (transfer.first_posted_s or now_s)
-        self.exposed_s += max(0.0, now_s - transfer.prefill_end_s)
+        transfer_s = now_s - (transfer.first_posted_s or now_s)
+        exposed_s = max(0.0, now_s - transfer.prefill_end_s)
+        self.transfer_s += transfer_s
+        self.exposed_s += exposed_s
+        self.times.observe(transfer_s, exposed_s)
         num_acked, num_bytes = self._acked.get(transfer.peer.kv_address, (0, 0))
         self._acked[transfer.peer.kv_address] = num_acked + 1, num_bytes + transfer.bytes_pushed
 

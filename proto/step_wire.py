@@ -17,10 +17,10 @@ def report_to_proto(report: StepReport) -> worker_pb2.StepCounts:
         cut=_rows_to_proto(report.cut),
         late=_rows_to_proto(report.late),
         failed=_rows_to_proto(report.failed),
-        step_seconds=_distribution_to_proto(report.step_s),
-        host_gap_seconds=_distribution_to_proto(report.host_gap_s),
-        step_tokens=_distribution_to_proto(report.step_tokens),
-        step_sequences=_distribution_to_proto(report.step_sequences),
+        step_seconds=distribution_to_proto(report.step_s),
+        host_gap_seconds=distribution_to_proto(report.host_gap_s),
+        step_tokens=distribution_to_proto(report.step_tokens),
+        step_sequences=distribution_to_proto(report.step_sequences),
     )
 
 
@@ -42,10 +42,10 @@ def report_from_proto(message: worker_pb2.StepCounts) -> StepReport:
         cut=cut,
         late=late,
         failed=failed,
-        step_s=_distribution_from_proto(message.step_seconds),
-        host_gap_s=_distribution_from_proto(message.host_gap_seconds),
-        step_tokens=_distribution_from_proto(message.step_tokens),
-        step_sequences=_distribution_from_proto(message.step_sequences),
+        step_s=distribution_from_proto(message.step_seconds),
+        host_gap_s=distribution_from_proto(message.host_gap_seconds),
+        step_tokens=distribution_from_proto(message.step_tokens),
+        step_sequences=distribution_from_proto(message.step_sequences),
     )
 
 
@@ -72,9 +72,15 @@ def _rows_from_proto(message: worker_pb2.RowCounts) -> RowCounts:
     )
 
 
-def _distribution_to_proto(found: Distribution) -> worker_pb2.Distribution:
+def distribution_to_proto(found: Distribution) -> worker_pb2.Distribution:
+    """A histogram as a message."""
     return worker_pb2.Distribution(bounds=found.bounds, counts=found.counts, total=found.total)
 
 
-def _distribution_from_proto(message: worker_pb2.Distribution) -> Distribution:
+def distribution_from_proto(message: worker_pb2.Distribution) -> Distribution:
+    """The histogram in a message.
+
+    Raises:
+        MalformedMessage: its counts do not fit its bounds.
+    """
     return Distribution.checked(message.bounds, message.counts, message.total)

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from baton.core.clock import Clock
+from baton.core.distribution import Distribution
 from baton.core.errors import InvalidRequest, Overloaded
 from baton.core.metrics import TransferTotals
 from baton.core.worker_metrics import ComputeTotals, GraphTotals, WorkerTotals
 from baton.proto import worker_pb2
-from baton.proto.step_wire import report_from_proto
+from baton.proto.step_wire import distribution_from_proto, report_from_proto
 
 ALIVE_S: Final = 1.5
 MAX_GAP_S: Final = 0.25  # of the time between two looks at the table, no more than this counts as silence
@@ -194,6 +195,17 @@ def _check(state: worker_pb2.WorkerState) -> None:
             raise InvalidRequest(f"a heartbeat without a usable {name}", field=name, worker_id=state.worker_id)
     if state.inventory.HasField("steps"):
         report_from_proto(state.inventory.steps)
+    _times(state.inventory.transfer, "transfer_times")
+    _times(state.inventory.transfer, "exposed_times")
+
+
+def _times(counts: worker_pb2.TransferCounts, name: str) -> Distribution | None:
+    """A histogram that the worker reports, if it does.
+
+    Raises:
+        MalformedMessage: it is none.
+    """
+    return distribution_from_proto(getattr(counts, name)) if counts.HasField(name) else None
 
 
 def _transfer_totals(state: worker_pb2.WorkerState) -> TransferTotals:
@@ -201,10 +213,9 @@ def _transfer_totals(state: worker_pb2.WorkerState) -> TransferTotals:
     return TransferTotals(
         worker=state.worker_id,
         role=state.role,
-        transfers=counts.transfers,
         bytes=counts.bytes,
-        seconds=counts.seconds,
-        exposed_seconds=counts.exposed_seconds,
+        seconds=_times(counts, "transfer_times"),
+        exposed_seconds=_times(counts, "exposed_times"),
         frames=counts.frames,
         resent=counts.resent,
         late_dropped=counts.late_dropped,

@@ -42,6 +42,7 @@ LIMITS: Final[dict[str, tuple[int, int, Kind]]] = {
     "sampling.grammar.json_schema": (0, MAX_GRAMMAR_BYTES, InvalidGrammar),
     "sampling.grammar.regex": (0, MAX_GRAMMAR_BYTES, InvalidGrammar),
     "sampling.grammar.grammar": (0, MAX_GRAMMAR_BYTES, InvalidGrammar),
+    "sampling.grammar.structure": (0, MAX_GRAMMAR_BYTES, InvalidGrammar),
 }
 
 

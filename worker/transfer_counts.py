@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping
 
 from baton.kvtransfer.lane_choice import LaneChoice
 from baton.kvtransfer.push_totals import PathCounts
+from baton.kvtransfer.transfer_times import EXPOSED, TRANSFER, distribution_of
 from baton.proto import worker_pb2
+from baton.proto.step_wire import distribution_to_proto
 
 
 def push_counts(
@@ -16,6 +18,8 @@ def push_counts(
         bytes=counts["bytes_pushed"],
         seconds=counts["transfer_us"] / 1e6,
         exposed_seconds=counts["exposed_us"] / 1e6,
+        transfer_times=distribution_to_proto(distribution_of(counts, TRANSFER)),
+        exposed_times=distribution_to_proto(distribution_of(counts, EXPOSED)),
         frames=counts["frames_pushed"],
         resent=counts["frames_resent"],
         fallbacks=counts["lane_fallbacks"],
@@ -45,6 +49,8 @@ def landing_counts(counts: Mapping[str, int], num_quarantined: int) -> worker_pb
         bytes=counts["bytes_landed"],
         seconds=counts["transfer_us"] / 1e6,
         exposed_seconds=counts["exposed_us"] / 1e6,
+        transfer_times=distribution_to_proto(distribution_of(counts, TRANSFER)),
+        exposed_times=distribution_to_proto(distribution_of(counts, EXPOSED)),
         frames=counts["frames_landed"],
         late_dropped=counts["frames_late_dropped"],
         corrupt=counts["frames_corrupt"],

@@ -3,8 +3,9 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
+from baton.core.answer_structure import TOOL_NAME
 from baton.core.errors import ConflictingOptions, InvalidRequest, InvalidSampling
 from baton.proto import inference_pb2
 from baton.router.openai.limits import (
@@ -91,7 +92,7 @@ class Message(Wire):
 class Function(Wire):
     """What may be called."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$", max_length=64)
+    name: str = Field(pattern=TOOL_NAME, max_length=64)
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -121,6 +122,35 @@ class NamedToolChoice(Wire):
     function: NamedFunction
 
 
+class AllowedTools(Wire):
+    """Some of `tools`, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedToolChoice] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
+
+
+class AllowedToolsChoice(Wire):
+    """A `tool_choice` that leaves all tools in the prompt, and allows calls of some."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _kind_of_choice(value: Any) -> str:
+    """Which of the forms a `tool_choice` is, so that an error speaks of that one alone."""
+    if isinstance(value, dict):
+        return "allowed_tools" if value.get("type") == "allowed_tools" else "function"
+    return value.type if isinstance(value, NamedToolChoice | AllowedToolsChoice) else "word"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedToolChoice, Tag("function")]
+    | Annotated[AllowedToolsChoice, Tag("allowed_tools")],
+    Discriminator(_kind_of_choice),
+]
+
+
 class ChatRequest(Options):
     """What it asks."""
 
@@ -129,7 +159,7 @@ class ChatRequest(Options):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: Name | None = None

@@ -3,21 +3,22 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
-from baton.core.errors import ConflictingOptions, InvalidRequest
+from baton.core.answer_structure import Calls, Thought
+from baton.core.errors import InvalidRequest
 from baton.core.request import GenerationRequest
 from baton.core.sampling import MAX_CHOICES
 from baton.proto import inference_pb2
 from baton.router.message_limits import check_num_answers
-from baton.router.openai import forced_tools
+from baton.router.openai.answer_form import bind, is_open, thought_of, tool_use
 from baton.router.openai.call_reader import CallReader
 from baton.router.openai.chat_choice import ChatChoice
-from baton.router.openai.chat_request import ChatRequest, Function, NamedToolChoice
+from baton.router.openai.chat_request import ChatRequest, NamedToolChoice
 from baton.router.openai.front import Forms, Front
 from baton.router.openai.generation import Call, GenerationEndpoint
-from baton.router.openai.reasoning import CLOSE, OPEN, ReasoningSplitter
-from baton.router.openai.tagged_call_reader import TaggedCallReader
+from baton.router.openai.reasoning import ReasoningSplitter
+from baton.router.openai.tagged_call_reader import EitherCallReader
 from baton.router.openai.token_names import TokenNames
-from baton.router.openai.tool_calls import ForcedCalls, TaggedCalls
+from baton.router.openai.tool_calls import TaggedCalls
 from baton.router.openai.understood import Job, Understood
 
 ALL_THAT_FIT: Final = (1 << 31) - 1
@@ -40,7 +41,6 @@ class ChatCall(Call[ChatRequest]):
         self.id = f"chatcmpl-{understood.request_id}"
         self._understood = understood
         self.requests, self.sampling = understood.requests, understood.sampling
-        self._has_grammar = self.sampling.HasField("grammar")
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
         """Make the choices."""
@@ -89,16 +89,15 @@ class ChatCall(Call[ChatRequest]):
         asked = self._asked
         template = self._template
         is_open, schemas = self._understood.is_open, self._understood.schemas
-        thinks = template is not None and template.thinks
         reads_tags = template is not None and template.calls_have_tags
-        tagged = TaggedCalls((lambda: TaggedCallReader(schemas)) if reads_tags else CallReader)
-        splits_tools = self._understood.has_tools and asked.tool_choice != "none" and not self._has_grammar
+        understood = self._understood
+        tools = TaggedCalls((lambda: EitherCallReader(schemas)) if reads_tags else CallReader)
         return ChatChoice(
             index,
             asked,
             self._names,
-            reasoning=ReasoningSplitter(is_open=is_open) if thinks and not self._has_grammar else None,
-            tools=ForcedCalls() if self._understood.is_forced else tagged if splits_tools else None,
+            reasoning=ReasoningSplitter(is_open=is_open) if understood.splits_thought else None,
+            tools=tools if understood.splits_calls else None,
             calls_finish=not isinstance(asked.tool_choice, NamedToolChoice),
         )
 
@@ -121,14 +120,12 @@ def understand_chat(asked: ChatRequest, forms: Forms, job: Job) -> Understood:
     """
     check_num_answers(min(max(1, asked.num_choices), MAX_CHOICES), job.max_answers)
     sampling = forms.with_defaults(asked.complete(asked.sampling(forms.encode)))
-    forced = forced_schema(asked)
-    if forced is not None:
-        if sampling.HasField("grammar"):
-            raise ConflictingOptions("a forced tool call has a format of its own", field="tool_choice")
-        sampling.grammar.json_schema = forced
+    use = tool_use(asked)
     prompt = chat_prompt(asked, forms)
-    if sampling.HasField("grammar") and _is_thinking(prompt):
-        prompt = f"{prompt.rstrip()}\n\n{CLOSE}\n\n"  # a grammar leaves no room for thoughts
+    thought = thought_of(asked, prompt, forms.template)
+    tagged = forms.template is not None and forms.template.calls_have_tags
+    sampling = bind(sampling, use, thought, tagged=tagged)
+    thinks = forms.template is not None and forms.template.thinks
     request = inference_pb2.GenerateRequest(
         model=asked.model or "",
         text=prompt,
@@ -142,10 +139,10 @@ def understand_chat(asked: ChatRequest, forms: Forms, job: Job) -> Understood:
         request_id=job.request_id,
         requests=[request],
         sampling=sampling,
-        is_forced=forced is not None,
-        is_open=_is_thinking(prompt),
-        has_tools=bool(asked.tools),
-        schemas={one.name: one.parameters or {} for one in _functions(asked)} if job.keeps_schemas else {},
+        is_open=is_open(prompt),
+        splits_thought=thinks and (thought is not Thought.NONE or not sampling.HasField("grammar")),
+        splits_calls=use.calls is not Calls.NONE,
+        schemas={one.name: one.parameters or {} for one in use.functions} if job.keeps_schemas else {},
     )
 
 
@@ -174,30 +171,3 @@ def chat_prompt(asked: ChatRequest, forms: Forms) -> str:
         continue_final_message=asked.continue_final_message is True,
         variables=variables,
     )
-
-
-def forced_schema(asked: ChatRequest) -> str | None:
-    """The JSON Schema of an answer that must be a tool call; None where it need not.
-
-    Raises:
-        InvalidRequest: a choice among no tools, or of one that is not there.
-    """
-    choice = asked.tool_choice
-    if choice is None or isinstance(choice, str):
-        if choice != "required":
-            return None
-        if not asked.tools:
-            raise InvalidRequest("tool_choice is required, and there are no tools", field="tool_choice")
-        return forced_tools.some_calls(_functions(asked), parallel=asked.parallel_tool_calls is not False)
-    named = [function for function in _functions(asked) if function.name == choice.function.name]
-    if not named:
-        raise InvalidRequest(f"tool_choice: no tool is named {choice.function.name[:64]!r}", field="tool_choice")
-    return forced_tools.one_call(named[:1])
-
-
-def _functions(asked: ChatRequest) -> list[Function]:
-    return [tool.function for tool in asked.tools or ()]
-
-
-def _is_thinking(prompt: str) -> bool:
-    return prompt.rstrip().endswith(OPEN)

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Final
 
+from baton.core.answer_structure import END_THINK, THINK
 from baton.core.tokenizer import TokenStream
 from baton.router.openai.tags import MAX_SPACE, certain_len, stripped_len
 
-OPEN: Final = "<think>"
-CLOSE: Final = "</think>"
+OPEN: Final = THINK
+CLOSE: Final = END_THINK
 
 
 class _State(Enum):

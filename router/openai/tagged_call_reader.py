@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final
 
+from baton.router.openai.call_reader import CallReader
+
 FUNCTION: Final = "<function="
 PARAMETER: Final = "<parameter="
 END_PARAMETER: Final = "</parameter>"
@@ -135,6 +137,47 @@ class TaggedCallReader:
 
     def _close(self) -> None:
         self._arguments += "}" if self._keys else "{}"
+
+
+class EitherCallReader:
+    """Reads a call in tags, or in JSON if it begins with a brace: what tags cannot say a grammar leaves to JSON.
+
+    Args:
+        schemas: as for `TaggedCallReader`.
+    """
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        self.unread = ""
+        self._reader: CallReader | TaggedCallReader = TaggedCallReader(schemas)
+        self._has_begun = False
+
+    @property
+    def name(self) -> str | None:
+        """The function's, once it is known."""
+        return self._reader.name
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the call is complete."""
+        return self._reader.is_done
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is none."""
+        return self._reader.is_broken
+
+    def arguments(self) -> str:
+        """The arguments read since the last time."""
+        return self._reader.arguments()
+
+    def feed(self, character: str) -> bool:
+        """Take one character; False if it does not belong to the call."""
+        if not self._has_begun and not character.isspace():
+            self._has_begun = True
+            self._reader = CallReader() if character == "{" else self._reader
+        belongs = self._reader.feed(character)
+        self.unread = self._reader.unread
+        return belongs
 
 
 def _no_number(name: str) -> float:

@@ -1,19 +1,19 @@
 """The split of an answer into text and tool calls. However the text is cut into pieces, the parts are the same.
 
 Qwen's models write calls as `<tool_call>` JSON `</tool_call>` among their text (Hermes' form), and Qwen3-Coder writes
-functions and parameters as further tags. Where a call is forced, a grammar leaves nothing but JSON: one object, or an
-array of them.
+functions and parameters as further tags.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from baton.core.answer_structure import CALL, END_CALL
 from baton.router.openai.call_reader import CallReader
 from baton.router.openai.tags import certain_len, stripped_len
 
-OPEN: Final = "<tool_call>"
-CLOSE: Final = "</tool_call>"
+OPEN: Final = CALL
+CLOSE: Final = END_CALL
 
 
 @dataclass(slots=True)
@@ -34,8 +34,12 @@ class Parts:
 class Reader(Protocol):
     """Reads one call, character by character."""
 
-    name: str | None
     unread: str
+
+    @property
+    def name(self) -> str | None:
+        """The function's, once it is known."""
+        ...
 
     @property
     def is_done(self) -> bool:
@@ -173,30 +177,3 @@ class TaggedCalls:
         else:
             parts.content += OPEN + self._raw + ended
         return True
-
-
-class ForcedCalls:
-    """Calls and nothing else: an object, or an array of them."""
-
-    def __init__(self) -> None:
-        self._calls = _Calls(CallReader)
-
-    def push(self, text: str) -> Parts:
-        """What became certain with this piece."""
-        parts = Parts("", [], [])
-        while text:
-            reader = self._calls.reader
-            if reader is None or reader.is_done:
-                at = text.find("{")
-                if at < 0:
-                    break
-                text = text[at:]
-                self._calls.begin()
-            elif reader.is_broken:
-                break
-            text = text[self._calls.feed(text, parts) :]
-        return parts
-
-    def finish(self) -> Parts:
-        """Nothing is withheld."""
-        return Parts("", [], [])

@@ -47,9 +47,9 @@ class Understood:
         requests: one for each prompt, without sampling.
         sampling: of all of them.
         ignored: fields that nobody here knows.
-        is_forced: the answer must be a tool call.
         is_open: the prompt ends with the beginning of a thought.
-        has_tools: the answer may call some.
+        splits_thought: a thought is no part of the answer's content.
+        splits_calls: calls of tools are none.
         schemas: of the tools' parameters, by name, where replies are made from them.
     """
 
@@ -58,14 +58,14 @@ class Understood:
     requests: list[inference_pb2.GenerateRequest]
     sampling: inference_pb2.Sampling = field(default_factory=inference_pb2.Sampling)
     ignored: list[str] = field(default_factory=list)
-    is_forced: bool = False
     is_open: bool = False
-    has_tools: bool = False
+    splits_thought: bool = False
+    splits_calls: bool = False
     schemas: Mapping[str, Any] = field(default_factory=dict)
 
     def to_parts(self) -> list[bytes]:
         """For another process: a head, what is left of the body, the sampling, and each request."""
-        names = ("request_id", "ignored", "is_forced", "is_open", "has_tools", "schemas")
+        names = ("request_id", "ignored", "is_open", "splits_thought", "splits_calls", "schemas")
         head = json.dumps({name: getattr(self, name) for name in names}).encode("ascii")
         spent = {*SPENT, *(self.asked.model_extra or {})}
         body = self.asked.model_dump_json(by_alias=True, exclude_none=True, exclude=spent).encode("utf-8")

@@ -17,9 +17,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from baton.client import BatonClient
 from baton.core.sampling import SamplingParams
+from baton.core.tokenizer import Tokenizer
 from baton.proto import inference_pb2
+from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.http_served import HttpServed
 
+TOKENIZER = Tokenizer.from_directory(TINY)
 HI = [{"role": "user", "content": "def main(argv=None):"}]
 WEATHER = {
     "type": "object",
@@ -64,11 +67,7 @@ def compact(served):
     """A bias against tokens with white space around punctuation: the tiny model would rather indent for ever."""
     reply = served.client.post("/../tokenize", body={"prompt": "x"}, cast_to=object)
     assert reply["count"] == 1
-    from baton.core.tokenizer import Tokenizer
-    from baton.tests.e2e.conftest import TINY
-
-    tokenizer = Tokenizer.from_directory(TINY)
-    texts = {token_id: tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)}
+    texts = {token_id: TOKENIZER.token_bytes(token_id) for token_id in range(TOKENIZER.vocab_size)}
     white = [token_id for token_id, text in texts.items() if text != text.strip() and not text.strip().isalnum()]
     assert len(white) <= 1024
     return {str(token_id): -100 for token_id in white}
@@ -179,6 +178,61 @@ def test_a_forced_call_is_valid_even_from_a_tiny_model(served, compact, choice):
     assert names <= set(PARAMETERS)
     if choice != "required":
         assert names == {"tree"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_or_a_text_of_the_schema(served, compact, stream):
+    """Whatever a tiny model writes: calls with arguments of the schema, or JSON of the format."""
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
+    tools = [one | {"function": one["function"] | {"strict": True}} for one in TOOLS]
+    more = {"tools": tools, "response_format": form, "max_tokens": 400, "parallel_tool_calls": False}
+    more["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
+    tag = {str(token): 8.0 for token in TOKENIZER.encode("<tool_call>")[:1]}
+    kinds = set()
+    for seed in range(6):
+        biases = compact | (tag if seed % 2 else {})
+        content, calls = "", {}
+        if stream:
+            for chunk in chat(served, seed=seed, stream=True, logit_bias=biases, **more):
+                [choice] = chunk.choices
+                content += choice.delta.content or ""
+                for part in choice.delta.tool_calls or ():
+                    call = calls.setdefault(part.index, ["", ""])
+                    call[0] += part.function.name or ""
+                    call[1] += part.function.arguments or ""
+                reason = choice.finish_reason
+        else:
+            [choice] = chat(served, seed=seed, logit_bias=biases, **more).choices
+            content, reason = choice.message.content or "", choice.finish_reason
+            for at, one in enumerate(choice.message.tool_calls or ()):
+                calls[at] = [one.function.name, one.function.arguments]
+        assert reason == ("tool_calls" if calls else "stop"), (seed, content, calls)
+        assert bool(content) != bool(calls)
+        kinds.add("calls" if calls else "text")
+        for name, arguments in calls.values():
+            jsonschema.validate(json.loads(arguments), PARAMETERS[name])
+        if content:
+            jsonschema.validate(json.loads(content), WEATHER)
+    assert kinds == {"calls", "text"}
+
+
+def test_a_thought_is_free_and_what_follows_is_not(served, compact):
+    """A prompt that ends in a thought: a bias towards the closing tag ends it somewhere, and then there is JSON."""
+    messages = [*HI, {"role": "assistant", "content": "<think>"}]
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
+    body = {"continue_final_message": True, "add_generation_prompt": False}
+    tags = {str(token): 6.0 for token in TOKENIZER.encode("</think>")}
+    ended = 0
+    for seed in range(4):
+        answer = served.client.chat.completions.create(
+            model="tiny", messages=messages, seed=seed, response_format=form, max_tokens=400,
+            logit_bias=compact | tags, extra_body=body,
+        )  # fmt: skip
+        [choice] = answer.choices
+        if choice.finish_reason == "stop":
+            ended += 1
+            jsonschema.validate(json.loads(choice.message.content), WEATHER)
+    assert ended
 
 
 def test_what_is_refused(served):

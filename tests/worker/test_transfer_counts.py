@@ -5,12 +5,13 @@ import pytest
 from baton.kvtransfer.landing_driver import COUNT_NAMES
 from baton.kvtransfer.lane_choice import LaneChoice
 from baton.kvtransfer.push_totals import PathCounts, PushTotals
+from baton.kvtransfer.transfer_times import TIME_BOUNDS_S, TIME_NAMES, TransferTimes
 from baton.worker.transfer_counts import landing_counts, push_counts
 
 pytestmark = pytest.mark.fast
 
 NAMES = "num_acked bytes_pushed transfer_us exposed_us frames_pushed frames_resent lane_fallbacks credit_stall_us"
-COUNTS = dict.fromkeys(NAMES.split(), 0)
+COUNTS = dict.fromkeys((*NAMES.split(), *TIME_NAMES), 0)
 
 
 def test_a_prefill_worker_names_each_path_and_why_no_better_one():
@@ -28,6 +29,21 @@ def test_a_decode_worker_reports_what_its_landing_counts():
     counts = dict.fromkeys(COUNT_NAMES, 0) | {"transfers_sealed": 3, "transfer_us": 2_000_000, "frames_corrupt": 1}
     found = landing_counts(counts, num_quarantined=7)
     assert (found.transfers, found.seconds, found.corrupt, found.quarantined_blocks) == (3, 2.0, 1, 7)
+
+
+def test_times_come_as_histograms_of_both_sides():
+    times = TransferTimes()
+    for transfer_s, exposed_s in ((0.0004, 0.0), (0.3, 0.001), (99.0, 45.0)):
+        times.observe(transfer_s, exposed_s)
+    counts = times.as_counts() | {"transfer_us": 99_300_400, "exposed_us": 45_001_000}
+    pushed = push_counts(COUNTS | counts, [], {})
+    landed = landing_counts(dict.fromkeys(COUNT_NAMES, 0) | counts, num_quarantined=0)
+    for found in (pushed, landed):
+        at = TIME_BOUNDS_S.index(0.5)
+        assert list(found.transfer_times.bounds) == list(found.exposed_times.bounds) == list(TIME_BOUNDS_S)
+        assert [(at, num) for at, num in enumerate(found.transfer_times.counts) if num] == [(0, 1), (at, 1), (14, 1)]
+        assert [(at, num) for at, num in enumerate(found.exposed_times.counts) if num] == [(0, 2), (14, 1)]
+        assert (found.transfer_times.total, found.exposed_times.total) == (found.seconds, found.exposed_seconds)
 
 
 def test_waits_for_the_window_add_up():

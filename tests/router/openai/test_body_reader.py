@@ -32,6 +32,7 @@ PROPERTIES = {"type": "object", "properties": {"a": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PROPERTIES}}
 BOTH = [(CHATML, CALLS), (WITH_TAGS, TAGGED)]
 TEMPLATES = pytest.mark.parametrize(("template", "answer"), BOTH, ids=["plain", "tags"])
+NAMED = {"type": "function", "function": {"name": "weather"}}
 NUM_SAMPLED = 16
 OF_EACH = ("id", "created", "object", "model")  # event or reply
 COMMON = {
@@ -82,7 +83,7 @@ FIELDS = {
         "logprobs": True,
         "top_logprobs": 1,
         "tools": [TREE, WEATHER],
-        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "tool_choice": NAMED,
         "parallel_tool_calls": False,
         "include_reasoning": False,
         "reasoning_effort": "none",
@@ -115,7 +116,8 @@ def bodies():
             yield path, "echo with all", BASE[path] | both | {"echo": True, "logprobs": 1, "prompt_logprobs": 1}
         else:
             tools = {"tools": [TREE, WEATHER], "logprobs": True, "top_logprobs": 1}
-            for choice in ("auto", "required", "none"):
+            some = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+            for choice in ("auto", "required", "none", some):
                 yield path, f"tools {choice}", BASE[path] | both | tools | {"tool_choice": choice}
                 yield path, f"tools {choice}, streamed", BASE[path] | tools | {"tool_choice": choice, "stream": True}
 

@@ -5,9 +5,10 @@ import json
 import openai
 import pytest
 
+from baton.core.answer_structure import AnswerStructure
 from baton.proto import inference_pb2
 from baton.tests.router.fakes import TOKENIZER
-from baton.tests.router.openai.served import MAX_MODEL_LEN, MODEL, prompt_of, sent_to, served
+from baton.tests.router.openai.served import CHATML, MAX_MODEL_LEN, MODEL, prompt_of, sent_to, served
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
 HI = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
@@ -227,37 +228,128 @@ async def test_a_call_that_ends_the_answer_is_its_reason():
         assert choice.push(chunk)["finish_reason"] == want
 
 
-async def test_a_forced_call_is_a_grammar():
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "maxProperties": 0}}}
+STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+NAMED = {"type": "function", "function": {"name": "tree"}}
+
+
+def allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+# What a request adds; whether calls may or must be, the tools that may be called, those bound by their schema, whether
+# there is a format beside them. None: nothing is bound.
+BOUND = [
+    ({}, None),
+    ({"tool_choice": "auto"}, None),
+    ({"tool_choice": "required"}, ("required", "weather tree", "weather tree", False)),
+    ({"tool_choice": NAMED}, ("required", "tree", "tree", False)),
+    ({"tool_choice": allowed("auto", "tree")}, ("auto", "tree", "", False)),
+    ({"tool_choice": allowed("auto", "weather", "tree")}, None),
+    ({"tool_choice": allowed("required", "tree")}, ("required", "tree", "tree", False)),
+    ({"response_format": FORM}, ("auto", "weather tree", "", True)),
+    ({"response_format": FORM, "tool_choice": "required"}, ("required", "weather tree", "weather tree", False)),
+    ({"response_format": FORM, "tool_choice": NAMED}, ("required", "tree", "tree", False)),
+    ({"response_format": FORM, "tool_choice": allowed("auto", "tree")}, ("auto", "tree", "", True)),
+    ({"tools": [STRICT, TREE]}, ("auto", "weather tree", "weather", False)),
+    ({"tools": [STRICT, TREE], "response_format": FORM}, ("auto", "weather tree", "weather", True)),
+    ({"tools": [STRICT, TREE], "tool_choice": allowed("auto", "tree")}, ("auto", "tree", "", False)),
+]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML + "{# <function= #}"])
+async def test_what_tools_and_formats_bind(template):
+    async with served(template) as (running, client):
+        for body, want in BOUND:
+            answer = await chat(client, **({"tools": [WEATHER, TREE]} | body))
+            sampling = sent_to(running)[-1].sampling
+            assert sampling.HasField("grammar") == (want is not None), body
+            assert '"name": "tree"' in prompt_of(sent_to(running)[-1]), "all tools stay in the prompt"
+            assert answer.choices[0].message.content
+            if want is None:
+                continue
+            found = AnswerStructure.from_json(sampling.grammar.structure)
+            bound = " ".join(tool.name for tool in found.tools if tool.parameters is not None)
+            assert (found.calls, " ".join(tool.name for tool in found.tools), bound, found.text is not None) == want, (
+                body
+            )
+            assert found.tagged == ("function=" in template)
+            if found.text is not None:
+                assert (found.text[0], json.loads(found.text[1])) == ("json_schema", FORM["json_schema"]["schema"])
+        none = {"tools": [STRICT, TREE], "tool_choice": "none"}
+        await chat(client, **none)
+        assert not sent_to(running)[-1].sampling.HasField("grammar")
+        await chat(client, **none, response_format=FORM)
+        assert sent_to(running)[-1].sampling.grammar.WhichOneof("form") == "json_schema"
+        for parallel, choice, want in ((False, "required", False), (None, "required", True), (True, NAMED, False)):
+            await chat(client, tools=[WEATHER, TREE], tool_choice=choice, extra_body={"parallel_tool_calls": parallel})
+            sampling = sent_to(running)[-1].sampling
+            assert AnswerStructure.from_json(sampling.grammar.structure).parallel == want
+
+
+async def test_calls_beside_a_format_are_split_off():
     async with served() as (running, client):
-        running.script.answer = '{"name": "tree", "arguments": {"all": 1}}'
-        named = await chat(
-            client, tools=[WEATHER, TREE], tool_choice={"type": "function", "function": {"name": "tree"}}
-        )
-        [call] = named.choices[0].message.tool_calls
-        assert (call.function.name, call.function.arguments, named.choices[0].message.content) == (
-            "tree",
-            '{"all": 1}',
-            None,
-        )
-        schema = json.loads(sent_to(running)[-1].sampling.grammar.json_schema)
-        moved = schema["$defs"]["tool0"]
-        assert moved["properties"] == {
-            "const": {"$ref": "#/$defs/tool0/$defs/N"},
-            "x": {"const": {"$ref": "#/as/it/is"}},
-            "all": {"$ref": "#/$defs/tool0"},
-        }
-        assert moved["$defs"]["N"]["items"] == {"$ref": "#/$defs/tool0/$defs/N"}
-        assert schema["properties"]["name"] == {"const": "tree"}
-        running.script.answer = '[{"name": "weather", "arguments": {}}, {"name": "tree", "arguments": {"b": []}}]'
-        required = await chat(client, tools=[WEATHER, TREE], tool_choice="required")
-        names = [call.function.name for call in required.choices[0].message.tool_calls]
-        assert names == ["weather", "tree"]
-        schema = json.loads(sent_to(running)[-1].sampling.grammar.json_schema)
-        assert (schema["type"], schema["minItems"], "maxItems" in schema) == ("array", 1, False)
-        await chat(client, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
-        assert json.loads(sent_to(running)[-1].sampling.grammar.json_schema)["maxItems"] == 1
-        found = joined(await streamed(client, tools=[WEATHER, TREE], tool_choice="required"))[0]
-        assert found[2] == [["weather", "{}"], ["tree", '{"b": []}']]
+        running.script.events = None
+        for text, content, calls in (
+            ("{}", "{}", None),
+            ('<tool_call>\n{"name": "tree", "arguments": {"b": []}}\n</tool_call>', None, [["tree", '{"b": []}']]),
+        ):
+            running.script.answer = text
+            both = {"tools": [WEATHER, TREE], "response_format": FORM}
+            message = (await chat(client, **both)).choices[0].message
+            found = message.tool_calls and [[one.function.name, one.function.arguments] for one in message.tool_calls]
+            assert (message.content, found) == (content, calls)
+            streamed_parts = joined(await streamed(client, **both))[0]
+            assert (streamed_parts[0] or None, streamed_parts[2] or None) == (content, calls)
+
+
+async def test_what_is_no_choice_of_tools():
+    async with served() as (running, client):
+        for choice, match in (
+            (allowed("auto", "none such"), "no tool is named"),
+            (allowed("auto"), "at least 1"),
+            (allowed("none", "tree"), "auto"),
+            ({"type": "allowed_tools"}, "allowed_tools"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=match) as caught:
+                await chat(client, tools=[WEATHER, TREE], tool_choice=choice)
+            assert caught.value.param == "tool_choice"
+        bad = TREE["function"] | {"parameters": {"x-guidance": {}}}
+        with pytest.raises(openai.BadRequestError, match="tool tree"):
+            await chat(client, tools=[{"type": "function", "function": bad}], tool_choice="required")
+        assert sent_to(running) == []
+
+
+OPEN_OR_NOT = (
+    CHATML + "{# <think> #}{{ '<think>\\n' if open else '' }}{{ '<think>\\n\\n</think>\\n\\n' if over else '' }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "thought", "text", "parts"),
+    [
+        ({}, "optional", "<think>\nhm\n</think>\n\n{}", ("hm", "{}")),
+        ({}, "optional", "{}", (None, "{}")),
+        ({"open": True}, "open", "hm\n</think>\n\n{}", ("hm", "{}")),
+        ({"over": True}, "none", "{}", (None, "{}")),
+    ],
+)
+async def test_a_thought_comes_before_a_format(variables, thought, text, parts):
+    async with served(OPEN_OR_NOT) as (running, client):
+        running.script.answer, running.script.events = text, None
+        body = {"chat_template_kwargs": variables}
+        message = (await chat(client, response_format=FORM, extra_body=body)).choices[0].message
+        assert (getattr(message, "reasoning", None), message.content) == parts
+        grammar = sent_to(running)[-1].sampling.grammar
+        if thought == "none":
+            assert grammar.WhichOneof("form") == "json_schema"
+        else:
+            assert AnswerStructure.from_json(grammar.structure).thought == thought
+        found = joined(await streamed(client, response_format=FORM, extra_body=body))[0]
+        assert (found[1] or None, found[0]) == parts
+        await chat(client, tools=[TREE], tool_choice="required", extra_body=body)
+        assert AnswerStructure.from_json(sent_to(running)[-1].sampling.grammar.structure).thought == thought
 
 
 async def test_earlier_calls_and_their_results_are_shown_to_the_template():
@@ -285,11 +377,6 @@ async def test_thinking_is_split_off():
             "yes",
             False,
         )
-        running.script.answer = "{}"
-        answer = await chat(client, response_format={"type": "json_object"})
-        assert answer.choices[0].message.content == "{}"
-        assert prompt_of(sent_to(running)[-1]).endswith("<think>\n\n</think>\n\n"), "no thoughts within a grammar"
-        assert sent_to(running)[-1].sampling.grammar.json_object
 
 
 async def test_formats_of_an_answer():

@@ -97,7 +97,7 @@ BAD = [
         "tool_choice",
         "invalid_request",
     ),
-    ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "conflicting_options"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "invalid_request"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_request"),
     ({"request_id": "a\nb"}, "request_id", "invalid_request"),
     ({"cache_salt": "x" * 257}, "cache_salt", "invalid_request"),

@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.router.openai.reasoning import ReasoningSplitter
-from baton.router.openai.tagged_call_reader import TaggedCallReader
-from baton.router.openai.tool_calls import ForcedCalls, TaggedCalls
+from baton.router.openai.tagged_call_reader import EitherCallReader
+from baton.router.openai.tool_calls import TaggedCalls
 
 pytestmark = pytest.mark.fast
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<", "</", "think>", "tool_call>")
@@ -71,7 +71,7 @@ SCHEMAS = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"
 
 
 def coder(*pieces):
-    return calls_of(TaggedCalls(lambda: TaggedCallReader(SCHEMAS)), pieces)
+    return calls_of(TaggedCalls(lambda: EitherCallReader(SCHEMAS)), pieces)
 
 
 @given(cut_texts(), st.booleans())
@@ -95,12 +95,6 @@ def test_calls_in_tags_do_not_depend_on_the_cuts_and_their_arguments_are_json(cu
         assert name
         if arguments.endswith("}"):
             assert isinstance(json.loads(arguments), dict)
-
-
-@given(cut_texts())
-def test_forced_calls_do_not_depend_on_the_cuts(cut):
-    text, pieces = cut
-    assert calls_of(ForcedCalls(), pieces) == calls_of(ForcedCalls(), [text])
 
 
 JSON = st.recursive(
@@ -129,9 +123,7 @@ def test_every_call_comes_back_as_it_was_written(calls, ascii_only, indent, name
     content, found = tagged(*pieces)
     assert content == "before"
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
-    array = json.dumps(objects, ensure_ascii=ascii_only, indent=indent)
-    _, found = calls_of(ForcedCalls(), [array[at : at + size] for at in range(0, len(array), size)])
-    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+    assert coder(*pieces) == (content, found), "a model that writes tags may write JSON"
 
 
 @given(TEXTS.filter(lambda text: "<tool_call>" not in text))
@@ -204,20 +196,6 @@ def test_a_name_is_told_before_the_arguments_are_complete():
 
 
 @pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        (f"[{CALL}, {CALL}]", [("f", '{"a": 1}')] * 2),
-        (CALL, [("f", '{"a": 1}')]),
-        (f"[{CALL}, {CALL[:20]}", [("f", '{"a": 1}'), ("f", "")]),
-        ("[]", []),
-        ("", []),
-    ],
-)
-def test_what_is_a_forced_call(text, calls):
-    assert calls_of(ForcedCalls(), [text]) == ("", calls)
-
-
-@pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
         (
@@ -230,7 +208,8 @@ def test_what_is_a_forced_call(text, calls):
         ("<tool_call><function=g><parameter=x>\na\n\nb\n</parameter></tool_call>!", "!", [("g", '{"x": "a\\n\\nb"}')]),
         ("<tool_call><function=g><parameter=x>NaN</parameter></function></tool_call>", "", [("g", '{"x": "NaN"}')]),
         ("<tool_call><function=>", "<tool_call><function=>", []),
-        ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}</tool_call>', "", [("f", '{"a": 1}')]),
+        ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
         ("<tool_call><function=g</tool_call>.", "<tool_call><function=g</tool_call>.", []),
     ],
 )

@@ -1,0 +1,328 @@
+"""Structures of answers against a judge of its own: what the grammar takes, what it refuses, and what no text escapes.
+
+The judge reads a text with Python's `re`, `json` and `jsonschema`. Texts of the language and mutants of them are judged
+by both; a masked walk of random tokens must end in the language.
+"""
+
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+
+from baton.core.answer_structure import AnswerStructure, CallableTool, Calls, Thought
+from baton.core.errors import InvalidGrammar
+from baton.core.grammar_check import check_grammar
+from baton.core.sampling import GrammarSpec
+from baton.core.tokenizer import Tokenizer
+from baton.engine.grammar import GrammarCompiler
+
+pytestmark = pytest.mark.fast
+TINY = Path(__file__).parents[2] / "assets" / "tiny"
+FORM = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "w": {"enum": ["a", "b c"]}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"n": {"$ref": "#/$defs/N"}, "s": {"type": "string", "maxLength": 8}},
+    "required": ["n"],
+    "additionalProperties": False,
+    "$defs": {"N": {"enum": [1, 20, None]}},
+}
+TOOLS = (CallableTool("f", ARGUMENTS), CallableTool("free"))
+SCHEMAS = {"f": ARGUMENTS, "free": {"type": "object"}}
+JSON_FORM = ("json_schema", json.dumps(FORM))
+STRUCTURES = {
+    f"{thought} {calls} {'form' if text else 'text'} {'many' if parallel else 'one'}": AnswerStructure(
+        thought=thought,
+        calls=calls,
+        tools=() if calls is Calls.NONE else TOOLS,
+        parallel=parallel,
+        text=text,
+    )
+    for thought in Thought
+    for calls, text in (
+        (Calls.AUTO, JSON_FORM),
+        (Calls.AUTO, None),
+        (Calls.REQUIRED, None),
+        (Calls.NONE, JSON_FORM),
+    )
+    for parallel in ((True, False) if calls is not Calls.NONE else (True,))
+}
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return GrammarCompiler(Tokenizer.from_directory(TINY), 4096)
+
+
+def spec_of(structure):
+    return GrammarSpec("structure", structure.to_json())
+
+
+def takes(compiler, structure, text):
+    """Whether the grammar lets a model write this text, in the tokenizer's tokens, and end."""
+    tokenizer = compiler._tokenizer
+    state = compiler.start(spec_of(structure))
+    tokens = [*tokenizer.encode(text), compiler._eos_token_ids[0]]
+    return state.accept(tokens) == len(tokens) and state.is_finished
+
+
+def is_compact(text):
+    return not re.search(r"\s", re.sub(r'"(?:[^"\\]|\\.)*"', "", text))
+
+
+def is_json_of(schema, text):
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    order = list(schema.get("properties", ()))
+    return (
+        jsonschema.Draft202012Validator(schema).is_valid(value)
+        and is_compact(text)
+        and (not order or [key for key in order if key in value] == list(value))
+    )
+
+
+CALL = re.compile(r'<tool_call>\n?\{"name": "(f|free)", "arguments": (.*?)\}\n?</tool_call>', re.DOTALL)
+
+
+def call_ends(text, at):
+    """Where calls that begin here may end."""
+    for end in re.finditer("</tool_call>", text[at:]):
+        found = CALL.fullmatch(text, at, at + end.end())
+        if found and is_json_of(SCHEMAS[found[1]], found[2]):
+            yield found.end()
+
+
+def is_calls(text, parallel, at=0):
+    return any(
+        end == len(text) or (parallel and text[end] == "\n" and is_calls(text, parallel, end + 1))
+        for end in call_ends(text, at)
+    )
+
+
+def is_free(text, parallel, at=0):
+    found = text.find("<tool_call>", at)
+    if found < 0:
+        return True
+    return any(
+        is_free(text, parallel, end) if parallel else "<tool_call>" not in text[end:] for end in call_ends(text, found)
+    )
+
+
+def judge(structure, text):
+    """Whether a text is of the structure."""
+    is_bound = structure.text is not None or structure.calls is Calls.REQUIRED
+    rests = []
+    if structure.thought is Thought.OPEN or (structure.thought is Thought.OPTIONAL and text.startswith("<think>")):
+        at = text.find("</think>")
+        if at >= 0:
+            rest = text[at + len("</think>") :]
+            rests = [rest[num:] for num in range(3) if rest.startswith("\n" * num)] if is_bound else [rest]
+    else:
+        rests = [text]
+    for rest in rests:
+        if not is_bound:
+            if is_free(rest, structure.parallel):
+                return True
+            continue
+        if structure.calls is not Calls.NONE and is_calls(rest, structure.parallel):
+            return True
+        if structure.text is not None and is_json_of(FORM, rest):
+            return True
+    return False
+
+
+CALLS = (
+    '<tool_call>\n{"name": "f", "arguments": {"n":20}}\n</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"n":null,"s":"a\\"<b"}}</tool_call>',
+    '<tool_call>\n{"name": "free", "arguments": {"x":[1,{"y":"</tool_call>"}]}}\n</tool_call>',
+)
+FORMED = ('{"ok":true}', '{"ok":false,"w":"b c"}')
+THOUGHTS = ("", "<think>\nhm\n</think>\n\n", "hm <tool_call> {</think>", "</think>\n", "<think><think></think>")
+BODIES = (*FORMED, *CALLS, CALLS[0] + "\n" + CALLS[1], "so:\n" + CALLS[1] + CALLS[2] + " and", "a <tool_cal", "<thin")
+TEXTS = ["".join(parts) for parts in itertools.product(THOUGHTS, BODIES)]
+PIECES = (
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "\n",
+    " ",
+    "{",
+    "}",
+    '"',
+    "n",
+    "f",
+    "ree",
+    ",",
+    "1",
+    "null",
+)
+
+
+def mutant(draw, text):
+    """A text with one place changed."""
+    at = draw.randrange(len(text) + 1)
+    to = min(len(text), at + draw.choice((0, 0, 1, 1, 2, 8)))
+    more = draw.choice((*PIECES, "", "", text[draw.randrange(len(text) + 1) :][:12]))
+    return text[:at] + more + text[to:]
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_the_grammar_takes_what_the_judge_takes(compiler, name):
+    structure, draw = STRUCTURES[name], random.Random(name)
+    num_taken = 0
+    for text in TEXTS:
+        want = judge(structure, text)
+        num_taken += want
+        assert takes(compiler, structure, text) == want, text
+    assert num_taken >= 2
+    good = [text for text in TEXTS if judge(structure, text)]
+    for _ in range(30):
+        text = mutant(draw, draw.choice(good))
+        assert takes(compiler, structure, text) == judge(structure, text), text
+
+
+def walk(compiler, structure, draw):
+    """A text of allowed tokens: those of a sentence where the mask allows them, some at random, EOS when it may be."""
+    tokenizer = compiler._tokenizer
+    state = compiler.start(spec_of(structure))
+    tokens = []
+    for hint in tokenizer.encode(draw.choice(TEXTS) + draw.choice(TEXTS) + draw.choice(CALLS)):
+        mask_W = state.masks([])[0]
+        allowed = np.flatnonzero(np.unpackbits(mask_W.view(np.uint8), bitorder="little")[:4096]).tolist()
+        assert allowed, tokenizer.decode(tokens)
+        ends = [token_id for token_id in compiler._eos_token_ids if token_id in allowed]
+        if ends and draw.random() < 0.5:
+            return tokenizer.decode(tokens)
+        chosen = draw.choice(allowed) if draw.random() < 0.1 else hint
+        if chosen in allowed and chosen not in ends:
+            assert state.accept([chosen]) == 1
+            tokens.append(chosen)
+    return None
+
+
+@pytest.mark.parametrize("name", [name for name in STRUCTURES if "many" not in name])
+def test_random_tokens_end_in_the_language(compiler, name):
+    structure = STRUCTURES[name]
+    draw = random.Random(name)
+    texts = [walk(compiler, structure, draw) for _ in range(40)]
+    ended = [text for text in texts if text is not None]
+    assert ended
+    for text in ended:
+        assert judge(structure, text), text
+
+
+def test_a_regex_does_not_hide_the_calls(compiler):
+    structure = AnswerStructure(thought=Thought.OPTIONAL, calls=Calls.AUTO, tools=TOOLS, text=("regex", "(?s:.*)"))
+    for text, want in (
+        (CALLS[0], True),
+        ("<tool_call>x", False),
+        ("a<tool_call>x", True),
+        ("", True),
+        ("<think>x", False),
+    ):
+        assert takes(compiler, structure, text) == want, text
+
+
+@pytest.mark.parametrize("grammar", ['root ::= "a" | "(" root ")"', 'start: "a" | "(" start ")"'])
+def test_a_grammar_of_the_client_goes_with_calls(compiler, grammar):
+    structure = AnswerStructure(calls=Calls.AUTO, tools=TOOLS, text=("grammar", grammar))
+    for text, want in ((CALLS[0], True), ("((a))", True), ("((a)", False), ("a" + CALLS[0], False)):
+        assert takes(compiler, structure, text) == want, text
+
+
+TAGGED = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string", "description": "any"},
+        "e": {"type": "string", "enum": ["x", "y z"]},
+        "n": {"type": "array", "items": {"$ref": "#/$defs/N"}},
+    },
+    "required": ["s"],
+    "$defs": {"N": {"type": "integer"}},
+}
+
+
+def tagged(name="f", **values):
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (tagged(s="a\n<b> {"), True),
+        (tagged(s=""), True),
+        (tagged(s="a", e="y z", n="[1,-2]"), True),
+        (tagged(s="a", n="[]"), True),
+        (tagged(), False),
+        (tagged(e="x"), False),
+        (tagged(s="a", e="z"), False),
+        (tagged(s="a", n="[1.5]"), False),
+        (tagged(s="a", other="1"), False),
+        (tagged(s="a</parameter>b"), False),
+        (tagged("g", s="a"), False),
+        (tagged("free", z="1"), True),
+        ('<tool_call>\n{"name": "json", "arguments": {"s":"ab"}}\n</tool_call>', True),
+        ('<tool_call>\n{"name": "json", "arguments": {"s":"ba"}}\n</tool_call>', False),
+        ('<tool_call>\n{"name": "f", "arguments": {"s":"ab"}}\n</tool_call>', False),
+    ],
+)
+def test_calls_of_tags(compiler, text, want):
+    patterned = {"type": "object", "properties": {"s": {"type": "string", "pattern": "^ab"}}, "required": ["s"]}
+    tools = (CallableTool("f", TAGGED), CallableTool("free"), CallableTool("json", patterned))
+    structure = AnswerStructure(calls=Calls.REQUIRED, tools=tools, tagged=True)
+    assert takes(compiler, structure, text) == want
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "empty"),
+        ("[]", "no object"),
+        ("{", "structure"),
+        ("[" * 30000, "structure"),
+        ('{"thoughts": "none"}', "thoughts"),
+        ('{"thought": "deep"}', "deep"),
+        ('{"calls": "auto"}', "go together"),
+        ('{"tools": [{"name": "f"}]}', "go together"),
+        ("{}", "neither"),
+        ('{"calls": "required", "tools": [{"name": "f"}], "text": {"kind": "json_object"}}', "required"),
+        ('{"calls": "auto", "tools": [{"name": "a b"}]}', "name"),
+        ('{"calls": "auto", "tools": [{"name": "f", "x": 1}]}', "tool"),
+        ('{"calls": "auto", "tools": [{"name": "f", "parameters": 1}]}', "f: parameters"),
+        ('{"calls": "auto", "tools": [{"name": "f", "parameters": false}]}', "tool f: .*nothing"),
+        ('{"calls": "auto", "tools": [{"name": "f", "parameters": {"x-guidance": {}}}]}', "x-guidance"),
+        ('{"calls": "auto", "parallel": 1, "tools": [{"name": "f"}]}', "parallel"),
+        ('{"calls": "auto", "tools": {"name": "f"}}', "list"),
+        ('{"text": {"kind": "structure", "text": "{}"}}', "no structure"),
+        ('{"text": {"kind": "json_schema", "text": "no"}}', "json_schema"),
+        ('{"text": {"kind": "word", "text": "no"}}', "word"),
+        ('{"text": "a"}', "kind"),
+    ],
+)
+def test_what_is_no_structure(text, match):
+    with pytest.raises(InvalidGrammar, match=match):
+        check_grammar("structure", text)
+
+
+def test_a_schema_that_does_not_compile_is_refused(compiler):
+    tools = (CallableTool("f", {"type": "no"}),)
+    with pytest.raises(InvalidGrammar, match="structure"):
+        compiler.compile(spec_of(AnswerStructure(calls=Calls.AUTO, tools=tools)))
+
+
+def test_a_structure_comes_back_from_its_text():
+    for structure in STRUCTURES.values():
+        assert AnswerStructure.from_json(structure.to_json()) == structure
