@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import grpc
+import grpc.aio
 
 from baton.client.access import Access
 from baton.client.messages import (
@@ -17,15 +18,17 @@ from baton.client.messages import (
     pause_after,
 )
 from baton.client.retries import NO_RETRY, CallAttempts, RetryPolicy
-from baton.core.errors import ProtocolError
+from baton.core.errors import ProtocolError, RequestCancelled
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire
+
+CLOSED: Final = "the client is closed"
 
 
 class AsyncBatonClient:
     """A connection to a deployment, made when first needed; belongs to one event loop.
 
-    Every method raises the typed error of `baton.core.errors` that the server sent, and WorkerLost if nobody answers
-    at the address.
+    Every method raises the typed error of `baton.core.errors` that the server sent, WorkerLost if nobody answers at
+    the address, and RequestCancelled if the client is closed, before or meanwhile.
 
     Args:
         address: "host:port" of the router.
@@ -73,8 +76,8 @@ class AsyncBatonClient:
         request = generate_request(prompt, token_ids, sampling, model, tenant, split_only=split_only)
         attempts = CallAttempts(self._retry, self._timeout_s)
         while True:
-            stream: Any = self._inference.Generate(request, timeout=attempts.left_s, metadata=self._metadata)
             check = ChunkCheck(request.sampling.n)
+            stream: Any = self._begin(self._inference.Generate, request, attempts)
             try:
                 async for chunk in stream:
                     yield check.take(chunk)
@@ -82,6 +85,10 @@ class AsyncBatonClient:
                 return
             except ProtocolError as error:
                 raise check.with_received(error) from None
+            except asyncio.CancelledError:
+                if wire.is_cancelled():
+                    raise
+                raise check.with_received(RequestCancelled(CLOSED)) from None
             except grpc.RpcError as error:
                 failed = wire.error_from_rpc(error)
                 if check.has_any:
@@ -129,7 +136,17 @@ class AsyncBatonClient:
         attempts = CallAttempts(self._retry, self._timeout_s)
         while True:
             try:
-                return await method(request, timeout=attempts.left_s, metadata=self._metadata)
+                return await self._begin(method, request, attempts)
+            except asyncio.CancelledError:
+                if wire.is_cancelled():
+                    raise
+                raise RequestCancelled(CLOSED) from None
             except grpc.RpcError as error:
                 pause_s = pause_after(attempts, wire.error_from_rpc(error), error)
             await asyncio.sleep(pause_s)
+
+    def _begin(self, method: Any, request: Any, attempts: CallAttempts) -> Any:
+        try:
+            return method(request, timeout=attempts.left_s, metadata=self._metadata)
+        except grpc.aio.UsageError as error:
+            raise RequestCancelled(CLOSED) from error

@@ -17,15 +17,15 @@ from baton.client.messages import (
     pause_after,
 )
 from baton.client.retries import NO_RETRY, CallAttempts, RetryPolicy
-from baton.core.errors import ProtocolError
+from baton.core.errors import ProtocolError, RequestCancelled
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire
 
 
 class BatonClient:
     """A connection to a deployment, made when first needed. Threads may share it.
 
-    Every method raises the typed error of `baton.core.errors` that the server sent, and WorkerLost if nobody answers
-    at the address.
+    Every method raises the typed error of `baton.core.errors` that the server sent, WorkerLost if nobody answers at
+    the address, and RequestCancelled if the client is closed, before or meanwhile.
 
     Args:
         address: "host:port" of the router.
@@ -42,6 +42,7 @@ class BatonClient:
         self._retry = retry or NO_RETRY
         access = access or Access()
         self._metadata = access.metadata
+        self._is_closed = False
         self._channel = access.open(address, OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
@@ -54,6 +55,7 @@ class BatonClient:
 
     def close(self) -> None:
         """Close the connection; open answers end."""
+        self._is_closed = True
         self._channel.close()
 
     def generate(
@@ -110,7 +112,7 @@ class BatonClient:
     def _chunks(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateChunk]:
         attempts = CallAttempts(self._retry, self._timeout_s)
         while True:
-            stream = self._inference.Generate(request, timeout=attempts.left_s, metadata=self._metadata)
+            stream = self._begin(self._inference.Generate, request, attempts)
             check = ChunkCheck(request.sampling.n)
             try:
                 for chunk in stream:
@@ -132,7 +134,15 @@ class BatonClient:
         attempts = CallAttempts(self._retry, self._timeout_s)
         while True:
             try:
-                return method(request, timeout=attempts.left_s, metadata=self._metadata)
+                return self._begin(method, request, attempts)
             except grpc.RpcError as error:
                 pause_s = pause_after(attempts, wire.error_from_rpc(error), error)
             time.sleep(pause_s)
+
+    def _begin(self, method: Any, request: Any, attempts: CallAttempts) -> Any:
+        try:
+            return method(request, timeout=attempts.left_s, metadata=self._metadata)
+        except ValueError as error:  # gRPC's, of a closed channel
+            if self._is_closed:
+                raise RequestCancelled("the client is closed") from error
+            raise

@@ -1,10 +1,15 @@
-"""Requests that do not parse: answered with a typed error, where gRPC would only say UNKNOWN.
+"""The boundary of every method: requests that do not parse, and whatever a method raises, are typed errors.
 
 gRPC calls a method's deserializer before the method, and an exception there ends the RPC without a type. The
 interceptor here makes every deserializer return the error instead, and refuses it in front of the method.
+
+An exception of a method would end it as UNKNOWN. A CancelledError of something that it waited for, such as a call over
+a channel that was closed, would end it without a status at all, and its caller would wait until the deadline.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
 
@@ -14,7 +19,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from baton.core.errors import BatonError, InvalidRequest, InvalidText, MalformedMessage
+from baton.core.errors import BatonError, InvalidRequest, InvalidText, MalformedMessage, as_internal
 from baton.proto import admin_pb2, inference_pb2, wire, worker_pb2
 
 Handler = Any  # the stubs make the class generic; at run time it is not
@@ -22,6 +27,8 @@ Handler = Any  # the stubs make the class generic; at run time it is not
 
 class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Ends an RPC whose request does not parse with MalformedMessage, or InvalidText if only its UTF-8 is wrong.
+
+    What a method raises ends it with its type, or InternalError if it is not Baton's.
 
     Args:
         on_call: told the caller's address of each call.
@@ -54,18 +61,37 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler.response_streaming:
             # The methods write to the context, so that a cancel reaches them wherever they wait.
             async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-                self._on_call(context.peer())
-                await (refuse if isinstance(request, BatonError) else method)(request, context)
+                async with _typed(context):
+                    self._on_call(context.peer())
+                    await (refuse if isinstance(request, BatonError) else method)(request, context)
 
             make = grpc.unary_stream_rpc_method_handler
             return make(stream, request_deserializer=parse, response_serializer=handler.response_serializer)
 
         async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            self._on_call(context.peer())
-            return await (refuse if isinstance(request, BatonError) else method)(request, context)
+            async with _typed(context):
+                self._on_call(context.peer())
+                return await (refuse if isinstance(request, BatonError) else method)(request, context)
 
         make_unary = grpc.unary_unary_rpc_method_handler
         return make_unary(unary, request_deserializer=parse, response_serializer=handler.response_serializer)
+
+
+@asynccontextmanager
+async def _typed(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Ends the RPC with a typed error, whatever is raised."""
+    try:
+        yield
+    except grpc.aio.AbortError:  # it has a status already
+        raise
+    except asyncio.CancelledError as error:
+        if wire.is_cancelled():
+            raise
+        await wire.abort_with(context, as_internal("the call", error))
+    except Exception as error:
+        if context.done():  # nothing more can be sent
+            raise
+        await wire.abort_with(context, as_internal("the call", error))
 
 
 def explain(data: bytes, type_name: str) -> InvalidRequest:

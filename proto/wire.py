@@ -4,10 +4,11 @@ Values from outside are carried over as they are, so that validation can refuse 
 all (no request id, no deadline, a number too wide for its field) is refused here.
 """
 
+import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -37,6 +38,7 @@ from baton.core.trace_context import of_attempt, parse_sampled
 from baton.proto import inference_pb2, kv_pb2, worker_pb2
 from baton.proto.retry_info import DETAILS_KEY, retry_after_s, retry_details
 
+Reply = TypeVar("Reply")
 ERROR_KEY: Final = "baton-error"
 MAX_ERROR_BYTES: Final = 4096  # gRPC refuses metadata beyond 8 KiB
 MAX_TIMEOUT_MS: Final = (1 << 32) - 1
@@ -242,6 +244,31 @@ def end_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> 
     context.set_code(code)
     context.set_details(message)
     context.set_trailing_metadata(metadata)
+
+
+def is_cancelled() -> bool:
+    """Whether this task was cancelled; a CancelledError in one that was not is of something it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def reply_of(call: Awaitable[Reply]) -> Reply:
+    """The reply to a unary call.
+
+    gRPC cancels the calls of a channel that is closed, and what waits for one sees that as its own cancellation: a
+    server's method would end without a status, and its caller wait until the deadline.
+
+    Raises:
+        BatonError: what ended it; WorkerLost if its channel was closed.
+    """
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from error
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        raise WorkerLost("the connection was closed") from None
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:

@@ -161,29 +161,28 @@ class AdminService(Operations):
             message = f"{worker_id} is silent and hears nothing; end its process on its node"
             raise WorkerLost(message, worker_id=worker_id)
         stub = admin_pb2_grpc.AdminStub(self._channels.to(member))
-        try:
-            reply: admin_pb2.RestartReply = await stub.Restart(request, timeout=INVENTORY_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise wire.error_from_rpc(error) from error
+        reply: admin_pb2.RestartReply = await wire.reply_of(stub.Restart(request, timeout=INVENTORY_TIMEOUT_S))
         return reply
 
     async def _tell(
         self, member: Member, channel: grpc.aio.Channel, request: admin_pb2.SetSpeculationRequest
     ) -> admin_pb2.WorkerSpeculation:
         worker_id = member.state.worker_id
+        stub = admin_pb2_grpc.AdminStub(channel)
         try:
-            reply = await admin_pb2_grpc.AdminStub(channel).SetSpeculation(request, timeout=INVENTORY_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            message = error.details() or error.code().name
-            return admin_pb2.WorkerSpeculation(worker_id=worker_id, speculation=member.state.speculation, error=message)
+            reply = await wire.reply_of(stub.SetSpeculation(request, timeout=INVENTORY_TIMEOUT_S))
+        except BatonError as error:
+            return admin_pb2.WorkerSpeculation(
+                worker_id=worker_id, speculation=member.state.speculation, error=error.message
+            )
         speculation = reply.workers[0].speculation if reply.workers else member.state.speculation
         return admin_pb2.WorkerSpeculation(worker_id=worker_id, speculation=speculation)
 
     async def _ask(self, member: Member, channel: grpc.aio.Channel) -> admin_pb2.WorkerStatus:
         stub = admin_pb2_grpc.AdminStub(channel)
         try:
-            reply = await stub.Inventory(admin_pb2.InventoryRequest(), timeout=INVENTORY_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
+            reply = await wire.reply_of(stub.Inventory(admin_pb2.InventoryRequest(), timeout=INVENTORY_TIMEOUT_S))
+        except BatonError:
             status = self._status(member)
             status.alive = False
             return status

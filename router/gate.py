@@ -60,8 +60,8 @@ class Turn:
     def leave(self) -> None:
         """The request has ended; later calls change nothing."""
         if not self._has_left:
-            self._has_left = True
             self._gate.drop(self._ticket)
+            self._has_left = True  # not before: if that raised, whoever ends the request calls this again
             if self._first_s is not None:
                 self._measure(self._first_s)
             self._gate.look()
@@ -113,6 +113,7 @@ class Gate:
         """
         now_s = self.clock.now_s()
         work = self._work(request, now_s)
+        granted = asyncio.get_running_loop().create_future()
         try:
             ticket = self.queue.offer(work, now_s)
         except BatonError:
@@ -120,19 +121,19 @@ class Gate:
         except Exception:
             self._rebuild()
             raise
-        turn = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        self._waiting[ticket] = granted
         try:
             self.look()
-            if not turn.done():
+            if not granted.done():
                 async with asyncio.timeout(request.deadline_s - now_s):
-                    await turn
+                    await granted
+            return Turn(self, ticket, request.sampling.n)
         except TimeoutError:
             self._give_up(ticket)
             raise RequestDeadlineExceeded("the deadline passed before the request's turn") from None
         except BaseException:
             self._give_up(ticket)
             raise
-        return Turn(self, ticket, request.sampling.n)
 
     def look(self) -> None:
         """Hear what the workers can do, and let in whose turn it is."""
@@ -141,10 +142,12 @@ class Gate:
 
     def _grant(self) -> None:
         for ticket in self.queue.grant(self.clock.now_s()):
-            turn = self._waiting.pop(ticket)
+            granted = self._waiting[ticket]
+            if not granted.done():
+                granted.set_result(None)
+            # Only now: one that was not told waits on, and its turn comes again.
             self._running[ticket] = None
-            if not turn.done():
-                turn.set_result(None)
+            del self._waiting[ticket]
 
     def keep(self, change: Callable[[], None]) -> None:
         """Change the queue. What goes wrong in it must not hold up those who are not to blame: it begins anew."""
@@ -156,6 +159,13 @@ class Gate:
 
     def drop(self, ticket: Ticket) -> None:
         """A request has ended, or waits no more."""
+        try:
+            self._forget(ticket)
+        except Exception as error:  # noqa: BLE001  its place must not stay taken
+            as_internal("a request's leaving the queue", error)
+            self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
         self._waiting.pop(ticket, None)
         self._running.pop(ticket, None)
         self.keep(lambda: self.queue.leave(ticket))

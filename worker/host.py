@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from baton.core.config import WorkerConfig
-from baton.core.errors import BatonError, InvalidRequest, PortInUse, Unauthenticated, WorkerLost
+from baton.core.errors import BatonError, InvalidRequest, PortInUse, Unauthenticated, WorkerLost, as_internal
 from baton.core.handshakes import Handshakes
 from baton.core.inside import ROUTER, WorkerIdentity
 from baton.core.tls_files import TlsFiles, TlsWatch
@@ -26,6 +26,7 @@ from baton.proto.unreadable import RefuseUnreadable
 
 HEARTBEAT_S = 0.25
 HEARTBEAT_TIMEOUT_S = 1.0
+MAX_BROKEN_HEARTBEATS = 8  # one after the other: then the worker ends, for the router has given it up
 STOP_GRACE_S = 0.5
 # A router that was started again is to hear of its workers at once: no pause between two tries grows beyond a second.
 ROUTER_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 1000))
@@ -169,7 +170,7 @@ class WorkerHost:
         if not self._router_address:
             await self._stopping.wait()
             return
-        reached = True
+        reached, num_broken = True, 0
         router = _RouterChannel(self._router_address, SecureChannels(self._tls), identity)
         try:
             while True:
@@ -179,11 +180,17 @@ class WorkerHost:
                     reply = await membership.Heartbeat(self._report(), timeout=HEARTBEAT_TIMEOUT_S)
                     reached, router.is_meeting = True, False
                     self._follow(reply)
+                    num_broken = 0
                 except grpc.aio.AioRpcError as error:
                     is_met = router.meets(error)
                     if reached and not is_met:
                         log.warning("the router at %s %s", self._router_address, self._why(error))
                     reached = is_met
+                except Exception as error:
+                    num_broken += 1
+                    if num_broken == MAX_BROKEN_HEARTBEATS:
+                        raise
+                    as_internal("a heartbeat", error)
                 await asyncio.sleep(0.0 if is_met else HEARTBEAT_S)
         finally:
             await router.close()

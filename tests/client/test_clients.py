@@ -14,11 +14,13 @@ from baton.core.errors import (
     InvalidText,
     ModelNotFound,
     ProtocolError,
+    RequestCancelled,
     RequestDeadlineExceeded,
     WorkerLost,
 )
 from baton.core.sampling import SamplingParams
 from baton.proto import inference_pb2
+from baton.router.admin import AdminService
 from baton.tests.router.fakes import TOKENIZER, cluster
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
@@ -74,6 +76,66 @@ async def test_dropping_the_iterator_cancels_the_request():
             await asyncio.to_thread(leave)
             _, decode = await running.idle()
             assert decode[0].cancelled
+
+
+@pytest.mark.fast
+@pytest.mark.asyncio
+async def test_what_is_asked_of_a_closed_client_is_cancelled():
+    client, aio = BatonClient("127.0.0.1:1"), AsyncBatonClient("127.0.0.1:1")
+    client.close()
+    await aio.close()
+    for call in ("status", "inventory", "model"):
+        for one in (client, aio):
+            with pytest.raises(RequestCancelled, match="the client is closed"):
+                reply = getattr(one, call)()
+                if one is aio:
+                    await reply
+    with pytest.raises(RequestCancelled, match="the client is closed"):
+        client.generate_text("hi")
+    with pytest.raises(RequestCancelled, match="the client is closed"):
+        await aio.generate_text("hi")
+
+
+@pytest.mark.fast
+@pytest.mark.asyncio
+@pytest.mark.parametrize("call", ["generate", "inventory"])
+@pytest.mark.parametrize("kind", [BatonClient, AsyncBatonClient])
+async def test_closing_a_client_cancels_what_is_under_way(kind, call, monkeypatch):
+    """gRPC ends such a call by a CancelledError, which is not that of the task that waits for it."""
+    asked = asyncio.Event()
+
+    async def hang(self, request, context):
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(AdminService, "Inventory", hang)
+    async with cluster() as running:
+        running.script.decode_hangs_after = 2
+        client, received = kind(running.address, timeout_s=100.0), []
+
+        def use():
+            if call == "inventory":
+                client.inventory()
+            for chunk in client.generate("hi", sampling=GREEDY):
+                received.append(chunk)
+                loop.call_soon_threadsafe(asked.set)
+
+        async def use_aio():
+            if call == "inventory":
+                await client.inventory()
+            async for chunk in client.generate("hi", sampling=GREEDY):
+                received.append(chunk)
+                asked.set()
+
+        loop = asyncio.get_running_loop()
+        task = asyncio.create_task(asyncio.to_thread(use) if kind is BatonClient else use_aio())
+        await asked.wait()
+        closing = client.close()
+        if kind is AsyncBatonClient:
+            await closing
+        with pytest.raises(RequestCancelled) as caught:
+            await task
+        assert ("received" in caught.value.fields) is bool(received) is (call == "generate")
 
 
 @pytest.mark.asyncio

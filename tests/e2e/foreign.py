@@ -9,6 +9,8 @@ import builtins
 import importlib
 import inspect
 import types
+from collections import Counter
+from hashlib import sha256
 
 NAME = "__foreign__"
 
@@ -18,19 +20,32 @@ class Foreign(Exception):
 
 
 class _Points(ast.NodeTransformer):
-    def __init__(self, module, points):
-        self._module, self._points = module, points
+    def __init__(self, module, points, names):
+        self._module, self._points, self._names = module, points, names
+        self._inside, self._nth = [], Counter()
 
     def _ask(self, node):
+        source = ast.unparse(node)
         self.generic_visit(node)
-        self._points.append((self._module, node.lineno, ast.unparse(node)[:80]))
+        name = f"{self._module}:{'.'.join(self._inside)}:{source}"
+        self._nth[name] += 1
+        self._names.append(f"{name}:{self._nth[name]}")
+        self._points.append((self._module, node.lineno, source[:80]))
         ask = ast.Call(ast.Name(NAME, ast.Load()), [ast.Constant(len(self._points) - 1)], [])
         return ast.copy_location(ast.BoolOp(ast.Or(), [ask, node]), node)
 
     visit_Call = visit_Await = _ask
 
     def visit_FunctionDef(self, node):
+        self._inside.append(node.name)
         node.body = [self.visit(statement) for statement in node.body]
+        self._inside.pop()
+        return node
+
+    def visit_ClassDef(self, node):
+        self._inside.append(node.name)
+        self.generic_visit(node)
+        self._inside.pop()
         return node
 
     visit_AsyncFunctionDef = visit_FunctionDef
@@ -41,18 +56,19 @@ class Injection:
 
     Attributes:
         points: (module, line, source) of each.
+        names: of each, by module, function and source: an edit elsewhere changes none.
         seen: which were passed since `watch`.
         fired: whether the armed one has raised.
     """
 
     def __init__(self, modules):
-        self.points, self.seen = [], set()
+        self.points, self.names, self.seen = [], [], set()
         self.armed, self.fired, self.is_watching = None, False, False
         self._old = []
         setattr(builtins, NAME, self._pass)
         for module in [importlib.import_module(name) for name in modules]:
             name = module.__name__
-            tree = _Points(name, self.points).visit(ast.parse(inspect.getsource(module)))
+            tree = _Points(name, self.points, self.names).visit(ast.parse(inspect.getsource(module)))
             code = compile(ast.fix_missing_locations(tree), module.__file__, "exec")
             found = dict(_functions(code))
             for function in _all_functions(module):
@@ -72,6 +88,10 @@ class Injection:
     def arm(self, point):
         """The next to pass it meets the exception, once."""
         self.fired, self.armed = False, point
+
+    def sample(self, number):
+        """As many points, always the same ones as long as their functions are: by a digest of their names."""
+        return sorted(range(len(self.names)), key=lambda point: sha256(self.names[point].encode()).digest())[:number]
 
     def restore(self):
         for function, code in self._old:

@@ -18,7 +18,7 @@ import torch
 from baton.client import BatonClient
 from baton.cluster.deployment import Deployment
 from baton.core.config import ServeConfig
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, RequestCancelled
 from baton.core.sampling import SamplingParams
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import MAX_TOKENS, local_tokens
@@ -143,7 +143,8 @@ def test_cancel_at_ten_points_leaves_nothing(deployment, client, tokenizer):
         # Leaving the block closed the client's channel: every leg of the request must hear of it.
         reader.join(5.0)
         assert not reader.is_alive()
-        assert reader.error is None or isinstance(reader.error, BatonError)
+        # All of the answer, or the beginning of it and the one error that closing is.
+        assert (reader.token_ids == want) if reader.error is None else (type(reader.error) is RequestCancelled)
         assert reader.token_ids == want[: len(reader.token_ids)]
         wait_idle(client, RELEASE_S)
     assert generate(client, request)[0] == want

@@ -1,5 +1,7 @@
 """Every text and every list of a client's message has a limit, which holds before anything is made of it."""
 
+from types import SimpleNamespace
+
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -24,6 +26,23 @@ def paths(descriptor, above=""):
 def test_every_text_and_every_list_of_a_message_stands_in_the_table():
     found = {path for kind in ASKED for path in paths(kind.DESCRIPTOR)}
     assert found == set(LIMITS)
+
+
+def test_a_repeated_field_is_known_to_every_protobuf():
+    """By `is_repeated` from 6 on, by its label before; 7 has no label, and that of a field with both is not read."""
+    fields = inference_pb2.Sampling.DESCRIPTOR.fields_by_name
+    assert is_repeated(fields["stop"])
+    assert is_repeated(fields["bad_words"])
+    assert is_repeated(fields["logit_bias"])
+    for name in ("temperature", "n", "grammar"):
+        assert is_repeated(fields[name]) is False
+    for is_one in (True, False):
+        assert is_repeated(SimpleNamespace(is_repeated=is_one)) is is_one
+    assert is_repeated(SimpleNamespace(label=FieldDescriptor.LABEL_REPEATED)) is True
+    for label in (FieldDescriptor.LABEL_OPTIONAL, FieldDescriptor.LABEL_REQUIRED):
+        assert is_repeated(SimpleNamespace(label=label)) is False
+    with pytest.raises(AttributeError):  # neither: no silent "no"
+        is_repeated(SimpleNamespace())
 
 
 def test_what_a_message_holds_too_much_of_is_named():

@@ -5,10 +5,12 @@ import asyncio
 import grpc
 import pytest
 
-from baton.core.errors import InvalidRequest, Overloaded, WorkerLost
+from baton.core.errors import InternalError, InvalidRequest, Overloaded, WorkerLost
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
 from baton.proto.wire import error_from_rpc
+from baton.router import admin as router_admin
 from baton.tests.inside import worker_channel
+from baton.tests.router import fakes
 from baton.tests.router.fakes import cluster
 from baton.worker.host import WorkerHost
 
@@ -37,6 +39,62 @@ async def test_only_the_life_that_is_meant_is_told_to_end():
         request.epoch += 1
         assert not (await admin.Restart(request)).ending
         assert worker.restarts == [worker.epoch]
+
+
+CALLS = {
+    "Inventory": admin_pb2.InventoryRequest(),
+    "SetSpeculation": admin_pb2.SetSpeculationRequest(mode=worker_pb2.SpeculationMode(auto=True)),
+    "Restart": None,
+}
+
+
+@pytest.mark.parametrize("method", CALLS)
+async def test_a_worker_that_begins_anew_while_it_is_asked_leaves_no_caller_waiting(method, monkeypatch):
+    """Its channel is closed, by which gRPC cancels the call: once the router's own caller got no status at all."""
+    asked = asyncio.Event()
+
+    answer = getattr(fakes.Admin, method)
+
+    async def hang(self, request, context):
+        if self.worker.role == "prefill":
+            return await answer(self, request, context)
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(fakes.Admin, method, hang)
+    monkeypatch.setattr(router_admin, "INVENTORY_TIMEOUT_S", None)  # else that ends it as well
+    async with cluster() as running:
+        worker = running.of("decode")[0]
+        request = CALLS[method]
+        if method == "Restart":
+            request = admin_pb2.RestartRequest(worker_id="decode-0", epoch=worker.epoch)
+        call = getattr(admin_pb2_grpc.AdminStub(running.channel), method)(request, timeout=60.0)
+        await asked.wait()
+        worker.epoch += 1
+        running.router.members.heartbeat(worker.state())
+        if method == "Restart":
+            assert type(await error_of(call)) is WorkerLost
+        elif method == "Inventory":
+            alive = {one.state.worker_id: one.alive for one in (await call).workers}
+            assert alive == {"prefill-0": True, "decode-0": False}
+        else:
+            assert [one.error for one in (await call).workers] == ["the connection was closed"]
+
+
+async def test_whatever_a_method_raises_is_a_typed_error(monkeypatch):
+    for raised in (ZeroDivisionError("odd"), asyncio.CancelledError()):
+
+        def broken(self, raised=raised):
+            raise raised
+
+        async with cluster() as running:
+            with monkeypatch.context() as patch:
+                patch.setattr(router_admin.AdminService, "quarantined", broken)
+                error = await error_of(
+                    admin_pb2_grpc.AdminStub(running.channel).Status(admin_pb2.StatusRequest(), timeout=60.0)
+                )
+            assert type(error) is InternalError
+            assert error.fields["cause_type"] == type(raised).__name__
 
 
 @pytest.mark.long

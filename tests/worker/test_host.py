@@ -1,14 +1,16 @@
 """The gRPC host: whoever cannot be reached any more must not live on unnoticed."""
 
 import time
+from concurrent import futures
 
 import grpc
 import pytest
 
-from baton.core.errors import InvalidText, MalformedMessage, Overloaded
+from baton.core.errors import InternalError, InvalidText, MalformedMessage, Overloaded
 from baton.core.inside import WorkerIdentity
-from baton.proto import wire, worker_pb2, worker_pb2_grpc
+from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
 from baton.tests.inside import worker_channel
+from baton.worker import host as host_module
 from baton.worker.gate import Gate
 from baton.worker.host import WorkerHost
 
@@ -32,7 +34,8 @@ def test_a_host_that_cannot_start_says_so():
     host.close()
 
 
-def test_heartbeats_that_break_end_the_worker():
+def test_heartbeats_that_break_end_the_worker(monkeypatch):
+    monkeypatch.setattr(host_module, "HEARTBEAT_S", 0.005)
     fatal = []
 
     def state():
@@ -44,6 +47,56 @@ def test_heartbeats_that_break_end_the_worker():
     wait_for(lambda: fatal)
     assert isinstance(fatal[0], ZeroDivisionError)
     host.close()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_inventory_that_cannot_be_taken_is_a_typed_error(role):
+    def state():
+        raise ZeroDivisionError
+
+    identity = WorkerIdentity(role=role, worker_id="w", epoch=7)
+    host = WorkerHost("127.0.0.1", lambda server: None, state, "", pytest.fail, identity=identity)
+    host.start()
+    try:
+        with grpc.insecure_channel(host.address) as channel:
+            admin = admin_pb2_grpc.AdminStub(worker_channel(channel, role, "w", 7))
+            with pytest.raises(grpc.RpcError) as caught:
+                admin.Inventory(admin_pb2.InventoryRequest(), timeout=60.0)
+        error = wire.error_from_rpc(caught.value)
+        assert (type(error), error.fields["cause_type"]) == (InternalError, "ZeroDivisionError")
+    finally:
+        host.close()
+
+
+def test_heartbeats_go_on_after_one_that_broke(monkeypatch):
+    """Of eight in a row that break, the last ends the worker; one that passes in between starts the count anew."""
+    monkeypatch.setattr(host_module, "HEARTBEAT_S", 0.001)
+    fatal, reports, heard = [], [], []
+
+    class Membership(worker_pb2_grpc.MembershipServicer):
+        def Heartbeat(self, request, context):
+            heard.append(request.epoch)
+            return worker_pb2.HeartbeatReply()
+
+    def state():
+        reports.append(None)
+        if len(reports) % host_module.MAX_BROKEN_HEARTBEATS:
+            raise ZeroDivisionError
+        return worker_pb2.WorkerState(worker_id="w", role="decode", epoch=7)
+
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    worker_pb2_grpc.add_MembershipServicer_to_server(Membership(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    identity = WorkerIdentity(role="decode", worker_id="w", epoch=7)
+    host = WorkerHost("127.0.0.1", lambda server: None, state, f"127.0.0.1:{port}", fatal.append, identity=identity)
+    host.start()
+    try:
+        wait_for(lambda: len(heard) >= 3 or fatal, timeout_s=60.0)
+        assert not fatal
+    finally:
+        host.close()
+        server.stop(None)
 
 
 @pytest.mark.long
