@@ -626,7 +626,7 @@ class Distribution(_message.Message):
     def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., total: _Optional[float] = ...) -> None: ...
 
 class TransferCounts(_message.Message):
-    __slots__ = ("transfers", "bytes", "seconds", "exposed_seconds", "frames", "resent", "late_dropped", "corrupt", "quarantined_blocks", "fallbacks", "credit_stall_seconds", "paths")
+    __slots__ = ("transfers", "bytes", "seconds", "exposed_seconds", "frames", "resent", "late_dropped", "corrupt", "quarantined_blocks", "fallbacks", "credit_stall_seconds", "paths", "refused")
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -639,6 +639,7 @@ class TransferCounts(_message.Message):
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     CREDIT_STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PATHS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     transfers: int
     bytes: int
     seconds: float
@@ -651,7 +652,8 @@ class TransferCounts(_message.Message):
     fallbacks: int
     credit_stall_seconds: float
     paths: _containers.RepeatedCompositeFieldContainer[KvPath]
-    def __init__(self, transfers: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., frames: _Optional[int] = ..., resent: _Optional[int] = ..., late_dropped: _Optional[int] = ..., corrupt: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., fallbacks: _Optional[int] = ..., credit_stall_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ...) -> None: ...
+    refused: int
+    def __init__(self, transfers: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., frames: _Optional[int] = ..., resent: _Optional[int] = ..., late_dropped: _Optional[int] = ..., corrupt: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., fallbacks: _Optional[int] = ..., credit_stall_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class KvPath(_message.Message):
     __slots__ = ("kv_address", "epoch", "lane", "why", "bytes", "transfers", "gbps", "round_trip_ms")
