@@ -119,6 +119,7 @@ class TransferTotals:
     quarantined_blocks: int
     fallbacks: int
     credit_stall_seconds: float
+    refused: int
 
 
 _COUNTERS: Final = (
@@ -129,6 +130,7 @@ _COUNTERS: Final = (
     ("corrupt", "Frames that failed their check"),
     ("fallbacks", "Times that a worse lane was used than should work"),
     ("credit_stall_seconds", "Time in which frames were ready and the window was full"),
+    ("refused", "Connections and HELLOs to decode workers without the deployment's secret"),
 )
 _HISTOGRAMS: Final = (
     ("seconds", "From the first frame to the seal"),

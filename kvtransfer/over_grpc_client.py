@@ -15,8 +15,9 @@ import grpc
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ProtocolError
 from baton.kvtransfer.over_grpc_inbox import Inbox, StreamReader
-from baton.kvtransfer.over_grpc_options import BULK, KIND_KEY, METHOD, NAME_KEY, SCHEME, channel_options
+from baton.kvtransfer.over_grpc_options import BULK, KIND_KEY, METHOD, NAME_KEY, PASS_KEY, SCHEME, channel_options
 from baton.kvtransfer.over_grpc_outbox import Outbox
+from baton.kvtransfer.proof import connection_pass
 from baton.kvtransfer.transport import TransportCounts
 from baton.proto.secure_channel import SecureChannels
 
@@ -58,13 +59,14 @@ class GrpcClient:
         self._options = options
         self._version = channels.version
         self._channels = [channels.open(self._target, options)]
+        shown = ((PASS_KEY, connection_pass(bytes.fromhex(config.key))), (NAME_KEY, name))
 
         def open_control() -> _Stream:
             reader = StreamReader(peer, inbox, 0, takes_frames=False)
-            return _Stream(self._newest(), ((NAME_KEY, name),), Outbox(0), reader)
+            return _Stream(self._newest(), shown, Outbox(0), reader)
 
         def open_bulk() -> _Stream:
-            return _Stream(self._newest(), ((NAME_KEY, name), (KIND_KEY, BULK)), Outbox(2 * config.window_bytes), None)
+            return _Stream(self._newest(), (*shown, (KIND_KEY, BULK)), Outbox(2 * config.window_bytes), None)
 
         self._control = _Link(peer, open_control, counts)
         self._bulk = _Link(peer, open_bulk, counts)

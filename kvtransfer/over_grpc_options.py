@@ -12,6 +12,7 @@ SERVICE, NAME = "baton.v1.KvTransfer", "Exchange"
 METHOD = f"/{SERVICE}/{NAME}"
 SCHEME = "grpc://"
 NAME_KEY = "baton-peer"  # metadata: the name under which a connection's owner is known
+PASS_KEY = "baton-pass"  # metadata: `proof.connection_pass`
 KIND_KEY, BULK = "baton-stream", "bulk"  # metadata of a stream on which nothing is answered
 MAX_NAME_LEN = 64
 MAX_STREAMS = 256  # two for each peer

@@ -5,6 +5,7 @@ outbox, and one here reads. A peer that connects again under its name takes the 
 this end may believe alive.
 """
 
+import hmac
 import logging
 import re
 import threading
@@ -24,12 +25,14 @@ from baton.kvtransfer.over_grpc_options import (
     MAX_STREAMS,
     NAME,
     NAME_KEY,
+    PASS_KEY,
     SCHEME,
     SERVICE,
     channel_options,
     listener_credentials,
 )
 from baton.kvtransfer.over_grpc_outbox import Outbox
+from baton.kvtransfer.proof import connection_pass
 from baton.kvtransfer.transport import TransportCounts
 from baton.proto.roles import ALLOWED, require_roles, roles_of
 
@@ -58,6 +61,7 @@ class GrpcServer:
 
     def __init__(self, bind: str, config: KVTransferConfig, inbox: Inbox, counts: TransportCounts) -> None:
         self._config = config
+        self._pass = connection_pass(bytes.fromhex(config.key)).encode()
         self._inbox = inbox
         self._counts = counts
         self._lock = threading.Lock()
@@ -109,6 +113,10 @@ class GrpcServer:
 
     def _exchange(self, packets: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         metadata: dict[str, Any] = dict(context.invocation_metadata())
+        shown = str(metadata.get(PASS_KEY, "")).encode()
+        if not hmac.compare_digest(shown, self._pass):  # before a name is believed, which would end another's stream
+            self._refuse(context.peer(), "it does not know the deployment's secret")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the stream does not show that it is of this deployment")
         name = str(metadata.get(NAME_KEY, ""))
         if not _NAME.fullmatch(name):
             self._refuse(context.peer(), "a stream without a name")

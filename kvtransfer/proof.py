@@ -20,6 +20,17 @@ PROOF_BYTES: Final = 32
 _U64: Final = struct.Struct("<Q")
 
 
+def connection_pass(key: bytes) -> str:
+    """What a connection shows before anything of it is read or kept; who reads the network can show it, too.
+
+    It bounds what a stranger costs. What lets a peer in is its HELLO.
+
+    Args:
+        key: see `KvProofs`.
+    """
+    return hmac.digest(key, b"baton kv connection", hashlib.sha256).hex()
+
+
 class KvProofs:
     """Makes and checks them, for both sides.
 

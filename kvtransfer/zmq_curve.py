@@ -8,6 +8,7 @@ the way is asked for again.
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -17,9 +18,6 @@ import zmq.utils.z85
 from baton.core.errors import ConfigInvalid
 from baton.core.file_state import file_state
 
-_ZAP_ADDRESS = "inproc://zeromq.zap.01"
-_ZAP_VERSION = b"1.0"
-_MAX_REQUESTS = 64  # in one turn
 CHECK_S = 0.5  # the file is looked at no more often
 
 log = logging.getLogger(__name__)
@@ -34,6 +32,8 @@ class CurveKeys:
     Raises:
         ConfigInvalid: it holds no key pair, or this libzmq knows no CURVE.
     """
+
+    is_encrypted = True
 
     def __init__(self, path: Path) -> None:
         if not zmq.has("curve"):
@@ -84,24 +84,6 @@ class CurveKeys:
         else:
             socket.set(zmq.CURVE_SERVERKEY, self._public)
 
-    def doorman(self, context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
-        """The socket on which libzmq asks whom to admit; `answer` is to be called when it is readable."""
-        socket: zmq.Socket[bytes] = context.socket(zmq.REP)
-        socket.set(zmq.LINGER, 0)
-        socket.bind(_ZAP_ADDRESS)
-        return socket
-
-    def answer(self, doorman: "zmq.Socket[bytes]") -> int:
-        """Answer what was asked; how many were turned away."""
-        num_refused = 0
-        for _ in range(_MAX_REQUESTS):
-            try:
-                version, number, _, _, _, mechanism, *keys = doorman.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                break
-            is_ours = mechanism == b"CURVE" and keys == [zmq.utils.z85.decode(self._public)]
-            status = (b"200", b"OK") if is_ours else (b"400", b"another key")
-            doorman.send_multipart([_ZAP_VERSION, number, *status, b"", b""])
-            num_refused += not is_ours
-            assert version == _ZAP_VERSION
-        return num_refused
+    def admits(self, mechanism: bytes, credentials: Sequence[bytes]) -> bool:
+        """Holders of the key."""
+        return mechanism == b"CURVE" and list(credentials) == [zmq.utils.z85.decode(self._public)]

@@ -7,7 +7,9 @@ from pathlib import Path
 import zmq
 
 from baton.core.config import KVTransferConfig
+from baton.kvtransfer.proof import connection_pass
 from baton.kvtransfer.zmq_curve import CurveKeys
+from baton.kvtransfer.zmq_doorman import Admission, Doorman, PlainAdmission
 
 HIGH_WATER_MESSAGES = 4096  # above what a window allows (frame.FRAME_OVERHEAD_BYTES), so that credits are the limit
 _MIN_MESSAGE_BYTES = 1 << 20  # control messages must fit even where frames are small
@@ -31,12 +33,16 @@ class ZmqSockets:
 
     def __init__(self, config: KVTransferConfig) -> None:
         self._config = config
-        self._keys = CurveKeys(Path(config.curve_key_file)) if config.curve_key_file else None
-        self.is_encrypted = self._keys is not None
+        self._admission: Admission = (
+            CurveKeys(Path(config.curve_key_file))
+            if config.curve_key_file
+            else PlainAdmission(connection_pass(bytes.fromhex(config.key)))
+        )
+        self.is_encrypted = self._admission.is_encrypted
         self.poller = zmq.Poller()
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
-        self._doorman: zmq.Socket[bytes] | None = None
+        self._doorman: Doorman | None = None
         self._num_refused = 0
         self._wake_lock = threading.Lock()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # cheaper to poll than a pair of sockets
@@ -51,21 +57,20 @@ class ZmqSockets:
         socket.set(zmq.HEARTBEAT_IVL, timeout_ms // 2)
         socket.set(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
         socket.set(zmq.HEARTBEAT_TTL, timeout_ms)
-        if self._keys is not None:
-            if is_server and self._doorman is None:
-                self._doorman = self._keys.doorman(self._context)
-                self.poller.register(self._doorman, zmq.POLLIN)
-            self._keys.arm(socket, is_server=is_server)
+        socket.set(zmq.HANDSHAKE_IVL, timeout_ms)
+        if is_server and self._doorman is None:
+            self._doorman = Doorman(self._context, self._admission)
+            self.poller.register(self._doorman.socket, zmq.POLLIN)
+        self._admission.arm(socket, is_server=is_server)
         return socket
 
     def keys_changed(self) -> bool:
         """Whether there are new keys, for which `rearm` has not been called."""
-        return self._keys is not None and self._keys.renew()
+        return self._admission.renew()
 
     def rearm(self, socket: "zmq.Socket[bytes]", *, is_server: bool) -> None:
         """Encrypt what a socket binds or connects to from now on with the newest keys."""
-        assert self._keys is not None
-        self._keys.arm(socket, is_server=is_server)
+        self._admission.arm(socket, is_server=is_server)
 
     def attend(self, source: "zmq.Socket[bytes] | int") -> bool:
         """Do what a readable socket or file asks for, if it is one of those that carry no messages of peers."""
@@ -74,9 +79,8 @@ class ZmqSockets:
                 self._is_woken = False
                 os.eventfd_read(self._waker)
             return True
-        if self._doorman is not None and source is self._doorman:
-            assert self._keys is not None
-            self._num_refused += self._keys.answer(self._doorman)
+        if self._doorman is not None and source is self._doorman.socket:
+            self._num_refused += self._doorman.answer()
             return True
         return False
 

@@ -626,7 +626,7 @@ class Distribution(_message.Message):
     def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., total: _Optional[float] = ...) -> None: ...
 
 class TransferCounts(_message.Message):
-    __slots__ = ("transfers", "bytes", "seconds", "exposed_seconds", "frames", "resent", "late_dropped", "corrupt", "quarantined_blocks", "fallbacks", "credit_stall_seconds", "paths", "transfer_times", "exposed_times")
+    __slots__ = ("transfers", "bytes", "seconds", "exposed_seconds", "frames", "resent", "late_dropped", "corrupt", "quarantined_blocks", "fallbacks", "credit_stall_seconds", "paths", "transfer_times", "exposed_times", "refused")
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -641,6 +641,7 @@ class TransferCounts(_message.Message):
     PATHS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_TIMES_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_TIMES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     transfers: int
     bytes: int
     seconds: float
@@ -655,7 +656,8 @@ class TransferCounts(_message.Message):
     paths: _containers.RepeatedCompositeFieldContainer[KvPath]
     transfer_times: Distribution
     exposed_times: Distribution
-    def __init__(self, transfers: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., frames: _Optional[int] = ..., resent: _Optional[int] = ..., late_dropped: _Optional[int] = ..., corrupt: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., fallbacks: _Optional[int] = ..., credit_stall_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ..., transfer_times: _Optional[_Union[Distribution, _Mapping]] = ..., exposed_times: _Optional[_Union[Distribution, _Mapping]] = ...) -> None: ...
+    refused: int
+    def __init__(self, transfers: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., frames: _Optional[int] = ..., resent: _Optional[int] = ..., late_dropped: _Optional[int] = ..., corrupt: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., fallbacks: _Optional[int] = ..., credit_stall_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ..., transfer_times: _Optional[_Union[Distribution, _Mapping]] = ..., exposed_times: _Optional[_Union[Distribution, _Mapping]] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class KvPath(_message.Message):
     __slots__ = ("kv_address", "epoch", "lane", "why", "bytes", "transfers", "gbps", "round_trip_ms")

@@ -69,7 +69,7 @@ class Door:
         try:
             return self.keys.authenticate(header)
         except Unauthenticated as error:
-            self._count(error, f"key_{error.fields['reason']}")
+            self.count(error, f"key_{error.fields['reason']}")
             raise
 
     def tenant_of(self, principal: Principal, asked: str) -> str:
@@ -83,7 +83,7 @@ class Door:
         if asked not in ("", principal.tenant):
             message = f"the key {principal.name!r} is of tenant {principal.tenant!r}, not of the one that was named"
             error = PermissionDenied(message, tenant=principal.tenant)
-            self._count(error, "tenant")
+            self.count(error, "tenant")
             raise error
         return principal.tenant
 
@@ -121,10 +121,10 @@ class Door:
                         del self._num_of_connection[connection]
         except Overloaded as error:
             if error.fields.get("what") in COUNTED:
-                self._count(error, str(error.fields["what"]))
+                self.count(error, str(error.fields["what"]))
             raise
         except PermissionDenied as error:
-            self._count(error, "permission")
+            self.count(error, "permission")
             raise
         finally:
             if account.is_empty:
@@ -144,10 +144,11 @@ class Door:
         if limit is not None and num >= limit:
             message = f"this {owner} has {num} answers streaming, the limit; try again in {RETRY_AFTER_S:g} s"
             error = Overloaded(message, limit=limit, what=what, retry_after_s=RETRY_AFTER_S)
-            self._count(error, what)
+            self.count(error, what)
             raise error
 
-    def _count(self, error: BatonError, reason: str) -> None:
+    def count(self, error: BatonError, reason: str) -> None:
+        """A refusal: in the metric always, in the log now and then."""
         self._metrics.refused.labels(reason).inc()
         now_s = self._now_s()
         if now_s - self._said_s.get(reason, -SAY_EVERY_S) >= SAY_EVERY_S:

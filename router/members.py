@@ -223,6 +223,7 @@ def _transfer_totals(state: worker_pb2.WorkerState) -> TransferTotals:
         quarantined_blocks=counts.quarantined_blocks,
         fallbacks=counts.fallbacks,
         credit_stall_seconds=counts.credit_stall_seconds,
+        refused=counts.refused,
     )
 
 

@@ -54,5 +54,6 @@ def landing_counts(counts: Mapping[str, int], num_quarantined: int) -> worker_pb
         frames=counts["frames_landed"],
         late_dropped=counts["frames_late_dropped"],
         corrupt=counts["frames_corrupt"],
+        refused=counts["hellos_unproved"] + counts["transport_connections_refused"],
         quarantined_blocks=num_quarantined,
     )

@@ -17,6 +17,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.core.errors import Overloaded
+from baton.proto.roles import roles_in
 from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.json_response import error_bytes
 
@@ -210,6 +211,14 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if not self.pipeline and not self.transport.is_closing():
             self._all.set_idle(self, is_idle=True)
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """Those that the client's certificate names; none without TLS, a certificate or a role in it."""
+        inside = self.transport.get_extra_info("ssl_object")
+        shown = (inside.getpeercert() or {}) if inside is not None else {}
+        names = shown.get("subjectAltName", ())
+        return roles_in(value.encode() for kind, value in names if kind == "URI")
 
     def own(self, principal: str, limit: int | None) -> None:
         """See `Connections.own`."""

@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.core.errors import PermissionDenied, as_internal
 from baton.core.metrics import RouterMetrics
+from baton.proto.roles import ALLOWED, require_roles
 from baton.router.api_keys import Principal
 from baton.router.door import ANYBODY, Door
 from baton.router.openai.connection import PLACE
@@ -37,6 +38,8 @@ class Entrance:
         """Refuse, or let in."""
         if scope["type"] == "http" and scope["path"] not in OPEN:
             try:
+                if PLACE in scope:
+                    self._require_role(scope["path"], scope[PLACE].roles)
                 principal = self._authenticate(scope["path"], Headers(scope=scope).get("authorization"))
                 scope[_PRINCIPAL] = principal
                 if PLACE in scope:
@@ -48,6 +51,14 @@ class Entrance:
                 await JsonResponse.of_error(typed)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _require_role(self, path: str, named: frozenset[str]) -> None:
+        service = "baton.v1.Admin" if path in OPERATORS else "baton.v1.Inference"
+        try:
+            require_roles(named, ALLOWED[service], path)
+        except PermissionDenied as error:
+            self._door.count(error, "certificate_role")
+            raise
 
     def _authenticate(self, path: str, header: str | None) -> Principal:
         if path not in OPERATORS or self._door.keys is None:

@@ -83,6 +83,25 @@ def test_what_kv_pools_hold_is_told():
     assert "--kv-cache-dtype" in mixed.next
 
 
+def test_what_one_handoff_can_carry_is_told():
+    def found_of(limit_len, *, alive=True):
+        inventory = worker_pb2.Inventory(max_handoff_len=limit_len)
+        state = worker_pb2.WorkerState(worker_id="d0", max_model_len=1000, inventory=inventory)
+        worker = admin_pb2.WorkerStatus(alive=alive, state=state)
+        return list(doctor.check_staging(admin_pb2.StatusReply(workers=[worker])))
+
+    assert found_of(0) == [], "pools of host memory are not staged"
+    assert found_of(10, alive=False) == []
+    for enough in (1000, 2000):
+        [fine] = found_of(enough)
+        assert (fine.name, fine.level, fine.next) == ("KV staging of d0", "ok", "")
+        assert f"up to {enough} positions" in fine.detail
+    [small] = found_of(999)
+    assert (small.name, small.level) == ("KV staging of d0", "warn")
+    assert "up to 999 positions" in small.detail and "up to 1000" in small.detail
+    assert "--kv-staging-mib" in small.next and "/dev/shm" in small.next
+
+
 def test_a_worker_that_answers_nothing_is_told():
     state = worker_pb2.WorkerState(worker_id="d0")
     status = admin_pb2.StatusReply(workers=[admin_pb2.WorkerStatus(alive=True, state=state)])

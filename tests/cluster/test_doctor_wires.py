@@ -73,7 +73,10 @@ def test_certificates_that_are_wrong_or_soon_will_be(serve, tmp_path):
 
 
 def test_zmq_ports(tmp_path):
-    for config, expected in (({}, (False, "in clear")), (make_curve_key(tmp_path), (True, CURVE))):
+    for config, expected in (
+        ({}, (False, "in clear, asks for the deployment's secret")),
+        (make_curve_key(tmp_path), (True, CURVE)),
+    ):
         end = ZmqTransport("tcp://127.0.0.1:0", KVTransferConfig(**config))
         try:
             assert found(probe_zmq("x", end.address.removeprefix("tcp://"))) == expected

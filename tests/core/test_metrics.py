@@ -10,7 +10,7 @@ from baton.core.metrics import RouterMetrics, TransferTotals
 
 pytestmark = pytest.mark.fast
 
-DOCUMENTED = "bytes seconds exposed_seconds frames resent late_dropped quarantined_blocks".split()
+DOCUMENTED = "bytes seconds exposed_seconds frames resent late_dropped quarantined_blocks refused".split()
 
 
 def totals(worker, **more):

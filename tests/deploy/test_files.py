@@ -22,6 +22,7 @@ WANTED = (
     "BatonTtftBudgetBurnsFast",
     "BatonGraphFallbacks",
     "BatonKvCorrupt",
+    "BatonKvStrangers",
 )
 
 

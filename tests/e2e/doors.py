@@ -103,11 +103,13 @@ def assert_closed(pid, announced, paths=()):
     for door in doors:
         assert (door.process, door.name) in table, f"{door} is not declared in docs/security.md"
         assert door.host in LOOPBACK, f"{door} is not on loopback"
-    said = knocked([door.port for door in doors], paths)
+    said = knocked([door.port for door in doors], paths, kv=[door.port for door in doors if door.name == "KV"])
     for door in doors:
         answers = said["doors"][str(door.port)]
         if table[door.process, door.name][1].startswith("refuses"):
             assert_refused(door, answers)
+        if door.name == "KV":
+            assert_keeps_kv_shut(door, said["kv"][str(door.port)])
         if table[door.process, door.name][1].endswith("certificate"):
             assert is_shut(answers), f"{door} is open to who has no certificate: {answers}"
     still = {(door.host, door.port) for door in doors_of(pid, announced)}
@@ -127,15 +129,21 @@ def assert_refused(door, answers):
     assert (refused or is_shut(answers)) and not answered, f"{door} answers a stranger: {answered or answers}"
 
 
+def assert_keeps_kv_shut(door, answers):
+    """No transport got as far as a message."""
+    assert set(answers.values()) == {""}, f"{door} takes a stranger's messages: {answers}"
+
+
 def is_shut(answers):
     """It speaks TLS alone, and asks for a certificate: no call is read."""
     in_clear = {answer for call, answer in answers.items() if call != stranger.NO_CERTIFICATE}
     return answers[stranger.NO_CERTIFICATE] == stranger.SHUT and in_clear <= {"UNAVAILABLE", ""}
 
 
-def knocked(ports, paths=()):
-    """What a stranger gets."""
+def knocked(ports, paths=(), *, host="127.0.0.1", kv=()):
+    """What a stranger gets; `kv`: ports of the hand-off among them."""
     asked = {"ports": list(ports), "paths": [str(path) for path in paths], "methods": ray_methods()}
+    asked |= {"host": host, "kv": list(kv)}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "baton.tests.e2e.stranger"],
         input=json.dumps(asked),

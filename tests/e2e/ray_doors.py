@@ -1,7 +1,8 @@
 """`python -m baton.tests.e2e.ray_doors`: what listens on the hosts of `ray up`, and what another host gets of it.
 
 One JSON object: `doors`, each with its host, process, port and address, whether docs/operations.md has it, and what
-calls without a credential were answered with. Linux and root only (`hosts`).
+another account got from another network namespace, without a credential; `ended`: those that are gone after that.
+Linux and root only (`hosts`).
 """
 
 import json
@@ -13,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from baton.tests.e2e import doors, stranger
+from baton.tests.e2e import doors
 from baton.tests.e2e.hosts import in_namespaces, why_not
 from baton.tests.e2e.ray_cluster import RayCluster
 
@@ -48,11 +49,13 @@ def listening_on(host):
 def look_around(cluster):
     """Every door of every host."""
     known = declared_ports()
-    calls = {stranger.ENDS_RAY: b""} | dict.fromkeys(doors.ray_methods(), b"") | stranger.CALLS
     for host in cluster.hosts:
-        for address, port, command in sorted(listening_on(host)):
+        listening = sorted(listening_on(host))
+        reached = {port: command for address, port, command in listening if address != "127.0.0.1"}
+        kv = [port for port, command in reached.items() if "landing_process" in command]
+        said = doors.knocked(reached, host=host.address, kv=kv)
+        for address, port, command in listening:
             is_ours = "baton" in command or re.match("ray::(Prefill|Decode)Actor", command)
-            answers = {} if address == "127.0.0.1" else stranger.knock(port, host.address, calls=calls)
             yield {
                 "host": host.name,
                 "address": address,
@@ -60,8 +63,14 @@ def look_around(cluster):
                 "process": command[:120],
                 "is_rays": bool(RAYS.search(command)) or 10001 <= port <= 10999,
                 "is_declared": port in known or bool(is_ours),
-                "answers": answers,
+                "answers": said["doors"].get(str(port), {}),
+                "kv": said["kv"].get(str(port), {}),
             }
+
+
+def is_there(cluster, door):
+    """Whether it listens still, after the knocks at it."""
+    return (door["address"], door["port"]) in {(at, port) for at, port, _ in listening_on(cluster.hosts[door["host"]])}
 
 
 def main():
@@ -77,12 +86,13 @@ def main():
     try:
         with RayCluster(directory, num_prefill=1, num_decode=1) as cluster:
             found = list(look_around(cluster))
+            ended = [door for door in found if not is_there(cluster, door)]
             redis = "redis-cli -p 6390 ping 2>&1; redis-cli --tls --insecure -p 6390 ping 2>&1 || true"
             said = cluster.head.run(redis)
     finally:
         if "BATON_KEEP" not in os.environ:
             shutil.rmtree(directory, ignore_errors=True)
-    print(json.dumps({"doors": found, "redis": said}))
+    print(json.dumps({"doors": found, "ended": ended, "redis": said}))
     return 0
 
 

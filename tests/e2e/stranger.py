@@ -1,8 +1,8 @@
 """`python -m baton.tests.e2e.stranger`: another account of this machine, which knocks at every door it is told of.
 
-Stdin has a JSON object: `ports` of 127.0.0.1, `methods` of
-gRPC to call with nothing, `paths` to read. Stdout has what came of it: by port what each call was
-answered with, by path what it read. It imports first and then becomes nobody, who may not be able to read libraries.
+Stdin has a JSON object: `ports` of `host`, those of them that are for `kv`, `methods` of gRPC to call with nothing,
+`paths` to read. Stdout has what came of it: by port what each call was answered with, by path what it read. It imports
+first and then becomes nobody, who may not be able to read libraries.
 """
 
 import encodings.idna  # noqa: F401
@@ -21,6 +21,7 @@ FORGED = b"\x0a\x08stranger\x12\x04evil\x18\x01\x22\x03fun"  # key, value, overw
 CALLS = {
     "/ray.rpc.InternalKVGcsService/InternalKVKeys": b"\x0a\x03fun",  # the function table that workers unpickle
     "/ray.rpc.InternalKVGcsService/InternalKVPut": FORGED,
+    "/baton.v1.Inference/Generate": b"",
     "/baton.v1.Admin/Inventory": b"",
     "/baton.v1.Membership/Heartbeat": b"",
     "/baton.v1.Decode/Attend": b"",
@@ -104,6 +105,40 @@ def say_in_tls(address):
         return "" if "CERTIFICATE_REQUIRED" not in str(error) else SHUT
 
 
+ZMTP = b"\xff" + bytes(8) + b"\x7f\x03\x00%b" + bytes(32)
+ZMTP_BYTES = 64
+TAKEN = "takes messages"
+KV = {
+    "ZMTP NULL": (ZMTP % b"NULL".ljust(20, b"\0"), b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"),
+    "ZMTP PLAIN": (ZMTP % b"PLAIN".ljust(20, b"\0"), b"\x04\x2d\x05HELLO\x05baton\x20" + b"0" * 32),
+    "raw lane": (b"", b"KVR1" + bytes(512)),  # longer than what its preface has
+}
+
+
+def say_kv(address):
+    """What a KV port answers to whoever has no secret, over each transport: `TAKEN`, or nothing."""
+    return {name: _say_kv(address, *said) for name, said in KV.items()}
+
+
+def _say_kv(address, greeting, command):
+    try:
+        with socket.create_connection(address, timeout=WAIT_S) as connection:
+            connection.sendall(greeting)
+            heard = b""
+            while greeting and len(heard) < ZMTP_BYTES:
+                more = connection.recv(ZMTP_BYTES - len(heard))
+                if not more:
+                    return ""
+                heard += more
+            connection.sendall(command)
+            answer = connection.recv(256)
+    except TimeoutError:
+        return "waits for more"
+    except OSError:
+        return ""
+    return TAKEN if any(word in answer for word in (b"READY", b"WELCOME", b"KVR1 ok")) else ""
+
+
 def look(path):
     """What of a path can be read."""
     try:
@@ -120,8 +155,10 @@ def main():
     if os.geteuid() == 0:
         become_nobody()
     calls = {ENDS_RAY: b""} | CALLS | {method: b"" for method in asked["methods"] if method not in CALLS}
-    doors = {port: knock(port, calls=calls) for port in asked["ports"]}
-    print(json.dumps({"doors": doors, "paths": {path: look(path) for path in asked["paths"]}}))
+    host = asked["host"]
+    doors = {port: knock(port, host, calls=calls) for port in asked["ports"]}
+    kv = {port: say_kv((host, port)) for port in asked["kv"]}
+    print(json.dumps({"doors": doors, "kv": kv, "paths": {path: look(path) for path in asked["paths"]}}))
 
 
 if __name__ == "__main__":

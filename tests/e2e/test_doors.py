@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import zmq
 
 from baton.cluster import private_files
 from baton.tests.e2e import doors, stranger
@@ -128,6 +129,16 @@ def keys_of(port, proof, certificate):
     with stranger.channel_to("127.0.0.1", port, certificate) as channel:
         call = channel.unary_unary(method, lambda data: data, lambda data: data)
         return call(b"\x0a\x03fun", timeout=stranger.WAIT_S, metadata=proof)
+
+
+def test_a_kv_port_that_takes_a_stranger_is_a_failure():
+    """The knock itself: a listener without a password takes it."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+        port = listener.bind_to_random_port("tcp://127.0.0.1")
+        answers = stranger.say_kv(("127.0.0.1", port))
+        assert answers["ZMTP NULL"] == stranger.TAKEN
+        with pytest.raises(AssertionError, match="takes a stranger's messages"):
+            doors.assert_keeps_kv_shut(doors.Door("landing process", "KV", "127.0.0.1", port), answers)
 
 
 def test_a_socket_that_is_not_in_the_table_is_a_failure(serving):

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from baton.core.config import KVTransferConfig
 from baton.kvtransfer.messages import encode_control
 from baton.kvtransfer.over_grpc_options import METHOD as EXCHANGE
-from baton.kvtransfer.over_grpc_options import NAME_KEY
+from baton.kvtransfer.over_grpc_options import NAME_KEY, PASS_KEY
 from baton.kvtransfer.over_grpc_packet import encode_control_packet
+from baton.kvtransfer.proof import connection_pass
 from baton.proto import inference_pb2, kv_pb2, wire, worker_pb2
 from baton.tests.e2e.fuzz_fleet import FuzzFleet, duration_s, rounds
 from baton.tests.e2e.proto_fuzz import damaged, payloads
@@ -106,7 +107,8 @@ def packets(draw, known):
 def exchange(address, streams, disconnects):
     with grpc.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
         for at, sent in enumerate(streams):
-            metadata = ((NAME_KEY, f"fuzz-{at}"), ("baton-stream", "bulk" if at % 2 else "control"))
+            shown = (PASS_KEY, connection_pass(bytes.fromhex(KVTransferConfig().key)))
+            metadata = (shown, (NAME_KEY, f"fuzz-{at}"), ("baton-stream", "bulk" if at % 2 else "control"))
             stream = channel.stream_stream(EXCHANGE)(iter(sent), timeout=1.0, metadata=metadata)
             if disconnects:
                 stream.cancel()

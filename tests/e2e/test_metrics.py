@@ -54,6 +54,7 @@ BY_FAULTS = {
     "tls_connections_refused": "a connection that comes to no call: likewise",
     "kv_transfer_resent": "a lost frame: tests/kvtransfer/test_services.py",
     "kv_transfer_late_dropped": "a cancel while frames are on their way: tests/kvtransfer/test_services.py",
+    "kv_transfer_refused": "a stranger at the KV port: tests/kvtransfer/test_proof.py, test_strangers.py",
     "kv_transfer_corrupt": "a damaged frame: tests/kvtransfer/test_services.py",
     "kv_transfer_quarantined_blocks": "a cancel while a landing is open: tests/e2e/test_faults.py",
     "kv_transfer_fallbacks": "a lane that does not work: tests/kvtransfer/test_lanes.py",

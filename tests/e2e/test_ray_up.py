@@ -62,7 +62,15 @@ def test_every_port_of_a_cluster_is_declared_and_what_is_rays_asks_for_its_token
     assert {door["host"] for door in rays} == {"head", "host-prefill-0", "host-decode-0"}
     for door in found["doors"]:
         assert door["is_declared"], door
-    for door in rays:
-        if door["address"] != "127.0.0.1":
-            doors.assert_refused(door, door["answers"])
+    assert found["ended"] == [], "a stranger's knock ended a listener"
+    for door in found["doors"]:
+        if door["address"] == "127.0.0.1":
+            continue
+        if "landing_process" in door["process"]:
+            doors.assert_keeps_kv_shut(door, door["kv"])
+        else:
+            at = doors.Door(door["process"], "", door["host"], door["port"])
+            doors.assert_refused(at, door["answers"])
+        if door["is_rays"] and "RuntimeEnvAgent" not in door["process"]:  # which speaks HTTP, and asks for the token
+            assert doors.is_shut(door["answers"]), door
     assert "PONG" not in found["redis"], found["redis"]

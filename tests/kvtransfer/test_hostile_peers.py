@@ -9,6 +9,7 @@ import time
 import pytest
 import zmq
 
+from baton.core.config import KVTransferConfig
 from baton.core.errors import MalformedMessage
 from baton.core.request import AttemptKey
 from baton.kvtransfer.landing import LandingFailed, ReserveWanted, Sealed
@@ -23,8 +24,10 @@ from baton.kvtransfer.messages import (
     parse_control,
     shorten,
 )
+from baton.kvtransfer.proof import connection_pass
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed
 from baton.kvtransfer.records import decode_record, encode_record
+from baton.kvtransfer.zmq_doorman import PlainAdmission
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.proving import PROOFS, prove_challenge
 
@@ -41,6 +44,8 @@ class Stranger:
     def __init__(self, pair):
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        password = connection_pass(bytes.fromhex(KVTransferConfig().key))
+        PlainAdmission(password).arm(self._socket, is_server=False)
         self._socket.connect(pair.landing.address)
         hello = kv_pb2.Hello(
             version=1,

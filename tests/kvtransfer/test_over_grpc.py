@@ -14,7 +14,7 @@ from baton.core.errors import ConfigInvalid, PortInUse, ProtocolError
 from baton.kvtransfer.landing import Sealed
 from baton.kvtransfer.over_grpc import GrpcTransport
 from baton.kvtransfer.over_grpc_inbox import MAX_WAITING
-from baton.kvtransfer.over_grpc_options import MAX_QUEUED, METHOD, NAME_KEY
+from baton.kvtransfer.over_grpc_options import MAX_QUEUED, METHOD, NAME_KEY, PASS_KEY
 from baton.kvtransfer.over_grpc_outbox import Outbox
 from baton.kvtransfer.over_grpc_packet import (
     PART_BYTES,
@@ -22,6 +22,7 @@ from baton.kvtransfer.over_grpc_packet import (
     encode_control_packet,
     encode_frame_packet,
 )
+from baton.kvtransfer.proof import connection_pass
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import rows
 from baton.tests.kvtransfer.transport_ends import Ends, make_certificates, make_header, threads_named
@@ -44,7 +45,8 @@ class Stranger:
     def __init__(self, address, name="stranger"):
         self._channel = grpc.insecure_channel(address.removeprefix("grpc://"))
         self._packets = queue.SimpleQueue()
-        metadata = () if name is None else ((NAME_KEY, name),)
+        shown = ((PASS_KEY, connection_pass(bytes.fromhex(KVTransferConfig().key))),)
+        metadata = shown if name is None else (*shown, (NAME_KEY, name))
         self._call = self._channel.stream_stream(METHOD)(iter(self._packets.get, None), metadata=metadata)
         self.heard = []
         self.error = None

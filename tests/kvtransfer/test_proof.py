@@ -19,6 +19,7 @@ from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import Pair, make_layout
 from baton.tests.kvtransfer.proving import OTHER_PROOFS, PROOFS, prove, prove_challenge, prove_reply
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT
+from baton.worker.transfer_counts import landing_counts
 
 pytestmark = pytest.mark.fast
 
@@ -231,6 +232,7 @@ def test_over_every_transport_a_stranger_with_the_real_epoch_gets_nothing(kind, 
         counts = pair.landing.inventory()
         assert (counts["num_landings"], counts["num_reserves_waiting"], counts["frames_landed"]) == (0, 0, 0)
         assert counts["hellos_unproved"] > 0
+        assert landing_counts(counts, 0).refused > 0, "what operators see of it"
         assert pair.push.lanes() == {}
     finally:
         pair.close()

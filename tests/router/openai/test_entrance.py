@@ -77,6 +77,36 @@ async def test_without_a_good_key_nothing_but_health_is_shown(inside, keys):
         assert not sent_to(running)
 
 
+@pytest.mark.parametrize(
+    ("roles", "may_ask", "may_read_metrics"),
+    [
+        ((), True, True),
+        (("client",), True, False),
+        (("operator",), True, True),
+        (("prefill", "decode"), False, False),
+        (("someday",), False, False),
+        (("prefill", "client"), True, False),
+    ],
+)
+async def test_a_certificate_that_names_roles_is_held_to_them(inside, tmp_path, roles, may_ask, may_read_metrics):
+    """As over gRPC; health is everybody's who has a certificate at all."""
+    clients = Authority(tmp_path / "clients")
+    own = clients.issue("caller", roles=roles)
+    security = RouterSecurity(tls=inside.files("router"), client_ca_file=str(clients.file), admin_port=0)
+    async with served(security=security) as (running, _):
+        url = running.url.replace("http://", "https://")
+        trusting = ssl.create_default_context(cafile=str(inside.file))
+        trusting.load_cert_chain(own.cert_file, own.key_file)
+        async with httpx2.AsyncClient(verify=trusting) as http:
+            for path, is_allowed in (("/v1/models", may_ask), ("/metrics", may_read_metrics), ("/health", True)):
+                reply = await http.get(url + path)
+                assert (reply.status_code == 200) is is_allowed, (path, reply.text)
+                assert is_allowed or (reply.status_code == 403 and "certificate" in reply.json()["error"]["message"])
+        async with httpx2.AsyncClient(verify=ssl.create_default_context(cafile=str(inside.file))) as http:
+            with pytest.raises(httpx2.TransportError):
+                await http.get(url + "/health")
+
+
 async def test_nothing_crosses_in_clear(inside, keys):
     keys.add("ada", "acme")
     async with guarded(inside, keys) as (running, _), httpx2.AsyncClient() as plain:

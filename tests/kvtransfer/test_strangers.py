@@ -1,0 +1,93 @@
+"""Who does not know the deployment's secret sends nothing that is kept, and ends nobody's connection."""
+
+import re
+import socket
+import struct
+
+import grpc
+import pytest
+import zmq
+
+from baton.core.config import KVTransferConfig
+from baton.kvtransfer.over_grpc_options import METHOD, NAME_KEY, PASS_KEY
+from baton.kvtransfer.proof import connection_pass
+from baton.kvtransfer.zmq_doorman import PlainAdmission
+from baton.tests.kvtransfer.transport_ends import Ends
+
+MIB = 1 << 20
+PATIENCE_S = 20.0
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"%b" + bytes(32)
+READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+HELLO = b"\x05HELLO\x05baton\x20" + b"0" * 32
+MORE = b"\x03" + struct.pack(">Q", MIB) + bytes(MIB)  # the first MiB of a message that never ends
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("mechanism", "command"), [(b"NULL", READY), (b"PLAIN", HELLO), (b"PLAIN", READY)])
+def test_a_message_without_end_is_not_collected(tmp_path, mechanism, command):
+    """libzmq keeps the parts of a message until the last one has come, however many there are."""
+    ends = Ends("zmq", tmp_path).meet()
+    try:
+        host, _, port = ends.d.address.removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+            stranger.sendall(GREETING % mechanism.ljust(20, b"\0") + b"\x04" + bytes([len(command)]) + command)
+            num_sent = 0
+            with pytest.raises(OSError, match=r"(?i)reset|broken pipe"):
+                while num_sent < 256:
+                    ends.d.receive(0.0)  # which answers libzmq's question whom to admit
+                    stranger.sendall(MORE)
+                    num_sent += 1
+        assert num_sent < 64, "more than what lies in the kernel's buffers was taken"
+        ends.say(b"still there")
+    finally:
+        ends.close()
+
+
+@pytest.mark.fast
+def test_a_stranger_with_a_peers_name_takes_nobodys_place(tmp_path):
+    """A connection with a known name replaces the one before, once it is admitted."""
+    ends = Ends("zmq", tmp_path).meet()
+    context, dealers = zmq.Context(), []
+    try:
+        known = ends.p._routing_id(ends.d.address)
+        for arm in (lambda dealer: None, lambda dealer: PlainAdmission("0" * 64).arm(dealer, is_server=False)):
+            dealers.append(dealer := context.socket(zmq.DEALER))
+            dealer.set(zmq.ROUTING_ID, known)
+            arm(dealer)
+            dealer.connect(ends.d.address)
+            dealer.send(b"let me in")
+        ends.pump_until(lambda: ends.d.counts.connections_refused)
+        ends.say(b"still there")
+        ends.reply(b"and heard")
+        assert b"let me in" not in [bytes(item.control) for item in ends.at_d if item.control is not None]
+    finally:
+        for dealer in dealers:
+            dealer.close(linger=0)
+        context.term()
+        ends.close()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("shown", [None, "", "0" * 64])
+def test_over_grpc_too(tmp_path, shown):
+    ends = Ends("grpc", tmp_path).meet()
+    try:
+        (known,) = {name for name, _ in ends.d._server._streams}
+        metadata = ((NAME_KEY, known), *(() if shown is None else ((PASS_KEY, shown),)))
+        with grpc.insecure_channel(ends.d.address.removeprefix("grpc://")) as channel:
+            call = channel.stream_stream(METHOD)(iter([b"x"]), metadata=metadata, timeout=PATIENCE_S)
+            with pytest.raises(grpc.RpcError) as refused:
+                next(call)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        ends.say(b"still there")
+        ends.reply(b"and heard")
+        assert ends.p.counts.lanes_failed == 0
+    finally:
+        ends.close()
+
+
+@pytest.mark.fast
+def test_the_pass_is_neither_the_key_nor_another_deployments():
+    ours = connection_pass(bytes.fromhex(KVTransferConfig().key))
+    assert re.fullmatch("[0-9a-f]{64}", ours)
+    assert ours != KVTransferConfig().key and ours != connection_pass(b"another")
