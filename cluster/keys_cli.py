@@ -24,7 +24,8 @@ def create(
     max_priority: Annotated[str, option("its requests may ask for: low, normal or high  [normal]")] = "normal",
     max_answers: Annotated[int | None, option("at once, prompts times n  [no limit]", least=1)] = None,
     max_queued_tokens: Annotated[int | None, option("of prompts under way  [no limit]", least=1)] = None,
-    max_connections: Annotated[int | None, option("over HTTP  [no limit]", least=1)] = None,
+    max_connections: Annotated[int | None, option("open over HTTP, in use over gRPC  [no limit]", least=1)] = None,
+    max_header_bytes: Annotated[int | None, option("of calls under way  [no limit]", least=1)] = None,
     json: Json = False,
 ) -> int:
     """Make a key and print it, once; the file keeps its digest."""
@@ -37,6 +38,7 @@ def create(
             "max_answers": max_answers,
             "max_queued_tokens": max_queued_tokens,
             "max_connections": max_connections,
+            "max_header_bytes": max_header_bytes,
         }
         return keys.create(output, file=file, name=name, tenant=tenant, days=expires_days, quota=quota)
 

@@ -34,7 +34,8 @@ _SERVE: dict[str, tuple[type, str]] = {
     "max_streams_per_connection": (int, "answers over one connection  [no limit]"),
     "max_streams_per_tenant": (int, "answers to one tenant at once, prompts times n  [no limit]"),
     "max_queued_tokens_per_tenant": (int, "of one tenant's prompts under way  [no limit]"),
-    "max_connections_per_tenant": (int, "of one tenant over HTTP  [no limit]"),
+    "max_connections_per_tenant": (int, "of one tenant: open over HTTP, in use over gRPC  [no limit]"),
+    "max_header_bytes_per_tenant": (int, "of one tenant's calls under way  [no limit]"),
     "max_connections": (int, "of clients, over gRPC and HTTP each  [half the file numbers]"),
 }
 _ACCESS = {

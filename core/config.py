@@ -101,7 +101,10 @@ class ServeConfig(BaseModel):
         None, ge=1, le=1 << 20, description="answers to one tenant at once, prompts times n"
     )
     max_queued_tokens_per_tenant: int | None = Field(None, ge=1, description="of one tenant's prompts under way")
-    max_connections_per_tenant: int | None = Field(None, ge=1, le=1 << 20, description="of one tenant over HTTP")
+    max_connections_per_tenant: int | None = Field(
+        None, ge=1, le=1 << 20, description="of one tenant: open over HTTP, in use over gRPC"
+    )
+    max_header_bytes_per_tenant: int | None = Field(None, ge=1, description="of one tenant's calls under way")
     max_connections: int | None = Field(None, ge=1, le=1 << 20, description="of clients, over gRPC and HTTP each")
     scheduling: SchedulingName = Field("async", description="plan a decode step while the one before it runs, or not")
     cuda_graphs: CudaGraphsName = Field("auto", description="auto: decode steps on a GPU are replayed from CUDA graphs")

@@ -31,6 +31,7 @@ class WorkerTotals:
         giving_way: of a decode worker, what preemption has cost, by the names of metrics.
         graphs: of a decode worker with CUDA graphs.
         compute: how its model is computed; None of a worker that does not say.
+        grammar_s: that sequences spent in grammar matchers of their own.
     """
 
     worker: str
@@ -42,6 +43,7 @@ class WorkerTotals:
     giving_way: Mapping[str, int] | None = None
     graphs: "GraphTotals | None" = None
     compute: "ComputeTotals | None" = None
+    grammar_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,14 @@ class WorkerCollector(Collector):
         """As of the last heartbeats."""
         found = tuple(self._read())
         yield from _gauges(found)
+        grammars = CounterMetricFamily(
+            "baton_grammar_seconds",
+            "Time that sequences spent in grammar matchers of their own, beside the steps",
+            labels=("worker", "role"),
+        )
+        for item in found:
+            grammars.add_metric((item.worker, item.role), item.grammar_s)
+        yield grammars
         steps = {item.worker: item.steps for item in found if item.steps is not None}
         for name, text in GIVING_WAY.items():
             counter = CounterMetricFamily(f"baton_{name}", text, labels=("worker",))

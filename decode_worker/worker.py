@@ -166,7 +166,7 @@ class DecodeWorker:
 
     def inventory(self) -> worker_pb2.Inventory:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
-        return decode_inventory(
+        found = decode_inventory(
             self._scheduler,
             self._allocator,
             self._runner,
@@ -179,6 +179,9 @@ class DecodeWorker:
             num_failed=self._num_failed,
             max_handoff_len=self._landing.staging_len,
         )
+        if self._runner.grammars is not None:
+            found.grammar_seconds = self._runner.grammars.spent_s
+        return found
 
     # The loop: receive -> preempt -> grant -> admit -> launch -> publish. Everything below runs on the loop thread.
 

@@ -12,6 +12,7 @@ from baton.core.answer_structure import STRUCTURE, AnswerStructure
 from baton.core.errors import InvalidGrammar
 from baton.core.grammar_check import LIBRARY_KEY
 from baton.engine.grammar_structure import structure_text
+from baton.engine.unique_items import without_unique_items
 
 MAX_MESSAGE_LEN: Final = 300
 # Where bytes are forced the library would allow one way to cut them into tokens, by what it was asked before. Without
@@ -117,6 +118,6 @@ def _from_gbnf(text: str) -> str:
 
 def _schema_rule(schema: Any, *, is_compact: bool) -> str:
     """A grammar of one rule, the schema's."""
-    keywords = {} if schema is True else schema
+    keywords = {} if schema is True else without_unique_items(schema)
     options = JSON_OPTIONS | (COMPACT if is_compact else SPACED)
     return f"start: %json {json.dumps(keywords | {LIBRARY_KEY: options})}\n{OPTIONS}"

@@ -155,7 +155,7 @@ class PrefillWorker:
 
     def inventory(self) -> worker_pb2.Inventory:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
-        return prefill_inventory(
+        found = prefill_inventory(
             self._scheduler,
             self._allocator,
             self._push,
@@ -166,6 +166,9 @@ class PrefillWorker:
             num_finished=self._num_finished,
             num_failed=self._num_failed,
         )
+        if self._runner.grammars is not None:
+            found.grammar_seconds = self._runner.grammars.spent_s
+        return found
 
     # The loop: receive -> reserve -> schedule -> forward -> publish. Everything below runs on the loop thread.
 

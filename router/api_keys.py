@@ -32,7 +32,7 @@ MAX_NAME_LEN: Final = 256  # of names and tenants
 MAX_HEADER_LEN: Final = 1024
 SCHEME: Final = "bearer"
 DEFAULT_PRIORITY: Final = "normal"  # requests may name it, or a lower one
-QUOTAS: Final = ("max_answers", "max_queued_tokens", "max_connections")
+QUOTAS: Final = ("max_answers", "max_queued_tokens", "max_connections", "max_header_bytes")
 _FIELDS: Final = frozenset(("name", "tenant", "sha256", "expires", "max_priority", *QUOTAS))
 _SHA256_LEN: Final = 64
 
@@ -66,6 +66,7 @@ class KeyEntry:
     max_answers: int | None = None
     max_queued_tokens: int | None = None
     max_connections: int | None = None
+    max_header_bytes: int | None = None
 
     @property
     def quota(self) -> Quota:

@@ -14,14 +14,14 @@ from typing import Final
 
 from baton.core.errors import AccessRefused, BatonError, Overloaded, PermissionDenied, Unauthenticated
 from baton.router.api_keys import ApiKeys, KeyEntry, Principal
-from baton.router.quota import Account, Quota, holding
+from baton.router.quota import Account, ConnectionsHeld, Quota, holding
 from baton.router.security import DoorLimits
 from baton.router.security_metrics import SecurityMetrics
 
 RETRY_AFTER_S: Final = 1.0
 SAY_EVERY_S: Final = 10.0  # a refusal of each kind is logged no more often, and counted always
 ANYBODY: Final = Principal("", "")
-COUNTED: Final = ("streams_per_tenant", "queued_tokens")
+COUNTED: Final = ("streams_per_tenant", "queued_tokens", "header_bytes", "connections")
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class Door:
         self._said_s: dict[str, float] = {}
         self._accounts: dict[str, Account] = {}
         self._num_of_connection: Counter[str] = Counter()
+        self.connections = ConnectionsHeld()
         self.keys: ApiKeys | None = None
         if keys is not None:
             self.keys = ApiKeys(keys, on_reload=self._metrics.reloaded("api_keys"), extra=extra)
@@ -89,7 +90,14 @@ class Door:
 
     @contextmanager
     def stream(
-        self, tenant: str, connection: str = "", num_answers: int = 1, principal: Principal | None = None
+        self,
+        tenant: str,
+        connection: str = "",
+        num_answers: int = 1,
+        principal: Principal | None = None,
+        *,
+        num_header_bytes: int = 0,
+        is_grpc: bool = False,
     ) -> Iterator[None]:
         """Hold places for the answers of a call that streams.
 
@@ -98,6 +106,8 @@ class Door:
             connection: over which; empty if it is not to be counted.
             num_answers: of all its prompts.
             principal: whose key it came with: its quota is the tenant's for this call.
+            num_header_bytes: of the call.
+            is_grpc: the connection counts as the principal's while calls hold it; HTTP's count while they are open.
 
         Raises:
             Overloaded: the tenant or the connection has as many as it may.
@@ -111,7 +121,10 @@ class Door:
             if connection:
                 num, limit = self._num_of_connection[connection], self._limits.max_streams_per_connection
                 self._require(num + num_answers - 1, limit, "streams_per_connection", "connection")
-            with holding(account, quota, num_answers):
+            with (
+                self.connections.used(owner, connection if is_grpc else "", quota.max_connections),
+                holding(account, quota, num_answers, num_header_bytes),
+            ):
                 self._num_of_connection[connection] += num_answers
                 try:
                     yield
@@ -137,6 +150,7 @@ class Door:
             max_answers=limits.max_streams_per_tenant,
             max_queued_tokens=limits.max_queued_tokens_per_tenant,
             max_connections=limits.max_connections_per_tenant,
+            max_header_bytes=limits.max_header_bytes_per_tenant,
         )
         return common if principal is None else common.within(principal.quota)
 

@@ -3,7 +3,7 @@
 It stands before every method. Health and reflection are open to everybody: they say nothing of any tenant.
 """
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, Final
 
 import grpc
@@ -73,7 +73,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 try:
                     tenant = self._own(request, principal)
                     num = num_answers(request)
-                    with self._door.stream(tenant, context.peer(), num, principal):
+                    num_bytes = num_header_bytes(context.invocation_metadata() or ())
+                    with self._door.stream(
+                        tenant, context.peer(), num, principal, num_header_bytes=num_bytes, is_grpc=True
+                    ):
                         await method(request, context)
                 except BatonError as error:
                     wire.end_with(context, error)
@@ -115,6 +118,11 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _seen(self, context: Context) -> None:
         if self._handshakes is not None:
             self._handshakes.called(context.peer())
+
+
+def num_header_bytes(metadata: Iterable[tuple[str, str | bytes]]) -> int:
+    """Of a call's metadata, which is what its headers were."""
+    return sum(len(name) + len(value) for name, value in metadata)
 
 
 def num_answers(request: Any) -> int:

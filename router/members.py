@@ -247,6 +247,7 @@ def _worker_totals(state: worker_pb2.WorkerState) -> WorkerTotals:
         else None,
         graphs=_graph_totals(held.graphs) if held.HasField("graphs") else None,
         compute=_compute_totals(held.compute) if held.HasField("compute") else None,
+        grammar_s=held.grammar_seconds,
     )
 
 

@@ -27,7 +27,8 @@ class DoorLimits:
         max_streams_per_connection: answers that stream over one connection.
         max_streams_per_tenant: answers that stream to one tenant.
         max_queued_tokens_per_tenant: of the prompts of one tenant's requests under way.
-        max_connections_per_tenant: over HTTP.
+        max_connections_per_tenant: open over HTTP, and in use over gRPC.
+        max_header_bytes_per_tenant: of one tenant's calls under way.
         max_connections: to the public port; more are closed at once.
     """
 
@@ -37,6 +38,7 @@ class DoorLimits:
     max_streams_per_tenant: int | None = None
     max_queued_tokens_per_tenant: int | None = None
     max_connections_per_tenant: int | None = None
+    max_header_bytes_per_tenant: int | None = None
     max_connections: int | None = None
 
 

@@ -24,6 +24,7 @@ NUMBERS = (
     "max_streams_per_tenant",
     "max_queued_tokens_per_tenant",
     "max_connections_per_tenant",
+    "max_header_bytes_per_tenant",
     "max_connections",
 )
 
@@ -64,6 +65,7 @@ def security_of(options: argparse.Namespace | ServeConfig) -> RouterSecurity:
             max_streams_per_tenant=options.max_streams_per_tenant,
             max_queued_tokens_per_tenant=options.max_queued_tokens_per_tenant,
             max_connections_per_tenant=options.max_connections_per_tenant,
+            max_header_bytes_per_tenant=options.max_header_bytes_per_tenant,
             max_connections=options.max_connections,
         ),
     )

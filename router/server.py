@@ -267,7 +267,9 @@ class RouterServer:
         )
         most = share_of_clients(NUM_DOORS)
         most = most if limits.max_connections is None else min(most, limits.max_connections)
-        connections = Connections(ConnectionLimits(max_connections=most), self.metrics.registry)
+        connections = Connections(
+            ConnectionLimits(max_connections=most), self.metrics.registry, self.public.door.connections
+        )
         self._http = HttpServer(make_app(front), connections, self.public.http_context())
         try:
             await self._http.start(self.config.host, config.port)

@@ -7,7 +7,6 @@ is idle makes room for it. What is closed is counted, and said no more often tha
 import asyncio
 import logging
 import time
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,11 +19,11 @@ from baton.core.errors import Overloaded
 from baton.proto.roles import roles_in
 from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.json_response import error_bytes
+from baton.router.quota import ConnectionsHeld
 
 MAX_HEADER_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 20.0
 SAY_EVERY_S: Final = 10.0
-RETRY_AFTER_S: Final = 1.0
 PLACE: Final = "baton.connection"  # in a scope
 
 log = logging.getLogger(__name__)
@@ -51,14 +50,20 @@ class Connections:
     Args:
         limits: of them.
         registry: for their number, and for what was closed.
+        held: by principal, with those over other ways in.
     """
 
-    def __init__(self, limits: ConnectionLimits, registry: CollectorRegistry | None = None) -> None:
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        registry: CollectorRegistry | None = None,
+        held: ConnectionsHeld | None = None,
+    ) -> None:
         registry = registry or CollectorRegistry()
         self.limits = limits
         self._open: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # the longest idle first
-        self._num_of: Counter[str] = Counter()
+        self._held = held or ConnectionsHeld()
         self._said_s = float("-inf")
         about = "HTTP connections that were closed by the router, by reason"
         self._closed = MetricCounter("baton_http_connections_closed", about, ("reason",), registry=registry)
@@ -82,9 +87,7 @@ class Connections:
         self._open.discard(connection)
         self._idle.pop(connection, None)
         if connection.principal is not None:
-            self._num_of[connection.principal] -= 1
-            if not self._num_of[connection.principal]:
-                del self._num_of[connection.principal]
+            self._held.remove(connection.principal)
             connection.principal = None
 
     def set_idle(self, connection: "Connection", *, is_idle: bool) -> None:
@@ -102,14 +105,14 @@ class Connections:
         """
         if connection.principal == principal or connection not in self._open:
             return
-        if limit is not None and self._num_of[principal] >= limit:
+        try:
+            self._held.add(principal, limit)
+        except Overloaded:
             self.note("too_many_of_principal")
-            message = f"{limit} connections are open for this key, the limit; try again in {RETRY_AFTER_S:g} s"
-            raise Overloaded(message, limit=limit, what="connections", retry_after_s=RETRY_AFTER_S)
+            raise
         if connection.principal is not None:
-            self._num_of[connection.principal] -= 1
+            self._held.remove(connection.principal)
         connection.principal = principal
-        self._num_of[principal] += 1
 
     def note(self, reason: str) -> None:
         """One was closed."""

@@ -79,3 +79,9 @@ def connection_of(scope: Scope) -> str:
     """Over which connection, as streams are counted."""
     host, port = scope.get("client") or ("", 0)
     return f"{host}:{port}"
+
+
+def num_header_bytes(scope: Scope) -> int:
+    """Of a request's headers and of what it asks for."""
+    about = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    return about + sum(len(name) + len(value) for name, value in scope.get("headers", ()))

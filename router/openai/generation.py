@@ -14,7 +14,7 @@ from baton.core.sampling import MAX_CHOICES
 from baton.core.trace_context import HEADER, INCOMING
 from baton.proto import inference_pb2
 from baton.router.openai.disconnect import until_disconnect
-from baton.router.openai.entrance import connection_of, principal_of
+from baton.router.openai.entrance import connection_of, num_header_bytes, principal_of
 from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.front import Front
 from baton.router.openai.options import Options
@@ -106,7 +106,10 @@ class GenerationEndpoint(Generic[Asked]):
             return
         try:
             num = len(call.requests) * min(max(call.sampling.n, 1), MAX_CHOICES)
-            with self.front.door.stream(tenant, connection_of(scope), num, principal_of(scope)):
+            num_bytes = num_header_bytes(scope)
+            with self.front.door.stream(
+                tenant, connection_of(scope), num, principal_of(scope), num_header_bytes=num_bytes
+            ):
                 await until_disconnect(receive, self._serve(asked, call, reply))
         except BatonError as error:  # it has been counted
             await reply.fail(error)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 import torch
@@ -248,6 +249,41 @@ def test_keys_of_a_file_are_checked_and_flags_override_them(tmp_path, capsys, mo
     assert exit.value.code == 2
     data = json.loads(capsys.readouterr().out)
     assert (data["error"], data["fields"]["keys"]) == ("ConfigInvalid", ["prefil"])
+
+
+@pytest.mark.fast
+def test_allowed_origins_come_from_the_flag_to_the_replies(monkeypatch):
+    """The router that `baton serve` would start, without workers: what a browser is told of two pages."""
+    from baton.cluster import serve
+    from baton.cluster.outcome import ExitCode
+    from baton.cluster.resolve import find_model
+    from baton.cluster.router_process import router_command
+
+    found = {}
+
+    def started(config, output):
+        command = router_command(config, find_model(config.model))
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            port = json.loads(process.stdout.readline())["http_port"]
+            for page in ("https://a.example", "https://b.example", "https://c.example"):
+                asked = urllib.request.Request(f"http://127.0.0.1:{port}/health", headers={"Origin": page})
+                with urllib.request.urlopen(asked, timeout=60) as reply:
+                    found[page] = reply.status, reply.headers["Access-Control-Allow-Origin"]
+            process.stdin.close()  # the router ends with it
+        return ExitCode.OK
+
+    monkeypatch.setattr(serve, "serve", started)
+    origins = "https://a.example, https://b.example"
+    flags = ["--model", "tiny", "--grpc-port", "0", "--http-port", "0", "--allowed-origins", origins]
+    monkeypatch.setattr(sys, "argv", ["baton", "serve", *flags])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 0
+    assert found == {
+        "https://a.example": (200, "https://a.example"),
+        "https://b.example": (200, "https://b.example"),
+        "https://c.example": (200, None),
+    }
 
 
 @pytest.mark.fast

@@ -211,3 +211,10 @@ def test_how_a_worker_computes_is_told_with_what_fell_back(members, metrics):
     assert found.of("kernel_compiles_total", **its, when="starting") == 120
     assert found.of("kernel_compiles_total", **its, when="serving") == 2
     assert len(named) == 5, "an older worker says nothing"
+
+
+def test_time_in_grammars_is_a_counter_by_worker():
+    members, metrics = Members(VirtualClock()), RouterMetrics()
+    metrics.watch_workers(members.totals)
+    members.heartbeat(heartbeat(grammar_seconds=2.5))
+    assert 'baton_grammar_seconds_total{role="decode",worker="d0"} 2.5' in metrics.render()

@@ -7,8 +7,9 @@ import pytest
 
 from baton.core.errors import ConfigInvalid, Overloaded, Unauthenticated
 from baton.core.handshakes import GRACE_S, SAY_EVERY_S, Handshakes
-from baton.router.api_keys import ApiKeys, KeyEntry, digest_of, new_key, parse_keys, read_keys
+from baton.router.api_keys import ApiKeys, KeyEntry, Principal, digest_of, new_key, parse_keys, read_keys
 from baton.router.door import ANYBODY, Door
+from baton.router.quota import Quota
 from baton.router.security import DoorLimits
 
 pytestmark = pytest.mark.fast
@@ -115,6 +116,40 @@ def test_a_stream_gives_its_place_back_whatever_ends_it():
             assert error.value.http_status == 429 and error.value.fields["retry_after_s"] > 0
     with door.stream("a", "one"), door.stream("a", "two"):
         pass
+
+
+def test_header_bytes_of_calls_under_way_are_a_principals():
+    door = Door(limits=DoorLimits(max_header_bytes_per_tenant=100))
+    narrow = Principal("ada", "a", Quota(max_header_bytes=60))
+    with door.stream("a", num_header_bytes=70), door.stream("b", num_header_bytes=100):
+        with pytest.raises(Overloaded, match="bytes of headers") as error, door.stream("a", num_header_bytes=31):
+            pytest.fail("let in")
+        assert (error.value.fields["what"], error.value.fields["limit"]) == ("header_bytes", 100)
+        with door.stream("a", num_header_bytes=30):
+            pass
+    with pytest.raises(Overloaded), door.stream("a", "", 1, narrow, num_header_bytes=61):
+        pytest.fail("let in")
+    with door.stream("a", num_header_bytes=100):
+        pass
+    assert not door._accounts
+
+
+def test_connections_of_a_principal_are_counted_over_both_ways_in():
+    door = Door(limits=DoorLimits(max_connections_per_tenant=2))
+    grpc = {"is_grpc": True}
+    with door.stream("a", "one", **grpc), door.stream("a", "one", **grpc):  # one connection, however many calls
+        door.connections.add("a", 2)  # over HTTP
+        with pytest.raises(Overloaded) as error, door.stream("a", "two", **grpc):
+            pytest.fail("let in")
+        assert (error.value.fields["what"], error.value.fields["limit"]) == ("connections", 2)
+        with pytest.raises(Overloaded):
+            door.connections.add("a", 2)
+        with door.stream("b", "three", **grpc), door.stream("a", "four"):  # of HTTP: it was counted when it was made
+            pass
+        door.connections.remove("a")
+        with door.stream("a", "two", **grpc):
+            assert door.connections.num_of("a") == 2
+    assert not door.connections._num_of and not door.connections._num_calls and not door._accounts
 
 
 def test_handshakes_without_a_call_are_counted_and_said_now_and_then(caplog):

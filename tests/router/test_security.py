@@ -341,6 +341,29 @@ async def test_limits_of_streams(inside, keys):
     assert not running.router.public.door._accounts and not running.router.public.door._num_of_connection
 
 
+@pytest.mark.fast
+@pytest.mark.asyncio
+async def test_limits_of_connections_and_headers(inside, keys):
+    ada, bob = keys.add("ada", "acme", max_connections=1), keys.add("bob", "bolts", max_header_bytes=40)
+    async with secured(inside, keys) as running:
+        running.script.decode_hangs_after = 0
+        clients = [own_connection(running, inside, key) for key in (ada, ada, bob)]
+        stream = clients[0].generate("hi", sampling=GREEDY)
+        await anext(stream)
+        for client, what in zip(clients[1:], ("connections", "header_bytes"), strict=True):
+            with pytest.raises(Overloaded) as error:
+                await client.generate_text("hi", sampling=GREEDY)
+            assert error.value.fields["what"] == what
+            assert refused(running, what)
+        await stream.aclose()
+        await running.idle(3.0)
+        running.script.decode_hangs_after = None
+        assert await clients[1].generate_text("hi", sampling=GREEDY), "a connection without calls is nobody's"
+        for client in clients:
+            await client.close()
+    assert not running.router.public.door._accounts and not running.router.public.door.connections._num_of
+
+
 def own_connection(running, inside, key=""):
     """Else channels of one process share a connection."""
     client = to_public(running, inside, key)

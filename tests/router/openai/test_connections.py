@@ -119,7 +119,7 @@ async def test_places_are_given_back():
         async with asyncio.timeout(20):
             while connections._open:
                 await asyncio.sleep(0.01)
-        assert not connections._idle and not connections._num_of
+        assert not connections._idle and not connections._held.num_of("/own/a")
 
 
 async def test_one_principal_has_so_many_of_them():
@@ -132,7 +132,7 @@ async def test_one_principal_has_so_many_of_them():
         assert await status_of(second) == 500  # the app here lets the refusal out
         writer.close()
         async with asyncio.timeout(20):
-            while connections._num_of["/own/a"]:
+            while connections._held.num_of("/own/a"):
                 await asyncio.sleep(0.01)
         third, _ = await dial(b"GET /own/a HTTP/1.1\r\n\r\n")
         assert await status_of(third) == 200

@@ -172,6 +172,24 @@ async def test_a_quota_counts_answers_tokens_and_priority_not_calls(inside, keys
                 await asyncio.sleep(0.01)
 
 
+async def test_headers_count_for_the_key_that_sends_them(inside, keys):
+    small, large = keys.add("ada", "acme", max_header_bytes=2000), keys.add("bob", "bolts")
+    async with guarded(inside, keys) as (running, client):
+
+        async def ask(key, num_bytes):
+            headers = {"x-much": "h" * num_bytes}
+            return await client(key).completions.create(
+                model=MODEL, prompt="hello", max_tokens=4, extra_headers=headers
+            )
+
+        assert (await ask(small, 10)).choices
+        assert (await ask(large, 4000)).choices
+        with pytest.raises(openai.RateLimitError, match="bytes of headers"):
+            await ask(small, 2000)
+        assert len(sent_to(running)) == 2
+        assert (await ask(small, 10)).choices, "what was refused holds nothing"
+
+
 async def test_no_secret_of_a_request_is_in_the_log(inside, caplog):
     """Whatever a worker says of a request that quotes it, and whatever a client calls its request."""
     caplog.set_level(logging.DEBUG, logger="baton")
