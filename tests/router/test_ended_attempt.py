@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.core.errors import RequestCancelled
+from baton.core.errors import InternalError, ProtocolError, RequestCancelled
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
 from baton.proto import worker_pb2
@@ -60,3 +60,22 @@ def test_what_is_said_after_the_end_is_not(has_first):
     with pytest.raises(RequestCancelled):
         run.take()
     assert arrived == []
+
+
+@pytest.mark.parametrize("raised", [ZeroDivisionError(), ProtocolError("odd")])
+def test_what_is_raised_by_early_tokens_ends_the_attempt(raised, monkeypatch):
+    """They wait for the first token; by then the stream on which that comes may not be needed any more."""
+    run, wake, calls = a_run(), RequestRun._wake, []
+
+    def broken(self):
+        calls.append(None)
+        if len(calls) == 2:  # the first token has been said, the early ones are known
+            raise raised
+        wake(self)
+
+    monkeypatch.setattr(RequestRun, "_wake", broken)
+    run._on_decode_event(Tokens(1, [8, 9]))
+    run._on_prefill_event(FIRST)
+    assert run.take() is not None
+    with pytest.raises(ProtocolError if isinstance(raised, ProtocolError) else InternalError):
+        run.take()
