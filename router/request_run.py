@@ -235,8 +235,9 @@ class RequestRun:
         try:
             for tokens in early:
                 self._on_decode_tokens(tokens)
-        except ProtocolError as error:  # decode's, though it is found while prefill's stream is read
-            self._fail(error)
+        # Decode's, though it is found while prefill's stream is read: the end of that may not matter any more.
+        except Exception as error:  # noqa: BLE001  the boundary of what a worker's stream calls
+            self._fail(as_internal(f"reading the stream of {self._decode}", error))
 
     def _on_prefill_done(self, done: worker_pb2.PrefillDone) -> None:
         if self.first is None:

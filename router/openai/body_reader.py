@@ -226,7 +226,12 @@ class _Process:
             except BaseException:
                 ours.close()  # and with it ends a process that has been started
                 raise
-        return cls(child, await asyncio.open_connection(sock=ours))
+        try:
+            return cls(child, await asyncio.open_connection(sock=ours))
+        except BaseException:
+            ours.close()
+            await asyncio.shield(_ended(child))
+            raise
 
     @property
     def returncode(self) -> int | None:
@@ -234,10 +239,18 @@ class _Process:
         return self._child.poll()
 
     async def end(self) -> None:
-        """Kill it."""
-        self.writer.close()
-        self._child.kill()
-        await asyncio.to_thread(self._child.wait)
+        """Kill it. Either of the two ways suffices, whatever the other raises."""
+        try:
+            self.writer.close()
+        finally:
+            await _ended(self._child)
+
+
+async def _ended(child: "subprocess.Popen[bytes]") -> None:
+    try:
+        child.kill()
+    finally:
+        await asyncio.to_thread(child.wait)
 
 
 def _popen(end: int) -> "subprocess.Popen[bytes]":

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from baton.core.answer_text import AnswerText
 from baton.core.request import FinishReason
 from baton.core.sampling import SamplingParams
+from baton.core.stop_matcher import StopMatcher
 from baton.engine.finish import FinishChecker
 from baton.tests.core.byte_tokenizers import EOS, NUM_TOKENS, SECOND_EOS, SPECIAL, byte_tokenizer, fallback_tokenizer
 
@@ -126,6 +127,30 @@ def test_an_answer_ends_where_vllm_ends_it(token_ids, stop, stop_ids, min_tokens
     assert answer == expected
     assert baton_says(token_ids, sampling, [1] * len(token_ids))[0] == expected, "the cuts of steps do not matter"
     assert all(expected.text.startswith("".join(shown[:at])) for at in range(len(shown))), "nothing is taken back"
+
+
+@settings(max_examples=400)
+@given(
+    st.text("abx", max_size=14),
+    st.lists(st.text("abx", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple),
+    st.lists(st.integers(0, 5), max_size=8),
+    st.booleans(),
+)
+@example("xabc", ("abc",), [3], False)
+@example("xxabcd", ("abcd",), [5], False)
+@example("aabaab", ("abaa",), [4, 1], False)
+def test_a_stop_string_is_found_however_its_text_is_cut(text, stop, sizes, include):
+    """A piece may be longer than all stop strings, and end in the middle of one."""
+    ends = [(at + len(one), -len(one), one) for one in stop if (at := text.find(one)) >= 0]
+    first_end = min(ends, default=(0,))[0]
+    matched = next((one for one in stop if any(end[0] == first_end and end[2] == one for end in ends)), None)
+    expected = text if matched is None else text[: first_end - (0 if include else len(matched))]
+    matcher, shown, rest = StopMatcher(stop, include=include), [], text
+    for size in [*sizes, len(text)]:
+        shown.append(matcher.push(rest[:size]))
+        rest = rest[size:]
+        assert expected.startswith("".join(shown)), "nothing is taken back"
+    assert ("".join(shown) + matcher.flush(), matcher.matched) == (expected, matched)
 
 
 @settings(max_examples=300)

@@ -20,10 +20,11 @@ async def text_of(running, prompt="hi", sampling=GREEDY):
 
 
 async def answer_of(running):
-    """A text, and the decode worker that gave it."""
+    """A text, and the workers that gave it."""
     async with AsyncBatonClient(running.address, timeout_s=20.0) as client:
         chunks = [chunk async for chunk in client.generate("hi", sampling=GREEDY)]
-    return "".join(chunk.text for chunk in chunks), chunks[-1].finish.stats.decode_worker
+    stats = chunks[-1].finish.stats
+    return "".join(chunk.text for chunk in chunks), stats.prefill_worker, stats.decode_worker
 
 
 async def until(condition, timeout_s=10.0):
@@ -114,9 +115,10 @@ async def test_a_call_that_ends_moves_all_its_streams_and_another_is_begun():
             assert await text_of(running) == "hello world"
 
 
-async def test_a_worker_of_another_life_at_the_same_address_serves_nobody():
-    async with cluster(1, 2) as running:
-        wrong = running.of("decode")[0]
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_of_another_life_at_the_same_address_serves_nobody(role):
+    async with cluster(2, 2) as running:
+        wrong = running.of(role)[0]
         told, wrong.epoch = wrong.epoch, wrong.epoch + 5000
 
         def state():
@@ -126,7 +128,8 @@ async def test_a_worker_of_another_life_at_the_same_address_serves_nobody():
 
         wrong.state = state
         answers = await asyncio.gather(*(answer_of(running) for _ in range(4)))
-        assert answers == [("hello world", running.of("decode")[1].worker_id)] * 4
+        assert {text for text, *_ in answers} == {"hello world"}
+        assert wrong.worker_id not in {worker for _, *workers in answers for worker in workers}
         await until(lambda: not wrong.running())
 
 

@@ -1,7 +1,6 @@
 """Whatever HTTP's side of the router raises ends that call alone, with a typed error, in one piece or in the stream."""
 
 import json
-import random
 
 import httpx2
 import pytest
@@ -30,7 +29,7 @@ CALLS = {
     "text stream": ("completions", TEXT | {"stream": True}),
     "text read by another process": ("completions", HEAVY),
 }
-SAMPLE = 8
+SAMPLE = 24  # points, always the same, of which a call passes some 8
 WAIT_S = 60.0
 
 
@@ -57,8 +56,11 @@ async def sweep(call, number=None):
             injection.is_watching = True
             assert await ask(running.url, path, body) == (200, None)
             injection.is_watching = False
-            points = sorted(injection.seen)
-            for point in points if number is None else random.Random(len(points)).sample(points, number):
+            # By where they stand in the source. Which a call passes may vary a little; the others are not tried.
+            chosen = injection.sample(number or len(injection.points))
+            points = sorted(injection.seen.intersection(chosen))
+            assert len(points) > len(chosen) / 12, "the call passes hardly any of the code that is looked at"
+            for point in points:
                 before = running.router.metrics.total("requests_failed")
                 injection.arm(point)
                 where = injection.points[point]
@@ -80,7 +82,7 @@ async def sweep(call, number=None):
             await running.idle()
             if running.router.wishes._admission.num_in_flight:
                 findings.append("something is held")
-            print(f"\n{len(points)} points of {len(injection.points)}: {ends}")
+            print(f"\n{len(points)} points of {len(chosen)}, of {len(injection.points)}: {ends}")
     finally:
         injection.restore()
     return findings
@@ -93,6 +95,7 @@ async def test_a_foreign_exception_anywhere_ends_its_call_alone(call):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [call for call in CALLS if CALLS[call][1] is not HEAVY])
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("call", CALLS)
 async def test_a_foreign_exception_at_every_point_ends_its_call_alone(call):
     assert await sweep(call) == []
