@@ -1,8 +1,8 @@
 """Drives a running server with one client library or tool: `python clients.py URL CLIENT [TOKENIZER]`.
 
-One line for each call: its name and `works`, or what went wrong. Each client is installed by hand into an environment of
-its own; a guide is in docs/openai.md. Answers are judged by their form alone, since the bundled model knows nothing.
-TOKENIZER is the directory whose tokenizer guidellm and aiperf count with.
+One line for each call: its name and `works`, or what went wrong. Each client is installed by hand into an environment
+of its own. Answers are judged by their form alone, since the bundled model knows nothing. TOKENIZER is the directory
+whose tokenizer guidellm and aiperf count with.
 """
 
 import importlib
@@ -54,10 +54,11 @@ def calls(text):
     expect(json.loads(text)["city"] in ("Rome", "Oslo"), text)
 
 
-def raises(kinds, function, *arguments, **options):
+def raises(kinds, function, *arguments, text="", **options):
     try:
         function(*arguments, **options)
-    except kinds:
+    except kinds as error:
+        expect(text in str(error), error)
         return
     raise AssertionError("no error was raised")
 
@@ -226,7 +227,7 @@ def instructor(url):
     return "instructor", {
         **{mode: (lambda mode=mode: expect(ask(mode).city, mode)) for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA")},
         "JSON": lambda: expect(ask("JSON").city, "JSON"),
-        "error 400": lambda: raises(Exception, ask, "TOOLS", temperature=-1),
+        "error 400": lambda: raises(Exception, ask, "TOOLS", text="Error code: 400", temperature=-1),
         "RESPONSES_TOOLS": lambda: ask("RESPONSES_TOOLS"),
     }
 
