@@ -37,7 +37,15 @@ FILES = (
 
 # Others import from it what only serves their tests of vLLM's classes.
 IMPORTED = "entrypoints/openai/chat_completion/test_serving_chat.py"
-STAND_IN = "from unittest.mock import MagicMock\n\n\ndef __getattr__(name):\n    return MagicMock(name=name)\n"
+STAND_IN = """
+from unittest.mock import MagicMock
+
+
+def __getattr__(name):
+    if name.startswith(("__", "pytest")):
+        raise AttributeError(name)
+    return MagicMock(name=name)
+"""
 
 
 def lay_out(source, work):
