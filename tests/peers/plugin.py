@@ -7,8 +7,26 @@ from pathlib import Path
 
 import peers_stand_ins  # noqa: F401 # before any test module is imported
 
+TOOL_CONFIG = "hermes"  # the one of vLLM's configurations of servers whose form of tool calls is ours
+
 ACCEPTED = json.loads((Path(__file__).parent / "accepted.json").read_text())
 _outcomes = {}
+
+
+def pytest_configure(config):
+    # Flags of tool_use/conftest.py, which pytest loads too late to read them from the command line.
+    config.option.models, config.option.extended = [TOOL_CONFIG], False
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what asks no server, but checks vLLM's own classes, and repetitions for servers of other forms."""
+    kept, left = [], []
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        is_repeated = parameters.get("server_config", TOOL_CONFIG) != TOOL_CONFIG
+        (left if is_repeated or "server" not in item.fixturenames else kept).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
 
 
 def pytest_runtest_logreport(report):

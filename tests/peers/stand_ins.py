@@ -40,6 +40,7 @@ REAL = {
     },
     "vllm.config": {"ModelConfig": _ModelConfig},
     "vllm.exceptions": {"VLLMValidationError": _Error},
+    "vllm.platforms": {"current_platform": MagicMock(**{"is_rocm.return_value": False})},
     "vllm.version": {"__version__": "0.33.0"},
 }
 

@@ -1,0 +1,328 @@
+"""Drives a running server with one client library or tool: `python clients.py URL CLIENT [TOKENIZER]`.
+
+One line for each call: its name and `works`, or what went wrong. Each client is installed by hand into an environment
+of its own. Answers are judged by their form alone, since the bundled model knows nothing. TOKENIZER is the directory
+whose tokenizer guidellm and aiperf count with.
+"""
+
+import importlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+KEY = "unused"
+MODEL = "tiny"
+USER = [{"role": "user", "content": "Hello"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+FORCED = {"type": "function", "function": {"name": "weather"}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "warm": {"type": "boolean"}},
+    "required": ["city", "warm"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "report", "strict": True, "schema": SCHEMA}}
+
+
+def expect(truth, what):
+    if not truth:
+        raise AssertionError(what)
+
+
+def fits(text):
+    value = json.loads(text)
+    expect(value["city"] in ("Rome", "Oslo") and isinstance(value["warm"], bool), text)
+
+
+def calls(text):
+    expect(json.loads(text)["city"] in ("Rome", "Oslo"), text)
+
+
+def raises(kinds, function, *arguments, text="", **options):
+    try:
+        function(*arguments, **options)
+    except kinds as error:
+        expect(text in str(error), error)
+        return
+    raise AssertionError("no error was raised")
+
+
+def report_model():
+    import pydantic
+
+    class Report(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="forbid")  # else the model may write any others until it is cut
+        city: Literal["Rome", "Oslo"]
+        warm: bool
+
+    return Report
+
+
+def openai_python(url):
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60)
+    chats, texts = client.chat.completions, client.completions
+    report = report_model()
+
+    def chat(**options):
+        return chats.create(model=MODEL, messages=USER, **{"max_tokens": 60, **options})
+
+    def stream():
+        chunks = list(chat(stream=True, max_tokens=8, stream_options={"include_usage": True}))
+        expect(chunks[-1].usage.completion_tokens > 0 and chunks[-2].choices[0].finish_reason, chunks[-2:])
+
+    def completion_stream():
+        chunks = list(texts.create(model=MODEL, prompt="def f(", max_tokens=8, stream=True))
+        expect(chunks[-1].choices[0].finish_reason, chunks[-1])
+
+    def tool_stream():
+        with chats.stream(model=MODEL, messages=USER, tools=[WEATHER], tool_choice="required", max_tokens=60) as events:
+            calls(events.get_final_completion().choices[0].message.tool_calls[0].function.arguments)
+
+    def schema_stream():
+        with chats.stream(model=MODEL, messages=USER, response_format=report, max_tokens=60) as events:
+            expect(events.get_final_completion().choices[0].message.parsed.city, "no parsed message")
+
+    def later():
+        call = chat(tools=[WEATHER], tool_choice=FORCED).choices[0].message
+        back = [*USER, call, {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "20 C"}]
+        expect(chats.create(model=MODEL, messages=back, tools=[WEATHER], max_tokens=8).choices, "no answer")
+
+    def logprobs():
+        tokens = chat(logprobs=True, top_logprobs=3, max_tokens=4).choices[0].logprobs.content
+        expect(len(tokens) == 4 and len(tokens[0].top_logprobs) == 3, tokens)
+
+    def completion_logprobs():
+        found = texts.create(model=MODEL, prompt="def f(", max_tokens=4, logprobs=2, echo=True).choices[0].logprobs
+        expect(found.token_logprobs[0] is None and len(found.tokens) > 4, found)
+
+    return "openai", {
+        "models": lambda: expect(client.models.list().data[0].id == client.models.retrieve(MODEL).id, "another model"),
+        "completion": lambda: expect(
+            len(texts.create(model=MODEL, prompt=["a", "b"], max_tokens=4, n=2).choices) == 4, "not four"
+        ),
+        "completion stream": completion_stream,
+        "completion logprobs with echo": completion_logprobs,
+        "chat": lambda: expect(chat(n=2, seed=1, max_tokens=8).usage.prompt_tokens, "no usage"),
+        "chat stream with usage": stream,
+        "chat logprobs": logprobs,
+        "tools, forced": lambda: calls(
+            chat(tools=[WEATHER], tool_choice=FORCED).choices[0].message.tool_calls[0].function.arguments
+        ),
+        "tools, auto": lambda: expect(chat(tools=[WEATHER], max_tokens=8).choices, "no answer"),
+        "tools, stream helper": tool_stream,
+        "tools, result sent back": later,
+        "JSON schema": lambda: fits(chat(response_format=FORMAT).choices[0].message.content),
+        "JSON schema, parse": lambda: expect(
+            chats.parse(model=MODEL, messages=USER, response_format=report, max_tokens=60)
+            .choices[0]
+            .message.parsed.city,
+            "no parsed message",
+        ),
+        "JSON schema, stream helper": schema_stream,
+        "error 400": lambda: raises(openai.BadRequestError, chat, temperature=-1),
+        "error 404": lambda: raises(openai.NotFoundError, chats.create, model="no such", messages=USER),
+        "error in a stream": lambda: raises(openai.BadRequestError, chat, stream=True, max_tokens=10**6),
+        "responses": lambda: client.responses.create(model=MODEL, input="Hello", max_output_tokens=16),
+        "embeddings": lambda: client.embeddings.create(model=MODEL, input="Hello"),
+    }
+
+
+def langchain(url):
+    import langchain_openai
+    import openai
+
+    def chat(**options):
+        return langchain_openai.ChatOpenAI(
+            base_url=f"{url}/v1", api_key=KEY, model=MODEL, max_retries=0, **{"max_tokens": 60, **options}
+        )
+
+    text = langchain_openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, model=MODEL, max_tokens=8, max_retries=0)
+    report = report_model()
+
+    def structured(method):
+        return lambda: expect(
+            chat().with_structured_output(report, method=method).invoke("Hello").city, "nothing was parsed"
+        )
+
+    return "langchain-openai", {
+        "completion": lambda: expect(isinstance(text.invoke("def f("), str), "no text"),
+        "completion stream": lambda: expect(list(text.stream("def f(")), "no chunks"),
+        "chat": lambda: expect(chat().invoke("Hello").usage_metadata, "no usage"),
+        "chat stream": lambda: expect(list(chat(max_tokens=8, stream_usage=True).stream("Hello")), "no chunks"),
+        "batch": lambda: expect(len(chat(max_tokens=8).batch(["a", "b", "c"])) == 3, "not three"),
+        "logprobs": lambda: expect(
+            chat(logprobs=True, top_logprobs=2).invoke("Hello").response_metadata["logprobs"]["content"], "none"
+        ),
+        "tools, forced": lambda: expect(
+            chat().bind_tools([WEATHER], tool_choice="weather").invoke("Hello").tool_calls[0]["args"]["city"], "no call"
+        ),
+        "structured output, json_schema": structured("json_schema"),
+        "structured output, function_calling": structured("function_calling"),
+        "error 400": lambda: raises(openai.BadRequestError, chat(temperature=-1).invoke, "Hello"),
+        "responses": lambda: chat(use_responses_api=True).invoke("Hello"),
+    }
+
+
+def litellm(url):
+    library = importlib.import_module("litellm")
+    library.suppress_debug_info = True
+
+    def chat(provider="hosted_vllm", **options):
+        base = {"api_base": f"{url}/v1", "api_key": KEY, "max_tokens": 60, "num_retries": 0}
+        return library.completion(model=f"{provider}/{MODEL}", messages=USER, **{**base, **options})
+
+    def text(**options):
+        return library.text_completion(
+            model=f"text-completion-openai/{MODEL}", prompt="def f(", api_base=f"{url}/v1", api_key=KEY, **options
+        )
+
+    return "litellm", {
+        "completion": lambda: expect(text(max_tokens=8).choices, "no answer"),
+        "completion stream": lambda: expect(list(text(max_tokens=8, stream=True)), "no chunks"),
+        "chat (hosted_vllm)": lambda: expect(chat().usage.prompt_tokens, "no usage"),
+        "chat (openai)": lambda: expect(chat("openai").usage.prompt_tokens, "no usage"),
+        "chat stream": lambda: expect(list(chat(stream=True)), "no chunks"),
+        "logprobs": lambda: expect(chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content, "none"),
+        "tools, forced": lambda: calls(
+            chat(tools=[WEATHER], tool_choice=FORCED).choices[0].message.tool_calls[0].function.arguments
+        ),
+        "JSON schema": lambda: fits(chat(response_format=FORMAT).choices[0].message.content),
+        "error 400": lambda: raises(library.BadRequestError, chat, temperature=-1.0),
+        "error 404": lambda: raises(library.NotFoundError, chat, "hosted_vllm/no-such"),
+    }
+
+
+def instructor(url):
+    import openai
+
+    library = importlib.import_module("instructor")
+    report = report_model()
+
+    def ask(mode, **options):
+        client = library.from_openai(
+            openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0), mode=getattr(library.Mode, mode)
+        )
+        return client.chat.completions.create(
+            model=MODEL, messages=USER, response_model=report, max_retries=0, max_tokens=60, **options
+        )
+
+    return "instructor", {
+        **{mode: (lambda mode=mode: expect(ask(mode).city, mode)) for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA")},
+        "JSON": lambda: expect(ask("JSON").city, "JSON"),
+        "error 400": lambda: raises(Exception, ask, "TOOLS", text="Error code: 400", temperature=-1),
+        "RESPONSES_TOOLS": lambda: ask("RESPONSES_TOOLS"),
+    }
+
+
+def outlines(url):
+    import openai
+
+    library = importlib.import_module("outlines")
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    plain, vllm = library.from_openai(client, MODEL), library.from_vllm(client, MODEL)
+    report = report_model()
+    grammar = '?start: "yes" | "no"'
+    return "outlines", {
+        "from_openai, text": lambda: expect(isinstance(plain("Hello", max_tokens=8), str), "no text"),
+        "from_openai, stream": lambda: expect(list(plain.stream("Hello", max_tokens=8)), "no chunks"),
+        "from_openai, JSON schema": lambda: fits(plain("Hello", report, max_tokens=60)),
+        "from_vllm, JSON schema": lambda: fits(vllm("Hello", report, max_tokens=60)),
+        "from_vllm, choice": lambda: expect(vllm("Hello", Literal["yes", "no"]) in ("yes", "no"), "neither"),
+        "from_vllm, regex": lambda: expect(
+            vllm("Hello", library.regex("[0-9]{3}"), max_tokens=8).isdigit(), "no digits"
+        ),
+        "from_vllm, CFG": lambda: expect(vllm("Hello", library.types.CFG(grammar)) in ("yes", "no"), "neither"),
+    }
+
+
+def _run(*command):
+    ended = subprocess.run(
+        [Path(sys.executable).parent / command[0], *command[1:]], capture_output=True, text=True, timeout=240
+    )
+    expect(ended.returncode == 0, (ended.stdout + ended.stderr)[-600:])
+
+
+def guidellm(url, tokenizer):
+    def run(kind):
+        with tempfile.TemporaryDirectory() as folder:
+            _run(
+                *("guidellm", "run", "--backend", f"kind=openai_http,target={url},model={MODEL},request_format={kind}"),
+                *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6"),
+                *("--tokenizer", f"kind=huggingface_auto,model={tokenizer}"),
+                *("--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"),
+                *("--output", f"kind=json,path={folder}/report.json", "--disable-console-interactive"),
+            )
+            benchmark = json.loads(Path(folder, "report.json").read_text())["benchmarks"][0]
+            totals = benchmark["metrics"]["request_totals"]
+            expect(totals["successful"] >= 6 and not totals["errored"], totals)
+
+    return "guidellm", {kind: (lambda kind=kind: run(kind)) for kind in ("/v1/completions", "/v1/chat/completions")}
+
+
+def aiperf(url, tokenizer):
+    def run(kind, *options):
+        with tempfile.TemporaryDirectory() as folder:
+            _run(
+                *(
+                    "aiperf",
+                    "profile",
+                    "--model",
+                    MODEL,
+                    "--url",
+                    url,
+                    "--endpoint-type",
+                    kind,
+                    "--tokenizer",
+                    tokenizer,
+                ),
+                *("--request-count", "6", "--concurrency", "2", "--isl", "32", "--osl", "8", "--ui", "none"),
+                *("--artifact-dir", folder, *options),
+            )
+            found = next(Path(folder).rglob("profile_export_aiperf.json"))
+            count = json.loads(found.read_text())["request_count"]
+            expect(count["avg"] == 6, count)
+
+    return "aiperf", {
+        "completions": lambda: run("completions"),
+        "completions, stream": lambda: run("completions", "--streaming"),
+        "chat": lambda: run("chat"),
+        "chat, stream": lambda: run("chat", "--streaming"),
+    }
+
+
+CLIENTS = {
+    client.__name__: client for client in (openai_python, langchain, litellm, instructor, outlines, guidellm, aiperf)
+}
+
+
+def main(url, client, *tokenizer):
+    package, found = CLIENTS[client](url, *tokenizer)
+    print(f"{package} {importlib.metadata.version(package)}", flush=True)
+    for name, call in found.items():
+        try:
+            call()
+            print(f"  {name}: works", flush=True)
+        except Exception as error:  # noqa: BLE001 # whatever a client raises is the finding
+            print(f"  {name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
