@@ -154,9 +154,7 @@ def tokens_of(prompt: Prompt, load: Load, seed: int, load_index: int, vocab: tup
     return start + own.integers(low, high + 1, size=prompt.length - load.prefixes.len).tolist()
 
 
-def _arrivals(
-    load: Load, point: int, rng: np.random.Generator
-) -> tuple[list[float | None], list[int | None]]:
+def _arrivals(load: Load, point: int, rng: np.random.Generator) -> tuple[list[float | None], list[int | None]]:
     """Due times and clients."""
     if load.arrival == "closed":
         assert load.requests_per_client is not None
