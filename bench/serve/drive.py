@@ -14,7 +14,7 @@ from baton.bench.serve.schedule import Planned
 from baton.core.clock import Clock
 
 Send = Callable[[Planned, Record, Callable[[], None]], Awaitable[None]]
-"""Sends one request and fills in its record; calls the function at the first token. Raises nothing but CancelledError."""
+"""Sends one request and fills in its record; calls the function at the first token. Raises CancelledError alone."""
 
 _STREAM_PAUSE_S = 0.1  # of a steady stream after a failure
 

@@ -6,6 +6,7 @@ Latencies count from when a request was due, which in a closed loop is when its 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 from baton.bench.result import spread
@@ -48,8 +49,7 @@ def ttft_s(record: Record) -> float:
 
 def itl_s(record: Record) -> list[float]:
     """Inter-token latencies: times between two chunks, in seconds."""
-    times = record.chunk_times_s
-    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    return [later - earlier for earlier, later in pairwise(record.chunk_times_s)]
 
 
 def tpot_s(record: Record) -> float | None:
@@ -122,10 +122,7 @@ def _steady(records: Sequence[Record], begin_s: float, end_s: float) -> dict[str
     streams = [record for record in records if record.steady]
     if not streams:
         return {}
-    gaps: list[float] = []
-    for record in streams:
-        times = record.chunk_times_s
-        gaps += [b - a for a, b in zip(times, times[1:], strict=False) if begin_s <= b <= end_s]
+    gaps = [b - a for record in streams for a, b in pairwise(record.chunk_times_s) if begin_s <= b <= end_s]
     chunks = sum(begin_s <= at <= end_s for record in streams for at in record.chunk_times_s)
     return {
         "steady_num_failed": sum(bool(record.error) for record in streams),

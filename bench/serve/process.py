@@ -154,13 +154,11 @@ def serve(pipe: Connection) -> None:
 async def _run(job: Job, pipe: Connection) -> None:
     place = (job.load, job.key, job.process, job.num_processes)
     requests, streams = schedule(*place), steady(*place)
-    bodies = {planned.index: _body(job, planned) for planned in requests}
+    bodies = {planned.prompt: _body(job, planned) for planned in requests}  # those of streams are built when sent
 
     def body(planned: Planned) -> bytes:
-        built = bodies.pop(planned.index, None) if planned in own else None
-        return _body(job, planned) if built is None else built
+        return bodies.pop(planned.prompt, None) or _body(job, planned)
 
-    own = set(requests)
     clock = MonotonicClock()
     lags_s: list[float] = []
     usage = [0.0, 0.0]
@@ -180,6 +178,7 @@ async def _run(job: Job, pipe: Connection) -> None:
         pipe.send(("arrived", None))
         await _receive(pipe)
 
+    gc.unfreeze()
     gc.collect()
     gc.freeze()  # what is built by now need not be looked through while times are taken
     async with CompletionsClient(job.system, job.load, job.keys, job.default_key, clock, body) as client:

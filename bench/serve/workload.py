@@ -187,10 +187,8 @@ class Load(BaseModel):
     def _check(self) -> Self:
         self._check_arrival()
         if self.prefixes is not None and self.prefixes.len >= self.prompt_len.low:
-            raise ValueError(
-                f"prefixes.len {self.prefixes.len} leaves the shortest prompt ({self.prompt_len.low} tokens) nothing of "
-                "its own"
-            )
+            why = f"the shortest prompt has {self.prompt_len.low} tokens, and must be longer than its prefix"
+            raise ValueError(f"prefixes.len {self.prefixes.len}: {why}")
         most = max(self.num_expected(point) for point in range(self.num_points))
         if most > MAX_REQUESTS:
             raise ValueError(f"one point has {most:.0f} requests; at most {MAX_REQUESTS} are possible")
