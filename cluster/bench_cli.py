@@ -184,3 +184,30 @@ def bench_overload(
         return bench_overload(output, **asked)
 
     return run_command(json, body)
+
+
+@app.command("serve")
+def bench_serve(
+    workload: Annotated[str, typer.Argument(help="a workload file (TOML), or a shipped one: concurrency, streams")],
+    url: Annotated[list[str], typer.Option(help="[NAME=]URL of an OpenAI endpoint; again for each to compare")],
+    model: Annotated[Text, _option("the name it is served by  [the first one of each system]")] = None,
+    rounds: Annotated[int, typer.Option(help="how often each point is measured at each system, in turns")] = 3,
+    warmup: Annotated[int, typer.Option(help="rounds before them that do not count")] = 0,
+    processes: Annotated[int, typer.Option(help="client processes that share the load")] = 4,
+    vocab: Annotated[str, typer.Option(help="token ids of prompts, LOW-HIGH")] = "1000-30000",
+    seed: Annotated[Count, _option("of arrivals, lengths and prompts  [the file's]", least=0)] = None,
+    pause_s: Annotated[float, typer.Option(help="seconds between two measurements")] = 1.0,
+    api_key_env: Annotated[Text, _option("environment variable with the API key of requests without a tenant")] = None,
+    out: Annotated[Path | None, _option("write the result (JSON) there after every point")] = None,
+    plot: Annotated[Path | None, _option("draw the rows into a .png, .svg or .pdf (needs matplotlib)")] = None,
+    json: Json = False,
+) -> int:
+    """Measure OpenAI endpoints, Baton or others, under one workload: TTFT, ITL, TPOT, E2E, goodput."""
+    asked = {name: value for name, value in locals().items() if name not in ("json", "out", "plot")}
+
+    def body(output: Output) -> ExitCode:
+        from baton.cluster.bench_serve import bench_serve
+
+        return bench_serve(output, out=out, plot=plot, **asked)
+
+    return run_command(json, body)

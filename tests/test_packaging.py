@@ -71,6 +71,7 @@ def test_the_wheel_holds_the_rooms_and_their_data_only(wheel):
         ".proto",
         ".jinja",
         ".json",
+        ".toml",
         ".yaml",
         ".typed",
         ".md",

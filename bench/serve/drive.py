@@ -1,0 +1,132 @@
+"""Sends a schedule: when each request goes out, whatever sends it and whatever clock it runs by.
+
+In an open loop a request is due when the schedule says so, answers or not: a server that stalls meets all requests that
+arrive meanwhile, and their times count from when they were due. That is what leaves no coordinated omission.
+"""
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+
+from baton.bench.serve.record import Record
+from baton.bench.serve.schedule import Planned
+from baton.core.clock import Clock
+
+Send = Callable[[Planned, Record, Callable[[], None]], Awaitable[None]]
+"""Sends one request and fills in its record; calls the function at the first token. Raises CancelledError alone."""
+
+_STREAM_PAUSE_S = 0.1  # of a steady stream after a failure
+
+
+class Driver:
+    """One process's part of one point.
+
+    Args:
+        send: sends one request.
+        clock: of every time in the records; asyncio's timers must run by it.
+    """
+
+    def __init__(self, send: Send, clock: Clock) -> None:
+        self._send, self._clock = send, clock
+        self._records: list[Record] = []
+
+    async def run(
+        self,
+        requests: Sequence[Planned],
+        streams: Sequence[Sequence[Planned]],
+        ready: Callable[[], Awaitable[float]],
+        arrived: Callable[[], Awaitable[None]],
+    ) -> list[Record]:
+        """Send everything; the records, in the order of sending.
+
+        Args:
+            requests: the arrivals.
+            streams: the steady streams, each with the requests it repeats.
+            ready: called once every steady stream has its first token (or an error); returns when arrivals begin, on
+                the clock.
+            arrived: called once every arrival has ended; the steady streams are stopped when it returns.
+        """
+        first = [asyncio.Event() for _ in streams]
+        tasks = [
+            asyncio.create_task(self._stream(planned, event)) for planned, event in zip(streams, first, strict=True)
+        ]
+        try:
+            for event in first:
+                await event.wait()
+            await self._arrivals(requests, await ready())
+            await arrived()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return self._records
+
+    async def _arrivals(self, requests: Sequence[Planned], begin_s: float) -> None:
+        chains: defaultdict[int, list[Planned]] = defaultdict(list)
+        for planned in requests:
+            if planned.client is not None:
+                chains[planned.client].append(planned)
+        async with asyncio.TaskGroup() as group:
+            for chain in chains.values():
+                group.create_task(self._closed(chain, begin_s))
+            for planned in requests:
+                if planned.due_s is None:
+                    continue
+                due_s = begin_s + planned.due_s
+                await self._until(due_s)
+                group.create_task(self._one(planned, due_s))
+
+    async def _closed(self, chain: Sequence[Planned], begin_s: float) -> None:
+        await self._until(begin_s)
+        for planned in chain:
+            await self._one(planned)
+
+    async def _stream(self, chain: Sequence[Planned], first: asyncio.Event) -> None:
+        while True:
+            for planned in chain:
+                record = await self._one(planned, steady=True, on_first=first.set)
+                first.set()
+                if record.error:
+                    await asyncio.sleep(_STREAM_PAUSE_S)
+
+    async def _one(
+        self,
+        planned: Planned,
+        due_s: float | None = None,
+        *,
+        steady: bool = False,
+        on_first: Callable[[], None] = lambda: None,
+    ) -> Record:
+        now_s = self._clock.now_s()
+        record = Record(
+            due_s=now_s if due_s is None else due_s,
+            sent_s=now_s,
+            prompt_len=planned.prompt.length,
+            output_len=planned.output_len,
+            tenant=planned.tenant,
+            steady=steady,
+            is_open=due_s is not None,
+        )
+        self._records.append(record)
+        try:
+            await self._send(planned, record, on_first)
+        except asyncio.CancelledError:
+            record.cancelled = True
+            raise
+        finally:
+            record.end_s = self._clock.now_s()
+        return record
+
+    async def _until(self, time_s: float) -> None:
+        while (wait_s := time_s - self._clock.now_s()) > 0:
+            await asyncio.sleep(wait_s)
+
+
+async def beat(clock: Clock, period_s: float, lags_s: list[float]) -> None:
+    """Note for ever how late this process's event loop is for a timer: what it adds to every time it notes."""
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            due_s = clock.now_s() + period_s
+            await asyncio.sleep(period_s)
+            lags_s.append(max(0.0, clock.now_s() - due_s))

@@ -1,0 +1,182 @@
+"""What is asked when: a pure function of the load, the seed and the process, so that every system gets the same.
+
+The whole point is drawn first and then divided, so that the number of processes changes nothing but who sends.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from baton.bench.serve.workload import Length, Load
+
+_ARRIVALS, _STREAMS, _PREFIXES, _CONTENTS = range(4)
+_STREAM_REQUESTS: Final = 4096  # of a steady stream at most: no load lasts so long
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Where in a run a point stands; the contents of prompts differ between rounds, those of prefixes do not.
+
+    Attributes:
+        seed: of the run.
+        load: index of the load in its file.
+        point: index among its `clients` or `rate`.
+        round: of the run; -1 and below do not count.
+    """
+
+    seed: int
+    load: int
+    point: int
+    round: int
+
+    def rng(self, *parts: int) -> np.random.Generator:
+        """A generator for one purpose."""
+        return np.random.default_rng([self.seed, self.load, self.point, self.round + (1 << 16), *parts])
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt before its tokens are drawn.
+
+    Attributes:
+        length: tokens, those of the prefix included.
+        content: seeds what is its own.
+        prefix: which of the load's prefixes it begins with; None: none.
+    """
+
+    length: int
+    content: tuple[int, ...]
+    prefix: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One request.
+
+    Attributes:
+        index: within the point, over all processes.
+        due_s: after the point's begin; None: as soon as the client's previous answer has ended (closed loop).
+        client: index over all processes of the client that sends it, in a closed loop; None in an open one.
+        prompt: what is sent.
+        output_len: tokens of the answer.
+        cancel_after: the client goes away after so many tokens; None: it stays.
+        tenant: whose request it is; "" without tenants.
+    """
+
+    index: int
+    due_s: float | None
+    client: int | None
+    prompt: Prompt
+    output_len: int
+    cancel_after: int | None = None
+    tenant: str = ""
+
+
+def schedule(load: Load, key: Key, process: int = 0, num_processes: int = 1) -> list[Planned]:
+    """The requests of one process at one point of a load, in order of their due time.
+
+    Of an open loop process i has arrivals i, i + n, ...; of a closed loop clients i, i + n, ...
+    """
+    assert 0 <= process < num_processes
+    rng = key.rng(_ARRIVALS)
+    due_s, clients = _arrivals(load, key.point, rng)
+    num = len(due_s)
+    prompt_len, output_len = draw(load.prompt_len, num, rng), draw(load.output_len, num, rng)
+    prefixes = rng.integers(load.prefixes.count, size=num).tolist() if load.prefixes else [None] * num
+    cancels: list[int | None] = [None] * num
+    if load.cancel is not None:
+        after = draw(load.cancel.after_tokens, num, rng)
+        leaves = rng.random(num) < load.cancel.share
+        cancels = [at if leave else None for at, leave in zip(after, leaves, strict=True)]
+    tenants = _tenants(load, num, rng)
+    contents = (key.point, key.round + (1 << 16), _CONTENTS)
+    return [
+        Planned(
+            index=at,
+            due_s=due_s[at],
+            client=clients[at],
+            prompt=Prompt(prompt_len[at], (*contents, at), prefixes[at]),
+            output_len=output_len[at],
+            cancel_after=cancels[at],
+            tenant=tenants[at],
+        )
+        for at in range(num)
+        if (at if clients[at] is None else clients[at]) % num_processes == process  # type: ignore[operator]
+    ]
+
+
+def steady(load: Load, key: Key, process: int = 0, num_processes: int = 1) -> list[list[Planned]]:
+    """The steady streams of one process: for each its first requests, which are repeated if they do not suffice."""
+    if load.streams is None:
+        return []
+    rng = key.rng(_STREAMS)
+    num = min(_STREAM_REQUESTS // load.streams.count + 1, 64)
+    found = []
+    for stream in range(load.streams.count):
+        prompt_len, output_len = draw(load.streams.prompt_len, num, rng), draw(load.streams.output_len, num, rng)
+        if stream % num_processes != process:
+            continue
+        contents = (key.point, key.round + (1 << 16), _STREAMS, stream)
+        found.append(
+            [Planned(at, None, stream, Prompt(prompt_len[at], (*contents, at)), output_len[at]) for at in range(num)]
+        )
+    return found
+
+
+def draw(length: Length, num: int, rng: np.random.Generator) -> list[int]:
+    """So many lengths, in tokens."""
+    if length.mean is None:
+        return [int(value) for value in rng.integers(length.low, length.high + 1, size=num)]
+    variance = math.log1p(length.cv**2)
+    values = rng.lognormal(math.log(length.mean) - variance / 2, math.sqrt(variance), size=num)
+    return [int(value) for value in np.clip(np.rint(values), length.low, length.high)]
+
+
+def tokens_of(prompt: Prompt, load: Load, seed: int, load_index: int, vocab: tuple[int, int]) -> list[int]:
+    """The token ids of a prompt.
+
+    Args:
+        prompt: of the schedule.
+        load: it is of.
+        seed: of the run.
+        load_index: of the load in its file.
+        vocab: ids are drawn from low to high, both included.
+    """
+    low, high = vocab
+    own = np.random.default_rng([seed, load_index, *prompt.content])
+    if prompt.prefix is None:
+        return own.integers(low, high + 1, size=prompt.length).tolist()
+    assert load.prefixes is not None
+    shared = np.random.default_rng([seed, load_index, _PREFIXES, prompt.prefix])
+    start = shared.integers(low, high + 1, size=load.prefixes.len).tolist()
+    return start + own.integers(low, high + 1, size=prompt.length - load.prefixes.len).tolist()
+
+
+def _arrivals(load: Load, point: int, rng: np.random.Generator) -> tuple[list[float | None], list[int | None]]:
+    """Due times and clients."""
+    if load.arrival == "closed":
+        assert load.requests_per_client is not None
+        num = load.clients[point]
+        return [None] * (num * load.requests_per_client), list(range(num)) * load.requests_per_client
+    assert load.seconds is not None
+    shape = load.gap_cv**-2
+    mean_s = 1 / load.rate[point]
+    due_s: list[float | None] = []
+    now_s = 0.0
+    while now_s < load.seconds:
+        for gap_s in rng.gamma(shape, mean_s / shape, size=1024).tolist():
+            now_s += gap_s
+            if now_s >= load.seconds:
+                break
+            due_s.append(now_s)
+    return due_s, [None] * len(due_s)
+
+
+def _tenants(load: Load, num: int, rng: np.random.Generator) -> list[str]:
+    if not load.tenants:
+        return [""] * num
+    names = sorted(load.tenants)
+    weights = np.array([load.tenants[name].weight for name in names])
+    return [names[at] for at in rng.choice(len(names), size=num, p=weights / weights.sum())]
