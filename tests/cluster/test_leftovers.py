@@ -37,6 +37,21 @@ undertaker.dismiss()
 """
 
 
+# A grandchild that nothing leads to: it lets go of its memory a little later than the directory is cleared.
+LATE = """
+import os, sys, time
+from pathlib import Path
+from baton.kvtransfer.shared_region import SharedRegion
+region = SharedRegion.create(link_bytes=4096, pool_bytes=[4096])
+print(region.path, flush=True)
+directory, sys.argv[1:] = Path(sys.argv[1]), []
+while directory.exists():
+    time.sleep(0.01)
+time.sleep(0.2)
+os._exit(0)
+"""
+
+
 @pytest.fixture(autouse=True)
 def places(tmp_path, monkeypatch):
     """Roots of this test's own: other deployments run on this host."""
@@ -138,6 +153,24 @@ def test_the_undertaker_clears_up_after_a_kill_and_only_then(places, in_order):
         assert left == []
         assert not directory.exists()
         assert not region.exists()
+
+
+def test_memory_that_is_let_go_of_late_is_swept_too(places):
+    directory = make_directory(places)
+    elsewhere = make_directory(places, "gone-1")
+    late, (region,) = start(LATE, elsewhere)
+    driver, (undertaker, child, _) = start(DRIVER, directory, WRITES)
+    found = [psutil.Process(int(undertaker)), psutil.Process(int(child))]
+    end(driver)
+    while directory.exists():
+        time.sleep(0.01)
+    elsewhere.rmdir()
+    assert late.wait(30) == 0
+    _, left = psutil.wait_procs(found, timeout=30)
+    assert left == []
+    assert not Path(region.decode()).exists()
+    for pipe in (late.stdin, late.stdout):
+        pipe.close()
 
 
 def test_an_undertaker_that_dies_is_followed_by_another(places):
