@@ -19,7 +19,6 @@ from baton.cluster import leftovers
 THROUGH: Final = b"."
 LOCK_WAIT_S: Final = 5.0
 MEMORY_WAIT_S: Final = 5.0
-SWEEP_EVERY_S: Final = 0.1
 
 
 class Undertaker:
@@ -94,13 +93,8 @@ def main() -> int:
         time.sleep(0.02)  # the kernel closes a process's files one after the other
     if leftovers.is_abandoned(directory):
         leftovers.clear(directory)
-    # A process that the kernel ends with its parent holds its memory a little longer than `clear` can see.
-    end_s = time.monotonic() + MEMORY_WAIT_S
-    while True:
-        leftovers.sweep_memory()
-        if time.monotonic() >= end_s:
-            return 0
-        time.sleep(SWEEP_EVERY_S)
+    leftovers.sweep_late_memory(MEMORY_WAIT_S)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What a killed deployment leaves is removed, and nothing else: directories, processes, files in shared memory."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -34,21 +35,6 @@ child.stdout.readline()
 print(undertaker.pid, child.pid, region.path, flush=True)
 sys.stdin.read()
 undertaker.dismiss()
-"""
-
-
-# A grandchild that nothing leads to: it lets go of its memory a little later than the directory is cleared.
-LATE = """
-import os, sys, time
-from pathlib import Path
-from baton.kvtransfer.shared_region import SharedRegion
-region = SharedRegion.create(link_bytes=4096, pool_bytes=[4096])
-print(region.path, flush=True)
-directory, sys.argv[1:] = Path(sys.argv[1]), []
-while directory.exists():
-    time.sleep(0.01)
-time.sleep(0.2)
-os._exit(0)
 """
 
 
@@ -155,22 +141,23 @@ def test_the_undertaker_clears_up_after_a_kill_and_only_then(places, in_order):
         assert not region.exists()
 
 
-def test_memory_that_is_let_go_of_late_is_swept_too(places):
-    directory = make_directory(places)
-    elsewhere = make_directory(places, "gone-1")
-    late, (region,) = start(LATE, elsewhere)
-    driver, (undertaker, child, _) = start(DRIVER, directory, WRITES)
-    found = [psutil.Process(int(undertaker)), psutil.Process(int(child))]
-    end(driver)
-    while directory.exists():
-        time.sleep(0.01)
-    elsewhere.rmdir()
-    assert late.wait(30) == 0
-    _, left = psutil.wait_procs(found, timeout=30)
-    assert left == []
-    assert not Path(region.decode()).exists()
-    for pipe in (late.stdin, late.stdout):
-        pipe.close()
+def test_memory_that_is_let_go_of_late_is_swept_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(shared_region, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(life_file, "DIRECTORY", tmp_path)
+    late = tmp_path / f"{shared_region.PREFIX}1-x"
+    owner = os.open(late, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    pauses = []
+
+    def sleep(pause_s):
+        assert late.exists()
+        pauses.append(pause_s)
+        if len(pauses) == 3:
+            os.close(owner)
+
+    leftovers.sweep_late_memory(3 * leftovers.SWEEP_EVERY_S, sleep)
+    assert not late.exists()
+    assert len(pauses) == 3
 
 
 def test_an_undertaker_that_dies_is_followed_by_another(places):
