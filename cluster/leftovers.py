@@ -11,6 +11,8 @@ import logging
 import os
 import shutil
 import stat
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +24,7 @@ from baton.kvtransfer.life_file import sweep_lives
 from baton.kvtransfer.shared_region import sweep as sweep_regions
 
 OWNER: Final = "owner.lock"
+SWEEP_EVERY_S: Final = 0.1
 END_GRACE_S: Final = 1.0  # for processes that are about to end by themselves
 
 _logger = logging.getLogger(__name__)
@@ -82,6 +85,14 @@ def sweep_memory() -> None:
     """Remove files in shared memory whose owners are dead."""
     sweep_regions()
     sweep_lives()
+
+
+def sweep_late_memory(wait_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Sweep for so long: what the kernel ends with its parent lets go of its memory later than `clear` can see."""
+    for _ in range(round(wait_s / SWEEP_EVERY_S)):
+        sweep_memory()
+        sleep(SWEEP_EVERY_S)
+    sweep_memory()
 
 
 def users_of(directory: Path) -> list[psutil.Process]:

@@ -18,6 +18,7 @@ from baton.cluster import leftovers
 
 THROUGH: Final = b"."
 LOCK_WAIT_S: Final = 5.0
+MEMORY_WAIT_S: Final = 5.0
 
 
 class Undertaker:
@@ -92,7 +93,7 @@ def main() -> int:
         time.sleep(0.02)  # the kernel closes a process's files one after the other
     if leftovers.is_abandoned(directory):
         leftovers.clear(directory)
-    leftovers.sweep_memory()
+    leftovers.sweep_late_memory(MEMORY_WAIT_S)
     return 0
 
 

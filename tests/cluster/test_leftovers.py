@@ -1,5 +1,6 @@
 """What a killed deployment leaves is removed, and nothing else: directories, processes, files in shared memory."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -138,6 +139,25 @@ def test_the_undertaker_clears_up_after_a_kill_and_only_then(places, in_order):
         assert left == []
         assert not directory.exists()
         assert not region.exists()
+
+
+def test_memory_that_is_let_go_of_late_is_swept_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(shared_region, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(life_file, "DIRECTORY", tmp_path)
+    late = tmp_path / f"{shared_region.PREFIX}1-x"
+    owner = os.open(late, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    pauses = []
+
+    def sleep(pause_s):
+        assert late.exists()
+        pauses.append(pause_s)
+        if len(pauses) == 3:
+            os.close(owner)
+
+    leftovers.sweep_late_memory(3 * leftovers.SWEEP_EVERY_S, sleep)
+    assert not late.exists()
+    assert len(pauses) == 3
 
 
 def test_an_undertaker_that_dies_is_followed_by_another(places):
