@@ -6,6 +6,14 @@ from pathlib import Path
 
 import pytest
 
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # machines with GPUs do without
+    pass
+else:  # an example that takes long says that the machine is busy, not that the code is wrong
+    settings.register_profile("baton", deadline=None)
+    settings.load_profile("baton")
+
 if not Path("/dev/nvidiactl").exists():
     # Before anything imports Triton: without a GPU its kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -229,7 +229,7 @@ async def test_a_call_that_ends_the_answer_is_its_reason():
 
 
 FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "maxProperties": 0}}}
-STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+STRICT = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}, "strict": True}}
 NAMED = {"type": "function", "function": {"name": "tree"}}
 
 
