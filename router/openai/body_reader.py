@@ -165,11 +165,22 @@ class BodyReader:
         except (asyncio.IncompleteReadError, OSError) as error:
             raise _Ended from error
         finally:
+            await self._put_back(process, goes_on=goes_on)
+        return parts
+
+    async def _put_back(self, process: "_Process", *, goes_on: bool) -> None:
+        """To the idle ones, or to its end: one that was in neither place would hold up the end of the event loop."""
+        is_idle = False
+        try:
             if goes_on:
                 self._idle.append(process)
-            else:
-                await asyncio.shield(process.end())
-        return parts
+                is_idle = True
+        finally:
+            if not is_idle:
+                try:
+                    process.kill()
+                finally:
+                    await asyncio.shield(process.end())
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -226,10 +237,12 @@ class _Process:
             except BaseException:
                 ours.close()  # and with it ends a process that has been started
                 raise
+        streams = None
         try:
-            return cls(child, await asyncio.open_connection(sock=ours))
+            streams = await asyncio.open_connection(sock=ours)
+            return cls(child, streams)
         except BaseException:
-            ours.close()
+            (ours if streams is None else streams[1]).close()
             await asyncio.shield(_ended(child))
             raise
 
@@ -239,11 +252,16 @@ class _Process:
         return self._child.poll()
 
     async def end(self) -> None:
-        """Kill it. Either of the two ways suffices, whatever the other raises."""
+        """Kill it, and wait for its end."""
+        self.kill()
+        await _ended(self._child)
+
+    def kill(self) -> None:
+        """End it. Either of the two ways suffices, whatever the other raises."""
         try:
             self.writer.close()
         finally:
-            await _ended(self._child)
+            self._child.kill()
 
 
 async def _ended(child: "subprocess.Popen[bytes]") -> None:

@@ -3,6 +3,7 @@
 import json
 
 import httpx2
+import psutil
 import pytest
 
 from baton.router.openai.limits import LIGHT_ITEMS
@@ -83,6 +84,8 @@ async def sweep(call, number=None):
             if running.router.wishes._admission.num_in_flight:
                 findings.append("something is held")
             print(f"\n{len(points)} points of {len(chosen)}, of {len(injection.points)}: {ends}")
+        if any("baton.router.openai.reader_process" in child.cmdline() for child in psutil.Process().children()):
+            findings.append("a process that reads bodies is left")
     finally:
         injection.restore()
     return findings
