@@ -24,7 +24,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         is_repeated = parameters.get("server_config", TOOL_CONFIG) != TOOL_CONFIG
-        (left if is_repeated or "server" not in item.fixturenames else kept).append(item)
+        asks = any("server" in name or "client" in name for name in item.fixturenames)
+        (kept if asks and not is_repeated else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
 
