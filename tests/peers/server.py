@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,12 +21,10 @@ _running = {}
 
 def _names():
     """Every model that a test names: a quoted ORGANISATION/MODEL."""
-    import re
-
     found = {"tiny"}
     for path in Path(__file__).parent.rglob("*.py"):
-        found |= set(re.findall(r'"([A-Za-z][\w.-]+/[A-Z][\w.-]+)"', path.read_text()))
-    return sorted(found)
+        found |= set(re.findall(r'"([A-Za-z][\w.-]+/[A-Za-z][\w.-]+)"', path.read_text()))
+    return sorted(name for name in found if not name.startswith(("application/", "text/", "v1/")))
 
 
 def _serve():
