@@ -43,7 +43,7 @@ REAL = {
     "vllm.exceptions": {"VLLMValidationError": _Error},
     "vllm.platforms": {"current_platform": MagicMock(**{"is_rocm.return_value": False})},
     "vllm.version": {"__version__": importlib.metadata.version("baton-pd")},  # of what is served here
-    "vllm.envs": {"VLLM_USE_RUST_FRONTEND": False},
+    "vllm": {"envs": types.SimpleNamespace(VLLM_USE_RUST_FRONTEND=False)},
 }
 
 
