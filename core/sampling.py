@@ -208,7 +208,7 @@ def _require_between(field: str, value: float, low: float, high: float) -> None:
 
 def _require_tokens(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token in token_ids:
-        _require(0 <= token < vocab_size, field, token, "not a token of this model")
+        _require(0 <= token < vocab_size, field, token, f"not a token of this model, which has {vocab_size}")
 
 
 def _require(holds: bool, field: str, value: object, why: str) -> None:

@@ -34,6 +34,7 @@ SEED_MASK: Final = (1 << 63) - 1
 LOW_INT64, HIGH_INT64 = -(1 << 63), (1 << 63) - 1
 HIGH_INT32: Final = (1 << 31) - 1
 MAX_TOP_LOGPROBS: Final = 20
+MAX_NAMED: Final = 8  # wrong keys that an error lists
 # Asked for with a value other than these, each would change the answer in a way that is not built.
 REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "suffix": ((None, ""), "the models served here are not trained to fill a gap"),
@@ -239,10 +240,7 @@ class Options(Wire):
         _set(message, "seed", None if self.seed is None else self.seed & SEED_MASK)
         _extend(message.stop, "stop", [self.stop] if isinstance(self.stop, str) else self.stop or ())
         _extend(message.stop_token_ids, "stop_token_ids", self.stop_token_ids or ())
-        for token, bias in (self.logit_bias or {}).items():
-            if not re.fullmatch("[0-9]{1,9}", token):
-                raise InvalidSampling(f"logit_bias: {token[:20]!r} is no token id", field="logit_bias")
-            message.logit_bias.add(token_id=int(token), bias=bias)
+        _add_biases(message, self.logit_bias or {})
         for word in self.bad_words or ():
             # A word reads differently at the start of a text and after a space (as in vLLM).
             for text in {word.lstrip(), f" {word.lstrip()}"}:
@@ -314,6 +312,16 @@ _SCALARS: Final = (
     "n max_tokens temperature top_p min_p ignore_eos min_tokens presence_penalty frequency_penalty repetition_penalty "
     "prompt_logprobs include_stop_str_in_output skip_special_tokens"
 ).split()
+
+
+def _add_biases(message: inference_pb2.Sampling, biases: Mapping[str, float]) -> None:
+    wrong = [token for token in biases if not re.fullmatch("[0-9]{1,9}", token)]
+    if wrong:
+        named = ", ".join(repr(token[:20]) for token in wrong[:MAX_NAMED])
+        rest = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        raise InvalidSampling(f"logit_bias: no token id: {named}{rest}", field="logit_bias")
+    for token, bias in biases.items():
+        message.logit_bias.add(token_id=int(token), bias=bias)
 
 
 def _set(message: inference_pb2.Sampling, name: str, value: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FILES = (
+    "entrypoints/conftest.py",
     "entrypoints/openai/completion/test_completion.py",
     "entrypoints/openai/chat_completion/test_chat.py",
     "entrypoints/openai/chat_completion/test_chat_completion.py",

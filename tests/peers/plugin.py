@@ -1,11 +1,13 @@
 """Holds the outcome of vLLM's tests against accepted.json: {test: reason}, where a name may end in `*`."""
 
 import fnmatch
+import importlib
 import json
 import os
 from pathlib import Path
 
 import peers_stand_ins  # noqa: F401 # before any test module is imported
+import pytest
 
 TOOL_CONFIG = "hermes"  # the one of vLLM's configurations of servers whose form of tool calls is ours
 
@@ -24,9 +26,17 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         is_repeated = parameters.get("server_config", TOOL_CONFIG) != TOOL_CONFIG
-        (left if is_repeated or "server" not in item.fixturenames else kept).append(item)
+        asks = any("server" in name or "client" in name for name in item.fixturenames)
+        (kept if asks and not is_repeated else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Starts the server before the first test, since a test's timeout would count the start."""
+    if session.items and not session.config.option.collectonly:
+        importlib.import_module("tests.utils").url()
 
 
 def pytest_runtest_logreport(report):

@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,18 +15,15 @@ import openai
 ROCM_EXTRA_ARGS = []
 ROCM_ENV_OVERRIDES = {}
 VLLM_PATH = Path("/nonexistent")
-START_S = 180.0
 _running = {}
 
 
 def _names():
     """Every model that a test names: a quoted ORGANISATION/MODEL."""
-    import re
-
     found = {"tiny"}
     for path in Path(__file__).parent.rglob("*.py"):
-        found |= set(re.findall(r'"([A-Za-z][\w.-]+/[A-Z][\w.-]+)"', path.read_text()))
-    return sorted(found)
+        found |= set(re.findall(r'"([A-Za-z][\w.-]+/[A-Za-z][\w.-]+)"', path.read_text()))
+    return sorted(name for name in found if not name.startswith(("application/", "text/", "v1/")))
 
 
 def _serve():
@@ -35,17 +33,24 @@ def _serve():
         command += ["--served-model-name", name]
     log = Path(tempfile.gettempdir(), f"baton-peers-{os.getpid()}.log").open("w+")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd="/")
-    line = process.stdout.readline()
-    if not line:
-        log.seek(0)
-        raise RuntimeError(log.read()[-4000:])
 
     def end():
         process.send_signal(signal.SIGTERM)
         process.wait(60)
 
     atexit.register(end)
+    line = process.stdout.readline()
+    if not line:
+        log.seek(0)
+        raise RuntimeError(log.read()[-4000:])
     return json.loads(line)["http_url"]
+
+
+def url():
+    """Of the one server; starts it if need be."""
+    if "url" not in _running:
+        _running["url"] = _serve()
+    return _running["url"]
 
 
 class RemoteOpenAIServer:
@@ -54,9 +59,7 @@ class RemoteOpenAIServer:
     DUMMY_API_KEY = "token-abc123"
 
     def __init__(self, model, vllm_serve_args=None, **options):
-        if "url" not in _running:
-            _running["url"] = _serve()
-        self._url = _running["url"]
+        self._url = url()
         host, _, port = self._url.removeprefix("http://").rpartition(":")
         self.host, self.port, self.uds = host, int(port), None
 

@@ -6,6 +6,7 @@ that checks vLLM's own classes fails against them; accepted.json says so of each
 
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import sys
 import types
@@ -41,7 +42,8 @@ REAL = {
     "vllm.config": {"ModelConfig": _ModelConfig},
     "vllm.exceptions": {"VLLMValidationError": _Error},
     "vllm.platforms": {"current_platform": MagicMock(**{"is_rocm.return_value": False})},
-    "vllm.version": {"__version__": "0.33.0"},
+    "vllm.version": {"__version__": importlib.metadata.version("baton-pd")},  # of what is served here
+    "vllm": {"envs": types.SimpleNamespace(VLLM_USE_RUST_FRONTEND=False)},
 }
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import openai
 import pytest
@@ -125,6 +126,17 @@ async def test_what_a_client_can_do_wrong():
         assert running.router.metrics.total("requests_failed") == len(BAD) + 5 + 8 + 1
         status, fields, _ = await post(running.url, FAR, CHAT | {"max_token": 3, "user": "me", "best_of": 1, "a b": 1})
         assert (status, fields["x-baton-ignored"]) == (200, "max_token")
+
+
+async def test_an_error_names_every_wrong_token_and_the_size_of_the_vocabulary():
+    async with served() as (running, _):
+        keys = [f"bad{index}" for index in range(20)]
+        _, _, data = await post(running.url, FAR, CHAT | {"logit_bias": dict.fromkeys(["5", *keys], 1)})
+        message = data["error"]["message"]
+        assert all(repr(key) in message for key in keys[:8]) and "and 12 more" in message
+        _, _, data = await post(running.url, FAR, CHAT | {"logit_bias": {"5000": 1}})
+        size = re.search(r"which has (\d+)", data["error"]["message"])
+        assert size and int(size[1]) < 5000
 
 
 async def test_other_paths_methods_and_bodies():
