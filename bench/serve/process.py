@@ -166,7 +166,7 @@ async def _run(job: Job, pipe: Connection) -> None:
 
     async def ready() -> float:
         pipe.send(("ready", None))
-        begin_s: float = await _receive(pipe)
+        begin_s: float = await asyncio.to_thread(pipe.recv)
         beating.append(asyncio.create_task(beat(clock, _BEAT_S, lags_s)))
         usage[:] = [time.process_time(), time.monotonic()]
         return begin_s
@@ -176,7 +176,7 @@ async def _run(job: Job, pipe: Connection) -> None:
         usage[:] = [used_s / max(took_s, 1e-9), 0.0]
         beating[0].cancel()
         pipe.send(("arrived", None))
-        await _receive(pipe)
+        await asyncio.to_thread(pipe.recv)
 
     gc.unfreeze()
     gc.collect()
@@ -190,14 +190,3 @@ async def _run(job: Job, pipe: Connection) -> None:
 def _body(job: Job, planned: Planned) -> bytes:
     tokens = tokens_of(planned.prompt, job.load, job.key.seed, job.key.load, job.vocab)
     return body_of(planned, tokens, job.load, job.system.model)
-
-
-async def _receive(pipe: Connection) -> Any:
-    loop = asyncio.get_running_loop()
-    arrived = loop.create_future()
-    loop.add_reader(pipe.fileno(), lambda: arrived.done() or arrived.set_result(None))
-    try:
-        await arrived
-    finally:
-        loop.remove_reader(pipe.fileno())
-    return pipe.recv()

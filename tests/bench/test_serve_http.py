@@ -158,8 +158,8 @@ def test_bodies_are_the_same_for_every_system_and_name_the_tenant():
     assert "Authorization" not in http.headers_of(None)
 
 
-async def ask(handler, timeout_s=None, **more):
-    """The record of one request to a server that answers by `handler`."""
+async def ask(handler, hold=None, **more):
+    """The record of one request to a server that answers by `handler`, let go by `hold` once the client has left."""
     app = web.Application()
     app.router.add_post("/v1/completions", handler)
     runner = web.AppRunner(app)
@@ -168,8 +168,10 @@ async def ask(handler, timeout_s=None, **more):
     await site.start()
     try:
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        return await ask_at(url, **({"timeout_s": timeout_s} if timeout_s else {}) | more)
+        return await ask_at(url, **more)
     finally:
+        if hold is not None:
+            hold.set()
         await runner.cleanup()
 
 
@@ -203,6 +205,7 @@ TOKEN = b'{"choices":[{"text":"x"}]}'
 
 
 @pytest.mark.fast
+@pytest.mark.asyncio
 async def test_what_goes_wrong_on_the_wire_is_named():
     async def busy(request):
         return web.Response(status=429, text="full")
@@ -218,22 +221,18 @@ async def test_what_goes_wrong_on_the_wire_is_named():
 
 
 @pytest.mark.fast
+@pytest.mark.asyncio
 async def test_a_client_goes_away_after_as_many_tokens_as_planned():
     hold = asyncio.Event()
 
-    async def handler(request):
-        try:
-            return await streaming(TOKEN, TOKEN, TOKEN, hold=hold)(request)
-        finally:
-            hold.set()
-
-    record = await ask(handler, output_len=9, cancel={"share": 1, "after_tokens": 2})
+    events = streaming(TOKEN, TOKEN, TOKEN, hold=hold)
+    record = await ask(events, hold, output_len=9, cancel={"share": 1, "after_tokens": 2})
     assert record.cancelled and not record.error
     assert len(record.chunk_times_s) >= 2
-    hold.set()
 
 
 @pytest.mark.fast
+@pytest.mark.asyncio
 async def test_keys_are_sent_as_the_tenants_say():
     seen = []
 
@@ -247,18 +246,11 @@ async def test_keys_are_sent_as_the_tenants_say():
 
 
 @pytest.mark.fast
+@pytest.mark.asyncio
 async def test_a_server_that_hangs_is_a_timeout():
     hold = asyncio.Event()
-    task = asyncio.create_task(ask(streaming(TOKEN, hold=hold), timeout_s=0.05))
-    await asyncio.sleep(0)
-    record = await asyncio.wait_for(_released(task, hold), 60)
+    record = await ask(streaming(TOKEN, hold=hold), hold, timeout_s=0.05)
     assert record.error == "timeout"
-
-
-async def _released(task, hold):
-    """The client gives up by its own timer; only then is the server let go."""
-    asyncio.get_running_loop().call_later(5.0, hold.set)
-    return await task
 
 
 @pytest.mark.asyncio
@@ -293,6 +285,8 @@ async def test_two_processes_measure_a_real_router(tmp_path):
     assert "steady streams" in format_serve(data)
 
 
+@pytest.mark.fast
+@pytest.mark.asyncio
 async def test_a_system_that_is_not_there_is_named():
     options = read_options("streams", url=["http://127.0.0.1:1"], environment={})
     with pytest.raises(StartupError, match=r"127\.0\.0\.1:1"):
