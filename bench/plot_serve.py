@@ -8,6 +8,7 @@ _PANELS: Final = (
     (("ttft_p50_ms", "ttft_p99_ms"), "TTFT, ms"),
     (("itl_p50_ms", "itl_p99_ms"), "ITL, ms"),
     (("e2e_p50_ms", "e2e_p99_ms"), "E2E, ms"),
+    (("steady_itl_p50_ms", "steady_itl_p99_ms"), "ITL of steady streams, ms"),
     (("output_tokens_per_s",), "output tokens/s"),
     (("goodput_share",), "goodput, share of requests"),
 )
@@ -30,7 +31,11 @@ def plot_serve(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(len(loads), len(_PANELS), figsize=size, squeeze=False, layout="constrained")
     for line, load in zip(axes, loads, strict=True):
         shown = [row for row in rows if row["load"] == load]
+        points = sorted({row["at"] for row in shown})
         for axis, (keys, title) in zip(line, _PANELS, strict=True):
+            if not any(key in row for row in shown for key in keys):
+                axis.axis("off")
+                continue
             for colour, system in enumerate(systems):
                 own = [row for row in shown if row["system"] == system]
                 for key, style in zip(keys, _STYLES, strict=False):
@@ -38,6 +43,7 @@ def plot_serve(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axis.set_title(f"{load}: {title}")
             axis.set_xlabel("clients" if shown[0]["arrival"] == "closed" else "arrivals/s")
             axis.set_xscale("log", base=2)
+            axis.set_xticks(points, [f"{point:g}" for point in points])
             if title.endswith("ms"):
                 axis.set_yscale("log")
             else:
@@ -64,4 +70,4 @@ def _draw(axis: Any, rows: Sequence[dict[str, Any]], key: str, look: dict[str, A
 
 
 def _label(system: str, key: str) -> str:
-    return f"{system} {key.split('_')[1]}" if key.endswith("_ms") else system
+    return f"{system} {key.split('_')[-2]}" if key.endswith("_ms") else system

@@ -16,7 +16,7 @@ import psutil
 
 import baton
 
-PACKAGES = ("numpy", "torch", "triton", "ray", "grpcio", "protobuf", "pyzmq", "crc32c", "nixl", "nixl-cu13")
+PACKAGES = ("numpy", "torch", "triton", "ray", "grpcio", "protobuf", "pyzmq", "crc32c", "aiohttp", "nixl", "nixl-cu13")
 MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 _GIT_LIMIT_S = 10
 

@@ -66,11 +66,14 @@ def format_serve(data: dict[str, Any]) -> str:
         header = ("steady streams", "at", "system", "failed", *(title for title, _ in _STEADY))
         cells = [(*_place(row), str(row["steady_num_failed"]), *_numbers(row, _STEADY)) for row in steady]
         lines += ["", format_table(header, cells)]
-    return "\n".join([*lines, *(line for row in rows for line in _remarks(row))])
+    lines += [line for row in rows for line in _remarks(row)]
+    if any(row["client_limited"] for row in rows):
+        lines.append("the clients were the limit: raise --processes, or run them on another or a less busy machine")
+    return "\n".join(lines)
 
 
 def _place(row: dict[str, Any]) -> tuple[str, str, str]:
-    return row["load"], row["point"].removesuffix("s").removesuffix(" client"), row["system"]
+    return row["load"], row["point"].partition(" ")[0], row["system"]
 
 
 def _numbers(row: dict[str, Any], columns: Sequence[tuple[str, str]]) -> list[str]:
@@ -90,8 +93,7 @@ def _remarks(row: dict[str, Any]) -> list[str]:
     name = f"{row['load']}, {row['point']}, {row['system']}"
     lines = []
     if row["client_limited"]:
-        lag = max(row.get("send_lag_p99_ms", 0.0), row["client_loop_lag_p99_ms"])
-        busy = f"{lag:.1f} ms late (p99), CPU {row['client_cpu_max']:.0%} of a core"
-        lines.append(f"NOT VALID  {name}: the clients were the limit: {busy}; raise --processes")
-    lines += [f"FAILED     {name}: {kind}: {text}" for kind, text in row["examples"].items()]
-    return lines
+        lag_ms = max(row.get("send_lag_p99_ms", 0.0), row["client_loop_lag_p99_ms"])
+        busy = f"{_short(lag_ms)} ms late (p99), {row['client_cpu_max']:.0%} CPU"
+        lines.append(f"NOT VALID  {name}: clients {busy}")
+    return lines + [f"FAILED     {name}: {kind}: {text}" for kind, text in row["examples"].items()]

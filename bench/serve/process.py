@@ -60,7 +60,7 @@ class Report:
 
     Attributes:
         records: of its requests.
-        loop_lag_p99_ms: how late its event loop noticed a timer while requests arrived.
+        loop_lag_p99_ms: how late its event loop noticed a timer from the first arrival to the end of the last.
         cpu: of one core, in the same time.
     """
 
@@ -87,10 +87,12 @@ class ClientProcesses:
     def __enter__(self) -> "ClientProcesses":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for pipe in self._pipes:
             pipe.close()  # its process ends with it
         for process in self._processes:
+            if kind is not None:
+                process.kill()
             process.join(_STOP_S)
             if process.is_alive():
                 process.kill()
@@ -166,17 +168,16 @@ async def _run(job: Job, pipe: Connection) -> None:
 
     async def ready() -> float:
         pipe.send(("ready", None))
-        begin_s: float = await _receive(pipe)
+        begin_s: float = await asyncio.to_thread(pipe.recv)
         beating.append(asyncio.create_task(beat(clock, _BEAT_S, lags_s)))
         usage[:] = [time.process_time(), time.monotonic()]
         return begin_s
 
     async def arrived() -> None:
-        used_s, took_s = time.process_time() - usage[0], time.monotonic() - usage[1]
-        usage[:] = [used_s / max(took_s, 1e-9), 0.0]
-        beating[0].cancel()
         pipe.send(("arrived", None))
-        await _receive(pipe)
+        await asyncio.to_thread(pipe.recv)  # processes with less to do wait, so that all measure the same time
+        beating[0].cancel()
+        usage[:] = [(time.process_time() - usage[0]) / (time.monotonic() - usage[1]), 0.0]
 
     gc.unfreeze()
     gc.collect()
@@ -190,14 +191,3 @@ async def _run(job: Job, pipe: Connection) -> None:
 def _body(job: Job, planned: Planned) -> bytes:
     tokens = tokens_of(planned.prompt, job.load, job.key.seed, job.key.load, job.vocab)
     return body_of(planned, tokens, job.load, job.system.model)
-
-
-async def _receive(pipe: Connection) -> Any:
-    loop = asyncio.get_running_loop()
-    arrived = loop.create_future()
-    loop.add_reader(pipe.fileno(), lambda: arrived.done() or arrived.set_result(None))
-    try:
-        await arrived
-    finally:
-        loop.remove_reader(pipe.fileno())
-    return pipe.recv()

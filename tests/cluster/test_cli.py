@@ -91,6 +91,7 @@ def test_generate_has_every_documented_flag():
         "bench kv",
         "bench decode",
         "bench kernels",
+        "bench serve",
         "status",
         "speculation",
         "doctor",
@@ -108,6 +109,8 @@ def test_every_command_exists_and_has_json(command):
     [
         (["bench", "kv", "--systems", "pigeon"], 2, "ConfigInvalid"),
         (["bench", "kv", "--pace", "4"], 2, "ConfigInvalid"),
+        (["bench", "serve", "pigeon", "--url", "http://localhost"], 2, "ConfigInvalid"),
+        (["bench", "serve", "streams", "--url", "localhost"], 2, "ConfigInvalid"),
         (["bench", "decode", "--shape", "9b"], 2, "ConfigInvalid"),
         (["bench", "decode", "--batch", "1,x"], 2, "ConfigInvalid"),
         (["bench", "decode", "--num-speculative-tokens", "9"], 2, "ConfigInvalid"),
