@@ -10,7 +10,7 @@ from aiohttp import web
 
 from baton.bench.serve import http, run
 from baton.bench.serve.http import CompletionsClient, SseLines, System, body_of, judge, note_event
-from baton.bench.serve.process import ClientProcesses, Job
+from baton.bench.serve.process import ClientProcesses, Job, Report
 from baton.bench.serve.record import Record
 from baton.bench.serve.run import bench_serve, check_length, choose_model, read_options, read_systems, read_vocab
 from baton.bench.serve.schedule import schedule
@@ -255,6 +255,51 @@ async def test_a_server_that_hangs_is_a_timeout():
     hold = asyncio.Event()
     record = await ask(streaming(TOKEN, hold=hold), hold, timeout_s=0.05)
     assert record.error == "timeout"
+
+
+@pytest.mark.fast
+def test_systems_are_measured_in_turns_and_warm_up_rounds_do_not_count(tmp_path, monkeypatch):
+    path = tmp_path / "small.toml"
+    path.write_text(WORKLOAD)
+    seen = []
+
+    class Clients:
+        def __init__(self, num):
+            self.num = num
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def __len__(self):
+            return self.num
+
+        def run(self, jobs):
+            seen.append((jobs[0].load.name, jobs[0].key.round, jobs[0].system.name))
+            assert [(job.process, job.num_processes) for job in jobs] == [(0, 2), (1, 2)]
+            late_s = 0.1 if jobs[0].system.name == "b" else 0.0
+            record = Record(0.0, late_s, 5, 2, chunk_times_s=[1.0, 2.0], end_s=2.0, is_open=True)
+            return [Report([record], 1.0, 0.1), Report([], 2.0, 0.2)], 0.0
+
+    async def probe(options, note):
+        return list(options.systems)
+
+    monkeypatch.setattr(run, "ClientProcesses", Clients)
+    monkeypatch.setattr(run, "_probe", probe)
+    urls = ["a=http://h", "b=http://i"]
+    options = read_options(str(path), url=urls, rounds=2, warmup=1, processes=2, pause_s=0, environment={})
+    data = bench_serve(options, lambda text: None)
+    turns = [(number, system) for number in (-1, 0, 1) for system in "ab"]
+    assert seen == [(load, *turn) for load in ("closed", "open") for turn in turns]
+    assert [(row["load"], row["system"], row["num_ok"], row["client_limited"]) for row in data["rows"]] == [
+        ("closed", "a", 2, False),
+        ("closed", "b", 2, True),
+        ("open", "a", 2, False),
+        ("open", "b", 2, True),
+    ]
+    assert (data["rows"][0]["ttft_p50_ms"], data["rows"][0]["client_cpu_max"]) == (1000, 0.2)
 
 
 def test_a_client_process_that_fails_or_ends_is_named():
