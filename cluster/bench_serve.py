@@ -58,12 +58,12 @@ def bench_serve(output: Output, *, out: Path | None, plot: Path | None, **asked:
 def format_serve(data: dict[str, Any]) -> str:
     """What a person reads, within 100 columns for names of usual length."""
     rows = data["rows"]
-    header = ("load", "at", "system", "ok", "bad", *(title for title, _ in _COLUMNS))
+    header = ("load", "at", "system", "ok", "fail", *(title for title, _ in _COLUMNS))
     cells = [(*_place(row), str(row["num_ok"]), str(row["num_failed"]), *_numbers(row, _COLUMNS)) for row in rows]
     head = f"latencies in ms, p50 unless named; medians of {data['rounds']} rounds, seed {data['seed']}"
     lines = [head, format_table(header, cells)]
     if steady := [row for row in rows if "steady_chunks_per_s" in row]:
-        header = ("steady streams", "at", "system", "failed", *(title for title, _ in _STEADY))
+        header = ("steady streams", "at", "system", "fail", *(title for title, _ in _STEADY))
         cells = [(*_place(row), str(row["steady_num_failed"]), *_numbers(row, _STEADY)) for row in steady]
         lines += ["", format_table(header, cells)]
     lines += [line for row in rows for line in _remarks(row)]
@@ -93,7 +93,7 @@ def _remarks(row: dict[str, Any]) -> list[str]:
     name = f"{row['load']}, {row['point']}, {row['system']}"
     lines = []
     if row["client_limited"]:
-        lag_ms = max(row.get("send_lag_p99_ms", 0.0), row["client_loop_lag_p99_ms"])
-        busy = f"{_short(lag_ms)} ms late (p99), {row['client_cpu_max']:.0%} CPU"
+        lag_ms = max(row.get("send_lag_p99_ms_max", 0.0), row["client_loop_lag_p99_ms_max"])
+        busy = f"up to {_short(lag_ms)} ms late (p99), {row['client_cpu_max_max']:.0%} CPU"
         lines.append(f"NOT VALID  {name}: clients {busy}")
     return lines + [f"FAILED     {name}: {kind}: {text}" for kind, text in row["examples"].items()]

@@ -8,7 +8,9 @@ host's, so one time means the same in all of them.
 import asyncio
 import gc
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -140,6 +142,7 @@ def serve(pipe: Connection) -> None:
     import uvloop
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when it is over
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
             job = pipe.recv()
@@ -151,6 +154,13 @@ def serve(pipe: Connection) -> None:
             return
         except Exception as error:  # noqa: BLE001  the parent raises it
             pipe.send(("failed", f"{type(error).__name__}: {error}"))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 async def _run(job: Job, pipe: Connection) -> None:

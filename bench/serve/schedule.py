@@ -92,6 +92,7 @@ def schedule(load: Load, key: Key, process: int = 0, num_processes: int = 1) -> 
         cancels = [at if leave else None for at, leave in zip(after, leaves, strict=True)]
     tenants = _tenants(load, num, rng)
     contents = (key.point, key.round + (1 << 16), _CONTENTS)
+    owners = [at if client is None else client for at, client in enumerate(clients)]
     return [
         Planned(
             index=at,
@@ -103,7 +104,7 @@ def schedule(load: Load, key: Key, process: int = 0, num_processes: int = 1) -> 
             tenant=tenants[at],
         )
         for at in range(num)
-        if (at if clients[at] is None else clients[at]) % num_processes == process  # type: ignore[operator]
+        if owners[at] % num_processes == process
     ]
 
 
@@ -144,14 +145,19 @@ def tokens_of(prompt: Prompt, load: Load, seed: int, load_index: int, vocab: tup
         load_index: of the load in its file.
         vocab: ids are drawn from low to high, both included.
     """
-    low, high = vocab
     own = np.random.default_rng([seed, load_index, *prompt.content])
     if prompt.prefix is None:
-        return own.integers(low, high + 1, size=prompt.length).tolist()
+        return _tokens(own, prompt.length, vocab)
     assert load.prefixes is not None
     shared = np.random.default_rng([seed, load_index, _PREFIXES, prompt.prefix])
-    start = shared.integers(low, high + 1, size=load.prefixes.len).tolist()
-    return start + own.integers(low, high + 1, size=prompt.length - load.prefixes.len).tolist()
+    start = _tokens(shared, load.prefixes.len, vocab)
+    return start + _tokens(own, prompt.length - load.prefixes.len, vocab)
+
+
+def _tokens(rng: np.random.Generator, num: int, vocab: tuple[int, int]) -> list[int]:
+    low, high = vocab
+    drawn: list[int] = rng.integers(low, high + 1, size=num).tolist()
+    return drawn
 
 
 def _arrivals(load: Load, point: int, rng: np.random.Generator) -> tuple[list[float | None], list[int | None]]:
@@ -159,7 +165,8 @@ def _arrivals(load: Load, point: int, rng: np.random.Generator) -> tuple[list[fl
     if load.arrival == "closed":
         assert load.requests_per_client is not None
         num = load.clients[point]
-        return [None] * (num * load.requests_per_client), list(range(num)) * load.requests_per_client
+        clients: list[int | None] = [*range(num)]
+        return [None] * (num * load.requests_per_client), clients * load.requests_per_client
     assert load.seconds is not None
     shape = load.gap_cv**-2
     mean_s = 1 / load.rate[point]

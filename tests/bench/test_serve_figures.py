@@ -5,7 +5,7 @@ import importlib.util
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.bench.plot_serve import plot_serve
@@ -26,6 +26,7 @@ def answered(due_s, *times_s, late_s=0.0, **more):
     return Record(due_s, due_s + late_s, **(values | {"chunk_times_s": list(times_s), "end_s": times_s[-1]} | more))
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 1))
 def test_percentiles_are_those_of_numpy(values, share):
     assert percentile(sorted(values), share) == pytest.approx(np.quantile(values, share), rel=1e-9, abs=1e-6)

@@ -10,13 +10,17 @@ from aiohttp import web
 
 from baton.bench.serve import http, run
 from baton.bench.serve.http import CompletionsClient, SseLines, System, body_of, judge, note_event
+from baton.bench.serve.process import ClientProcesses, Job, Report
 from baton.bench.serve.record import Record
 from baton.bench.serve.run import bench_serve, check_length, choose_model, read_options, read_systems, read_vocab
 from baton.bench.serve.schedule import schedule
 from baton.bench.serve.workload import check_workload
+from baton.cluster.bench_serve import bench_serve as bench_command
 from baton.cluster.bench_serve import format_serve
+from baton.cluster.outcome import ExitCode, Output
 from baton.core.clock import MonotonicClock
-from baton.core.errors import ConfigInvalid, PackageMissing, StartupError
+from baton.core.errors import ConfigInvalid, PackageMissing, StartupError, StepFailed
+from baton.tests.bench.test_serve_figures import rows as table_rows
 from baton.tests.bench.test_serve_workload import CLOSED, KEY, load_of
 from baton.tests.router.fakes import MODEL
 from baton.tests.router.openai.served import served
@@ -251,6 +255,80 @@ async def test_a_server_that_hangs_is_a_timeout():
     hold = asyncio.Event()
     record = await ask(streaming(TOKEN, hold=hold), hold, timeout_s=0.05)
     assert record.error == "timeout"
+
+
+@pytest.mark.fast
+def test_systems_are_measured_in_turns_and_warm_up_rounds_do_not_count(tmp_path, monkeypatch):
+    path = tmp_path / "small.toml"
+    path.write_text(WORKLOAD)
+    seen = []
+
+    class Clients:
+        def __init__(self, num):
+            self.num = num
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def __len__(self):
+            return self.num
+
+        def run(self, jobs):
+            seen.append((jobs[0].load.name, jobs[0].key.round, jobs[0].system.name))
+            assert [(job.process, job.num_processes) for job in jobs] == [(0, 2), (1, 2)]
+            late_s = 0.1 if jobs[0].system.name == "b" else 0.0
+            record = Record(0.0, late_s, 5, 2, chunk_times_s=[1.0, 2.0], end_s=2.0, is_open=True)
+            return [Report([record], 1.0, 0.1), Report([], 2.0, 0.2)], 0.0
+
+    async def probe(options, note):
+        return list(options.systems)
+
+    monkeypatch.setattr(run, "ClientProcesses", Clients)
+    monkeypatch.setattr(run, "_probe", probe)
+    urls = ["a=http://h", "b=http://i"]
+    options = read_options(str(path), url=urls, rounds=2, warmup=1, processes=2, pause_s=0, environment={})
+    data = bench_serve(options, lambda text: None)
+    turns = [(number, system) for number in (-1, 0, 1) for system in "ab"]
+    assert seen == [(load, *turn) for load in ("closed", "open") for turn in turns]
+    assert [(row["load"], row["system"], row["num_ok"], row["client_limited"]) for row in data["rows"]] == [
+        ("closed", "a", 2, False),
+        ("closed", "b", 2, True),
+        ("open", "a", 2, False),
+        ("open", "b", 2, True),
+    ]
+    assert (data["rows"][0]["ttft_p50_ms"], data["rows"][0]["client_cpu_max"]) == (1000, 0.2)
+
+
+def test_a_client_process_that_fails_or_ends_is_named():
+    load = load_of(CLOSED, tenants={"a": {"api_key_env": "K"}})
+    job = Job(System("a", "http://127.0.0.1:1", "m"), load, KEY, 0, 1, (1, 9), {}, None)
+    with ClientProcesses(1) as clients:
+        with pytest.raises(StepFailed, match="a client process failed: KeyError"):
+            clients.run([job])
+        clients._processes[0].kill()
+        with pytest.raises(StepFailed, match="a client process has ended"):
+            clients.run([job])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("more", "code"), [({}, ExitCode.OK), ({"client_limited": True}, ExitCode.PARTIAL)])
+def test_the_command_prints_saves_and_says_whether_its_rows_are_valid(tmp_path, monkeypatch, capsys, more, code):
+    data = {"rows": [table_rows()[0] | more], "rounds": 1, "seed": 1}
+
+    def measure(options, note, save):
+        save(data)
+        return data
+
+    monkeypatch.setattr(run, "bench_serve", measure)
+    out = tmp_path / "out.json"
+    assert bench_command(Output(as_json=True), out=out, plot=None, workload="streams", url=["http://h"]) is code
+    assert json.loads(out.read_text()) == data
+    assert json.loads(capsys.readouterr().out)["rows"] == data["rows"]
+    with pytest.raises(ConfigInvalid, match="--out"):
+        bench_command(Output(True), out=tmp_path / "no" / "x.json", plot=None, workload="streams", url=["http://h"])
 
 
 @pytest.mark.asyncio

@@ -1,6 +1,9 @@
 """Workload files of `baton bench serve`, what they refuse, and the schedules they make."""
 
 import dataclasses
+import textwrap
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,6 +46,16 @@ def test_what_ships_is_what_the_docs_say():
     (load,) = read_workload("streams").load
     assert load.streams is not None
     assert (load.rate, load.streams.count, load.output_len) == ((15.0,), 64, Length(32, 32))
+
+
+def test_the_example_of_the_docs_is_a_workload():
+    text = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    block = text.partition("    seed = 1\n")[2].partition("\n- ")[0]
+    workload = check_workload(tomllib.loads(textwrap.dedent("    seed = 1\n" + block)))
+    assert [(load.name, load.num_points, sorted(load.tenants)) for load in workload.load] == [
+        ("chat", 3, ["free", "paying"]),
+        ("batch", 3, []),
+    ]
 
 
 def test_a_file_is_read_by_its_path(tmp_path):
