@@ -147,9 +147,17 @@ class EitherCallReader:
     """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        self.unread = ""
         self._reader: CallReader | TaggedCallReader = TaggedCallReader(schemas)
         self._has_begun = False
+
+    @property
+    def unread(self) -> str:
+        """What it took and does not belong to a call."""
+        return self._reader.unread
+
+    @unread.setter
+    def unread(self, text: str) -> None:
+        self._reader.unread = text
 
     @property
     def name(self) -> str | None:
@@ -175,9 +183,7 @@ class EitherCallReader:
         if not self._has_begun and not character.isspace():
             self._has_begun = True
             self._reader = CallReader() if character == "{" else self._reader
-        belongs = self._reader.feed(character)
-        self.unread = self._reader.unread
-        return belongs
+        return self._reader.feed(character)
 
 
 def _no_number(name: str) -> float:

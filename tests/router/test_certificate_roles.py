@@ -11,7 +11,8 @@ from baton.client.access import Access
 from baton.core.config import KVTransferConfig
 from baton.core.errors import PermissionDenied
 from baton.kvtransfer.over_grpc import GrpcTransport
-from baton.kvtransfer.over_grpc_options import METHOD, NAME_KEY
+from baton.kvtransfer.over_grpc_options import METHOD, NAME_KEY, PASS_KEY
+from baton.kvtransfer.proof import connection_pass
 from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
 from baton.proto.roles import ALLOWED, ROLES, roles_in
 from baton.proto.secure_channel import SecureChannels
@@ -99,10 +100,11 @@ async def test_prefill_workers_alone_bring_kv(inside, holders):
     files = inside.files("landing", roles=("decode",))
     about = {"tls_cert_file": files.cert_file, "tls_key_file": files.key_file, "tls_ca_file": files.ca_file}
     transport = GrpcTransport("grpc://127.0.0.1:0", KVTransferConfig(transport="grpc", **about))
+    metadata = ((NAME_KEY, "somebody"), (PASS_KEY, connection_pass(bytes.fromhex(KVTransferConfig().key))))
     try:
         for role, own in holders.items():
             with SecureChannels(own).open(transport.address.removeprefix("grpc://")) as channel:
-                call = channel.stream_stream(METHOD)(iter(()), timeout=10.0, metadata=((NAME_KEY, "somebody"),))
+                call = channel.stream_stream(METHOD)(iter(()), timeout=10.0, metadata=metadata)
                 code = None
                 try:
                     await asyncio.to_thread(list, call)

@@ -87,6 +87,8 @@ def test_tagged_calls_do_not_depend_on_the_cuts(cut):
 
 
 @given(cut_texts())
+@example(("<tool_call><think>", ["<tool_call><t", "hink>"]))
+@example(("<tool_call><think>", ["<tool_call><", "t", "hink>"]))
 def test_calls_in_tags_do_not_depend_on_the_cuts_and_their_arguments_are_json(cut):
     text, pieces = cut
     found = coder(*pieces)
