@@ -31,7 +31,6 @@ class CallReader:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.unread = ""  # characters that were taken and turned out to be no part of the call: none here
         self._state = _State.BEFORE
         self._text = ""  # of the key or the value that is being read
         self._key = ""
@@ -62,6 +61,10 @@ class CallReader:
         text = "".join(self._arguments)
         self._arguments.clear()
         return text
+
+    def take_unread(self) -> str:
+        """Characters that were taken and turned out to be no part of the call: none here."""
+        return ""
 
     def feed(self, character: str) -> bool:
         """Take one character; False if it does not belong to the object, which has then ended or is broken."""

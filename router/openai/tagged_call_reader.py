@@ -43,7 +43,7 @@ class TaggedCallReader:
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self.name: str | None = None
-        self.unread = ""
+        self._unread = ""
         self._schemas = schemas
         self._state = _State.BEFORE
         self._text = ""  # of what is being read
@@ -65,6 +65,11 @@ class TaggedCallReader:
     def arguments(self) -> str:
         """The arguments read since the last time, as parts of a JSON object."""
         text, self._arguments = self._arguments, ""
+        return text
+
+    def take_unread(self) -> str:
+        """Characters that were taken and turned out to be no part of the call; once."""
+        text, self._unread = self._unread, ""
         return text
 
     def feed(self, character: str) -> bool:
@@ -114,7 +119,7 @@ class TaggedCallReader:
         return True
 
     def _break(self) -> bool:
-        self._state, self.unread = _State.BROKEN, self._text
+        self._state, self._unread = _State.BROKEN, self._text
         if self.name is not None:
             self._close()
         return False
@@ -151,15 +156,6 @@ class EitherCallReader:
         self._has_begun = False
 
     @property
-    def unread(self) -> str:
-        """What it took and does not belong to a call."""
-        return self._reader.unread
-
-    @unread.setter
-    def unread(self, text: str) -> None:
-        self._reader.unread = text
-
-    @property
     def name(self) -> str | None:
         """The function's, once it is known."""
         return self._reader.name
@@ -177,6 +173,10 @@ class EitherCallReader:
     def arguments(self) -> str:
         """The arguments read since the last time."""
         return self._reader.arguments()
+
+    def take_unread(self) -> str:
+        """What it took and does not belong to the call; once."""
+        return self._reader.take_unread()
 
     def feed(self, character: str) -> bool:
         """Take one character; False if it does not belong to the call."""

@@ -34,8 +34,6 @@ class Parts:
 class Reader(Protocol):
     """Reads one call, character by character."""
 
-    unread: str
-
     @property
     def name(self) -> str | None:
         """The function's, once it is known."""
@@ -53,6 +51,10 @@ class Reader(Protocol):
 
     def arguments(self) -> str:
         """What was read of its arguments since the last time."""
+        ...
+
+    def take_unread(self) -> str:
+        """Characters that it took and that turned out to be no part of the call; once."""
         ...
 
     def feed(self, character: str) -> bool:
@@ -160,10 +162,9 @@ class TaggedCalls:
         self._held = self._held[size:]
         if not (reader.is_done or reader.is_broken):
             return False
-        if reader.unread:
-            self._held = reader.unread + self._held
-            self._raw = self._raw.removesuffix(reader.unread)
-            reader.unread = ""
+        unread = reader.take_unread()
+        self._held = unread + self._held
+        self._raw = self._raw.removesuffix(unread)
         close, again = self._held.find(CLOSE), self._held.find(OPEN)
         if close < 0 and again < 0:
             return False
