@@ -33,6 +33,7 @@ BY_FAULTS = {
     "kernel_library_refused": "a GPU, and float8 weights: likewise",
     "kernel_compiles": "a GPU: tests/core/test_worker_metrics.py",
     "kernel_untuned_shapes": "a GPU, and a model that no table knows: likewise",
+    "grammar_seconds": "an answer with a slow grammar: tests/core/test_worker_metrics.py",
     "preemptions": "too few KV blocks: tests/e2e/test_preemption.py",
     "recomputed_tokens": "likewise",
     "offloaded_blocks": "likewise, with host memory",

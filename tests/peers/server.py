@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import openai
 
+import baton
+
+NUM_POSITIONS = 8192
 ROCM_EXTRA_ARGS = []
 ROCM_ENV_OVERRIDES = {}
 VLLM_PATH = Path("/nonexistent")
@@ -26,9 +30,27 @@ def _names():
     return sorted(name for name in found if not name.startswith(("application/", "text/", "v1/")))
 
 
+def model_directory():
+    """The bundled model, with the positions that the tests count on and a template of its own, as theirs have."""
+    if "model" not in _running:
+        tiny = Path(baton.__path__[0]) / "assets" / "tiny"
+        template = Path(baton.__path__[0]) / "router" / "openai" / "chatml.jinja"
+        directory = Path(tempfile.mkdtemp(prefix="baton-peers-")) / "tiny"
+        atexit.register(shutil.rmtree, directory.parent)
+        shutil.copytree(tiny, directory)
+        for name, more in (
+            ("config.json", {"max_position_embeddings": NUM_POSITIONS}),
+            ("tokenizer_config.json", {"chat_template": template.read_text(), "model_max_length": NUM_POSITIONS}),
+        ):
+            path = directory / name
+            path.write_text(json.dumps(json.loads(path.read_text()) | more))
+        _running["model"] = directory
+    return _running["model"]
+
+
 def _serve():
-    command = [sys.executable, "-m", "baton.cluster", "serve", "--json", "--model", "tiny", "--chat-template", "chatml"]
-    command += ["--grpc-port", "0", "--http-port", "0", "--max-num-seqs", "32", "--kv-memory-mib", "256"]
+    command = [sys.executable, "-m", "baton.cluster", "serve", "--json", "--model", str(model_directory())]
+    command += ["--grpc-port", "0", "--http-port", "0", "--max-num-seqs", "32", "--kv-memory-mib", "512"]
     for name in _names():
         command += ["--served-model-name", name]
     log = Path(tempfile.gettempdir(), f"baton-peers-{os.getpid()}.log").open("w+")
