@@ -106,9 +106,12 @@ async def test_a_stream_goes_on_when_its_decode_worker_dies(num_tokens):
         assert (stats.prompt_len, stats.output_len, stats.num_forced_tokens) == (2, len(ANSWER), num_had)
         assert stats.output_len == stats.num_forced_tokens + 1 + stats.num_decode_tokens
         assert stats.decode_worker != dead
-        (seen,) = running.of("decode")[0].seen
-        assert list(seen.request.prompt_token_ids) == TOKENIZER.encode("hi" + ANSWER[:num_had])
-        assert (seen.request.num_forced_tokens, seen.request.attempt.attempt) == (num_had, 2)
+        # One token that is left comes from the prefill worker: the answer may end before a decode worker is asked.
+        asked = running.of("decode")[0].seen
+        assert len(asked) == 1 or (not asked and num_had + 1 == len(ANSWER))
+        for seen in asked:
+            assert list(seen.request.prompt_token_ids) == TOKENIZER.encode("hi" + ANSWER[:num_had])
+            assert (seen.request.num_forced_tokens, seen.request.attempt.attempt) == (num_had, 2)
         assert (await status_of(running)).num_migrations == 1
         assert 'baton_migrations_total{cause="death"} 1.0' in running.router.metrics.render()
         await running.idle(3.0)
