@@ -7,7 +7,7 @@ lexeme up to a tag is lazy: it ends with the first.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from baton.core.answer_structure import CALL, END_THINK, THINK, AnswerStructure, CallableTool, Calls, Thought
@@ -137,9 +137,11 @@ class _Writer:
             if not all(isinstance(one, str) and one == one.strip() and _END_PARAMETER not in one for one in options):
                 return None
             return f'({" | ".join(map(_quoted, options))}) "\\n" {_quoted(_END_PARAMETER)}'
-        if not isinstance(schema, Mapping | bool) or not _refers_to_definitions(schema):
-            return None
-        definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+        references = list(_references(schema))
+        brought = tuple(f"#/{name}/" for name in _DEFINITIONS)
+        if not isinstance(schema, Mapping | bool) or not all(one.startswith(brought) for one in references):
+            return None  # in a grammar of its own it could not find them
+        definitions = {name: root[name] for name in _DEFINITIONS if references and name in root}
         whole = schema if isinstance(schema, bool) else definitions | dict(schema)
         named = self._named("json_schema", json.dumps(whole, ensure_ascii=False))
         return f'{named} "\\n" {_quoted(_END_PARAMETER)}'
@@ -174,16 +176,15 @@ def _can_be_tagged(parameters: Mapping[str, Any]) -> bool:
     )
 
 
-def _refers_to_definitions(schema: Any) -> bool:
-    """Whether all that it refers to comes with it into a grammar of its own."""
+def _references(schema: Any) -> Iterator[str]:
+    """To whatever is elsewhere."""
     if isinstance(schema, list):
-        return all(map(_refers_to_definitions, schema))
-    if not isinstance(schema, Mapping):
-        return True
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and not reference.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS)):
-        return False
-    return all(map(_refers_to_definitions, schema.values()))
+        for one in schema:
+            yield from _references(one)
+    elif isinstance(schema, Mapping):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        yield from _references(list(schema.values()))
 
 
 def _quoted(text: str) -> str:

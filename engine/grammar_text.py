@@ -15,6 +15,7 @@ from baton.engine.grammar_structure import structure_text
 from baton.engine.unique_items import without_unique_items
 
 MAX_MESSAGE_LEN: Final = 300
+MAX_WRITTEN_LEN: Final = 1 << 20  # sixteen times the largest grammar that may be sent
 # Where bytes are forced the library would allow one way to cut them into tokens, by what it was asked before. Without
 # that, a mask holds every token that fits, and depends on the text alone.
 OPTIONS: Final = '%llguidance {"no_forcing": true}'
@@ -34,8 +35,17 @@ def library_text(kind: str, text: str, *, is_compact: bool = True) -> str:
     """A specification in the library's own words.
 
     Raises:
-        InvalidGrammar: it cannot be said in them.
+        InvalidGrammar: it cannot be said in them, or would take too many: listed arrays (`unique_items`)
+            and definitions that each parameter of a tool brings along may grow to hundreds of times what was asked.
     """
+    written = _written(kind, text, is_compact=is_compact)
+    if len(written) > MAX_WRITTEN_LEN:
+        why = f"{len(written)} characters once it is written out; at most {MAX_WRITTEN_LEN} of them"
+        raise refusal(kind, why)
+    return written
+
+
+def _written(kind: str, text: str, *, is_compact: bool) -> str:
     try:
         match kind:
             case "json_schema":

@@ -14,12 +14,13 @@ import jsonschema
 import numpy as np
 import pytest
 
-from baton.core.answer_structure import AnswerStructure, CallableTool, Calls, Thought
+from baton.core.answer_structure import STRUCTURE, AnswerStructure, CallableTool, Calls, Thought
 from baton.core.errors import InvalidGrammar
 from baton.core.grammar_check import check_grammar
 from baton.core.sampling import GrammarSpec
 from baton.core.tokenizer import Tokenizer
 from baton.engine.grammar import GrammarCompiler
+from baton.engine.grammar_text import library_text
 
 pytestmark = pytest.mark.fast
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
@@ -321,6 +322,35 @@ def test_a_schema_that_does_not_compile_is_refused(compiler):
     tools = (CallableTool("f", {"type": "no"}),)
     with pytest.raises(InvalidGrammar, match="structure"):
         compiler.compile(spec_of(AnswerStructure(calls=Calls.AUTO, tools=tools)))
+
+
+MANY = [f"v{at}" for at in range(2000)]
+UNIQUE = {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2, 3, 4]}}
+
+
+def many_parameters(values):
+    """A tool of many parameters, and definitions as large as all of them."""
+    parameters = {"type": "object", "properties": values, "$defs": {"many": {"enum": MANY}}}
+    tools = (CallableTool("f", parameters),)
+    return STRUCTURE, AnswerStructure(calls=Calls.REQUIRED, tools=tools, tagged=True).to_json()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        many_parameters({f"p{at}": {"$ref": "#/$defs/many", "title": str(at)} for at in range(400)}),
+        ("json_schema", json.dumps({"allOf": [UNIQUE] * 800})),
+    ],
+)
+def test_what_grows_when_it_is_written_out_is_refused(kind, text):
+    check_grammar(kind, text)
+    with pytest.raises(InvalidGrammar, match="once it is written out"):
+        library_text(kind, text)
+
+
+def test_definitions_go_only_where_they_are_referred_to():
+    text = library_text(*many_parameters({f"p{at}": {"type": "integer", "title": str(at)} for at in range(400)}))
+    assert "v1999" not in text
 
 
 def test_a_structure_comes_back_from_its_text():
