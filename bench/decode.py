@@ -2,9 +2,8 @@
 
 Every (scheduling, number of drafts, batch) is a cell. In each round all cells come once, in random order, after a turn
 of each that does not count; rows hold medians over rounds. Random weights accept no drafts of their own, so with drafts
-the verification is `synthetic`: what is computed is that of the real thing, and each draft stands by chance. The decode
-step is measured on `DecodeRunner` alone; the time to the first token on `PrefillRunner`, for one prompt and an idle
-engine.
+the verification is `synthetic`: what is computed is that of the real thing, and each draft stands by chance. Steps are
+measured on `Runner` alone, and so is the time to the first token: of one prompt, where nothing else runs.
 """
 
 import dataclasses
@@ -26,9 +25,8 @@ from baton.bench.result import result, spread
 from baton.bench.stamped_lane import StampedLane
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import ConfigInvalid
-from baton.engine.decode import DecodeRunner
 from baton.engine.graphed_step import graphed_step
-from baton.engine.prefill import PrefillRunner
+from baton.engine.runner import Runner
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
@@ -67,7 +65,7 @@ def bench_decode(options: DecodeOptions, note: Callable[[str], None] = lambda te
             has_graphs: DecodeCells(runner, stamp_lane(runner, options.device), model, options)
             for has_graphs, runner in runners.items()
         }
-        ttft_ms = _ttft(PrefillRunner(model, pool), options, model)
+        ttft_ms = _ttft(next(iter(runners.values())), options, model)
         note("times to the first token are measured")
         turns = measured_turns(cells, options, note)
         is_cuda = options.device.type == "cuda"
@@ -77,7 +75,7 @@ def bench_decode(options: DecodeOptions, note: Callable[[str], None] = lambda te
     rows = [
         {
             **identity(options, cell),
-            **spread("ttft_ms", ttft_ms[cell.num_drafts > 0]),
+            **spread("ttft_ms", ttft_ms),
             **measured(turns[cell]),
             **floors(options, model, cell, turns[cell], gbps),
             **_device_work(work.get(cell)),
@@ -111,15 +109,10 @@ def measured_turns(
     return turns
 
 
-def _ttft(runner: PrefillRunner, options: DecodeOptions, model: Model) -> dict[bool, list[float]]:
-    """Milliseconds of each round, without an MTP head and with it."""
-    found: dict[bool, list[float]] = {k > 0: [] for k in options.drafts}
-    for number in range(options.rounds + 1):
-        for with_mtp, times_ms in found.items():
-            ms = measure_ttft_ms(runner, options, model.config.vocab_size, with_mtp=with_mtp)
-            if number:  # before that kernels are compiled and memory is taken
-                times_ms.append(ms)
-    return found
+def _ttft(runner: Runner, options: DecodeOptions, model: Model) -> list[float]:
+    """Milliseconds of each round; an MTP head that the model has runs over every chunk."""
+    times_ms = [measure_ttft_ms(runner, options, model.config.vocab_size) for _ in range(options.rounds + 1)]
+    return times_ms[1:]  # in the first kernels are compiled and memory is taken
 
 
 def load_shape(
@@ -201,15 +194,15 @@ def _fill(blocks_NHPSD: torch.Tensor) -> None:
 
 def make_runner(
     options: DecodeOptions, model: Model, pool: KVPool, group: Communicator | None = None, *, has_graphs: bool
-) -> DecodeRunner:
+) -> Runner:
     """The product's, for every cell; a gang's ranks make theirs at the same time.
 
     Raises:
         StartupError: graphs could not be captured.
     """
-    step = None
+    graphs = None
     if has_graphs:
-        step = graphed_step(
+        graphs = graphed_step(
             model,
             pool,
             CudaGraphConfig(sizes=options.batches),
@@ -218,19 +211,19 @@ def make_runner(
             max_model_len=options.capacity_len,
             communicator=group,
         )
-        assert step is not None
-    return DecodeRunner(
+        assert graphs is not None
+    return Runner(
         model,
         pool,
-        max(options.batches),
-        max(options.drafts),
-        group,
+        max_num_seqs=max(options.batches),
+        num_draft_tokens=max(options.drafts),
+        communicator=group,
         verification=options.verification_config,
-        step=step,
+        graphs=graphs,
     )
 
 
-def graph_counts(runner: DecodeRunner) -> dict[str, Any] | None:
+def graph_counts(runner: Runner) -> dict[str, Any] | None:
     """What became of a runner's graphs."""
     if runner.graphs is None:
         return None
@@ -244,7 +237,7 @@ def graph_counts(runner: DecodeRunner) -> dict[str, Any] | None:
     }
 
 
-def stamp_lane(runner: DecodeRunner, device: torch.device) -> StampedLane:
+def stamp_lane(runner: Runner, device: torch.device) -> StampedLane:
     """The runner's lane, which is stamped from now on."""
     runner._lane = lane = StampedLane(runner._lane, device)
     return lane

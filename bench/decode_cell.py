@@ -1,7 +1,7 @@
 """One cell of `baton bench decode`: sequences that stand at the end of their prompt are decoded for some steps.
 
-The runner is the product's (`engine.decode.DecodeRunner`), driven as its callers drive it: with `sync` each step is
-read before the next is launched, with `async` the next is launched first. There is no scheduler, no stream and no end
+The runner is the product's (`engine.runner.Runner`), driven as the engine drives it: with `sync` each step is read
+before the next is launched, with `async` the next is launched first. There is no scheduler, no stream and no end
 of a sequence, so that what is measured is the step. KV is random numbers in scattered blocks.
 """
 
@@ -17,10 +17,11 @@ from baton.bench.decode_options import BLOCK_SIZE, WARM_STEPS, DecodeOptions
 from baton.bench.stamped_lane import StampedLane
 from baton.core.config import SchedulingName
 from baton.core.sampling import SamplingParams
-from baton.engine.decode import DecodeRunner
-from baton.engine.gang import LeadDecode
-from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
-from baton.engine.step_ticket import StepTicket
+from baton.engine.lead import LeadRunner
+from baton.engine.length_bounds import LaunchedLengths, LengthBounds
+from baton.engine.runner import Runner
+from baton.engine.step_plan import Chunk, Place, Release, Resume, Step
+from baton.engine.step_result import StepTicket
 from baton.kvcache.allocator import BlockTable
 from baton.model.model import Model
 
@@ -90,9 +91,7 @@ class DecodeCells:
         options: of the run.
     """
 
-    def __init__(
-        self, runner: DecodeRunner | LeadDecode, lane: StampedLane, model: Model, options: DecodeOptions
-    ) -> None:
+    def __init__(self, runner: Runner | LeadRunner, lane: StampedLane, model: Model, options: DecodeOptions) -> None:
         self._runner = runner
         self._lane = lane
         self._model = model
@@ -103,12 +102,13 @@ class DecodeCells:
     def measure(self, cell: Cell) -> Turn:
         """One round of a cell."""
         slots = self.fill(cell)
-        run = _Run(self._runner, slots, cell.scheduling)
+        run = _Run(self._runner, slots, cell, self._options)
         num_warm = run.steps(WARM_STEPS)
         self._lane.take()
         num_steps, run.launch_s = self._options.steps, 0.0
         begin_s = time.perf_counter()
         num_tokens = run.steps(num_steps)
+        self._runner.drain()  # the last step's draft extend, too
         took_s = time.perf_counter() - begin_s
         within, between = self._lane.take()
         self.empty(slots)
@@ -127,7 +127,7 @@ class DecodeCells:
     def device_work(self, cell: Cell) -> DeviceWork:
         """What a step does on a GPU, by its profiler."""
         slots = self.fill(cell)
-        run = _Run(self._runner, slots, cell.scheduling)
+        run = _Run(self._runner, slots, cell, self._options)
         run.steps(WARM_STEPS)
         self._lane.take()
         num_steps = min(8, self._options.steps)
@@ -148,48 +148,64 @@ class DecodeCells:
         for slot in range(cell.batch):
             first, draft = self._rng.integers(config.vocab_size, size=2).tolist()
             hidden_D = torch.from_numpy(self._rng.standard_normal(config.hidden_size)).to(self._model.dtype)
-            start = SequenceStart(
-                first_token=first,
-                draft_token=draft if cell.num_drafts else None,
-                hidden_D=hidden_D if cell.num_drafts else None,
-                prompt_len=options.prompt_len,
-            )
+            hidden = hidden_D.view(torch.uint8).numpy().tobytes()
             sampling = SamplingParams(
                 max_tokens=options.capacity_len, temperature=options.temperature, seed=slot, ignore_eos=True
             )
-            self._runner.admit(slot, start, options.prompt_len, sampling, self._tables[slot], cell.num_drafts)
+            place = Place(
+                slot=slot,
+                token_ids=(*(0,) * options.prompt_len, first),
+                num_output=1,
+                blocks=self._tables[slot].blocks,
+                sampling=sampling,
+                draft_cap=cell.num_drafts,
+                resume=Resume(draft, hidden) if cell.num_drafts else Resume(),
+            )
+            self._runner.execute(place)
         return list(range(cell.batch))
 
     def empty(self, slots: list[int]) -> None:
         """Take them out again; no step is running."""
         for slot in slots:
-            self._runner.release(slot)
+            self._runner.execute(Release(slot))
 
 
 class _Run:
-    """Steps of the same sequences."""
+    """Steps of the same sequences, and the bounds of their lengths, as an engine keeps them."""
 
-    def __init__(self, runner: DecodeRunner | LeadDecode, slots: list[int], scheduling: SchedulingName) -> None:
+    def __init__(self, runner: Runner | LeadRunner, slots: list[int], cell: Cell, options: DecodeOptions) -> None:
         self._runner = runner
-        self._slots = slots
-        self._num_ahead = 1 if scheduling == "async" else 0
+        self._slots = tuple(slots)
+        self._num_drafts = cell.num_drafts
+        self._num_ahead = 1 if cell.scheduling == "async" else 0
+        self._slots_B = np.array(slots, dtype=np.int64)
+        self._most_B = np.full(len(slots), cell.num_drafts + 1, dtype=np.int64)
+        self._bounds = LengthBounds(len(slots))
+        limit = blocks_each(options) * BLOCK_SIZE
+        for slot in slots:
+            self._bounds.admit(slot, options.prompt_len + 1, limit=limit, end=limit)
         self.launch_s = 0.0
 
     def steps(self, count: int) -> int:
         """Run so many and read them all; the tokens they emitted."""
         num_tokens = 0
-        in_flight: deque[StepTicket] = deque()
+        in_flight: deque[tuple[StepTicket, LaunchedLengths]] = deque()
         for _ in range(count):
             begin_s = time.perf_counter()
-            in_flight.append(self._runner.launch(self._slots))
+            context_len = self._bounds.max_context_len(self._slots_B, self._num_drafts)
+            ticket = self._runner.launch(
+                Step(slots=self._slots, num_drafts=self._num_drafts, max_context_len=context_len)
+            )
+            in_flight.append((ticket, self._bounds.launch(self._slots_B, self._most_B)))
             self.launch_s += time.perf_counter() - begin_s
             if len(in_flight) > self._num_ahead:
-                num_tokens += _num_emitted(in_flight.popleft())
-        return num_tokens + sum(_num_emitted(ticket) for ticket in in_flight)
+                num_tokens += self._read(*in_flight.popleft())
+        return num_tokens + sum(self._read(*item) for item in in_flight)
 
-
-def _num_emitted(ticket: StepTicket) -> int:
-    return sum(map(len, ticket.result().token_ids))
+    def _read(self, ticket: StepTicket, launched: LaunchedLengths) -> int:
+        emitted_B = np.array([len(row.token_ids) for row in ticket.result().decode], dtype=np.int64)
+        self._bounds.collect(launched, emitted_B)
+        return int(emitted_B.sum())
 
 
 def block_tables(options: DecodeOptions) -> list[BlockTable]:
@@ -204,32 +220,30 @@ def blocks_each(options: DecodeOptions) -> int:
     return -(-options.capacity_len // BLOCK_SIZE)
 
 
-def measure_ttft_ms(runner: PrefillRunner, options: DecodeOptions, vocab_size: int, *, with_mtp: bool) -> float:
-    """From the begin of an idle engine's prefill to the first token on the host: one prompt, chunk by chunk.
-
-    The MTP head runs over every chunk but the last before the first token is there, as in the engine.
-    """
-    table = block_tables(options)[0]
+def measure_ttft_ms(runner: Runner, options: DecodeOptions, vocab_size: int) -> float:
+    """From a prompt that is placed where nothing runs to its first token on the host: chunk by chunk, in slot 0."""
     rng = np.random.default_rng(options.seed)
-    prompt = tuple(rng.integers(vocab_size, size=options.prompt_len).tolist())
-    sampling = SamplingParams(max_tokens=2, temperature=options.temperature, ignore_eos=True)
+    place = Place(
+        slot=0,
+        token_ids=tuple(rng.integers(vocab_size, size=options.prompt_len).tolist()),
+        num_output=0,
+        blocks=block_tables(options)[0].blocks,
+        sampling=SamplingParams(max_tokens=2, temperature=options.temperature, ignore_eos=True),
+        draft_cap=max(options.drafts),
+    )
+    runner.drain()
     begin_s = time.perf_counter()
-    for start in range(0, options.prompt_len, options.chunk_len):
-        chunk = PrefillChunk(
-            prompt_token_ids=prompt,
-            start=start,
-            length=min(options.chunk_len, options.prompt_len - start),
-            table=table,
-            sampling=sampling,
-            draft_cap=int(with_mtp),
+    runner.execute(place)
+    tickets = [
+        runner.launch(
+            Step(chunks=(Chunk(slot=0, start=start, length=min(options.chunk_len, options.prompt_len - start)),))
         )
-        forward = runner.forward([chunk], _ignore_layer)
-        if chunk.is_last:
-            assert forward.first_tokens[0] is not None
-        elif with_mtp:
-            runner.draft(forward, _ignore_layer)
-    return 1e3 * (time.perf_counter() - begin_s)
-
-
-def _ignore_layer(layer: int) -> None:
-    """Nothing is pushed."""
+        for start in range(0, options.prompt_len, options.chunk_len)
+    ]
+    assert tickets[-1].result().chunks[0].token is not None
+    took_s = time.perf_counter() - begin_s
+    for ticket in tickets:
+        ticket.result()
+    runner.execute(Release(0))
+    runner.drain()
+    return 1e3 * took_s

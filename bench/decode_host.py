@@ -24,21 +24,22 @@ from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
-from baton.decode_worker.scheduler import DecodeSequence
+from baton.decode_worker.request import DecodeRequest
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.batch import DecodeRows
-from baton.engine.decode import DecodePlan, DecodeRunner
+from baton.engine.drafting import DraftSource
 from baton.engine.finish import FinishChecker
-from baton.engine.prefill import SequenceStart
-from baton.engine.prepare import StepPreparer
-from baton.engine.slots import DecodeState
-from baton.engine.verify import Verified, Verifier
+from baton.engine.runner import Runner, _Work
+from baton.engine.sequence import Phase
+from baton.engine.sequence import Sequence as EngineSequence
+from baton.engine.step import DecodeSample, Extended, PromptSample
+from baton.engine.step_plan import Resume
+from baton.engine.verify import Verified
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.landing import LandingService, ReserveWanted, Sealed
+from baton.kvtransfer.landing import LandingService
 from baton.model.model import Model
 from baton.model.vocab import WHOLE
-from baton.proto import kv_pb2, worker_pb2
+from baton.proto import worker_pb2
 
 BATCHES = (1, 64, 256)
 LIMITS_MS = {1: 0.35, 64: 0.8, 256: 2.0}
@@ -48,6 +49,9 @@ MAX_MODEL_LEN = 8192
 BLOCK_SIZE = 16
 VOCAB_SIZE = 151_936
 CALIBRATION_LOOPS = 100_000
+
+
+_NO_SOURCE = cast(DraftSource, None)  # of drafts that nobody draws
 
 
 class _FakeModel:
@@ -108,44 +112,53 @@ class _Loop(DecodeWorker):
                 num_draft_tokens=NUM_DRAFTS,
             )
             checker = FinishChecker(sampling, self._tokenizer.eos_token_ids, self._tokenizer)
-            self._scheduler.add(DecodeSequence(request, _Sink(), checker))
-            self._scheduler.want(
-                ReserveWanted(key, prompt_len=PROMPT_LEN, capacity_len=request.capacity_len, deadline_s=float("inf"))
+            sequence = EngineSequence(
+                request=request,
+                checker=checker,
+                draft_cap=NUM_DRAFTS,
+                submitted_s=0.0,
+                phase=Phase.EXPECTED,
+                is_received=True,
             )
-            sequence = self._scheduler.next_grant()
-            assert sequence is not None
-            sealed = Sealed(key, index, PROMPT_LEN, kv_pb2.SequenceState(), 0, 0, 0.0)
-            start = SequenceStart(first_token=1, draft_token=2, hidden_D=None, prompt_len=PROMPT_LEN)
-            self._scheduler.seal(sequence, sealed, start)
+            self._add(DecodeRequest(sequence, _Sink()))
+            self.engine.scheduler.expect_now(sequence)
+            assert self.engine.scheduler.give_blocks() == [sequence]
+            sequence.token_ids += checker.accept([1])[0]
+            sequence.resume = Resume(draft_token=2)
+            self.engine.scheduler.make_ready(sequence)
 
     def turn(self) -> None:
         """One turn of the loop."""
-        self._step()
+        self.engine.step()
 
     @property
     def num_verified(self) -> int:
         """Sequence steps that were read."""
-        return self._tally.kept().num_rows
+        return self.engine.tally.kept().num_rows
 
 
-def _fake_step(batch_size: int) -> Callable[..., tuple[DecodeState, Verified]]:
-    """A step that accepts 0, 1, 2, 3, 0, ... drafts of the sequences, whatever they are."""
-    accepted_len_B = torch.arange(batch_size) % (NUM_DRAFTS + 1)
-    verified = Verified(token_ids_BQ=torch.full((batch_size, NUM_DRAFTS + 1), 7), accepted_len_B=accepted_len_B)
-    added_B = accepted_len_B + 1
+class _FakeRunner(Runner):
+    """Its steps accept 0, 1, 2, 3, 0, ... drafts of the sequences, whatever they are."""
 
-    def step(
-        state: DecodeState,
-        rows: DecodeRows,
-        plan: DecodePlan,
-        model: Model,
-        pool: KVPool,
-        verifier: Verifier,
-        ahead: StepPreparer | None,
-    ) -> tuple[DecodeState, Verified]:
-        return replace(state, length_B=state.length_B + added_B), verified
+    def _sampled(self, work: _Work) -> tuple[DecodeSample | None, PromptSample | None]:
+        assert work.decode is not None
+        state = work.decode.state
+        batch_size = len(state.length_B)
+        accepted_len_B = torch.arange(batch_size) % (NUM_DRAFTS + 1)
+        sample = DecodeSample(
+            verified=Verified(token_ids_BQ=torch.full((batch_size, NUM_DRAFTS + 1), 7), accepted_len_B=accepted_len_B),
+            state=replace(state, length_B=state.length_B + accepted_len_B + 1),
+            trunk_TD=state.hidden_BD,
+            last_row_B=accepted_len_B,
+            accepted_len_B=accepted_len_B,
+            is_idle_B=None,
+            source=_NO_SOURCE,
+        )
+        return sample, None
 
-    return step
+    def _extended(self, work: _Work) -> tuple[Extended | None, Extended | None]:
+        assert work.decode is not None
+        return Extended(work.decode.state.draft_token_B, work.decode.state.hidden_BD), None
 
 
 def _loop(batch_size: int, scheduling: SchedulingName) -> _Loop:
@@ -155,7 +168,7 @@ def _loop(batch_size: int, scheduling: SchedulingName) -> _Loop:
     pool = KVPool(layout, batch_size * (MAX_MODEL_LEN // BLOCK_SIZE), torch.device("cpu"))
     model = cast(Model, _FakeModel())
     loop = _Loop(
-        runner=DecodeRunner(model, pool, batch_size, NUM_DRAFTS, step=_fake_step(batch_size)),
+        runner=_FakeRunner(model, pool, max_num_seqs=batch_size, num_draft_tokens=NUM_DRAFTS),
         pool=pool,
         tokenizer=cast(Tokenizer, _NoText()),
         limits=RequestLimits(
@@ -166,10 +179,10 @@ def _loop(batch_size: int, scheduling: SchedulingName) -> _Loop:
             decode_capacity_len=MAX_MODEL_LEN,
         ),
         landing=cast(LandingService, _NoLanding()),
-        max_num_seqs=batch_size,
         max_queue_len=batch_size,
         clock=MonotonicClock(),
         on_fatal=_raise,
+        max_num_batched_tokens=batch_size * (NUM_DRAFTS + 1),
         scheduling=scheduling,
     )
     loop.fill(batch_size)

@@ -27,7 +27,7 @@ from baton.bench.decode_floor import copy_gbps
 from baton.bench.decode_options import DecodeOptions
 from baton.engine import gang_join
 from baton.engine.decision import Decisions
-from baton.engine.gang import FollowDecode, LeadDecode
+from baton.engine.lead import FollowRunner, LeadRunner
 from baton.engine.plan import PlanChannel, plan_codec
 from baton.engine.tp_group import GlooGroup, open_store
 from baton.model.parallel import Communicator
@@ -138,10 +138,10 @@ class GangRank:
         gbps = copy_gbps(self._device)
         runner = make_runner(options, model, pool, group, has_graphs=has_graphs)
         if self._rank > 0:
-            FollowDecode(runner, self._channel).run()
+            FollowRunner(runner, self._channel).run()
             return [], None
         lane = stamp_lane(runner, self._device)
-        lead = LeadDecode(runner, self._channel)
+        lead = LeadRunner(runner, self._channel)
         turns = measured_turns({has_graphs: DecodeCells(lead, lane, model, options)}, options)
         lead.close()
         rows = [

@@ -1,7 +1,9 @@
 """A runner's lane that notes when each step begins and ends where steps run: by events on a GPU, by the clock on a CPU.
 
-What lies between the end of one step and the beginning of the next is time in which the device had nothing of either.
-Work without a result (admissions) is not noted. It changes neither order nor results.
+A step is two pieces of work, one right after the other: one whose result is its tokens, and one without a result, its
+draft extend. What lies between the end of one step and the beginning of the next is time in which the device had
+nothing of either. Other work without a result (sequences that are placed) is not noted. It changes neither order nor
+results.
 """
 
 import time
@@ -11,7 +13,7 @@ from typing import Protocol
 import torch
 
 from baton.engine.host_future import HostFuture
-from baton.engine.lane import Lane
+from baton.engine.lane import Ending, Lane
 
 
 class _Stamp(Protocol):
@@ -57,23 +59,31 @@ class StampedLane:
         self._lane = lane
         self._device = device
         self._steps: list[tuple[_Stamp, _Stamp]] = []
+        self._end: _Stamp | None = None  # of the step whose second piece comes next
 
     def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
         """See `Lane`."""
         begin, end = self._stamp(), self._stamp()
         self._steps.append((begin, end))
+        self._end = end
 
         def stamped() -> torch.Tensor:
             begin.record()
-            result = work()
-            end.record()
-            return result
+            return work()
 
         return self._lane.submit(stamped, target)
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], None]) -> Ending:
         """See `Lane`."""
-        self._lane.run(work)
+        end, self._end = self._end, None
+        if end is None:
+            return self._lane.run(work)
+
+        def stamped() -> None:
+            work()
+            end.record()
+
+        return self._lane.run(stamped)
 
     def drain(self) -> None:
         """See `Lane`."""

@@ -80,7 +80,7 @@ def serve(
     batch_invariant: Annotated[
         bool | None, _model("a row's result depends on that row alone, bit for bit  [off]")
     ] = None,
-    prefill: Annotated[Count, _parallel("prefill workers  [1]")] = None,
+    prefill: Annotated[Count, _parallel("prefill workers; 0: decode workers compute the prompts  [1]")] = None,
     decode: Annotated[Count, _parallel("decode workers  [1]")] = None,
     tensor_parallel_size: Annotated[Count, _parallel("sets both --tp-prefill and --tp-decode")] = None,
     tp_prefill: Annotated[Count, _parallel("ranks per prefill worker, 1, 2, 4 or 8  [1]")] = None,

@@ -235,9 +235,13 @@ def check_ranks(status: admin_pb2.StatusReply) -> list[Finding]:
 
 def check_prefill(status: admin_pb2.StatusReply) -> Iterator[Finding]:
     """Whether decode workers do the prefill workers' work, because there are none."""
-    if status.local_prefill.only_way:
-        detail = "none is alive: decode workers compute prompts, and streams wait for them"
-        yield Finding("prefill workers", "warn", detail, "look at their logs; `baton runbook scale` starts more")
+    if not status.local_prefill.only_way:
+        return
+    if not any(worker.state.role == "prefill" for worker in status.workers):
+        yield Finding("prefill workers", "ok", "none: decode workers compute the prompts")
+        return
+    detail = "none is alive: decode workers compute the prompts"
+    yield Finding("prefill workers", "warn", detail, "look at their logs; `baton runbook scale` starts more")
 
 
 def check_fitness(status: admin_pb2.StatusReply) -> Iterator[Finding]:

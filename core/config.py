@@ -54,7 +54,7 @@ class ServeConfig(BaseModel):
         min_length=1,
         description="a Hugging Face model directory, or a bundled model: `tiny`, `tiny-pruned`",
     )
-    prefill: int = Field(1, ge=1, le=1024, description="prefill workers")
+    prefill: int = Field(1, ge=0, le=1024, description="prefill workers; 0: decode workers compute the prompts")
     decode: int = Field(1, ge=1, le=1024, description="decode workers")
     tp_prefill: Literal[1, 2, 4, 8] = Field(1, description="ranks per prefill worker, each a GPU or a CPU process")
     tp_decode: Literal[1, 2, 4, 8] = Field(1, description="ranks per decode worker, each a GPU or a CPU process")
@@ -233,6 +233,9 @@ class ServeConfig(BaseModel):
         if config.draft_sample_method == "greedy" and config.verification == "coupled":
             message = "draft_sample_method: coupled verification knows no other drafts; it goes with rejection"
             raise ConfigInvalid(message, keys=["draft_sample_method", "verification"])
+        if not config.prefill and config.local_prefill == "never":
+            message = "prefill is 0, and local_prefill never lets decode workers compute prompts: nobody would"
+            raise ConfigInvalid(message, keys=["prefill", "local_prefill"])
         config.graph_config()
         config.telemetry_config().check()
         return config

@@ -4,11 +4,9 @@ The KV is fenced and digested, but the few values beside it come from another pr
 another build must cost its own request, never this worker. Everything here is checked before a slot is taken.
 """
 
-import torch
-
 from baton.core.errors import TransferFailed
 from baton.core.request import GenerationRequest
-from baton.engine.prefill import SequenceStart
+from baton.engine.step_plan import Resume
 from baton.kvtransfer.landing import ReserveWanted, Sealed
 
 
@@ -24,10 +22,14 @@ def check_reserve(reserve: ReserveWanted, request: GenerationRequest) -> None:
         raise TransferFailed(f"the prefill worker reserves (prompt, capacity) {wanted}; the router said {own}")
 
 
-def sequence_start(
-    sealed: Sealed, request: GenerationRequest, *, vocab_size: int, hidden_size: int, dtype: torch.dtype
-) -> SequenceStart:
-    """The start of decoding that a commit describes.
+def resume_of(sealed: Sealed, request: GenerationRequest, *, vocab_size: int, hidden_bytes: int) -> tuple[int, Resume]:
+    """The first token, and where decoding begins, as a commit describes it.
+
+    Args:
+        sealed: the transfer.
+        request: as the router sent it.
+        vocab_size: tokens of the model.
+        hidden_bytes: of a hidden state.
 
     Raises:
         TransferFailed: a value is missing, out of range or of the wrong size.
@@ -37,20 +39,11 @@ def sequence_start(
     _require(state.first_token < vocab_size, f"first token {state.first_token}")
     if not state.draft_tokens:
         _require(request.num_draft_tokens == 0, "no draft, and the request has drafts")
-        return SequenceStart(
-            first_token=state.first_token, draft_token=None, hidden_D=None, prompt_len=sealed.prompt_len
-        )
+        return state.first_token, Resume()
     _require(len(state.draft_tokens) == 1, f"{len(state.draft_tokens)} drafts")
     _require(state.draft_tokens[0] < vocab_size, f"draft token {state.draft_tokens[0]}")
-    num_bytes = hidden_size * dtype.itemsize
-    _require(len(state.hidden) == num_bytes, f"a hidden state of {len(state.hidden)} bytes for {num_bytes}")
-    hidden_D = torch.frombuffer(bytearray(state.hidden), dtype=dtype)
-    return SequenceStart(
-        first_token=state.first_token,
-        draft_token=state.draft_tokens[0],
-        hidden_D=hidden_D,
-        prompt_len=sealed.prompt_len,
-    )
+    _require(len(state.hidden) == hidden_bytes, f"a hidden state of {len(state.hidden)} bytes for {hidden_bytes}")
+    return state.first_token, Resume(state.draft_tokens[0], state.hidden)
 
 
 def _require(holds: bool, what: str) -> None:

@@ -1,30 +1,27 @@
-"""What a decode worker's heartbeat says it holds, from its parts; any thread, counts may be a step apart."""
+"""What a decode worker's heartbeat says it holds; any thread, counts may be a step apart."""
 
+from collections.abc import Set
+
+from baton.core.request import AttemptKey
 from baton.decode_worker.graph_counts import graph_counts
-from baton.decode_worker.recompute import Recompute
-from baton.decode_worker.scheduler import DecodeScheduler
-from baton.decode_worker.sequence import DecodeState
-from baton.engine.decode import DecodeRunner
-from baton.engine.gang import LeadDecode
-from baton.engine.preemption import PreemptionCounts
-from baton.engine.step_tally import StepTally
-from baton.kvcache.allocator import BlockAllocator
+from baton.engine.engine import Engine
+from baton.engine.lead import LeadRunner
+from baton.engine.runner import Runner
+from baton.engine.sequence import Phase, Sequence
 from baton.proto import worker_pb2
 from baton.proto.step_wire import report_to_proto, waiting_to_proto
 from baton.worker.prefill_pace import pace_to_proto
 from baton.worker.transfer_counts import landing_counts
 
+_REASONS: tuple[str, ...] = ("prefill", "blocks", "transfer", "slot", "preempted")
+
 
 def decode_inventory(
-    scheduler: DecodeScheduler,
-    allocator: BlockAllocator,
-    runner: DecodeRunner | LeadDecode,
-    tally: StepTally,
+    engine: Engine,
+    runner: Runner | LeadRunner,
     landings: dict[str, int],
-    preempted: PreemptionCounts,
-    recompute: Recompute | None,
     *,
-    num_host_blocks_used: int,
+    asking: Set[AttemptKey],
     num_finished: int,
     num_failed: int,
     max_handoff_len: int,
@@ -32,30 +29,33 @@ def decode_inventory(
     """The message.
 
     Args:
-        scheduler: of the worker, like the next three.
-        allocator: of its blocks.
+        engine: of the worker.
         runner: of its steps.
-        tally: of what became of them.
-        landings: what the landing counts.
-        preempted: what giving way has cost.
-        recompute: what computes prompts here, if anything does.
-        num_host_blocks_used: of host memory.
+        landings: what the KV receiver counts.
+        asking: attempts that prefill workers ask room for.
         num_finished: requests that ended well.
         num_failed: that did not.
         max_handoff_len: positions that one hand-off by sockets can carry; 0: any.
     """
-    waiting, steps = scheduler.num_waiting(), tally.report(runner.meter, runner.meter.computed())
+    scheduler, allocator, preempted = engine.scheduler, engine.scheduler.allocator, engine.preemptions
+    sequences = scheduler.sequences()
+    waiting = dict.fromkeys(_REASONS, 0)
+    for sequence in sequences:
+        reason = _waits_for(sequence, asking)
+        if reason:
+            waiting[reason] += 1
+    steps = engine.tally.report(runner.meter, runner.meter.computed())
     held = worker_pb2.Inventory(
         num_requests_waiting=sum(waiting.values()),
         waiting=waiting_to_proto(waiting),
-        num_requests_running=scheduler.count(DecodeState.RUNNING, DecodeState.COMPUTING),
+        num_requests_running=scheduler.count(Phase.RUNNING),
         num_blocks=allocator.num_blocks,
         num_blocks_free=allocator.num_free,
         num_blocks_reserved=allocator.num_reserved,
         num_blocks_quarantined=allocator.num_quarantined,
         num_landings=landings["num_landings"],
-        num_slots_in_use=scheduler.num_slots_in_use,
-        num_attends=len(scheduler.sequences()),
+        num_slots_in_use=scheduler.num_slots_used,
+        num_attends=len(sequences),
         frames_late_dropped=landings["frames_late_dropped"],
         frames_corrupt=landings["frames_corrupt"],
         num_draft_tokens=steps.kept.num_draft_tokens,
@@ -69,18 +69,38 @@ def decode_inventory(
         num_offloaded_blocks=preempted.num_offloaded_blocks,
         num_restored_blocks=preempted.num_restored_blocks,
         num_host_full=preempted.num_host_full,
-        num_host_blocks_used=num_host_blocks_used,
+        num_host_blocks_used=engine.num_host_blocks_used,
         transfer=landing_counts(landings, allocator.num_quarantined),
         steps=report_to_proto(steps),
         graphs=graph_counts(runner.graphs),
         max_handoff_len=max_handoff_len,
+        num_prefix_tokens=scheduler.num_prefix_tokens,
+        num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+        num_prefix_hits=scheduler.num_prefix_hits,
+        num_blocks_cached=len(allocator.index),
+        prefill_pace=pace_to_proto(engine.pace),
+        num_prefill_tokens_queued=sum(map(_num_queued, sequences)),
+        num_local_prefills=engine.num_prompts,
+        num_local_prefill_tokens=engine.num_prompt_tokens,
+        local_chunk_len=engine.budget.last_len,
     )
-    if recompute is not None:
-        pace = pace_to_proto(recompute.pace)
-        if pace is not None:
-            held.prefill_pace.CopyFrom(pace)
-        held.num_prefill_tokens_queued = sum(sequence.num_queued for sequence in scheduler.sequences())
-        held.num_local_prefills = recompute.num_prompts
-        held.num_local_prefill_tokens = recompute.num_prompt_tokens
-        held.local_chunk_len = recompute.chunk_len
     return held
+
+
+def _waits_for(sequence: Sequence, asking: Set[AttemptKey]) -> str:
+    match sequence.phase:
+        case Phase.EXPECTED:
+            return "blocks" if sequence.key in asking else "prefill"
+        case Phase.WAITING:
+            return "preempted" if sequence.num_preemptions else "blocks"
+        case Phase.RECEIVING:
+            return "transfer"
+        case Phase.READY:
+            return "slot"
+        case _:
+            return ""
+
+
+def _num_queued(sequence: Sequence) -> int:
+    """Prompt tokens that are to be computed here."""
+    return 0 if sequence.is_received or sequence.token_ids else sequence.num_left

@@ -20,11 +20,8 @@ from baton.core.logs import know
 from baton.core.telemetry import Telemetry
 from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.decode import DecodeRunner
-from baton.engine.gang import FollowDecode, LeadDecode, LeadPrefill
-from baton.engine.graphed_step import graphed_step
-from baton.engine.plan import PlanChannel, plan_codec
-from baton.engine.prefill import PrefillRunner
+from baton.engine.lead import FollowRunner, LeadRunner
+from baton.engine.plan import plan_codec
 from baton.engine.speculation import Speculation
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.landing import LandingService, landing_region
@@ -36,7 +33,8 @@ from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.compute_form import compute_report
 from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
 from baton.worker.host import WorkerHost, worker_identity
-from baton.worker.loading import LoadedWorker, load_worker, reach_of, request_limits
+from baton.worker.loading import LoadedWorker, load_worker, request_limits
+from baton.worker.runner import decode_runner
 from baton.worker.seat import RankStarter, Seat
 
 
@@ -87,8 +85,8 @@ class DecodeNode:
 
     def _make_worker(self, loaded: LoadedWorker) -> DecodeWorker:
         config, clock, channel = self.config, MonotonicClock(), self._channel
-        runner, prefill = _runners(config, loaded, channel)
-        self._lead = None if channel is None else LeadDecode(runner, channel)
+        runner = decode_runner(config, loaded, None if channel is None else channel.communicator)
+        self._lead = None if channel is None else LeadRunner(runner, channel)
         about = {"worker_id": config.worker_id, "epoch": f"{self.epoch:016x}"}
         self._telemetry = Telemetry(config.telemetry, "decode", clock, about)
         return DecodeWorker(
@@ -100,14 +98,13 @@ class DecodeNode:
                 loaded.model, max_model_len=config.max_model_len, num_draft_tokens=config.num_draft_tokens
             ),
             landing=self._landing,
-            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.chunk_len,
             max_queue_len=config.max_queue_len,
             clock=clock,
             on_fatal=self._on_fatal,
             scheduling=config.scheduling,
-            prefill=prefill if channel is None else LeadPrefill(prefill, channel),
-            chunk_len=config.chunk_len,
             overcommit=config.overcommit,
+            prefix_cache=config.prefix_cache,
             speculation=Speculation(
                 config.num_draft_tokens, None if config.auto_drafts else config.num_draft_tokens, clock
             ),
@@ -262,8 +259,8 @@ class DecodeRank:
                 from baton.kvtransfer.rank_pools import share_pool  # needs CUDA's bindings, which CPUs have no use for
 
                 share_pool(loaded.pool, self.channel.communicator.gather_bytes)
-            runner, prefill = _runners(loaded.applied(config), loaded, self.channel)
-            self._follow = FollowDecode(runner, self.channel, prefill)
+            runner = decode_runner(loaded.applied(config), loaded, self.channel.communicator)
+            self._follow = FollowRunner(runner, self.channel)
             self.channel.follow()
 
     def run(self) -> None:
@@ -278,40 +275,6 @@ class DecodeRank:
     def _pool_memory(self, geometry: PoolGeometry) -> memoryview:
         path, nonce = json.loads(self.channel.communicator.broadcast_bytes(b""))
         return SharedRegion.attach(Path(path), nonce).pool(geometry.rank)
-
-
-def _runners(
-    config: WorkerConfig, loaded: LoadedWorker, channel: PlanChannel | None
-) -> tuple[DecodeRunner, PrefillRunner]:
-    """What decodes, and what computes prompts here, and again the KV of sequences that were preempted."""
-    group = None if channel is None else channel.communicator
-    step = graphed_step(
-        loaded.model,
-        loaded.pool,
-        config.graphs,
-        max_num_sequences=config.max_num_seqs,
-        num_draft_tokens=config.num_draft_tokens,
-        max_model_len=config.max_model_len,
-        communicator=group,
-    )
-    eos_token_ids = loaded.tokenizer.eos_token_ids
-    decode = DecodeRunner(
-        loaded.model,
-        loaded.pool,
-        config.max_num_seqs,
-        config.num_draft_tokens,
-        group,
-        verification=config.verification,
-        eos_token_ids=eos_token_ids,
-        grammars=loaded.grammars,
-        host_kv_bytes=config.host_kv_bytes,
-        step=step,
-    )
-    prefill = PrefillRunner(loaded.model, loaded.pool, group, eos_token_ids=eos_token_ids, grammars=loaded.grammars)
-    reach = reach_of(config, loaded.model)
-    decode.warm_up(reach)
-    prefill.warm_up(reach)
-    return decode, prefill
 
 
 def _region_name(region: SharedRegion) -> bytes:

@@ -4,30 +4,31 @@ import functools
 
 from baton.core.span import SERVER, Attribute, SpanBatch, Tracer
 from baton.core.trace_context import TraceContext
-from baton.decode_worker.sequence import DecodeSequence
+from baton.decode_worker.request import DecodeRequest
 from baton.decode_worker.times import landed_s
 
 
-def trace_decode(tracer: Tracer, sequence: DecodeSequence, now_s: float, error: str) -> None:
+def trace_decode(tracer: Tracer, request: DecodeRequest, now_s: float, error: str) -> None:
     """Have them made; nothing for a request that is not traced. What they tell does not change any more.
 
     `error` is empty if the sequence finished.
     """
-    parent = sequence.request.trace
+    parent = request.sequence.request.trace
     if parent is not None:
-        tracer.put(functools.partial(_make, parent.child(), sequence, now_s, error))
+        tracer.put(functools.partial(_make, parent.child(), request, now_s, error))
 
 
-def _make(context: TraceContext, sequence: DecodeSequence, now_s: float, error: str, batch: SpanBatch) -> None:
-    times, counts, sealed = sequence.times, sequence.counts, sequence.sealed
+def _make(context: TraceContext, request: DecodeRequest, now_s: float, error: str, batch: SpanBatch) -> None:
+    sequence, times, sealed = request.sequence, request.times, request.sealed
+    counts = sequence.counts
     about: dict[str, Attribute] = {
         "request_id": sequence.key.request_id,
         "attempt": sequence.key.attempt,
-        "num_output": sequence.num_output,
+        "num_output": len(sequence.token_ids),
         "num_preemptions": sequence.num_preemptions,
     }
     batch.add(context, "decode", times.attended_s, now_s, kind=SERVER, error=error, attributes=about)
-    if sequence.is_local:
+    if request.is_local:
         batch.child(context, "decode.queue", times.attended_s, times.computing_s)
         batch.child(context, "decode.prefill", times.computing_s, times.admitted_s)
     elif sealed is None:

@@ -11,42 +11,35 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from baton.core.sampling import SamplingParams
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation
 from baton.kernels.row_places import row_places
-from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.model.inputs import DecodeBatch, PrefillBatch
 
+Ints = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillChunk:
-    """Part of one sequence's prompt, computed in one prefill step.
+class ChunkRows:
+    """Tokens of one sequence that one step computes.
 
     Attributes:
-        prompt_token_ids: the whole prompt.
+        token_ids: int64, every token of the sequence, on the host.
         start: position of the chunk's first token; everything before it is in the pool.
         length: tokens in the chunk, >= 1.
-        table: the sequence's blocks.
-        sampling: how the first token is chosen.
-        draft_cap: drafts this sequence may use; the MTP head runs even for 0, its KV is part of the layout.
-        choice: which of its request's answers this is.
-        output_len: of the prompt's last tokens, those that were generated before (a sequence that is computed again).
-        next_token: the token after the prompt, where it was chosen before and the KV is only computed again.
+        blocks: the sequence's KV blocks.
+        knows_next: the last of `token_ids` is not computed: it was sampled before, and follows from those before it.
     """
 
-    prompt_token_ids: tuple[int, ...]
+    token_ids: Ints
     start: int
     length: int
-    table: BlockTable
-    sampling: SamplingParams
-    draft_cap: int
-    choice: int = 0
-    output_len: int = 0
-    next_token: int | None = None
+    blocks: Sequence[int]
+    knows_next: bool = False
 
     @property
     def end(self) -> int:
@@ -55,8 +48,8 @@ class PrefillChunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether the prompt is complete with this chunk, so that a token follows from it."""
-        return self.end == len(self.prompt_token_ids)
+        """Whether every token is computed with this chunk, so that another follows from it."""
+        return self.end == len(self.token_ids) - self.knows_next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +58,9 @@ class PrefillInputs:
 
     Attributes:
         token_ids_T: int64.
-        next_token_ids_T: int64, the token after each; 0 after a prompt's last, which the caller fills in.
-        last_row_F: int64, rows of the last tokens of finished prompts, in chunk order.
+        next_token_ids_T: int64, the token after each; 0 after a sequence's newest, which the caller fills in.
+        last_row_F: int64, rows of the newest tokens of sequences that are computed whole, in chunk order.
+        known_F: the tokens that follow them, where they were sampled before; -1 where they are sampled now.
         batch: positions, slots and tables.
     """
 
@@ -74,6 +68,7 @@ class PrefillInputs:
     next_token_ids_T: torch.Tensor
     last_row_F: torch.Tensor
     batch: PrefillBatch
+    known_F: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +86,7 @@ class DecodeRows:
     draft_cap_B: torch.Tensor
 
 
-def prefill_inputs(chunks: Sequence[PrefillChunk], pool: KVPool) -> PrefillInputs:
+def prefill_inputs(chunks: Sequence[ChunkRows], pool: KVPool) -> PrefillInputs:
     """Lay the chunks out one after the other."""
     assert chunks
     block_size = pool.layout.block_size
@@ -99,23 +94,23 @@ def prefill_inputs(chunks: Sequence[PrefillChunk], pool: KVPool) -> PrefillInput
     num_entries = max(-(-chunk.end // block_size) for chunk in chunks)
     ids_4T = np.zeros((4, num_tokens), dtype=np.int64)
     tables_BM = np.full((len(chunks), num_entries), pool.num_blocks, dtype=np.int64)
-    last_rows = []
+    last_rows, known = [], []
     row = 0
     for index, chunk in enumerate(chunks):
         assert chunk.length >= 1
-        assert chunk.end <= min(len(chunk.prompt_token_ids), chunk.table.capacity_len)
-        assert chunk.table.block_size == block_size
-        blocks = np.asarray(chunk.table.blocks[: -(-chunk.end // block_size)], dtype=np.int64)
+        assert chunk.end <= min(len(chunk.token_ids), len(chunk.blocks) * block_size)
+        blocks = np.asarray(chunk.blocks[: -(-chunk.end // block_size)], dtype=np.int64)
         tables_BM[index, : len(blocks)] = blocks
         positions = np.arange(chunk.start, chunk.end)
-        following = chunk.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
-        ids_4T[0, row : row + chunk.length] = chunk.prompt_token_ids[chunk.start : chunk.end]
+        following = chunk.token_ids[chunk.start + 1 : chunk.end + 1]
+        ids_4T[0, row : row + chunk.length] = chunk.token_ids[chunk.start : chunk.end]
         ids_4T[1, row : row + len(following)] = following
         ids_4T[2, row : row + chunk.length] = positions
         ids_4T[3, row : row + chunk.length] = blocks[positions // block_size] * block_size + positions % block_size
         row += chunk.length
         if chunk.is_last:
             last_rows.append(row - 1)
+            known.append(int(chunk.token_ids[-1]) if chunk.knows_next else -1)
     query_lens, context_lens = [chunk.length for chunk in chunks], [chunk.end for chunk in chunks]
     lens = np.asarray([0, *accumulate(query_lens), *context_lens], dtype=np.int64)
     packed = np.concatenate([ids_4T.ravel(), tables_BM.ravel(), lens, np.asarray(last_rows, dtype=np.int64)])
@@ -132,7 +127,11 @@ def prefill_inputs(chunks: Sequence[PrefillChunk], pool: KVPool) -> PrefillInput
         lens_on_device=(on_device[tables_end : lens_end - len(chunks)], on_device[lens_end - len(chunks) : lens_end]),
     )
     return PrefillInputs(
-        token_ids_T=token_ids_T, next_token_ids_T=next_token_ids_T, last_row_F=on_device[lens_end:], batch=batch
+        token_ids_T=token_ids_T,
+        next_token_ids_T=next_token_ids_T,
+        last_row_F=on_device[lens_end:],
+        batch=batch,
+        known_F=tuple(known),
     )
 
 

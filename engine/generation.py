@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from baton.core.errors import BatonError
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, FinishReason, SpeculationCounts
-from baton.engine.local_scheduler import LocalSequence
+from baton.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,18 @@ class GenerationResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @classmethod
-    def of(cls, sequence: LocalSequence, error: BatonError | None) -> "GenerationResult":
+    def of(
+        cls,
+        sequence: Sequence,
+        error: BatonError | None,
+        logprobs: tuple[TokenLogprobs, ...],
+        prompt_logprobs: tuple[TokenLogprobs, ...],
+    ) -> "GenerationResult":
         """What there is to say of a sequence that has ended."""
         asked = sequence.request.sampling
         ttft_s = tpot_s = None
         num_tokens = len(sequence.token_ids)
-        if sequence.first_token_s is not None and sequence.last_token_s is not None:
+        if sequence.first_token_s:
             ttft_s = sequence.first_token_s - sequence.submitted_s
             if num_tokens > 1:
                 tpot_s = (sequence.last_token_s - sequence.first_token_s) / (num_tokens - 1)
@@ -58,12 +64,12 @@ class GenerationResult:
             tpot_s=tpot_s,
             num_preemptions=sequence.num_preemptions,
             choice=sequence.request.choice,
-            logprobs=None if asked.logprobs is None else tuple(sequence.logprobs),
-            prompt_logprobs=None if asked.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
+            logprobs=None if asked.logprobs is None else logprobs,
+            prompt_logprobs=None if asked.prompt_logprobs is None else prompt_logprobs,
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """Tokens of one answer as one step made them; its last event carries the result."""
 

@@ -34,7 +34,7 @@ class GrammarRows:
     Args:
         states: of the sequences that have one, by place in the batch.
         device: of the step.
-        before: what the step before emitted, if no state has heard of it yet.
+        before: what earlier steps emitted and no state has taken yet; emptied by the first `masks` that is asked.
         communicator: of the ranks, which emit the same tokens.
         is_alone: the batch has no other sequences, so that a step may wait somewhat longer.
         is_patient: wait for every mask, however long it takes.
@@ -44,14 +44,14 @@ class GrammarRows:
         self,
         states: Mapping[int, GrammarState],
         device: torch.device,
-        before: "EmittedTokens | None" = None,
+        before: "list[EmittedTokens] | None" = None,
         communicator: Communicator | None = None,
         *,
         is_alone: bool = False,
         is_patient: bool = False,
     ) -> None:
         assert states
-        self._before = before
+        self._before = [] if before is None else before
         self._communicator = communicator or Alone()
         self._is_patient = is_patient
         self._is_alone = is_alone
@@ -67,8 +67,8 @@ class GrammarRows:
     def masks(self) -> GrammarMasks:
         """Wait for the drafts, and find what the grammars allow after them."""
         assert self._drafts_GK is not None
-        if self._before is not None:
-            self._before.accept()
+        while self._before:
+            self._before.pop(0).accept()
         looks = self._looks(self._drafts_GK.get().tolist())
         masks = GrammarMasks(
             index_G=self._index_G,

@@ -1,9 +1,9 @@
-"""Decode steps whose passes are replayed: the step function of a runner that has graphs.
+"""Decode-only steps whose passes are replayed from CUDA graphs.
 
 A step is padded to the next captured size and width and computed by three kinds of graphs (`passes`, `graph_key`). What
 lies between them (drafts from logits, verification, sampling, grammars, log-probabilities) is launched as it comes,
-over the real sequences alone, whatever the plan asks. A step that no graphs fit is computed by `decode_step`; why is
-counted, and told once. Which graphs there are is decided before the first step and is the same at every rank.
+over the real sequences alone, whatever the plan asks. A step that no graph fits runs eagerly; the reason is counted,
+and logged once. Which graphs there are is decided before the first step and is the same at every rank.
 """
 
 import logging
@@ -17,7 +17,6 @@ import torch
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.numerics import Numerics
 from baton.engine.batch import DecodeRows
-from baton.engine.decode_step import DecodePlan, decode_step, step_through
 from baton.engine.graph_backend import CudaBackend, GraphBackend
 from baton.engine.graph_capture import capture_together
 from baton.engine.graph_key import (
@@ -29,10 +28,8 @@ from baton.engine.graph_key import (
     default_widths,
     max_invariant_entries,
 )
-from baton.engine.prepare import StepPreparer
-from baton.engine.slots import DecodeState
+from baton.engine.passes import EagerPasses, Hidden, Passes
 from baton.engine.static_pass import StaticPass
-from baton.engine.verify import Verified, Verifier
 from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
@@ -66,7 +63,7 @@ class GraphCounts:
 
 
 class GraphedStep:
-    """A `StepFunction` over captured graphs; `capture` comes first.
+    """The captured graphs of a runner; `capture` comes first.
 
     Args:
         model: of the runner.
@@ -111,28 +108,16 @@ class GraphedStep:
             log.warning("and none for %d others", len(captured.failed) - _MAX_TOLD)
         log.info("captured %d decode graphs in %.1f s", len(captured.graphs), time.monotonic() - start_s)
 
-    def __call__(
-        self,
-        state: DecodeState,
-        rows: DecodeRows,
-        plan: DecodePlan,
-        model: Model,
-        pool: KVPool,
-        verifier: Verifier,
-        preparer: StepPreparer | None = None,
-    ) -> tuple[DecodeState, Verified]:
-        """As `decode_step`."""
-        assert model is self._model
-        assert pool is self._pool
-        assert preparer is None, "a graph prepares what it needs itself"
-        num_sequences = len(state.length_B)
-        graphs = self._find(num_sequences, rows.block_tables_BM.shape[1], plan.num_drafts)
+    def passes(self, rows: DecodeRows, num_drafts: int, max_context_len: int) -> Passes:
+        """The passes of a step of these decode rows alone: replayed, or eager if no graph fits."""
+        num_sequences, num_blocks = rows.block_tables_BM.shape
+        graphs = self._find(num_sequences, num_blocks, num_drafts)
         if isinstance(graphs, EagerReason):
-            self._tell(graphs, num_sequences, plan)
-            return decode_step(state, rows, plan, model, pool, verifier)
+            self._tell(graphs, num_sequences, num_drafts, max_context_len)
+            return EagerPasses(self._model, self._pool, rows, max_context_len)
         self.counts.num_steps_replayed += 1
         self.counts.num_sequences_padded += graphs[GraphKind.VERIFY].key.num_sequences - num_sequences
-        return step_through(_ReplayedPasses(graphs, rows), state, rows, plan, model, verifier)
+        return _ReplayedPasses(graphs, rows)
 
     def _find(self, num_sequences: int, num_blocks: int, num_drafts: int) -> dict[GraphKind, StaticPass] | EagerReason:
         """The graphs of a step."""
@@ -146,15 +131,15 @@ class GraphedStep:
         found = {graph.key.kind: graph for graph in graphs if graph is not None}
         return found if len(found) == len(keys) else EagerReason.FAILED
 
-    def _tell(self, reason: EagerReason, num_sequences: int, plan: DecodePlan) -> None:
+    def _tell(self, reason: EagerReason, num_sequences: int, num_drafts: int, max_context_len: int) -> None:
         self.counts.num_steps_eager[reason] += 1
         if reason not in self._told:
             self._told.add(reason)
             log.warning(
                 "a decode step of %d sequences with %d drafts and contexts up to %d has no CUDA graph: %s",
                 num_sequences,
-                plan.num_drafts,
-                plan.max_context_len,
+                num_drafts,
+                max_context_len,
                 reason.value,
             )
 
@@ -169,11 +154,18 @@ class _ReplayedPasses:
     def draft(self, token_B: torch.Tensor, hidden_BD: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
         return self._graphs[GraphKind.DRAFT].replay(token_B[:, None], position_B, self._rows, hidden_BD)
 
-    def verify(self, token_ids_BQ: torch.Tensor, first_B: torch.Tensor) -> torch.Tensor:
-        return self._graphs[GraphKind.VERIFY].replay(token_ids_BQ, first_B, self._rows, None)
+    def trunk(self, ids_BQ: torch.Tensor | None, first_B: torch.Tensor | None) -> Hidden:
+        assert ids_BQ is not None and first_B is not None
+        return None, self._graphs[GraphKind.VERIFY].replay(ids_BQ, first_B, self._rows, None)
 
-    def draft_prefill(self, token_ids_BQ: torch.Tensor, trunk_TD: torch.Tensor, first_B: torch.Tensor) -> torch.Tensor:
-        return self._graphs[GraphKind.DRAFT_PREFILL].replay(token_ids_BQ, first_B, self._rows, trunk_TD)
+    def extend(
+        self,
+        prompt: tuple[torch.Tensor, torch.Tensor] | None,
+        decode: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    ) -> Hidden:
+        assert prompt is None and decode is not None
+        ids_BQ, trunk_TD, first_B = decode
+        return None, self._graphs[GraphKind.DRAFT_PREFILL].replay(ids_BQ, first_B, self._rows, trunk_TD)
 
 
 class _Candidate:

@@ -15,7 +15,6 @@ import torch
 from baton.core.numerics import Numerics
 from baton.core.sampling import SamplingParams
 from baton.engine.batch import DecodeRows
-from baton.engine.decode_step import DecodePlan, step_through
 from baton.engine.drafting import over_vocabulary
 from baton.engine.grammar_masks import WORD_BITS, GrammarMasks
 from baton.engine.grammar_rows import GrammarRows
@@ -24,9 +23,11 @@ from baton.engine.kernel_choice import next_token
 from baton.engine.kernel_verifier import KernelVerifier
 from baton.engine.logprobs import LOGITS_ROWS, logprobs_of, step_logprobs
 from baton.engine.pass_warm_up import Reach, classes, warm_up_decode_passes, warm_up_prefill_passes
+from baton.engine.passes import Hidden
 from baton.engine.sampler import SamplingRows, looks_ahead
 from baton.engine.sampling_table import rows_of
 from baton.engine.slots import DecodeState
+from baton.engine.step import DecodeInputs, extend, sample
 from baton.engine.verify import Verifier
 from baton.kernels.fused_copy import fused_copy
 from baton.kernels.implementation import Implementation
@@ -166,8 +167,12 @@ def _step(
         last_token_B=zeros_B, draft_token_B=zeros_B, hidden_BD=_hidden(model, num_sequences), length_B=zeros_B + 1
     )
     rows = DecodeRows(block_tables_BM=zeros_B[:, None], limit_B=zeros_B + 1, draft_cap_B=zeros_B + num_drafts)
-    plan = DecodePlan(num_drafts=num_drafts, keeps_mtp=drafts, max_context_len=1, sampling=sampling, grammar=grammar)
-    step_through(_NoPasses(model), state, rows, plan, model, verifier)
+    decode = DecodeInputs(
+        state=state, rows=rows, num_drafts=num_drafts, keeps_mtp=drafts, sampling=sampling, grammar=grammar
+    )
+    passes = _NoPasses(model)
+    sampled, _ = sample(passes, decode, None, model, verifier)
+    extend(passes, decode, sampled, None, None, model)
 
 
 class _NoPasses:
@@ -179,11 +184,17 @@ class _NoPasses:
     def draft(self, token_B: torch.Tensor, hidden_BD: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
         return _hidden(self._model, len(token_B))
 
-    def verify(self, token_ids_BQ: torch.Tensor, first_B: torch.Tensor) -> torch.Tensor:
-        return _hidden(self._model, token_ids_BQ.numel())
+    def trunk(self, ids_BQ: torch.Tensor | None, first_B: torch.Tensor | None) -> Hidden:
+        assert ids_BQ is not None
+        return None, _hidden(self._model, ids_BQ.numel())
 
-    def draft_prefill(self, token_ids_BQ: torch.Tensor, trunk_TD: torch.Tensor, first_B: torch.Tensor) -> torch.Tensor:
-        return _hidden(self._model, token_ids_BQ.numel())
+    def extend(
+        self,
+        prompt: tuple[torch.Tensor, torch.Tensor] | None,
+        decode: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    ) -> Hidden:
+        assert decode is not None
+        return None, _hidden(self._model, decode[0].numel())
 
 
 class _AnyToken(GrammarRows):

@@ -21,6 +21,15 @@ from baton.kernels.copies import copy_to_host
 CLOSE_TIMEOUT_S = 30.0
 
 
+class Ending(Protocol):
+    """Something that is under way."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is over."""
+        ...
+
+
 class Lane(Protocol):
     """Runs work in order."""
 
@@ -28,7 +37,7 @@ class Lane(Protocol):
         """Have `work` done after all that was given before; its result will be in `target`, on the host."""
         ...
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], None]) -> "Ending":
         """The same for work without a result. If it fails, the future of what is submitted next says so."""
         ...
 
@@ -54,6 +63,10 @@ class _Done:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._lock.acquire()
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_set
 
     def query(self) -> bool:
         return self._is_set
@@ -92,9 +105,9 @@ class ThreadLane:
         """See `Lane`."""
         return HostFuture(target, self._give(work, target))
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], None]) -> Ending:
         """See `Lane`."""
-        self._give(work, None)
+        return self._give(work, None)
 
     def drain(self) -> None:
         """See `Lane`."""
@@ -158,6 +171,17 @@ def _do(work: Callable[[], torch.Tensor | None], target: torch.Tensor | None) ->
     return None
 
 
+class _Reached:
+    """Over when the stream has got to an event."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+
 class StreamLane:
     """The CUDA stream that is current where work is given; a failed launch raises there at once."""
 
@@ -179,9 +203,12 @@ class StreamLane:
         return HostFuture(target, copied)
 
     @torch.inference_mode()
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], None]) -> Ending:
         """See `Lane`."""
         work()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return _Reached(event)
 
     def drain(self) -> None:
         """See `Lane`."""

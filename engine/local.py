@@ -5,34 +5,93 @@ can never fit with a typed error before anything is allocated, and ends every re
 one caller drives it.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from baton.core.clock import Clock, MonotonicClock
 from baton.core.config import SchedulingName
 from baton.core.cuda_graphs import CudaGraphConfig
-from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded
+from baton.core.errors import BatonError, RequestCancelled
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import AttemptKey, GenerationRequest, choices_of
 from baton.core.step_report import StepReport
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_request
 from baton.core.verification import VerificationConfig
-from baton.engine.decode import DecodeRunner
+from baton.engine import sequence as sequences
+from baton.engine.engine import Engine, Published
 from baton.engine.finish import FinishChecker
 from baton.engine.generation import GenerationResult, TokenEvent
 from baton.engine.grammar import GrammarCompiler
 from baton.engine.graphed_step import graphed_step
 from baton.engine.kernel_warm_up import Reach
-from baton.engine.local_scheduler import LocalScheduler, LocalSequence
-from baton.engine.preemption import Preemption, PreemptionCounts
-from baton.engine.prefill import PrefillRunner, SequenceStart
+from baton.engine.preemption import PreemptionCounts
+from baton.engine.runner import Runner
+from baton.engine.scheduler import Scheduler
 from baton.engine.speculation import Speculation
-from baton.engine.step_pipeline import StepPipeline
-from baton.engine.step_tally import Dropped, Fate, StepTally
+from baton.engine.step_result import HandoffState
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
+
+
+@dataclass(slots=True)
+class _Reports:
+    """Log-probabilities of one answer."""
+
+    tokens: list[TokenLogprobs] = field(default_factory=list)
+    prompt: list[TokenLogprobs] = field(default_factory=list)
+
+
+class _Caller:
+    """The engine's role in one process: tokens go to whoever called."""
+
+    def __init__(self) -> None:
+        self.unread: dict[AttemptKey, list[TokenEvent]] = {}
+        self.num_open: dict[AttemptKey, int] = {}  # answers that have not ended
+        self._reports: dict[sequences.Sequence, _Reports] = {}
+
+    def open(self, sequence: sequences.Sequence) -> None:
+        self._reports[sequence] = _Reports()
+
+    def receive(self) -> bool:
+        return False
+
+    def granted(self, sequence: sequences.Sequence) -> None:
+        raise AssertionError("nothing is received here")
+
+    def plan(self) -> None:
+        pass
+
+    def prompt_logprobs(self, sequence: sequences.Sequence, reports: tuple[TokenLogprobs, ...]) -> None:
+        self._reports[sequence].prompt += reports
+
+    def publish(self, published: Sequence[Published]) -> None:
+        for item in published:
+            self._reports[item.sequence].tokens += item.logprobs
+            if item.reason is None:
+                self._put(item.sequence, TokenEvent(item.token_ids, None, item.sequence.request.choice))
+            else:
+                self._end(item.sequence, item.token_ids, None)
+
+    def hand_off(self, sequence: sequences.Sequence, first_token: int, state: HandoffState) -> None:
+        raise AssertionError("nothing is pushed here")
+
+    def preempted(self, sequence: sequences.Sequence) -> None:
+        pass
+
+    def ended(self, sequence: sequences.Sequence, error: BatonError | None) -> None:
+        if sequence in self._reports:  # else its last tokens said so
+            self._end(sequence, (), error)
+
+    def _end(self, sequence: sequences.Sequence, token_ids: tuple[int, ...], error: BatonError | None) -> None:
+        reports = self._reports.pop(sequence)
+        result = GenerationResult.of(sequence, error, tuple(reports.tokens), tuple(reports.prompt))
+        self._put(sequence, TokenEvent(token_ids, result, result.choice))
+        self.num_open[sequence.key] -= 1
+
+    def _put(self, sequence: sequences.Sequence, event: TokenEvent) -> None:
+        self.unread[sequence.key].append(event)
 
 
 class LocalEngine:
@@ -47,7 +106,7 @@ class LocalEngine:
         num_blocks: of the pool.
         block_size: positions of a block.
         num_draft_tokens: the most drafts of a step; requests may ask for fewer.
-        chunk_len: prompt tokens of a prefill step.
+        chunk_len: tokens of a step; at least what all sequences decode in one.
         max_num_sequences: that run at once.
         clock: of deadlines and times.
         scheduling: see above.
@@ -86,23 +145,19 @@ class LocalEngine:
         self._clock = clock or MonotonicClock()
         self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
         allocator = BlockAllocator(num_blocks, block_size)
-        self._scheduler = LocalScheduler(
-            allocator, num_slots=max_num_sequences, chunk_len=chunk_len, overcommit=overcommit
-        )
-        eos_token_ids = tokenizer.eos_token_ids
+        self.scheduler = Scheduler(allocator, num_slots=max_num_sequences, overcommit=overcommit)
         self._grammars = grammars or GrammarCompiler(tokenizer, model.config.vocab_size)
-        self._prefill = PrefillRunner(model, self.pool, eos_token_ids=eos_token_ids, grammars=self._grammars)
-        self._decode = DecodeRunner(
+        self.runner = Runner(
             model,
             self.pool,
-            max_num_sequences,
-            num_draft_tokens,
-            eos_token_ids=eos_token_ids,
+            max_num_seqs=max_num_sequences,
+            num_draft_tokens=num_draft_tokens,
+            eos_token_ids=tokenizer.eos_token_ids,
             verification=verification,
             grammars=self._grammars,
             host_kv_bytes=host_kv_bytes,
             clock=self._clock,
-            step=graphed_step(
+            graphs=graphed_step(
                 model,
                 self.pool,
                 graphs or CudaGraphConfig(mode="off"),
@@ -112,17 +167,22 @@ class LocalEngine:
             ),
         )
         context_len = min(model.config.max_model_len, num_blocks * block_size)
-        reach = Reach(num_tokens=chunk_len, num_sequences=max_num_sequences, context_len=context_len)
-        self._prefill.warm_up(reach)
-        self._decode.warm_up(reach)
-        self._tally = StepTally(num_draft_tokens)
+        num_tokens = max(chunk_len, max_num_sequences * (num_draft_tokens + 1))
+        reach = Reach(num_tokens=num_tokens, num_sequences=max_num_sequences, context_len=context_len)
+        self.runner.warm_up(reach)
         self.speculation = speculation or Speculation(num_draft_tokens, num_draft_tokens, self._clock)
-        self._steps = StepPipeline[LocalSequence](self._decode, scheduling, self.speculation)
-        self._preemption = Preemption(allocator, self._scheduler, self._decode, self._steps)
-        self._preempt_at = sorted(preempt_at)
+        self._caller = _Caller()
+        self.engine = Engine(
+            runner=self.runner,
+            scheduler=self.scheduler,
+            role=self._caller,
+            clock=self._clock,
+            max_num_batched_tokens=num_tokens,
+            scheduling=scheduling,
+            speculation=self.speculation,
+            preempt_at=preempt_at,
+        )
         self._in_step = False
-        self._unread: dict[AttemptKey, list[TokenEvent]] = {}
-        self._num_open: dict[AttemptKey, int] = {}  # answers that have not ended
         self.limits = RequestLimits(
             max_model_len=model.config.max_model_len,
             vocab_size=model.config.vocab_size,
@@ -134,7 +194,7 @@ class LocalEngine:
     @property
     def preemptions(self) -> PreemptionCounts:
         """What want of blocks has cost so far."""
-        return self._preemption.counts
+        return self.engine.preemptions
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Run the requests together; results in their order, the answers of one by choice.
@@ -147,11 +207,11 @@ class LocalEngine:
         try:
             for request in requests:
                 self.submit(request)
-            while any(self._num_open[request.key] for request in requests):
+            while any(self._caller.num_open[request.key] for request in requests):
                 self.step()
             results: list[GenerationResult] = []
             for request in requests:
-                ended = [event.result for event in self._unread[request.key] if event.result is not None]
+                ended = [event.result for event in self._caller.unread[request.key] if event.result is not None]
                 results += sorted(ended, key=lambda result: result.choice)
             return results
         finally:
@@ -167,8 +227,8 @@ class LocalEngine:
         """
         self.submit(request)
         try:
-            unread = self._unread[request.key]
-            while unread or self._num_open[request.key]:
+            unread = self._caller.unread[request.key]
+            while unread or self._caller.num_open[request.key]:
                 if not unread:
                     self.step()
                     continue
@@ -186,35 +246,26 @@ class LocalEngine:
             InvalidRequest: it can never be served.
         """
         self._validate(request)
-        assert request.key not in self._unread, "one run a key"
-        self._unread[request.key] = []
-        self._num_open[request.key] = request.sampling.n
+        assert request.key not in self._caller.unread, "one run a key"
+        self._caller.unread[request.key] = []
+        self._caller.num_open[request.key] = request.sampling.n
         for one in choices_of(request):
-            sequence = LocalSequence(
+            sequence = sequences.Sequence(
                 request=one,
                 draft_cap=min(request.num_draft_tokens, self.limits.num_draft_tokens),
-                finish=FinishChecker(request.sampling, self._tokenizer.eos_token_ids, self._tokenizer),
+                checker=FinishChecker(request.sampling, self._tokenizer.eos_token_ids, self._tokenizer),
                 submitted_s=self._clock.now_s(),
             )
-            self._scheduler.submit(sequence)
+            self._caller.open(sequence)
+            self.engine.add(sequence)
 
     def step(self) -> None:
-        """Expire, preempt, start, prefill a chunk, make room, decode once."""
+        """One turn of the engine's loop."""
         # A step that raised leaves sequences half moved; going on from there could decode from missing KV.
         assert not self._in_step, "an earlier step failed: this engine can only be dropped"
         self._in_step = True
-        self._end_overdue()
-        self._steps.settle()
-        self._preempt_scripted()
-        self._preemption.preempt_due()
-        for sequence in self._scheduler.start_waiting():
-            if sequence.saved is not None:
-                self._resume(sequence)
-            else:
-                self._preemption.started_again(sequence)
-        self._prefill_step()
-        self._decode_step()
-        self._scheduler.check_empty()
+        self.engine.step()
+        self.scheduler.check_empty()
         self._in_step = False
 
     def step_report(self) -> StepReport:
@@ -222,156 +273,22 @@ class LocalEngine:
 
         Between two calls of `step` one step may be in flight: computed, and not read yet.
         """
-        return self._tally.report(self._decode.meter, self._decode.meter.computed_now())
+        return self.engine.report()
 
     def _validate(self, request: GenerationRequest) -> None:
         validate_request(request.prompt_token_ids, request.sampling, self.limits)
         if request.sampling.grammar is not None:
             self._grammars.compile(request.sampling.grammar)
 
-    def _end_overdue(self) -> None:
-        now_s = self._clock.now_s()
-        for sequence in self._scheduler.unfinished():
-            if now_s >= sequence.request.deadline_s:
-                error = RequestDeadlineExceeded("the deadline passed", num_tokens=len(sequence.token_ids))
-                self._end(sequence, (), error)
-
-    def _prefill_step(self) -> None:
-        planned = self._scheduler.next_chunks()
-        if not planned:
-            return
-        self._decode.meter.interrupt()
-        self.speculation.disturb()
-        forward = self._prefill.forward([chunk for _, chunk in planned], _ignore_layer)
-        rows = zip(planned, forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
-        for (sequence, chunk), token, logprobs, prompt_logprobs in rows:
-            sequence.num_prefilled = chunk.end
-            sequence.prompt_logprobs += prompt_logprobs or ()
-            if token is not None and chunk.next_token is None:
-                kept = self._take(sequence, (token,), () if logprobs is None else (logprobs,))
-                sequence.counts.num_emitted_tokens += len(kept)
-                self._publish(sequence, kept)
-        # Blocks of a sequence that ended above are free already, but nobody gets them before the next step.
-        starts = self._prefill.draft(forward, _ignore_layer)
-        for (sequence, _), start in zip(planned, starts, strict=True):
-            if start is not None and sequence.finish_reason is None:
-                self._admit(sequence, start)
-
-    def _admit(self, sequence: LocalSequence, start: SequenceStart) -> None:
-        request = sequence.request
-        assert sequence.slot is not None
-        assert sequence.table is not None
-        self._decode.admit(
-            sequence.slot,
-            start,
-            start.prompt_len,
-            request.sampling,
-            sequence.table,
-            sequence.draft_cap,
-            prompt_token_ids=sequence.prefilled_token_ids(),
-            output_len=sequence.num_recomputed,
-            choice=request.choice,
-        )
-        sequence.is_decoding = True
-
-    def _resume(self, sequence: LocalSequence) -> None:
-        """What it had in host memory comes back, its draft too."""
-        assert sequence.slot is not None
-        start = SequenceStart(
-            first_token=sequence.token_ids[-1], draft_token=0, hidden_D=None, prompt_len=sequence.prefill_len
-        )
-        self._admit(sequence, start)
-        self._preemption.load(sequence, sequence.slot)
-
-    def _preempt_scripted(self) -> None:
-        for sequence in self._scheduler.running() if self._preempt_at else ():
-            num_due = bisect_right(self._preempt_at, len(sequence.token_ids))
-            if num_due > sequence.num_scripted and sequence.num_kv > 0 and not sequence.is_giving_way:
-                sequence.num_scripted = num_due
-                self._preemption.request(sequence)
-
-    def _decode_step(self) -> None:
-        sequences = self._scheduler.decoding()
-        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
-        self._read(has_launched=self._preemption.launch(slots, sequences))
-
-    def _read(self, *, has_launched: bool) -> None:
-        proposed_lens: list[int] = []
-        accepted_lens: list[int] = []
-        dropped: list[Dropped] = []
-        num_emitted, has_read = 0, False
-        for sequence, emitted in self._steps.collect(has_launched=has_launched):
-            has_read = True
-            if emitted.is_idle and emitted.error is None:
-                continue
-            if not sequence.is_decoding:
-                dropped.append(Dropped(Fate.LATE, emitted))  # it ended after this step was launched
-                continue
-            if emitted.error is not None:
-                dropped.append(Dropped(Fate.FAILED, emitted))
-                self._end(sequence, (), emitted.error)
-                continue
-            kept = self._take(sequence, emitted.token_ids, emitted.logprobs or ())
-            num_accepted = min(emitted.accepted_len, len(kept))
-            sequence.counts.add_step(
-                num_proposed=emitted.proposed_len, num_accepted=num_accepted, num_emitted=len(kept)
-            )
-            proposed_lens.append(emitted.proposed_len)
-            accepted_lens.append(num_accepted)
-            num_emitted += len(kept)
-            if len(kept) < len(emitted.token_ids):
-                dropped.append(Dropped(Fate.CUT, emitted, len(kept)))
-            self._publish(sequence, kept)
-        if has_read:
-            self._tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
-
-    def _take(
-        self, sequence: LocalSequence, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> tuple[int, ...]:
-        kept, sequence.finish_reason = sequence.finish.accept(token_ids)
-        sequence.token_ids.extend(kept)
-        sequence.logprobs.extend(logprobs[: len(kept)])
-        sequence.last_token_s = self._clock.now_s()
-        if sequence.first_token_s is None:
-            sequence.first_token_s = sequence.last_token_s
-        return tuple(kept)
-
-    def _publish(self, sequence: LocalSequence, token_ids: tuple[int, ...]) -> None:
-        if sequence.finish_reason is None:
-            event = TokenEvent(token_ids=token_ids, result=None, choice=sequence.request.choice)
-            self._unread[sequence.key].append(event)
-        else:
-            self._end(sequence, token_ids, None)
-
-    def _end(self, sequence: LocalSequence, token_ids: tuple[int, ...], error: BatonError | None) -> None:
-        if sequence.is_decoding:
-            slot = sequence.slot
-            assert slot is not None
-            sequence.is_decoding = False
-            self._steps.retire(slot, self._scheduler.retire(sequence))
-        else:
-            self._scheduler.remove(sequence)
-            self._preemption.forget(sequence)
-        result = GenerationResult.of(sequence, error)
-        self._unread[sequence.key].append(TokenEvent(token_ids=token_ids, result=result, choice=result.choice))
-        self._num_open[sequence.key] -= 1
-
     def _forget(self, requests: Sequence[GenerationRequest]) -> None:
         """Cancel what has not ended (its reader is gone) and drop what was not read."""
         keys = {request.key for request in requests}
-        for sequence in self._scheduler.unfinished():
+        for sequence in self.scheduler.sequences():
             if sequence.key in keys:
-                self._end(sequence, (), RequestCancelled("nobody reads it any more"))
+                self.engine.end(sequence, RequestCancelled("its reader is gone"))
         for key in keys:
-            self._unread.pop(key, None)
-            self._num_open.pop(key, None)
-        if not self._in_step and not self._scheduler.unfinished():
-            while not self._steps.is_empty:
-                self._read(has_launched=False)
-            for _ in self._steps.drain():  # of copies, too
-                raise AssertionError("every step was read")
-        self._scheduler.check_empty()
-
-
-def _ignore_layer(layer: int) -> None:
-    """One process, one pool: nothing to push."""
+            self._caller.unread.pop(key, None)
+            self._caller.num_open.pop(key, None)
+        if not self._in_step and not self.scheduler.sequences():
+            self.engine.drain()
+        self.scheduler.check_empty()

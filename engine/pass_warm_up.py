@@ -14,17 +14,15 @@ Legend: B sequences, Q rows of each, T tokens, W entries of a block table.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from baton.core.sampling import SamplingParams
-from baton.engine.batch import DecodeRows, PrefillChunk, prefill_inputs
+from baton.engine.batch import ChunkRows, DecodeRows, prefill_inputs
 from baton.engine.graph_key import default_widths
 from baton.engine.passes import EagerPasses, ignore_layer
-from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
 
-_GREEDY = SamplingParams(temperature=0.0)
 _WIDTHS_LEN = (1024, 4096)  # positions from which on other forms of attention may pay
 _MAX_TOKENS = 16_384  # of a pass: beyond, nothing is another form than there
 _MAX_CHUNKS_TOKENS = 2048  # of several chunks together, which differ from one only in how many there are
@@ -99,21 +97,17 @@ def warm_up_decode_passes(model: Model, pool: KVPool, reach: Reach, num_draft_to
         rows = DecodeRows(block_tables_BM=tables_BW, limit_B=first_B + 1, draft_cap_B=first_B)
         bound = min(width * pool.layout.block_size, reach.context_len)
         for num_drafts in range(num_draft_tokens, -1, -1):
-            passes = EagerPasses(model, pool, rows, bound, None, first_B, num_drafts + 1)
+            passes = EagerPasses(model, pool, rows, bound)
             ids_BQ = first_B.new_zeros(count, num_drafts + 1)
-            hidden_TD = passes.verify(ids_BQ, first_B)
+            _, hidden_TD = passes.trunk(ids_BQ, first_B)
             if num_draft_tokens:
-                entries_TD = passes.draft_prefill(ids_BQ, hidden_TD, first_B)
+                assert hidden_TD is not None
+                _, entries_TD = passes.extend(None, (ids_BQ, hidden_TD, first_B))
+                assert entries_TD is not None
                 passes.draft(first_B, entries_TD[:: num_drafts + 1], first_B)
 
 
-def _chunk(length: int, pool: KVPool) -> PrefillChunk:
-    block_size = pool.layout.block_size
-    return PrefillChunk(
-        prompt_token_ids=(0,) * length,
-        start=0,
-        length=length,
-        table=BlockTable((pool.num_blocks,) * -(-length // block_size), block_size),
-        sampling=_GREEDY,
-        draft_cap=0,
-    )
+def _chunk(length: int, pool: KVPool) -> ChunkRows:
+    num_blocks = -(-length // pool.layout.block_size)
+    ids = np.zeros(length, dtype=np.int64)
+    return ChunkRows(token_ids=ids, start=0, length=length, blocks=(pool.num_blocks,) * num_blocks)

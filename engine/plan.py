@@ -5,17 +5,17 @@ A plan is told before the work it is about, because that work adds over ranks; i
 the deadline of a step on the collectives in it. Owns neither form (`plan_codec`) nor meaning (`gang`) of a message.
 """
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.core.errors import BatonError
 from baton.engine.gang_link import GangLink
 from baton.engine.gang_watch import STARVED_S
 from baton.engine.plan_codec import PlanCodec
-from baton.engine.plan_messages import COMPUTE_KINDS, CONTROL_KINDS, Ready
+from baton.engine.plan_messages import CONTROL_KINDS, Ready
 from baton.engine.step_limit import StepLimit
+from baton.engine.step_plan import PLAN_KINDS
 from baton.model.parallel import Communicator
 
 SLACK_S = STARVED_S + 1.0  # a collective gives up after the watch, which knows whom to name
@@ -23,7 +23,7 @@ SLACK_S = STARVED_S + 1.0  # a collective gives up after the watch, which knows 
 
 def plan_codec(more: Mapping[int, type] | None = None) -> PlanCodec:
     """The codec of a gang; `more` kinds of messages belong to the role."""
-    return PlanCodec({**CONTROL_KINDS, **COMPUTE_KINDS, **(more or {})})
+    return PlanCodec({**CONTROL_KINDS, **PLAN_KINDS, **(more or {})})
 
 
 class PlanChannel:
@@ -33,7 +33,6 @@ class PlanChannel:
         assert (link.rank, link.size) == (communicator.rank, communicator.size)
         self.link = link
         self.communicator = communicator
-        self.is_computing = False
         link.operations = lambda: communicator.num_operations
         communicator.blame = link.blame
 
@@ -52,22 +51,6 @@ class PlanChannel:
             WorkerLost: rank 0 is gone.
         """
         return self.link.hear(timeout_s)
-
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """While the block runs, what layers set off happens at every rank by itself: nothing is told of it."""
-        self.is_computing = True
-        try:
-            yield
-        finally:
-            self.is_computing = False
-
-    @contextlib.contextmanager
-    def lead_step(self, limit: StepLimit, num_rows: int, limit_s: float) -> Iterator[None]:
-        """Rank 0, around a step that it has told: see `begin_step`."""
-        end = self.begin_step(limit, num_rows, limit_s)
-        yield
-        end()
 
     def begin_step(self, limit: StepLimit, num_rows: int, limit_s: float) -> Callable[[], None]:
         """Rank 0 has told a step, which must end within `limit_s`: the function that says it has.

@@ -14,9 +14,9 @@ import torch
 
 from baton.engine.batch import DecodeRows
 from baton.engine.sampling_table import SamplingTable
+from baton.engine.step_plan import Growth
 from baton.kernels.copies import host_buffer, to_device
 from baton.kernels.fused_copy import RunningCopies, fused_copy
-from baton.kvcache.allocator import BlockTable
 from baton.model.vocab import WHOLE, Vocab
 
 _MAX_RUNNING = 64  # launches whose sources are held; the next one waits for the first
@@ -29,47 +29,15 @@ class DecodeState:
 
     Attributes:
         last_token_B: int64, the newest token, t_{L-1}; its trunk KV is not yet in the pool.
+        length_B: int64, L, tokens of the sequence so far.
         draft_token_B: int64, the first draft, for position L.
         hidden_BD: MTP output that made that draft (entry L-2), the input of the chain's next entry.
-        length_B: int64, L, tokens of the sequence so far.
     """
 
     last_token_B: torch.Tensor
+    length_B: torch.Tensor
     draft_token_B: torch.Tensor
     hidden_BD: torch.Tensor
-    length_B: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """More blocks of a running sequence.
-
-    Attributes:
-        slot: its own.
-        first: blocks that it has.
-        blocks: those after them.
-    """
-
-    slot: int
-    first: int
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What stays the same while a sequence runs, but for `SlotTable.grow`.
-
-    Attributes:
-        table: its blocks.
-        limit: positions that it has room for.
-        scratch_block: what unused entries of its table are.
-        draft_cap: drafts that it may accept.
-    """
-
-    table: BlockTable
-    limit: int
-    scratch_block: int
-    draft_cap: int
 
 
 class SlotTable:
@@ -91,12 +59,12 @@ class SlotTable:
             num_slots=num_slots, vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids, vocab=vocab
         )
         self._device = device
-        # One tensor, so that a step reads it with one operation and writes it with one. What moves comes first.
+        # One tensor, so that a step reads it with one operation. What moves comes first, in the order of writing.
         self._numbers_NC = torch.zeros(num_slots, 5, dtype=torch.int64, device=device)
-        self._moving_N3 = self._numbers_NC[:, :3]
+        self._sampled_N2 = self._numbers_NC[:, :2]
         self._running: deque[RunningCopies] = deque()
         columns_CN = self._numbers_NC.unbind(dim=1)
-        self._last_token_N, self._draft_token_N, self._length_N, self._limit_N, self._draft_cap_N = columns_CN
+        _, _, self._draft_token_N, self._limit_N, _ = columns_CN
         self._hidden_ND = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
         self._tables_NM = torch.zeros(num_slots, max_blocks, dtype=torch.int64, device=device)
 
@@ -104,38 +72,51 @@ class SlotTable:
         self,
         slot: int,
         *,
-        last_token: int,
-        draft_token: int,
-        hidden_D: torch.Tensor | None,
-        length: int,
-        room: Room | None = None,
+        blocks: Sequence[int],
+        limit: int,
+        null_block: int,
+        draft_cap: int,
+        last_token: int = 0,
+        length: int = 0,
+        draft_token: int = 0,
+        hidden_D: torch.Tensor | None = None,
     ) -> None:
-        """Set what steps change and, with `room`, what stays the same while the sequence runs: one launch on a GPU.
+        """Set everything about a sequence: one launch on a GPU.
 
         What the host knows lies in one pinned buffer, which the launch reads.
+
+        Args:
+            slot: free.
+            blocks: its KV blocks.
+            limit: positions that it has room for.
+            null_block: what unused entries of its table are.
+            draft_cap: drafts that it may accept in a step.
+            last_token: its newest token, if it decodes next.
+            length: its tokens; likewise.
+            draft_token: its draft; likewise.
+            hidden_D: what made the draft, on any device; likewise.
         """
-        numbers = [last_token, draft_token, length]
-        blocks: list[int] = []
-        if room is not None:
-            width = self._tables_NM.shape[1]
-            blocks = [*room.table.blocks[:width]]
-            blocks += [room.scratch_block] * (width - len(blocks))
-            numbers += [room.limit, room.draft_cap]
+        width = self._tables_NM.shape[1]
+        table = [*blocks[:width]]
+        table += [null_block] * (width - len(table))
+        numbers = [last_token, length, draft_token, limit, draft_cap]
         hidden_row_D = self._hidden_ND[slot]
-        ints = torch.tensor(numbers + blocks, dtype=torch.int64)
+        ints = torch.tensor(numbers + table, dtype=torch.int64)
         packed = host_buffer(8 * len(ints) + hidden_row_D.nbytes, torch.uint8, self._device)
         packed_ints = packed[: 8 * len(ints)].view(torch.int64)
         packed_ints.copy_(ints)
-        pairs = [(self._numbers_NC[slot, : len(numbers)], packed_ints[: len(numbers)])]
-        if blocks:
-            pairs.append((self._tables_NM[slot], packed_ints[len(numbers) :]))
         if hidden_D is None or hidden_D.device.type == "cpu":
             source_D = packed[8 * len(ints) :].view(hidden_row_D.dtype)
             source_D.copy_(source_D.new_zeros(()) if hidden_D is None else hidden_D)
         else:
             source_D = hidden_D.to(self._hidden_ND).contiguous()
-        pairs.append((hidden_row_D, source_D))
-        self._copy(pairs)
+        self._copy(
+            [
+                (self._numbers_NC[slot], packed_ints[: len(numbers)]),
+                (self._tables_NM[slot], packed_ints[len(numbers) :]),
+                (hidden_row_D, source_D),
+            ]
+        )
 
     def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """In one launch; what it reads is held until the device is done with it."""
@@ -175,18 +156,22 @@ class SlotTable:
     def gather(self, slots_B: torch.Tensor, num_blocks: int) -> tuple[DecodeState, DecodeRows]:
         """Copies of the slots' rows; `num_blocks` entries of the tables are enough for this step."""
         numbers_BC = self._numbers_NC.index_select(0, slots_B)
-        last_token_B, draft_token_B, length_B, limit_B, draft_cap_B = numbers_BC.unbind(dim=1)
+        last_token_B, length_B, draft_token_B, limit_B, draft_cap_B = numbers_BC.unbind(dim=1)
         state = DecodeState(
             last_token_B=last_token_B,
+            length_B=length_B,
             draft_token_B=draft_token_B,
             hidden_BD=self._hidden_ND.index_select(0, slots_B),
-            length_B=length_B,
         )
         block_tables_BM = self._tables_NM[:, :num_blocks].index_select(0, slots_B)
         return state, DecodeRows(block_tables_BM=block_tables_BM, limit_B=limit_B, draft_cap_B=draft_cap_B)
 
-    def scatter(self, slots_B: torch.Tensor, state: DecodeState) -> None:
-        """Write back what a step changed."""
-        moved_B3 = torch.stack([state.last_token_B, state.draft_token_B, state.length_B], dim=1)
-        self._moving_N3.index_copy_(0, slots_B, moved_B3)
-        self._hidden_ND.index_copy_(0, slots_B, state.hidden_BD)
+    def write_sample(self, slots_B: torch.Tensor, last_token_B: torch.Tensor, length_B: torch.Tensor) -> None:
+        """Write what sampling moved."""
+        self._sampled_N2.index_copy_(0, slots_B, torch.stack([last_token_B, length_B], dim=1))
+
+    def write_draft(self, slots_B: torch.Tensor, draft_token_B: torch.Tensor | None, hidden_BD: torch.Tensor) -> None:
+        """Write the draft in hand and what made it; without a draft, its hidden state alone."""
+        if draft_token_B is not None:
+            self._draft_token_N.index_copy_(0, slots_B, draft_token_B)
+        self._hidden_ND.index_copy_(0, slots_B, hidden_BD)

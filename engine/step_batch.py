@@ -26,7 +26,8 @@ class StepBatch:
         proposed_lens: of those, in this step.
         most_B: tokens each may emit in it.
         room_B: tokens each may emit in a step of any k.
-        num_drafts: K of the step.
+        max_drafts: drafts that the step's plan allows.
+        num_drafts: K of the step, which its sequences' caps may lower.
         keeps_mtp: the MTP head sees what is emitted, also with K = 0: k may rise while these sequences run.
         num_tops: likeliest tokens each reports; None: no log-probabilities at all.
         num_reporting: those that do.
@@ -41,6 +42,7 @@ class StepBatch:
     proposed_lens: tuple[int, ...]
     most_B: Ints
     room_B: Ints
+    max_drafts: int
     num_drafts: int
     keeps_mtp: bool
     num_tops: tuple[int | None, ...]
@@ -72,6 +74,7 @@ class StepBatch:
             proposed_lens=proposed_lens,
             most_B=np.array(proposed_lens, dtype=np.int64) + 1,
             room_B=np.array(draft_caps, dtype=np.int64) + 1,
+            max_drafts=num_drafts,
             num_drafts=max(proposed_lens, default=0),
             keeps_mtp=max(draft_caps, default=0) > 0,
             num_tops=num_tops,

@@ -18,6 +18,10 @@ class Marks(Protocol):
         """A mark behind the work given to the device until now."""
         ...
 
+    def is_reached(self, mark: Any) -> bool:
+        """Whether the work before the mark is over."""
+        ...
+
     def between_s(self, first: Any, second: Any) -> float:
         """Seconds from one mark to the other; both were reached."""
         ...
@@ -33,6 +37,10 @@ class ClockMarks:
 
     def __init__(self, clock: Clock) -> None:
         self.mark = clock.now_s
+
+    def is_reached(self, mark: float) -> bool:
+        """See `Marks`."""
+        return True
 
     def between_s(self, first: float, second: float) -> float:
         """See `Marks`."""
@@ -50,6 +58,10 @@ class StreamMarks:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def is_reached(self, mark: torch.cuda.Event) -> bool:
+        """See `Marks`."""
+        return bool(mark.query())
 
     def between_s(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
         """See `Marks`."""

@@ -9,9 +9,8 @@ has asked for them, behind the steps launched until then; whoever asks gets the 
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import torch
 
@@ -26,16 +25,23 @@ from baton.kernels.copies import host_buffer
 
 _MAX_OVER: Final = 256  # steps whose times are sorted into buckets at once, which is cheaper than one by one
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 
 @dataclass(slots=True, eq=False)
 class StepTimes:
-    """The marks of one step, and the step before if a sequence goes on from that one."""
+    """The marks of one step, and the step before if a sequence goes on from that one.
+
+    Attributes:
+        before: that step.
+        decodes: whether sequences decode in it.
+        begin: before its first kernel.
+        sampled: its tokens are there.
+        end: it is over.
+    """
 
     before: "StepTimes | None"
+    decodes: bool = True
     begin: Any = None
+    sampled: Any = None
     end: Any = None
 
 
@@ -54,11 +60,11 @@ class StepMeter:
         self.num_draft_tokens = num_draft_tokens
         self._lane = lane
         marks = marks_for(device, clock or MonotonicClock())
-        self._mark, self._between_s = marks.mark, marks.between_s
+        self._marks, self._mark, self._between_s = marks, marks.mark, marks.between_s
         self._last: StepTimes | None = None
         self._last_slots: tuple[int, ...] = ()
         self._new_slots: set[int] = set()
-        self._over: deque[tuple[Any, Any, Any]] = deque()  # marks of steps that were read: last end, begin, end
+        self._over: deque[tuple[Any, StepTimes]] = deque()  # steps that were read, and the end of the one before
         self._step_s = Buckets(STEP_BOUNDS_S)
         self._gap_s = Buckets(GAP_BOUNDS_S)
         self._lock = threading.Lock()  # of the buckets, and of what follows
@@ -75,30 +81,44 @@ class StepMeter:
         """The device has other work before the next step: the time until then is no gap."""
         self._last = None
 
-    def launch(self, slots: tuple[int, ...]) -> StepTimes:
-        """A step is launched."""
+    def launch(self, slots: tuple[int, ...], *, decodes: bool = True) -> StepTimes:
+        """A step of the sequences in these slots is launched; whether any of them decodes."""
         before, new = self._last, self._new_slots
         if new or slots is not self._last_slots:
             if not any(slot not in new and slot in self._last_slots for slot in slots):
                 before = None
             new.clear()
             self._last_slots = slots
-        self._last = times = StepTimes(before)
+        self._last = times = StepTimes(before, decodes)
         return times
 
-    def run(self, times: StepTimes, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do the step, and mark its begin and its end."""
+    def begin(self, times: StepTimes) -> None:
+        """The step begins."""
         times.begin = self._mark()
-        result = work(*args, **kwargs)
+
+    def sampled(self, times: StepTimes) -> None:
+        """Its tokens are there."""
+        times.sampled = self._mark()
+
+    def end(self, times: StepTimes) -> None:
+        """It is over."""
         times.end = self._mark()
-        return result
 
     def read(self, times: StepTimes) -> None:
-        """The result of a step was read, so it is over; once."""
+        """The result of a step was read; once."""
         before, times.before = times.before, None  # or each step would lead to all before it
-        self._over.append((None if before is None else before.end, times.begin, times.end))
+        self._over.append((None if before is None else before.end, times))
         if len(self._over) >= _MAX_OVER:
             self._sort()
+
+    def durations_s(self, times: StepTimes) -> tuple[float, float] | None:
+        """Of a step: until its tokens were there, and in all; None while it is not over."""
+        if not self._is_over(times):
+            return None
+        return self._between_s(times.begin, times.sampled), self._between_s(times.begin, times.end)
+
+    def _is_over(self, times: StepTimes) -> bool:
+        return times.end is not None and self._marks.is_reached(times.end)
 
     def times(self) -> tuple[Distribution, Distribution]:
         """Durations of the steps that were read, and gaps before them, in seconds."""
@@ -108,11 +128,13 @@ class StepMeter:
 
     def _sort(self) -> None:
         with self._lock:
-            for _ in range(len(self._over)):
-                last_end, begin, end = self._over.popleft()
-                self._step_s.observe(self._between_s(begin, end))
+            while self._over and self._is_over(self._over[0][1]):
+                last_end, times = self._over.popleft()
+                if not times.decodes:
+                    continue
+                self._step_s.observe(self._between_s(times.begin, times.end))
                 if last_end is not None:
-                    self._gap_s.observe(self._between_s(last_end, begin))
+                    self._gap_s.observe(self._between_s(last_end, times.begin))
 
     def computed(self) -> RowCounts:
         """The counters as they were last copied, and have them copied again.

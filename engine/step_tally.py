@@ -15,7 +15,7 @@ from baton.core.distribution import Buckets
 from baton.core.step_report import COUNT_BOUNDS, RowCounts, StepReport
 from baton.engine.step_counters import at_least
 from baton.engine.step_meter import StepMeter
-from baton.engine.step_ticket import Emitted
+from baton.engine.step_result import Emitted
 
 _MAX_STEPS: Final = 64  # sorted at once, which is cheaper than one by one
 

@@ -1,11 +1,10 @@
-"""Pushes a layer's new KV while the forward computes the next layer: `begin -> submit* -> wait_all`, once per step.
+"""Pushes a layer's new KV while the forward computes the next layer: `open -> submit* -> close` (or `wait`), per step.
 
-The writer owns the life of a step. It refuses to know what a push is (`push_fn`), and to promise any order between
-tasks. The first error of a step is raised at `wait_all`, as it was raised, so that callers can tell its type; the
-others are attached to it as notes. A step that fails or is cancelled leaves the writer idle. Without parts, or without
-a `push_fn`, a step is a clean no-op.
+The writer owns the life of steps, of which several may be open. It refuses to know what a push is (`push_fn`), and to
+promise any order between tasks. The first error of a step is raised at `wait`, as it was raised, so that callers can
+tell its type; the others are attached to it as notes. Without parts, or without a `push_fn`, a step is a clean no-op.
 
-Beside the step there is work *aside*: tasks that belong to no step and run while no task of a step waits.
+Beside steps there is work *aside*: tasks that belong to no step and run while no task of a step waits.
 """
 
 import contextlib
@@ -27,7 +26,16 @@ from baton.kvtransfer.writer_threads import (
     WriterThreads,
 )
 
-__all__ = ["AsyncWriter", "PushFn", "PushPart", "WriterCancelled", "WriterDied", "WriterStalled", "WriterStateError"]
+__all__ = [
+    "AsyncWriter",
+    "PushFn",
+    "PushPart",
+    "WriterCancelled",
+    "WriterDied",
+    "WriterStalled",
+    "WriterStateError",
+    "WriterStep",
+]
 
 STALL_LIMIT_S = 10.0
 WAIT_LIMIT_S = 60.0
@@ -45,14 +53,62 @@ class PushPart:
 
 PushFn = Callable[[PushPart, int], None]
 OnParts = Callable[[Sequence[PushPart]], None]
+OnPartsEnd = Callable[[Sequence[PushPart], BaseException | None], None]
 
 
 class WriterStateError(RuntimeError):
     """A call that the writer's state does not allow: a bug in the caller."""
 
 
+class WriterStep:
+    """One step; `AsyncWriter.open` makes it. Its caller alone calls it, but for `cancel`."""
+
+    def __init__(self, writer: "AsyncWriter", parts: tuple[PushPart, ...], group: TaskGroup) -> None:
+        self._writer = writer
+        self._parts = parts
+        self._group = group
+        self._is_over = False
+
+    def submit(self, layer: int) -> None:
+        """The layer's K and V of every part are in the pool, or will be when the current stream gets here."""
+        if self._is_over:
+            raise WriterStateError("submit to a step that is over")
+        self._writer._submit(self._group, self._parts, layer)
+
+    def close(self) -> None:
+        """Nothing is submitted any more; returns at once. `on_end` is told when the last task is over."""
+        self._end()
+        self._writer._close_step(self._group)
+
+    def wait(self) -> None:
+        """Nothing is submitted any more: wait for every task.
+
+        Raises:
+            BaseException: what the first task that failed raised; notes tell of the others.
+            WriterStalled: the threads did not keep up. Tasks that still run end before `on_end` is called.
+            WriterDied: threads ended.
+            WriterCancelled: another thread cancelled the step.
+        """
+        self._end()
+        self._writer._finish(self._group)
+        if self._group.errors:
+            raise _first_of(self._group.errors)
+        if self._group.is_cancelled:
+            raise WriterCancelled("the step was cancelled while it was waited for")
+
+    def cancel(self) -> None:
+        """Throw tasks that wait away, and wait for those that run. After the end, nothing to do."""
+        self._is_over = True
+        self._writer._cancel(self._group)
+
+    def _end(self) -> None:
+        if self._is_over:
+            raise WriterStateError("the step is over")
+        self._is_over = True
+
+
 class AsyncWriter:
-    """The one writer of a prefill loop. Only that loop calls it, but for `aside`, `cancel` and `close`.
+    """The one writer of an engine. Only its loop calls it, but for `aside` and `close`.
 
     Args:
         push_fn: reads and hands over one part of one layer; runs on the threads. On CUDA the thread's own stream is
@@ -62,7 +118,7 @@ class AsyncWriter:
         queue_len: tasks of a step that may wait; a submit beyond that waits itself, and is counted in `num_stalls`.
         device: where the pool is; every thread makes it its own.
         on_begin: told the parts before the first task.
-        on_end: told them once no task reads their blocks any more.
+        on_end: told them once no task reads their blocks any more, and what the first task that failed raised.
         stall_limit_s: a submit that finds no room for so long fails the step.
         wait_limit_s: for the tasks of a step to end, once all are submitted.
     """
@@ -75,7 +131,7 @@ class AsyncWriter:
         device: torch.device,
         *,
         on_begin: OnParts | None = None,
-        on_end: OnParts | None = None,
+        on_end: OnPartsEnd | None = None,
         stall_limit_s: float = STALL_LIMIT_S,
         wait_limit_s: float = WAIT_LIMIT_S,
     ) -> None:
@@ -87,14 +143,13 @@ class AsyncWriter:
         self._wait_limit_s = wait_limit_s
         self._push_fn = push_fn
         self._threads = None if push_fn is None else WriterThreads(num_threads, device)
-        self._parts: tuple[PushPart, ...] = ()
-        self._step: TaskGroup | None = None  # None: idle
+        self._open: list[TaskGroup] = []  # steps that may not be over
         self._is_closed = False
-        self._lock = threading.Lock()  # of `_step`; what is in it has the lock of the threads
+        self._lock = threading.Lock()  # of these two
 
     @property
     def num_waiting(self) -> int:
-        """Tasks of the step that no thread has begun. Any thread."""
+        """Tasks of steps that no thread has begun. Any thread."""
         return self._threads.num_waiting if self._threads else 0
 
     @property
@@ -113,79 +168,39 @@ class AsyncWriter:
         return self._threads.num_deaths if self._threads else 0
 
     @contextlib.contextmanager
-    def step(self, parts: Sequence[PushPart]) -> Iterator["AsyncWriter"]:
-        """`begin`, then `wait_all`, or `cancel` if the block raises."""
-        self.begin(parts)
+    def step(self, parts: Sequence[PushPart]) -> Iterator[WriterStep]:
+        """`open`, then `wait`, or `cancel` if the block raises."""
+        step = self.open(parts)
         try:
-            yield self
+            yield step
         except BaseException:
-            self.cancel()
+            step.cancel()
             raise
-        self.wait_all()
+        step.wait()
 
-    def begin(self, parts: Sequence[PushPart]) -> None:
-        """Start a step."""
+    def open(self, parts: Sequence[PushPart]) -> WriterStep:
+        """Begin a step. Earlier ones need not be over."""
         own = tuple(parts) if self._threads else ()
         on_end = self._on_end
 
-        def on_quiet(_: BaseException | None) -> None:
+        def on_quiet(error: BaseException | None) -> None:
+            with self._lock:
+                self._open = [item for item in self._open if item is not group]
             if on_end is not None and own:
-                on_end(own)
+                on_end(own, error)
 
+        group = TaskGroup(on_quiet)
         with self._lock:
             if self._is_closed:
-                raise WriterStateError("begin on a closed writer")
-            if self._step is not None:
-                raise WriterStateError("begin while a step is open; wait_all or cancel ends it")
-            step = TaskGroup(on_quiet)
-            self._parts, self._step = own, step
+                raise WriterStateError("open on a closed writer")
+            self._open.append(group)
         if own:
             assert self._threads is not None
             self._threads.start()
-            self._threads.expect(step)
+            self._threads.expect(group)
             if self._on_begin is not None:
                 self._on_begin(own)
-
-    def submit(self, layer: int) -> None:
-        """The layer's K and V of every part are in the pool, or will be when the current stream gets here."""
-        step = self._step
-        if step is None:
-            raise WriterStateError("submit without begin")
-        if not self._parts:
-            return
-        assert self._threads is not None and self._push_fn is not None
-        event = self._threads.record()
-        for part in self._parts:
-            job = functools.partial(self._push_fn, part, layer)
-            if not self._threads.put(step, job, event, self._queue_len, self._stall_limit_s):
-                return  # wait_all raises what happened
-
-    def wait_all(self) -> None:
-        """Wait for every task and end the step.
-
-        Raises:
-            BaseException: what the first task that failed raised; notes tell of the others.
-            WriterStalled: the threads did not keep up. Tasks that still run end before `on_end` is called.
-            WriterDied: threads ended.
-            WriterCancelled: another thread cancelled the step.
-        """
-        step = self._step
-        if step is None:
-            raise WriterStateError("wait_all without begin")
-        self._end(step)
-        if step.errors:
-            raise _first_of(step.errors)
-        if step.is_cancelled:
-            raise WriterCancelled("the step was cancelled while it was waited for")
-
-    def cancel(self) -> None:
-        """Throw tasks that wait away, wait for those that run, and be idle. Without a step, nothing to do."""
-        step = self._step
-        if step is None:
-            return
-        if self._threads is not None:
-            self._threads.cancel(step)
-        self._end(step)
+        return WriterStep(self, own, group)
 
     def aside(self, jobs: Sequence[Job], on_done: OnQuiet) -> None:
         """Do something that belongs to no step, on the threads; returns at once. Any thread may call this.
@@ -205,19 +220,37 @@ class AsyncWriter:
 
     def close(self) -> None:
         """Cancel what is open and end the threads."""
-        self.cancel()
         with self._lock:
-            self._is_closed = True
+            self._is_closed, groups = True, tuple(self._open)
+        for group in groups:
+            self._cancel(group)
         if self._threads is not None:
             self._threads.close(self._wait_limit_s)
 
-    def _end(self, step: TaskGroup) -> None:
-        """Wait until no task is left, and be idle."""
+    # What steps ask for
+
+    def _submit(self, group: TaskGroup, parts: Sequence[PushPart], layer: int) -> None:
+        if not parts:
+            return
+        assert self._threads is not None and self._push_fn is not None
+        event = self._threads.record()
+        for part in parts:
+            job = functools.partial(self._push_fn, part, layer)
+            if not self._threads.put(group, job, event, self._queue_len, self._stall_limit_s):
+                return  # `wait` raises what happened, and `on_end` is told
+
+    def _close_step(self, group: TaskGroup) -> None:
         if self._threads is not None:
-            self._threads.finish(step, self._wait_limit_s)
-        with self._lock:
-            if self._step is step:
-                self._step = None
+            self._threads.leave_alone(group)
+
+    def _finish(self, group: TaskGroup) -> None:
+        if self._threads is not None:
+            self._threads.finish(group, self._wait_limit_s)
+
+    def _cancel(self, group: TaskGroup) -> None:
+        if self._threads is not None:
+            self._threads.cancel(group)
+            self._threads.finish(group, self._wait_limit_s)
 
 
 def _first_of(errors: list[BaseException]) -> BaseException:

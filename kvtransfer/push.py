@@ -22,7 +22,7 @@ from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.async_writer import AsyncWriter, PushPart
+from baton.kvtransfer.async_writer import AsyncWriter, PushPart, WriterStep
 from baton.kvtransfer.evidence import host_id
 from baton.kvtransfer.frame import FrameShape
 from baton.kvtransfer.lane_choice import LaneChoice, LaneChooser
@@ -184,6 +184,10 @@ class PushService:
             raise TransferFailed(f"the push thread ended: {self._broken!r}") from self._broken
         return [self._events.popleft() for _ in range(len(self._events))]
 
+    def open_step(self, parts: Sequence[tuple[AttemptKey, int, int]]) -> WriterStep:
+        """Push what a step computes: (attempt, first position, number of positions) of each prompt, in every layer."""
+        return self.writer.open([PushPart(*part) for part in parts])
+
     def reserve(
         self,
         attempt: AttemptKey,
@@ -315,18 +319,13 @@ class PushService:
             self._driver.push(pushed)
 
     def _hold(self, parts: Sequence[PushPart]) -> None:
-        attempts = {part.attempt for part in parts}
+        self._driver.begin_step({part.attempt for part in parts})
 
-        def hold(_: float) -> list[PushAction]:
-            for attempt in attempts:
-                self._protocol.hold(attempt)
-            return []
-
-        self._driver.begin_step(hold)
-
-    def _unhold(self, parts: Sequence[PushPart]) -> None:
-        attempts = {part.attempt for part in parts}
-        self._driver.end_step(lambda _: [action for attempt in attempts for action in self._protocol.unhold(attempt)])
+    def _unhold(self, parts: Sequence[PushPart], error: BaseException | None) -> None:
+        if error is not None and self._broken is None:
+            self._broken = error  # the loop hears of it: this worker cannot push any more
+            self.wakeup()
+        self._driver.end_step({part.attempt for part in parts})
 
     def _left(self, route: Route) -> None:
         self._driver.post(lambda _: self._routes.release(route))

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TypeVar
 
 from baton.core.clock import Clock
@@ -98,6 +98,8 @@ class PushDriver:
         self._open_parts: list[PushedPart] = []
         self._turn_s = self._tick_s = clock.now_s()
         self._num_lanes_failed = transport.counts.lanes_failed
+        self._num_steps = 0
+        self._steps_lock = threading.Lock()
         self._is_step_open = False
         self._is_napping = False
         self._is_waiting_for_lag = False
@@ -113,15 +115,41 @@ class PushDriver:
         else:
             self._transport.wake()
 
-    def begin_step(self, command: Command) -> None:
-        """Parts will come until `end_step`, and then a command: until then nothing is urgent, unless sockets wait."""
-        self._is_step_open = self._routes.are_one_sided
-        self.post(command)
+    def begin_step(self, attempts: Set[AttemptKey]) -> None:
+        """Parts of these will come until `end_step`: until then nothing is urgent, unless sockets wait.
 
-    def end_step(self, command: Command) -> None:
-        """The last part was pushed."""
-        self._is_step_open = False
-        self.post(command)
+        Their transfers are held, and not committed, until the step ends; several steps may be open.
+        """
+        with self._steps_lock:
+            self._num_steps += 1
+            self._is_step_open = self._routes.are_one_sided
+
+        def begin(_: float) -> Actions:
+            for attempt in attempts:
+                route = self._routes.get(attempt)
+                if route is not None:
+                    route.num_open += 1
+                self._protocol.hold(attempt)
+            return []
+
+        self.post(begin)
+
+    def end_step(self, attempts: Set[AttemptKey]) -> None:
+        """The last part of a step was pushed."""
+        with self._steps_lock:
+            self._num_steps -= 1
+            self._is_step_open = self._num_steps > 0 and self._routes.are_one_sided
+
+        def end(_: float) -> Actions:
+            actions: list[PushAction] = []
+            for attempt in attempts:
+                actions += self._protocol.unhold(attempt)
+                route = self._routes.get(attempt)
+                if route is not None and route.num_open:
+                    actions += self._close_one(route)
+            return actions
+
+        self.post(end)
 
     def push(self, part: PushedPart) -> None:
         """A writer is through with a part."""

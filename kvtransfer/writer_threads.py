@@ -206,6 +206,19 @@ class WriterThreads:
         if tell:
             group.tell()
 
+    def leave_alone(self, group: TaskGroup) -> None:
+        """Take nothing more for a group, which tells when no task of it is left."""
+        with self._changed:
+            group.is_closed = group.is_left_alone = True
+            self._expect_no_more(group)
+            self._changed.notify_all()
+            if not self._num_alive and not group.is_quiet:
+                group.errors.append(self._dead)
+                self._throw_away(group)
+            tell = group.take_telling()
+        if tell:
+            group.tell()
+
     def close(self, limit_s: float) -> None:
         """Throw away what waits, and end the threads."""
         with self._changed:

@@ -13,7 +13,7 @@ from baton.kernels.ops import Ops
 from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
-from baton.model.inputs import AttentionBatch, DecodeBatch
+from baton.model.inputs import AttentionBatch, DecodeBatch, MixedBatch, PrefillBatch
 from baton.model.layers import WeightSource
 
 
@@ -23,6 +23,7 @@ class AttentionInputs:
 
     Attributes:
         batch: positions, slots and tables.
+        slots_T: int64, where every row's K and V are written.
         pool: where K and V are written and read.
         cos_TF: cosines of the rotary angles.
         sin_TF: their sines.
@@ -31,6 +32,7 @@ class AttentionInputs:
     """
 
     batch: AttentionBatch
+    slots_T: torch.Tensor
     pool: KVPool
     cos_TF: torch.Tensor
     sin_TF: torch.Tensor
@@ -39,8 +41,8 @@ class AttentionInputs:
 
     @property
     def may_wait(self) -> bool:
-        """Whether the host may wait for the device: in prefill, never in a decode step."""
-        return not isinstance(self.batch, DecodeBatch)
+        """Whether the host may wait for the device: never where decode rows take part."""
+        return isinstance(self.batch, PrefillBatch)
 
 
 class Attention:
@@ -66,7 +68,7 @@ class Attention:
             self._ops.linear(x_TD, self.qkv_QD),
             self.norms,
             (inputs.cos_TF, inputs.sin_TF),
-            _slots(inputs.batch),
+            inputs.slots_T,
             LayerPool(key_NHSD=key_NHSE, value_NHSD=value_NHSE, key_scale=key_scale, value_scale=value_scale),
         )
         inputs.on_layer(self._layer)
@@ -76,32 +78,45 @@ class Attention:
     def _attend(
         self, query_TAE: torch.Tensor, key_NHSE: torch.Tensor, value_NHSE: torch.Tensor, inputs: AttentionInputs
     ) -> torch.Tensor:
-        batch = inputs.batch
-        if isinstance(batch, DecodeBatch):
-            query_BQAE = query_TAE.unflatten(0, batch.positions_BQ.shape)
-            mixed_BQAE = self._ops.attention_decode(
-                query_BQAE,
-                key_NHSE,
-                value_NHSE,
-                batch.block_tables_BM,
-                batch.positions_BQ,
-                batch.max_context_len,
-                plans=inputs.plans,
-                scales=self._scales,
-            )
-            return mixed_BQAE.flatten(0, 1)
+        batch, pool = inputs.batch, (key_NHSE, value_NHSE)
+        match batch:
+            case PrefillBatch():
+                return self._attend_prompts(query_TAE, batch, pool, inputs.plans)
+            case DecodeBatch():
+                return self._attend_decode(query_TAE, batch, pool, inputs.plans)
+            case MixedBatch():
+                num_prompt = len(batch.prompts.positions_T)
+                return torch.cat(
+                    [
+                        self._attend_prompts(query_TAE[:num_prompt], batch.prompts, pool, inputs.plans),
+                        self._attend_decode(query_TAE[num_prompt:], batch.decode, pool, inputs.plans),
+                    ]
+                )
+
+    def _attend_prompts(
+        self, query_TAE: torch.Tensor, batch: PrefillBatch, pool: tuple[torch.Tensor, torch.Tensor], plans: SharePlans
+    ) -> torch.Tensor:
         return self._ops.attention_prefill(
             query_TAE,
-            key_NHSE,
-            value_NHSE,
+            *pool,
             batch.block_tables_BM,
             batch.query_lens,
             batch.context_lens,
             batch.lens_on_device,
-            plans=inputs.plans,
+            plans=plans,
             scales=self._scales,
         )
 
-
-def _slots(batch: AttentionBatch) -> torch.Tensor:
-    return batch.slots_BQ.flatten() if isinstance(batch, DecodeBatch) else batch.slots_T
+    def _attend_decode(
+        self, query_TAE: torch.Tensor, batch: DecodeBatch, pool: tuple[torch.Tensor, torch.Tensor], plans: SharePlans
+    ) -> torch.Tensor:
+        mixed_BQAE = self._ops.attention_decode(
+            query_TAE.unflatten(0, batch.positions_BQ.shape),
+            *pool,
+            batch.block_tables_BM,
+            batch.positions_BQ,
+            batch.max_context_len,
+            plans=plans,
+            scales=self._scales,
+        )
+        return mixed_BQAE.flatten(0, 1)

@@ -50,4 +50,34 @@ class DecodeBatch:
     max_context_len: int
 
 
-AttentionBatch = PrefillBatch | DecodeBatch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedBatch:
+    """Chunks of prompts and decode rows in one pass: the T tokens of `prompts`, then the B * Q rows of `decode`."""
+
+    prompts: PrefillBatch
+    decode: DecodeBatch
+
+
+AttentionBatch = PrefillBatch | DecodeBatch | MixedBatch
+
+
+def positions_of(batch: AttentionBatch) -> torch.Tensor:
+    """Position of every row, int64 [T]."""
+    match batch:
+        case PrefillBatch():
+            return batch.positions_T
+        case DecodeBatch():
+            return batch.positions_BQ.flatten()
+        case MixedBatch():
+            return torch.cat([batch.prompts.positions_T, batch.decode.positions_BQ.flatten()])
+
+
+def slots_of(batch: AttentionBatch) -> torch.Tensor:
+    """Flat pool slot that every row's KV is written to, int64 [T]."""
+    match batch:
+        case PrefillBatch():
+            return batch.slots_T
+        case DecodeBatch():
+            return batch.slots_BQ.flatten()
+        case MixedBatch():
+            return torch.cat([batch.prompts.slots_T, batch.decode.slots_BQ.flatten()])

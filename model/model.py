@@ -24,7 +24,7 @@ from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.draft_head import HeadIds, columns_in_order, invert_d2t
 from baton.model.draft_names import DRAFT_HEAD
-from baton.model.inputs import AttentionBatch, DecodeBatch
+from baton.model.inputs import AttentionBatch, positions_of, slots_of
 from baton.model.layers import WeightSource
 from baton.model.mtp import MTPHead
 from baton.model.vocab import WHOLE, CutVocab, Vocab
@@ -172,6 +172,5 @@ class Model:
         return logits_NX.float() if logits_NX.dtype.itemsize < 4 and self.choosing is None else logits_NX
 
     def _inputs(self, batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]) -> AttentionInputs:
-        positions = batch.positions_BQ.flatten() if isinstance(batch, DecodeBatch) else batch.positions_T
-        cos_TF, sin_TF = rope_angles(positions, self._inverse_F)
-        return AttentionInputs(batch, pool, cos_TF, sin_TF, on_layer)
+        cos_TF, sin_TF = rope_angles(positions_of(batch), self._inverse_F)
+        return AttentionInputs(batch, slots_of(batch), pool, cos_TF, sin_TF, on_layer)

@@ -5,21 +5,19 @@ grant on, and says that a transfer has ended when it has ended at every rank, be
 What happens at other ranks comes back by itself, and wakes the loop. The other ranks run `PrefillFollower`.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.core.request import AttemptKey
-from baton.engine.gang import FollowPrefill
+from baton.engine.lead import FollowRunner
 from baton.engine.plan import PlanChannel
 from baton.engine.plan_messages import Stop
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.async_writer import AsyncWriter, PushPart
 from baton.kvtransfer.lane_choice import LaneChoice
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushEvent, PushFailed, PushService
 from baton.kvtransfer.push_totals import PathCounts
-from baton.prefill_worker.gang_messages import Abort, Adopt, Begin, Commit, End, PushCached, Submit
+from baton.prefill_worker.gang_messages import Abort, Adopt, Commit, PushCached
 from baton.proto import kv_pb2
 
 
@@ -36,38 +34,10 @@ class _Transfer:
     has_failed: bool = False  # and the worker was told
 
 
-class GangWriter:
-    """Every rank's `AsyncWriter`, as one."""
-
-    def __init__(self, own: AsyncWriter, channel: PlanChannel) -> None:
-        self._own = own
-        self._channel = channel
-
-    @contextlib.contextmanager
-    def step(self, parts: Sequence[PushPart]) -> Iterator["GangWriter"]:
-        """As `AsyncWriter.step`, at every rank."""
-        self._channel.tell(Begin(tuple(parts)))
-        self._own.begin(parts)
-        try:
-            yield self
-        except BaseException:
-            self._own.cancel()
-            raise  # the loop ends, and the other ranks with their group
-        self._channel.tell(End())
-        self._own.wait_all()
-
-    def submit(self, layer: int) -> None:
-        """As `AsyncWriter.submit`, at every rank."""
-        if not self._channel.is_computing:  # else each rank's own forward submits
-            self._channel.tell(Submit(layer))
-        self._own.submit(layer)
-
-
 class GangPush:
     """Rank 0's `PushService`, and what the other ranks' have to say."""
 
     def __init__(self, own: PushService, channel: PlanChannel) -> None:
-        self.writer = GangWriter(own.writer, channel)
         self._own = own
         self._channel = channel
         self._transfers: dict[AttemptKey, _Transfer] = {}
@@ -182,12 +152,12 @@ class PrefillFollower:
     """What another rank does, until rank 0 says stop.
 
     Args:
-        runner: of this rank.
+        runner: of this rank; its steps push through `push`.
         push: of this rank; owned from here on.
         channel: to rank 0.
     """
 
-    def __init__(self, runner: FollowPrefill, push: PushService, channel: PlanChannel) -> None:
+    def __init__(self, runner: FollowRunner, push: PushService, channel: PlanChannel) -> None:
         self._runner = runner
         self._push = push
         self._channel = channel
@@ -202,9 +172,10 @@ class PrefillFollower:
         self._push.wakeup = self._channel.link.wake
         self._push.start()
         try:
-            while not isinstance(plan := self._channel.hear(), Stop):
-                if plan is not None and not self._runner.take(plan, self._push.writer.submit):
+            while not isinstance(plan := self._channel.hear(self._runner.look_s), Stop):
+                if plan is not None and not self._runner.take(plan):
                     self._take(plan)
+                self._runner.look()
                 for event in self._push.poll():
                     self._channel.tell(event)
         finally:
@@ -213,12 +184,6 @@ class PrefillFollower:
     def _take(self, plan: Any) -> None:
         push = self._push
         match plan:
-            case Begin():
-                push.writer.begin(plan.parts)
-            case Submit():
-                push.writer.submit(plan.layer)
-            case End():
-                push.writer.wait_all()
             case Adopt():
                 push.adopt(plan.attempt, plan.peer, plan.table, plan.prompt_len, plan.grant)
             case PushCached():

@@ -9,27 +9,7 @@ from baton.core.request import AttemptKey
 from baton.engine.plan import plan_codec
 from baton.engine.plan_codec import PlanCodec
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.async_writer import PushPart
 from baton.kvtransfer.push import Acked, DecodePeer, GrantInfo, PushDrained, PushFailed
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """`AsyncWriter.begin`."""
-
-    parts: tuple[PushPart, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """`AsyncWriter.submit`."""
-
-    layer: int
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """`AsyncWriter.wait_all`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +48,7 @@ class Abort:
     reason: str
 
 
-TOLD: dict[int, type] = {64: Begin, 65: Submit, 66: End, 67: Adopt, 68: PushCached, 69: Commit, 70: Abort}
+TOLD: dict[int, type] = {67: Adopt, 68: PushCached, 69: Commit, 70: Abort}
 REPORTED: dict[int, type] = {80: Acked, 81: PushFailed, 82: PushDrained}
 
 

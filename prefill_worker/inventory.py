@@ -1,11 +1,9 @@
-"""What a prefill worker's heartbeat says it holds, from its parts; any thread, counts may be a step apart."""
+"""What a prefill worker's heartbeat says it holds; any thread, counts may be a step apart."""
 
-from baton.core.pace import PrefillPace
-from baton.core.rate import RateMeter
-from baton.kvcache.allocator import BlockAllocator
+from baton.engine.engine import Engine
 from baton.kvtransfer.push import PushService
 from baton.prefill_worker.gang import GangPush
-from baton.prefill_worker.scheduler import PrefillScheduler, PrefillState
+from baton.prefill_worker.push_line import PushLine
 from baton.proto import worker_pb2
 from baton.proto.step_wire import waiting_to_proto
 from baton.worker.prefill_pace import pace_to_proto
@@ -13,11 +11,9 @@ from baton.worker.transfer_counts import push_counts
 
 
 def prefill_inventory(
-    scheduler: PrefillScheduler,
-    allocator: BlockAllocator,
+    engine: Engine,
+    line: PushLine,
     push: PushService | GangPush,
-    rate: RateMeter,
-    pace: PrefillPace,
     *,
     full_tokens_per_s: float,
     num_requests: int,
@@ -27,18 +23,16 @@ def prefill_inventory(
     """The message.
 
     Args:
-        scheduler: of the worker, like the next three.
-        allocator: of its blocks.
+        engine: of the worker.
+        line: requests, and which of them may ask for room.
         push: its side of the hand-off.
-        rate: prompt tokens computed.
-        pace: what steps over them take.
         full_tokens_per_s: prompt tokens computed in full steps; 0 is not known.
         num_requests: that are here.
         num_finished: that ended well.
         num_failed: that did not.
     """
-    pushes = push.inventory()
-    num_waiting = scheduler.count(PrefillState.WAITING)
+    pushes, scheduler, allocator = push.inventory(), engine.scheduler, engine.scheduler.allocator
+    num_waiting = line.num_waiting()
     return worker_pb2.Inventory(
         num_requests_waiting=num_waiting,
         waiting=waiting_to_proto({"turn": num_waiting}),
@@ -56,8 +50,8 @@ def prefill_inventory(
         num_prefix_hits=scheduler.num_prefix_hits,
         num_blocks_cached=len(allocator.index),
         transfer=push_counts(pushes, push.paths(), push.lanes()),
-        num_prefill_tokens_queued=scheduler.num_tokens_queued(),
-        prefill_tokens_per_s=rate.per_s,
+        num_prefill_tokens_queued=line.num_tokens_queued(),
+        prefill_tokens_per_s=engine.rate.per_s,
         full_prefill_tokens_per_s=full_tokens_per_s,
-        prefill_pace=pace_to_proto(pace),
+        prefill_pace=pace_to_proto(engine.pace),
     )

@@ -15,8 +15,8 @@ from baton.core.clock_id import clock_id
 from baton.core.config import WorkerConfig
 from baton.core.logs import know
 from baton.core.telemetry import Telemetry
-from baton.engine.gang import FollowPrefill, LeadPrefill
-from baton.engine.prefill import PrefillRunner
+from baton.engine.lead import FollowRunner, LeadRunner
+from baton.engine.runner import Runner
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.evidence import host_id
 from baton.kvtransfer.lanes import NIXL
@@ -32,7 +32,8 @@ from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.compute_form import compute_report
 from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
 from baton.worker.host import WorkerHost, worker_identity
-from baton.worker.loading import LoadedWorker, load_worker, reach_of, request_limits
+from baton.worker.loading import LoadedWorker, load_worker, request_limits
+from baton.worker.runner import prefill_runner
 from baton.worker.seat import RankStarter, Seat
 
 
@@ -69,13 +70,10 @@ class PrefillNode:
         self._chosen = loaded.sizes.why
         self._layout = loaded.layout
         self._model = loaded.model
-        runner = PrefillRunner(
-            loaded.model, loaded.pool, group, eos_token_ids=loaded.tokenizer.eos_token_ids, grammars=loaded.grammars
-        )
-        runner.warm_up(reach_of(self.config, loaded.model))
         with ExitStack() as undo:  # what has begun when something fails ends with it
             push = _push(self.config, loaded, self.epoch)
             undo.callback(push.close)
+            runner = prefill_runner(self.config, loaded, group, push.open_step)
             self.worker = self._make_worker(loaded, runner, push)
             undo.pop_all()  # it is the worker's
             undo.callback(self.worker.close)
@@ -85,21 +83,21 @@ class PrefillNode:
             self.host.start()
             undo.pop_all()
 
-    def _make_worker(self, loaded: LoadedWorker, runner: PrefillRunner, push: PushService) -> PrefillWorker:
+    def _make_worker(self, loaded: LoadedWorker, runner: Runner, push: PushService) -> PrefillWorker:
         config, clock, channel = self.config, MonotonicClock(), self._channel
         about = {"worker_id": config.worker_id, "epoch": f"{self.epoch:016x}"}
         self._telemetry = Telemetry(config.telemetry, "prefill", clock, about)
         return PrefillWorker(
             tracer=self._telemetry.tracer,
-            runner=runner if channel is None else LeadPrefill(runner, channel),
+            runner=runner if channel is None else LeadRunner(runner, channel),
             pool=loaded.pool,
             tokenizer=loaded.tokenizer,
             limits=request_limits(
                 loaded.model, max_model_len=config.max_model_len, num_draft_tokens=config.num_draft_tokens
             ),
             push=push if channel is None else GangPush(push, channel),
-            chunk_len=config.chunk_len,
-            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.chunk_len,
+            scheduling=config.scheduling,
             max_queue_len=config.max_queue_len,
             prefix_cache=config.prefix_cache,
             clock=clock,
@@ -189,13 +187,9 @@ class PrefillRank:
         with closed_if_it_fails(channel):
             loaded = load_worker(config, communicator=channel.communicator)
             config = loaded.applied(config)
-            eos_token_ids = loaded.tokenizer.eos_token_ids
-            runner = PrefillRunner(
-                loaded.model, loaded.pool, channel.communicator, eos_token_ids=eos_token_ids, grammars=loaded.grammars
-            )
-            runner.warm_up(reach_of(config, loaded.model))
             push = _push(config, loaded, seat.epoch)
-            self._follower = PrefillFollower(FollowPrefill(runner, channel), push, channel)
+            runner = prefill_runner(config, loaded, channel.communicator, push.open_step)
+            self._follower = PrefillFollower(FollowRunner(runner, channel), push, channel)
             channel.follow()
 
     def run(self) -> None:

@@ -4,30 +4,29 @@ import functools
 
 from baton.core.span import SERVER, Attribute, SpanBatch, Tracer
 from baton.core.trace_context import TraceContext
-from baton.prefill_worker.scheduler import PrefillSequence
+from baton.prefill_worker.request import PrefillRequest
 
 
-def trace_prefill(tracer: Tracer, sequence: PrefillSequence, now_s: float) -> None:
-    """Have them made; nothing for a request that is not traced. The sequence does not change any more."""
-    parent = sequence.request.trace
+def trace_prefill(tracer: Tracer, request: PrefillRequest, now_s: float) -> None:
+    """Have them made; nothing for a request that is not traced. It does not change any more."""
+    parent = request.sequence.request.trace
     if parent is not None:
-        tracer.put(functools.partial(_make, parent.child(), sequence, now_s))
+        tracer.put(functools.partial(_make, parent.child(), request, now_s))
 
 
-def _make(context: TraceContext, sequence: PrefillSequence, now_s: float, batch: SpanBatch) -> None:
-    marks, chunks = sequence.marks_s, sequence.chunks
+def _make(context: TraceContext, request: PrefillRequest, now_s: float, batch: SpanBatch) -> None:
+    sequence = request.sequence
     about: dict[str, Attribute] = {
         "request_id": sequence.key.request_id,
         "attempt": sequence.key.attempt,
-        "decode_worker": sequence.peer,
+        "decode_worker": request.peer.worker_id,
         "prompt_len": sequence.request.prompt_len,
         "num_cached_tokens": sequence.num_cached,
     }
-    batch.add(context, "prefill", marks["submitted"], now_s, kind=SERVER, error=sequence.error, attributes=about)
-    batch.child(context, "prefill.queue", marks["submitted"], marks.get("reserved", now_s))
-    batch.child(context, "landing.wait", marks.get("reserved", 0.0), marks.get("granted", now_s))
-    for start_s, end_s, first, length in chunks:
+    batch.add(context, "prefill", sequence.submitted_s, now_s, kind=SERVER, error=request.error, attributes=about)
+    batch.child(context, "prefill.queue", sequence.submitted_s, request.reserved_s or now_s)
+    batch.child(context, "landing.wait", request.reserved_s, request.granted_s or now_s)
+    for start_s, end_s, first, length in sequence.chunks:
         batch.child(context, "prefill.chunk", start_s, end_s, {"first": first, "num_tokens": length})
-    first_s = chunks[-1][1] if chunks and not sequence.num_left else 0.0
-    batch.child(context, "prefill.mtp", first_s, marks.get("handed over", 0.0))
-    batch.child(context, "push.exposed", marks.get("handed over", 0.0), now_s)
+    batch.child(context, "prefill.mtp", sequence.first_token_s, request.handed_off_s)
+    batch.child(context, "push.exposed", request.handed_off_s, now_s)

@@ -1,69 +1,52 @@
-"""The prefill role: reads prompts, pushes their KV while it computes, hands over to a decode worker.
+"""The prefill role: an engine that pushes the KV of its prompts to decode workers while it computes them.
 
 A plain class around one loop thread, so that tests run it without Ray. It owns the order of a request's steps; the
-arithmetic is engine's, the hand-off kvtransfer's.
+arithmetic is the engine's, the hand-off kvtransfer's.
 """
 
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import torch
 
 from baton.core.clock import Clock
-from baton.core.errors import (
-    BatonError,
-    RequestCancelled,
-    RequestDeadlineExceeded,
-    TransferFailed,
-    as_internal,
-)
+from baton.core.config import SchedulingName
+from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded, TransferFailed, as_internal
 from baton.core.logprobs import TokenLogprobs
 from baton.core.logs import shown
-from baton.core.pace import PrefillPace
-from baton.core.rate import FullStepRate, RateMeter
-from baton.core.request import AttemptKey, FinishReason, GenerationRequest
+from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.span import Tracer
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits, validate_attempt
+from baton.engine.engine import Engine, Published
 from baton.engine.finish import FinishChecker
-from baton.engine.gang import LeadPrefill
 from baton.engine.grammar import check_compiles
-from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
+from baton.engine.lead import LeadRunner
+from baton.engine.runner import Runner
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import Phase
+from baton.engine.sequence import Sequence as EngineSequence
+from baton.engine.speculation import Speculation
+from baton.engine.step_result import HandoffState
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.block_log import BlockLog
 from baton.kvcache.pool import KVPool
 from baton.kvcache.prefix_index import PrefixIndex
-from baton.kvtransfer.async_writer import PushPart
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
 from baton.prefill_worker.denial import error_of
 from baton.prefill_worker.gang import GangPush
 from baton.prefill_worker.inventory import prefill_inventory
-from baton.prefill_worker.prefix_names import PrefixNames
-from baton.prefill_worker.scheduler import ChunkPlan, PrefillScheduler, PrefillSequence, PrefillState
+from baton.prefill_worker.push_line import PushLine
+from baton.prefill_worker.request import PrefillRequest, PrefillStream
 from baton.prefill_worker.tracing import trace_prefill
 from baton.proto import kv_pb2, worker_pb2
 from baton.proto.wire import logprobs_to_proto
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
-from baton.worker.stream import EventSink
+from baton.worker.prefix_names import PrefixNames
 
 MAX_RESERVE_WAIT_S = 3600.0
 
 log = logging.getLogger(__name__)
-
-PrefillStream = EventSink[worker_pb2.PrefillEvent]
-
-
-@dataclass(slots=True)
-class _Run:
-    """What the worker keeps of a request beside its sequence."""
-
-    sequence: PrefillSequence
-    peer: DecodePeer
-    stream: PrefillStream
-    handed_over: bool = False  # this attempt has a push that kvtransfer knows
 
 
 class PrefillWorker:
@@ -72,15 +55,15 @@ class PrefillWorker:
     def __init__(
         self,
         *,
-        runner: PrefillRunner | LeadPrefill,
+        runner: Runner | LeadRunner,
         pool: KVPool,
         tokenizer: Tokenizer,
         limits: RequestLimits,
         push: PushService | GangPush,
-        chunk_len: int,
-        max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_queue_len: int,
         prefix_cache: bool = True,
+        scheduling: SchedulingName = "async",
         clock: Clock,
         on_fatal: Callable[[BaseException], None],
         tracer: Tracer | None = None,
@@ -92,18 +75,24 @@ class PrefillWorker:
         self._clock = clock
         self.names = PrefixNames(pool.layout, with_mtp=runner.has_mtp, enabled=prefix_cache)
         self.block_log = BlockLog()
-        index = PrefixIndex(self.block_log)
-        self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size, index)
-        self._rate, self._pace = RateMeter(), PrefillPace()
-        self._full_rate, self._chunk_len = FullStepRate(), chunk_len
-        self._scheduler = PrefillScheduler(self._allocator, chunk_len, max_num_seqs)
+        allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size, PrefixIndex(self.block_log))
+        self.engine = Engine(
+            runner=runner,
+            scheduler=Scheduler(allocator, num_slots=runner.max_num_seqs),
+            role=self,
+            clock=clock,
+            max_num_batched_tokens=max_num_batched_tokens,
+            scheduling=scheduling,
+            speculation=Speculation(runner.num_draft_tokens, runner.num_draft_tokens, clock),
+        )
         capacity_len = pool.num_blocks * pool.layout.block_size
         self._limits = dataclasses.replace(limits, prefill_capacity_len=capacity_len)
         self._gate = Gate("the prefill worker is full", max_queue_len)
-        self._runs: dict[AttemptKey, _Run] = {}
+        self._requests: dict[AttemptKey, PrefillRequest] = {}
+        self._line = PushLine(self.engine.scheduler, max_num_batched_tokens)
         self._num_finished = 0
         self._num_failed = 0
-        self._loop = LoopThread("prefill-loop", self._step, on_fatal)
+        self._loop = LoopThread("prefill-loop", self.engine.step, on_fatal)
         push.wakeup = self._loop.wake
 
     def start(self) -> None:
@@ -114,8 +103,9 @@ class PrefillWorker:
     def close(self) -> None:
         """Stop; requests that are here end with `RequestCancelled`."""
         self._loop.close()
-        for run in self._runs.values():
-            run.stream.end(RequestCancelled("the prefill worker is shutting down"))
+        self._runner.drain()  # a step in flight pushes what it computes
+        for request in self._requests.values():
+            request.stream.end(RequestCancelled("the prefill worker is shutting down"))
         self._push.close()
 
     def submit(self, request: GenerationRequest, peer: DecodePeer, stream: PrefillStream) -> None:
@@ -126,10 +116,17 @@ class PrefillWorker:
             Overloaded: the queue is full.
         """
         self.check(request)
-        names = self.names.of(request)
+        sequence = EngineSequence(
+            request=request,
+            checker=FinishChecker.of(request, self._tokenizer),
+            draft_cap=request.num_draft_tokens,
+            submitted_s=self._clock.now_s(),
+            is_pushed=True,
+            block_hashes=self.names.of(request),
+        )
         self._gate.enter()
         try:
-            self._loop.post(lambda: self._add(request, peer, stream, names), always=True)
+            self._loop.post(lambda: self._add(PrefillRequest(sequence, peer, stream)), always=True)
         except BaseException:
             self._gate.leave()
             raise
@@ -156,13 +153,11 @@ class PrefillWorker:
     def inventory(self) -> worker_pb2.Inventory:
         """What this worker holds. Any thread; counts may be a step apart from each other."""
         found = prefill_inventory(
-            self._scheduler,
-            self._allocator,
+            self.engine,
+            self._line,
             self._push,
-            self._rate,
-            self._pace,
-            full_tokens_per_s=self._full_rate.per_s(self._clock.now_s()),
-            num_requests=len(self._runs),
+            full_tokens_per_s=self.engine.full_rate.per_s(self._clock.now_s()),
+            num_requests=len(self._requests),
             num_finished=self._num_finished,
             num_failed=self._num_failed,
         )
@@ -170,227 +165,170 @@ class PrefillWorker:
             found.grammar_seconds = self._runner.grammars.spent_s
         return found
 
-    # The loop: receive -> reserve -> schedule -> forward -> publish. Everything below runs on the loop thread.
+    # The engine's role (`engine.engine.Role`). Everything below runs on the loop thread.
 
-    def _step(self) -> bool:
-        worked = self._receive()
-        self._expire()
-        self._reserve()
-        chunks = self._scheduler.plan()
-        if chunks:
-            self._forward(chunks)
-        return worked or bool(chunks)
-
-    def _add(
-        self, request: GenerationRequest, peer: DecodePeer, stream: PrefillStream, block_names: tuple[bytes, ...]
-    ) -> None:
-        if request.key in self._runs:
-            stream.end(RequestCancelled(f"{request.key} is already here", key=str(request.key)))
-            self._gate.leave()
-            return
-        marks_s = {"submitted": self._clock.now_s()}
-        sequence = PrefillSequence(request, peer.worker_id, block_names=block_names, marks_s=marks_s)
-        self._runs[request.key] = _Run(sequence, peer, stream)
-        self._scheduler.add(sequence)
-
-    def _receive(self) -> bool:
+    def receive(self) -> bool:
+        """See `Role`."""
         events = self._push.poll()
         for event in events:
-            run = self._runs.get(event.attempt)
-            if run is None:
+            request = self._requests.get(event.attempt)
+            if request is None:
                 continue
             match event:
                 case Granted():
-                    self._granted(run)
+                    self._granted(request)
                 case Denied():
-                    self._denied(run, event)
+                    self._fail(request, self._or_late(request, error_of(event)))
+                    self._forget(request)
                 case Acked():
-                    self._acked(run, event)
+                    self._acked(request, event)
                 case PushFailed():
-                    self._push_failed(run, event)
+                    error = TransferFailed(f"the KV hand-off failed: {event.reason}", reason=event.reason)
+                    self.engine.end(request.sequence, self._or_late(request, error))
                 case PushDrained():
-                    self._drained(run)
+                    # A push that ended by itself is reported failed first, so the stream has ended.
+                    assert request.stream.ended
+                    self._forget(request)
         return bool(events)
 
-    def _granted(self, run: _Run) -> None:
-        if run.sequence.state is PrefillState.RESERVING:
-            run.sequence.state = PrefillState.READY
-            run.sequence.marks_s["granted"] = self._clock.now_s()
-            if run.sequence.num_cached:  # what is not computed is on its way before the first forward
-                self._push.push_cached(run.sequence.key, 0, run.sequence.num_cached)
+    def granted(self, sequence: EngineSequence) -> None:
+        """See `Role`."""
+        raise AssertionError("a prefill worker receives nothing")
 
-    def _denied(self, run: _Run, event: Denied) -> None:
-        self._end(run, self._or_late(run, error_of(event)))
-        self._forget(run)
+    def plan(self) -> None:
+        """See `Role`: ask for room at decode workers."""
+        now_s = self._clock.now_s()
+        while (request := self._line.next_to_reserve(now_s)) is not None:
+            request.reserved_s = now_s
+            asked, table = request.sequence.request, request.sequence.table
+            assert table is not None
+            self._push.reserve(
+                request.key,
+                request.peer,
+                table,
+                prompt_len=asked.prompt_len,
+                capacity_len=asked.capacity_len,
+                wait_s=min(max(asked.deadline_s - now_s, 0.001), MAX_RESERVE_WAIT_S),
+            )
 
-    def _acked(self, run: _Run, event: Acked) -> None:
+    def prompt_logprobs(self, sequence: EngineSequence, reports: tuple[TokenLogprobs, ...]) -> None:
+        """See `Role`."""
+        tokens = [logprobs_to_proto(report) for report in reports]
+        event = worker_pb2.PrefillEvent(prompt_logprobs=worker_pb2.PromptLogprobs(tokens=tokens))
+        self._requests[sequence.key].stream.emit(event)
+
+    def publish(self, published: Sequence[Published]) -> None:
+        """See `Role`."""
+        for made in published:
+            request = self._requests[made.sequence.key]
+            try:
+                self._publish(request, made)
+            except Exception as error:  # noqa: BLE001  what one request's events raise ends that request
+                self.engine.end(made.sequence, as_internal("the first token of a request", error))
+
+    def hand_off(self, sequence: EngineSequence, first_token: int, state: HandoffState) -> None:
+        """See `Role`."""
+        request = self._requests[sequence.key]
+        request.handed_off_s = now_s = self._clock.now_s()
+        draft_ms = 1e3 * (now_s - sequence.first_token_s)
+        committed = kv_pb2.SequenceState(first_token=first_token, num_draws=1, draft_ms=draft_ms)
+        if state.draft_token is not None:
+            committed.draft_tokens.append(state.draft_token)
+            committed.hidden = state.hidden
+        self._push.commit(sequence.key, committed, sequence.first_token_s)
+
+    def preempted(self, sequence: EngineSequence) -> None:
+        """See `Role`."""
+        raise AssertionError("what is pushed is never preempted")
+
+    def ended(self, sequence: EngineSequence, error: BatonError | None) -> None:
+        """See `Role`."""
+        request = self._requests[sequence.key]
+        if error is not None:
+            self._fail(request, error)
+        if sequence.phase is Phase.WAITING:
+            self._close(request)
+        else:
+            self._push.abort(sequence.key, "ended at its first token" if error is None else error.message)
+
+    def _add(self, request: PrefillRequest) -> None:
+        if request.key in self._requests:
+            request.stream.end(RequestCancelled(f"{request.key} is already here", key=str(request.key)))
+            self._gate.leave()
+            return
+        self._requests[request.key] = request
+        self.engine.add(request.sequence)
+        self._line.add(request)
+
+    def _granted(self, request: PrefillRequest) -> None:
+        sequence = request.sequence
+        if sequence.phase is not Phase.RESERVING:
+            return
+        request.granted_s = self._clock.now_s()
+        self.engine.scheduler.make_ready(sequence)
+        if sequence.num_cached:  # what is not computed is on its way before the first step
+            self._push.push_cached(sequence.key, 0, sequence.num_cached)
+
+    def _acked(self, request: PrefillRequest, event: Acked) -> None:
         # An abort may have crossed the acknowledgement; then the stream has ended already.
-        if not run.stream.ended:
-            lane = self._push.lanes().get(run.peer.kv_address)
+        if not request.stream.ended:
+            lane = self._push.lanes().get(request.peer.kv_address)
             done = worker_pb2.PrefillDone(
                 kv_bytes_pushed=event.bytes_pushed, handed_off=True, kv_lane="" if lane is None else lane.lane
             )
-            run.stream.emit(worker_pb2.PrefillEvent(done=done))
-            run.stream.end()
+            request.stream.emit(worker_pb2.PrefillEvent(done=done))
+            request.stream.end()
             self._num_finished += 1
-        self._forget(run)
+        self._forget(request)
 
-    def _push_failed(self, run: _Run, event: PushFailed) -> None:
-        error = TransferFailed(f"the KV hand-off failed: {event.reason}", reason=event.reason)
-        self._fail(run, self._or_late(run, error))
-
-    def _or_late(self, run: _Run, error: BatonError) -> BatonError:
+    def _or_late(self, request: PrefillRequest, error: BatonError) -> BatonError:
         """Both sides hold the same deadline; where decode saw it first, its word arrives here as a failed hand-off."""
-        is_late = run.sequence.request.deadline_s <= self._clock.now_s()
+        is_late = request.sequence.request.deadline_s <= self._clock.now_s()
         return RequestDeadlineExceeded("the deadline passed during prefill") if is_late else error
 
-    def _drained(self, run: _Run) -> None:
-        # A push that ended by itself (its decode worker died) is reported failed first, so the stream has ended.
-        assert run.stream.ended
-        self._forget(run)
-
-    def _expire(self) -> None:
-        now_s = self._clock.now_s()
-        for run in tuple(self._runs.values()):
-            if not run.stream.ended and run.sequence.request.deadline_s <= now_s:
-                self._fail(run, RequestDeadlineExceeded("the deadline passed during prefill"))
-
-    def _reserve(self) -> None:
-        now_s = self._clock.now_s()
-        while (sequence := self._scheduler.next_to_reserve(now_s)) is not None:
-            sequence.marks_s["reserved"] = now_s
-            run = self._runs[sequence.key]
-            run.handed_over = True
-            assert sequence.table is not None
-            self._push.reserve(
-                sequence.key,
-                run.peer,
-                sequence.table,
-                prompt_len=sequence.request.prompt_len,
-                capacity_len=sequence.request.capacity_len,
-                wait_s=min(max(sequence.request.deadline_s - now_s, 0.001), MAX_RESERVE_WAIT_S),
-            )
-
-    def _forward(self, plan: list[ChunkPlan]) -> None:
-        start_s = self._clock.now_s()
-        for chunk in plan:
-            chunk.sequence.marks_s.setdefault("started", start_s)
-        chunks = [self._chunk(chunk) for chunk in plan]
-        writer = self._push.writer
-        with writer.step([PushPart(c.sequence.key, c.start, c.length) for c in plan]) as step:
-            forward = self._runner.forward(chunks, step.submit)
-            first_token_s = self._clock.now_s()
-            reports = zip(forward.first_tokens, forward.first_logprobs, forward.prompt_logprobs, strict=True)
-            for chunk, (first_token, logprobs, prompt_logprobs) in zip(plan, reports, strict=True):
-                chunk.sequence.computed(chunk.length, start_s, first_token_s)
-                run = self._runs[chunk.sequence.key]
-                try:
-                    if prompt_logprobs:
-                        self._publish_prompt_logprobs(run, prompt_logprobs)
-                    if first_token is not None:
-                        self._publish_first_token(run, first_token, logprobs, first_token_s)
-                except Exception as error:  # noqa: BLE001  what one request's events raise ends that request
-                    self._fail(run, as_internal("the first token of a request", error))
-            starts = self._runner.draft(forward, step.submit)
-        end_s, num_tokens = self._clock.now_s(), sum(chunk.length for chunk in plan)
-        self._rate.add(num_tokens, end_s - start_s)
-        self._full_rate.add(num_tokens, end_s - start_s, end_s, full_len=self._chunk_len)
-        self._pace.add(num_tokens, end_s - start_s, end_s - first_token_s)
-        for chunk in plan:
-            self._scheduler.name_blocks(chunk)
-        for chunk, start in zip(plan, starts, strict=True):
-            ready = self._runs.get(chunk.sequence.key)
-            if start is not None and ready is not None and ready.sequence.state is PrefillState.READY:
-                self._hand_over(ready, start, first_token_s)
-
-    def _chunk(self, chunk: ChunkPlan) -> PrefillChunk:
-        request, table = chunk.sequence.request, chunk.sequence.table
-        assert table is not None
-        assert chunk.start >= chunk.sequence.num_cached, "shared blocks are only read"
-        return PrefillChunk(
-            prompt_token_ids=request.prompt_token_ids,
-            start=chunk.start,
-            length=chunk.length,
-            table=table,
-            sampling=request.sampling,
-            draft_cap=request.num_draft_tokens,
-            choice=request.choice,
-            output_len=request.num_forced,
-        )
-
-    def _publish_prompt_logprobs(self, run: _Run, reports: Sequence[TokenLogprobs]) -> None:
-        tokens = [logprobs_to_proto(report) for report in reports]
-        run.stream.emit(worker_pb2.PrefillEvent(prompt_logprobs=worker_pb2.PromptLogprobs(tokens=tokens)))
-
-    def _publish_first_token(self, run: _Run, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
-        marks, request = run.sequence.marks_s, run.sequence.request
-        _, reason = FinishChecker.of(request, self._tokenizer).accept([token])
+    def _publish(self, request: PrefillRequest, made: Published) -> None:
+        sequence = made.sequence
         first = worker_pb2.FirstToken(
-            token=token,
-            finish_reason=reason.value if reason else "",
-            queue_ms=1e3 * (marks["reserved"] - marks["submitted"]),
-            landing_ms=1e3 * (marks["granted"] - marks["reserved"]),
-            prefill_ms=1e3 * (now_s - marks["granted"]),
-            received_ns=int(1e9 * marks["submitted"]),
-            sent_ns=int(1e9 * now_s),
-            num_cached_tokens=run.sequence.num_cached,
-            logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
-            index=request.num_forced,
+            token=made.token_ids[0],
+            finish_reason=made.reason.value if made.reason else "",
+            queue_ms=1e3 * (request.reserved_s - sequence.submitted_s),
+            landing_ms=1e3 * (request.granted_s - request.reserved_s),
+            prefill_ms=1e3 * (sequence.first_token_s - request.granted_s),
+            received_ns=int(1e9 * sequence.submitted_s),
+            sent_ns=int(1e9 * sequence.first_token_s),
+            num_cached_tokens=sequence.num_cached,
+            logprobs=logprobs_to_proto(made.logprobs[0]) if made.logprobs else None,
+            index=sequence.request.num_forced,
         )
-        run.stream.emit(worker_pb2.PrefillEvent(first_token=first))
-        if reason is not None:
-            self._end_here(run, reason)
-
-    def _end_here(self, run: _Run, reason: FinishReason) -> None:
-        """The first token ended the request: the landing is given back, nothing is decoded."""
-        log.debug("%s ended at its first token: %s", run.sequence.key, reason.value)
-        run.stream.emit(worker_pb2.PrefillEvent(done=worker_pb2.PrefillDone(handed_off=False)))
-        run.stream.end()
-        self._num_finished += 1
-        self._give_up(run, "ended at its first token")
-
-    def _hand_over(self, run: _Run, start: SequenceStart, first_token_s: float) -> None:
-        run.sequence.marks_s["handed over"] = now_s = self._clock.now_s()
-        draft_ms = 1e3 * (now_s - first_token_s)
-        state = kv_pb2.SequenceState(first_token=start.first_token, num_draws=1, draft_ms=draft_ms)
-        if start.draft_token is not None:
-            assert start.hidden_D is not None
-            state.draft_tokens.append(start.draft_token)
-            # bfloat16 has no numpy type, so the bytes are taken as bytes.
-            state.hidden = start.hidden_D.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        run.sequence.state = PrefillState.COMMITTING
-        self._push.commit(run.sequence.key, state, first_token_s)
+        request.stream.emit(worker_pb2.PrefillEvent(first_token=first))
+        if made.reason is not None:  # nothing is decoded: the decode worker's room is given back
+            log.debug("%s ended at its first token: %s", request.key, made.reason.value)
+            request.stream.emit(worker_pb2.PrefillEvent(done=worker_pb2.PrefillDone(handed_off=False)))
+            request.stream.end()
+            self._num_finished += 1
 
     def _cancel(self, key: AttemptKey, stream: PrefillStream | None) -> None:
-        run = self._runs.get(key)
-        if run is not None and stream in (None, run.stream):
-            self._fail(run, RequestCancelled("cancelled"))
+        request = self._requests.get(key)
+        if request is not None and stream in (None, request.stream):
+            self.engine.end(request.sequence, RequestCancelled("cancelled"))
 
-    def _fail(self, run: _Run, error: BatonError) -> None:
-        self._end(run, error)
-        self._give_up(run, error.message)
-
-    def _end(self, run: _Run, error: BatonError) -> None:
-        if not run.stream.ended:
-            run.stream.end(error)
-            run.sequence.error = error.message
-            if not isinstance(error, RequestCancelled):
-                log.warning("%s failed: %s", run.sequence.key, shown(error))
-                self._num_failed += 1
-
-    def _give_up(self, run: _Run, why: str) -> None:
-        """Stop working on a request. Blocks that a push may still read are freed when it has drained."""
-        if run.sequence.state is PrefillState.ABORTING:
+    def _fail(self, request: PrefillRequest, error: BatonError) -> None:
+        if request.stream.ended:
             return
-        if not run.handed_over:
-            self._forget(run)
-            return
-        run.sequence.state = PrefillState.ABORTING
-        self._push.abort(run.sequence.key, why)
+        request.stream.end(error)
+        request.error = error.message
+        if not isinstance(error, RequestCancelled):
+            log.warning("%s failed: %s", request.key, shown(error))
+            self._num_failed += 1
 
-    def _forget(self, run: _Run) -> None:
+    def _forget(self, request: PrefillRequest) -> None:
+        """No push reads its blocks any more."""
+        self._close(request)
+        self.engine.forget(request.sequence)
+
+    def _close(self, request: PrefillRequest) -> None:
         if self._tracer is not None:
-            trace_prefill(self._tracer, run.sequence, self._clock.now_s())
-        del self._runs[run.sequence.key]
-        self._scheduler.remove(run.sequence)
+            trace_prefill(self._tracer, request, self._clock.now_s())
+        del self._requests[request.key]
+        self._line.remove(request)
         self._gate.leave()

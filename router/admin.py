@@ -14,6 +14,7 @@ from baton.core.metrics import RouterMetrics
 from baton.proto import admin_pb2, admin_pb2_grpc, wire
 from baton.router.admission import Admission
 from baton.router.channels import Channels
+from baton.router.local_prefill import NEVER
 from baton.router.members import DECODE, MAX_WORKERS, PREFILL, Member, Members
 from baton.router.migration import Migration
 from baton.router.operations import Operations
@@ -143,8 +144,11 @@ class AdminService(Operations):
         self, request: admin_pb2.ScaleRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.ScaleReply:
         """Keep it for whoever starts workers to read."""
-        if not request.num_prefill or not request.num_decode or request.num_prefill + request.num_decode > MAX_WORKERS:
-            message = f"at least one worker of each role, and at most {MAX_WORKERS} in all"
+        if not request.num_decode or request.num_prefill + request.num_decode > MAX_WORKERS:
+            message = f"at least one decode worker, and at most {MAX_WORKERS} workers in all"
+            await wire.abort_with(context, InvalidRequest(message, field="num_decode"))
+        if not request.num_prefill and self._local.mode == NEVER:
+            message = "a prefill worker is needed: with --local-prefill never decode workers compute no prompts"
             await wire.abort_with(context, InvalidRequest(message, field="num_prefill"))
         log.warning("there should be %d prefill and %d decode workers", request.num_prefill, request.num_decode)
         self._scale.request = request

@@ -100,7 +100,7 @@ class Wishes:
             self._speculation.mode = kept.speculation
         if "max_queue_len" not in self._own and kept.max_queue_len:
             self._admission.limit = kept.max_queue_len
-        if "scale_num_prefill" not in self._own and kept.scale_num_prefill:
+        if "scale_num_decode" not in self._own and kept.scale_num_decode:
             self._scale.request = admin_pb2.ScaleRequest(
                 num_prefill=kept.scale_num_prefill, num_decode=kept.scale_num_decode
             )

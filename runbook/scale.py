@@ -10,7 +10,7 @@ from baton.core.errors import ConfigInvalid
 from baton.proto import admin_pb2
 from baton.runbook.common import workers
 from baton.runbook.common.canary import Canaries
-from baton.runbook.common.command import Runbook, count, main
+from baton.runbook.common.command import Runbook, count, count_or_none, main
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Step, Verification, require
 
@@ -18,7 +18,11 @@ Size = tuple[int, int]  # prefill workers, decode workers
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prefill", type=count, help="prefill workers  [as many as there are]")
+    parser.add_argument(
+        "--prefill",
+        type=count_or_none,
+        help="prefill workers, 0: decode workers compute prompts  [as many as there are]",
+    )
     parser.add_argument("--decode", type=count, help="decode workers  [as many as there are]")
 
 
@@ -26,7 +30,7 @@ def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
     if options.prefill is None and options.decode is None:
         raise ConfigInvalid("give --prefill or --decode")
     before = _size(site.status())
-    wanted = (options.prefill or before[0], options.decode or before[1])
+    wanted = (before[0] if options.prefill is None else options.prefill, options.decode or before[1])
     canaries = Canaries(site)
     site.found |= {"before": before, "wanted": wanted}
 

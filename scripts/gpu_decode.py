@@ -129,7 +129,7 @@ try:
     print("llguidance", llguidance.__file__)
 except ImportError as error:
     print("no grammars:", error)
-import baton.engine.decode, baton.cluster.cli
+import baton.engine.runner, baton.cluster.cli
 """
 
 

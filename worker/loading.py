@@ -13,6 +13,7 @@ from baton.core.numerics import Numerics
 from baton.core.step_sizes import DeviceFacts, StepSizes, choose
 from baton.core.tokenizer import Tokenizer
 from baton.core.validate import RequestLimits
+from baton.engine.chunk_budget import MIN_LEN
 from baton.engine.grammar import GrammarCompiler
 from baton.engine.kernel_warm_up import Reach
 from baton.kernels import kv_widen
@@ -189,7 +190,8 @@ def request_limits(model: Model, *, max_model_len: int, num_draft_tokens: int) -
 def reach_of(config: WorkerConfig, model: Model) -> Reach:
     """What steps a worker of this configuration may be asked for."""
     context_len = min(config.max_model_len + config.num_draft_tokens, model.config.max_model_len)
-    num_tokens = min(config.chunk_len, config.max_num_seqs * context_len)
+    num_rows = config.max_num_seqs * (config.num_draft_tokens + 1)  # that decode in one step
+    num_tokens = max(min(config.chunk_len, config.max_num_seqs * context_len), num_rows + MIN_LEN)
     return Reach(num_tokens=num_tokens, num_sequences=config.max_num_seqs, context_len=context_len)
 
 

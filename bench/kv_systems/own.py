@@ -26,7 +26,7 @@ from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.async_writer import PushPart
+from baton.kvtransfer.async_writer import PushPart, WriterStep
 from baton.kvtransfer.landing import (
     Drained,
     LandingEvent,
@@ -170,6 +170,7 @@ class OwnSender:
         self._push.wakeup = self._woken.set
         self._peer: DecodePeer
         self._attempt = AttemptKey("", 0)
+        self._step: WriterStep | None = None
         self._events: deque[PushEvent] = deque()
         self._push.start()
 
@@ -183,11 +184,13 @@ class OwnSender:
 
     def submit(self, layer: int) -> None:
         """As a forward does."""
-        self._push.writer.submit(layer)
+        assert self._step is not None
+        self._step.submit(layer)
 
     def finish(self) -> None:
         """End the step and commit."""
-        self._push.writer.wait_all()
+        assert self._step is not None
+        self._step.wait()
         self._push.commit(self._attempt, kv_pb2.SequenceState(first_token=1), time.monotonic())
 
     def wait(self) -> None:
@@ -217,7 +220,7 @@ class OwnSender:
         prompt_len = workload.prompt_len
         self._push.reserve(attempt, self._peer, table, prompt_len, prompt_len, REQUEST_LIMIT_S)
         self._next(Granted)
-        self._push.writer.begin([PushPart(attempt, 0, prompt_len)])
+        self._step = self._push.writer.open([PushPart(attempt, 0, prompt_len)])
 
     def _next(self, *kinds: type[PushEvent]) -> PushEvent:
         """The next event of these kinds for the present attempt."""

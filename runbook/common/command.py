@@ -106,6 +106,15 @@ def count(text: str) -> int:
     return int(text)
 
 
+def count_or_none(text: str) -> int:
+    """The same, or 0.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no number.
+    """
+    return 0 if text == "0" else count(text)
+
+
 def _run(runbook: Runbook, options: argparse.Namespace, output: Output) -> ExitCode:
     clock = MonotonicClock()
     site = Site(options.address, clock, options.timeout, options.client_address, _client_access(options))

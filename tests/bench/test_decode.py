@@ -17,8 +17,8 @@ from baton.bench.model_shapes import write_shape
 from baton.bench.stamped_lane import StampedLane
 from baton.cluster.bench import format_decode
 from baton.core.errors import ConfigInvalid
-from baton.engine.decode import DecodeRunner
 from baton.engine.lane import ThreadLane
+from baton.engine.runner import Runner
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.tests.engine.graphs import graphed
@@ -77,14 +77,13 @@ def test_numbers_of_a_turn_belong_together(monkeypatch):
     model = decode.load_shape(options)
     calls = []
 
-    def slow_step(*arguments):
-        calls.append(time.sleep(0.02))
-        return decode_step(*arguments)
-
-    from baton.engine.decode_step import decode_step
+    class SlowRunner(Runner):
+        def _sampled(self, work):
+            calls.append(time.sleep(0.02))
+            return super()._sampled(work)
 
     pool = decode.make_pool(options, model)
-    runner = DecodeRunner(model, pool, 2, 3, verification=options.verification_config, step=slow_step)
+    runner = SlowRunner(model, pool, max_num_seqs=2, num_draft_tokens=3, verification=options.verification_config)
     cells = DecodeCells(runner, decode.stamp_lane(runner, CPU), model, options)
     with torch.inference_mode():
         turn = cells.measure(Cell("async", 3, 2))
@@ -105,13 +104,16 @@ def test_stamps_tell_steps_from_what_lies_between(monkeypatch):
     lane = StampedLane(ThreadLane(), CPU)
     target = torch.zeros(1)
 
-    def work():
-        now_s[0] += 0.01
+    def advance(seconds):
+        now_s[0] += seconds
         return torch.ones(1)
 
     for turn in range(3):
-        lane.submit(work, target).get()
-        now_s[0] += 0.03 * (turn + 1)
+        lane.submit(lambda: advance(0.004), target).get()
+        lane.run(lambda: advance(0.006))  # the step's second part
+        lane.run(lambda: advance(0.01))  # a sequence is placed
+        lane.drain()
+        now_s[0] += 0.03 * (turn + 1) - 0.01
     assert lane.take() == (pytest.approx([10.0, 10.0, 10.0]), pytest.approx([30.0, 60.0]))
     assert lane.take() == ([], [])
     lane.close()

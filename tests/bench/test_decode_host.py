@@ -23,7 +23,7 @@ def test_every_sequence_gets_the_tokens_of_every_step():
     loop = decode_host._loop(6, "sync")
     for _ in range(5):
         loop.turn()
-    sequences = loop._scheduler.running()
-    assert [item.num_output for item in sequences] == [1 + 5 * (1 + at % 4) for at in range(6)]
-    assert [item.stream.num_events for item in sequences] == [5] * 6
+    requests = list(loop._requests.values())
+    assert [item.sequence.num_output for item in requests] == [1 + 5 * (1 + at % 4) for at in range(6)]
+    assert [item.stream.num_events for item in requests] == [5] * 6
     assert loop.num_verified == 30

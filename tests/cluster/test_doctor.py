@@ -16,6 +16,15 @@ from baton.proto import admin_pb2, worker_pb2
 pytestmark = pytest.mark.fast
 
 
+def test_without_prefill_workers_it_depends_whether_there_were_any():
+    status = admin_pb2.StatusReply()
+    assert list(doctor.check_prefill(status)) == []
+    status.local_prefill.only_way = True
+    assert [found.level for found in doctor.check_prefill(status)] == ["ok"]
+    status.workers.add().state.role = "prefill"  # that died
+    assert [found.level for found in doctor.check_prefill(status)] == ["warn"]
+
+
 def test_versions_are_compared_with_the_tested_ones():
     assert doctor.check_package("ray", ("2.60.0",)).level == "ok"
     assert doctor.check_package("ray", ("2.0.0",)).level == "fail"

@@ -23,7 +23,8 @@ def test_defaults_hold():
     ("values", "keys"),
     [
         ({"modle": "tiny"}, ["modle"]),
-        ({"prefill": 0}, ["prefill"]),
+        ({"decode": 0}, ["decode"]),
+        ({"prefill": -1}, ["prefill"]),
         ({"prefill": "many"}, ["prefill"]),
         ({"num_speculative_tokens": 5}, ["num_speculative_tokens"]),
         ({"num_speculative_tokens": -1}, ["num_speculative_tokens"]),
@@ -38,7 +39,7 @@ def test_defaults_hold():
         ({"request_timeout_s": math.inf}, ["request_timeout_s"]),
         ({"request_timeout_s": 0}, ["request_timeout_s"]),
         ({"gpu_memory_utilization": math.nan}, ["gpu_memory_utilization"]),
-        ({"prefill": 0, "other": 1}, ["other", "prefill"]),
+        ({"decode": 0, "other": 1}, ["decode", "other"]),
         ({"prefill": True}, ["prefill"]),
         ({"prefill": "2"}, ["prefill"]),
         ({"prefill": 2.0}, ["prefill"]),
@@ -212,6 +213,13 @@ def test_a_speculation_that_is_not_here_is_refused(values, keys, message):
     with pytest.raises(ConfigInvalid, match=message) as refused:
         ServeConfig.from_mapping(values)
     assert sorted(refused.value.fields["keys"]) == keys
+
+
+def test_somebody_computes_the_prompts():
+    assert ServeConfig.from_mapping({"prefill": 0}).prefill == 0
+    with pytest.raises(ConfigInvalid, match="nobody would") as refused:
+        ServeConfig.from_mapping({"prefill": 0, "local_prefill": "never"})
+    assert refused.value.fields["keys"] == ["prefill", "local_prefill"]
 
 
 @pytest.mark.parametrize("old", sorted(RENAMED))

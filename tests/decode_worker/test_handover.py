@@ -3,12 +3,12 @@
 import dataclasses
 
 import pytest
-import torch
 
 from baton.core.errors import TransferFailed
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
-from baton.decode_worker.handover import check_reserve, sequence_start
+from baton.decode_worker.handover import check_reserve, resume_of
+from baton.engine.step_plan import Resume
 from baton.kvtransfer.landing import ReserveWanted, Sealed
 from baton.proto import kv_pb2
 
@@ -22,8 +22,8 @@ REQUEST = GenerationRequest(
     deadline_s=1e9,
     num_draft_tokens=2,
 )
-HIDDEN = torch.arange(4, dtype=torch.float32)
-GOOD = {"first_token": 5, "draft_tokens": [7], "hidden": HIDDEN.numpy().tobytes()}
+HIDDEN = bytes(range(16))
+GOOD = {"first_token": 5, "draft_tokens": [7], "hidden": HIDDEN}
 
 
 def start(request=REQUEST, prompt_len=16, **changes):
@@ -36,19 +36,16 @@ def start(request=REQUEST, prompt_len=16, **changes):
         bytes_landed_before_prefill_end=0,
         prefill_end_s=0.0,
     )
-    return sequence_start(sealed, request, vocab_size=100, hidden_size=4, dtype=torch.float32)
+    return resume_of(sealed, request, vocab_size=100, hidden_bytes=len(HIDDEN))
 
 
 def test_a_good_commit_starts_the_sequence():
-    made = start()
-    assert (made.first_token, made.draft_token, made.prompt_len) == (5, 7, 16)
-    assert made.hidden_D.equal(HIDDEN)
+    assert start() == (5, Resume(7, HIDDEN))
 
 
 def test_without_drafts_nothing_else_is_needed():
-    made = start(dataclasses.replace(REQUEST, num_draft_tokens=0), draft_tokens=[], hidden=b"")
-    assert made.draft_token is None
-    assert made.hidden_D is None
+    request = dataclasses.replace(REQUEST, num_draft_tokens=0)
+    assert start(request, draft_tokens=[], hidden=b"") == (5, Resume())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +56,7 @@ def test_without_drafts_nothing_else_is_needed():
         {"draft_tokens": [1, 2]},
         {"draft_tokens": []},
         {"hidden": b"abc"},
-        {"hidden": HIDDEN.numpy().tobytes()[:8]},
+        {"hidden": HIDDEN[:8]},
         {"hidden": b""},
         {"prompt_len": 15},
     ],

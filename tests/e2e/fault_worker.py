@@ -22,9 +22,8 @@ from baton.core.config import KVTransferConfig
 from baton.core.telemetry import TelemetryConfig
 from baton.core.tls_files import TlsFiles
 from baton.decode_worker import node as decode_node
-from baton.decode_worker.scheduler import DecodeState
+from baton.engine.sequence import Phase
 from baton.prefill_worker import node as prefill_node
-from baton.prefill_worker.scheduler import PrefillState
 from baton.tests.e2e.frame_faults import FrameFaults
 from baton.tests.worker.test_nodes import worker_config
 from baton.worker import host
@@ -32,20 +31,19 @@ from baton.worker.seat import Seat
 
 EXIT_FATAL = 70
 PREFILL_STATES = {
-    PrefillState.WAITING: "admitted",
-    PrefillState.RESERVING: "reserving",
-    PrefillState.READY: "pushing",
-    PrefillState.COMMITTING: "committing",
-    PrefillState.ABORTING: "aborting",
+    Phase.WAITING: "admitted",
+    Phase.RESERVING: "reserving",
+    Phase.READY: "pushing",
+    Phase.RUNNING: "pushing",
+    Phase.SENDING: "committing",
+    Phase.ABORTING: "aborting",
 }
 DECODE_STATES = {
-    DecodeState.ATTENDING: "attending",
-    DecodeState.LANDING: "pushing",
-    DecodeState.READY: "sealed",
-    DecodeState.RUNNING: "decoding",
-    DecodeState.PREEMPTED: "preempted",
-    DecodeState.COMPUTING: "preempted",
-    DecodeState.ENDED: "ended",
+    Phase.EXPECTED: "attending",
+    Phase.WAITING: "attending",
+    Phase.RECEIVING: "pushing",
+    Phase.READY: "sealed",
+    Phase.RUNNING: "decoding",
 }
 FINISHING_LEN = 3  # tokens to the end: at most the step in flight and one more
 
@@ -59,6 +57,15 @@ def config_of(setup):
     values = {"max_num_seqs": 16, "max_queue_len": 128, "chunk_len": 16} | values
     transfer = KVTransferConfig(**setup["transfer"])
     return worker_config(setup["name"], setup["router"], transfer=transfer, **values)
+
+
+def decode_state(sequence):
+    """Where it is at a decode worker, in the words of the fault table."""
+    if sequence.num_preemptions and not sequence.is_decoding:
+        return "preempted"
+    state = DECODE_STATES[sequence.phase]
+    num_left = sequence.request.sampling.max_tokens - sequence.num_output
+    return "finishing" if state == "decoding" and num_left <= FINISHING_LEN else state
 
 
 class Ranks:
@@ -160,24 +167,17 @@ class FaultWorker:
             os.kill(os.getpid(), strike["signal"])
 
     def _is_poison(self, name):
-        for sequence in self.node.worker._scheduler.sequences():
+        for sequence in self.node.worker.engine.scheduler.sequences():
             if str(sequence.key) == name:
                 return sequence.request.prompt_token_ids[: len(self._poison)] == self._poison
         return False
 
     def states(self):
         """Where each attempt here is."""
+        sequences = self.node.worker.engine.scheduler.sequences()
         if not self.is_decode:
-            runs = tuple(self.node.worker._runs.items())
-            return {str(key): PREFILL_STATES[run.sequence.state] for key, run in runs}
-        found = {}
-        for sequence in self.node.worker._scheduler.sequences():
-            state = DECODE_STATES[sequence.state]
-            num_left = sequence.request.sampling.max_tokens - sequence.request.num_forced - sequence.num_output
-            if state == "decoding" and num_left <= FINISHING_LEN:
-                state = "finishing"
-            found[str(sequence.key)] = state
-        return found
+            return {str(sequence.key): PREFILL_STATES[sequence.phase] for sequence in sequences}
+        return {str(sequence.key): decode_state(sequence) for sequence in sequences}
 
     def report(self):
         """Where its requests are, and what it holds."""

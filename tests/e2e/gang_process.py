@@ -18,11 +18,10 @@ from baton.core.config import KVTransferConfig
 from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.decode import DecodeRunner
-from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
 from baton.engine.grammar import GrammarCompiler
+from baton.engine.lead import FollowRunner, LeadRunner
 from baton.engine.plan import plan_codec
-from baton.engine.prefill import PrefillRunner
+from baton.engine.runner import Runner
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import LandingService, landing_region
@@ -137,11 +136,22 @@ class Rank:
         self.common = {
             "tokenizer": tokenizer,
             "limits": self.limits,
-            "max_num_seqs": job.max_num_seqs,
+            "max_num_batched_tokens": job.chunk_len,
             "max_queue_len": 1024,
             "clock": MonotonicClock(),
             "on_fatal": self.fatal,
         }
+
+    def runner(self, pool, *, num_draft_tokens=0, **options):
+        return Runner(
+            self.model,
+            pool,
+            max_num_seqs=self.job.max_num_seqs,
+            num_draft_tokens=num_draft_tokens,
+            communicator=self.group,
+            grammars=self.grammars,
+            **options,
+        )
 
     def fatal(self, error):
         """As a worker's actor does, but that the process says so first."""
@@ -201,13 +211,13 @@ def prefill_rank(rank, receive):
         config=job.transfer,
         clock=MonotonicClock(),
     )
-    runner = PrefillRunner(rank.model, pool, rank.group, grammars=rank.grammars)
+    runner = rank.runner(pool, open_push=push.open_step)
     if job.rank > 0:
-        rank.follow(PrefillFollower(FollowPrefill(runner, rank.channel), push, rank.channel).run)
+        rank.follow(PrefillFollower(FollowRunner(runner, rank.channel), push, rank.channel).run)
         return own.used
     if job.size > 1:
-        runner, push = LeadPrefill(runner, rank.channel), GangPush(push, rank.channel)
-    worker = PrefillWorker(runner=runner, pool=pool, push=push, chunk_len=job.chunk_len, **rank.common)
+        runner, push = LeadRunner(runner, rank.channel), GangPush(push, rank.channel)
+    worker = PrefillWorker(runner=runner, pool=pool, push=push, **rank.common)
     rank.serve(worker)
     rank.send(("serving", None, None))
     serve(rank, worker, receive)
@@ -225,19 +235,10 @@ def decode_rank(rank, receive):
         path, nonce = json.loads(rank.group.broadcast_bytes(b""))
         region = SharedRegion.attach(Path(path), nonce)
     pool = rank.pool(region.pool(job.rank))
-    runner = DecodeRunner(
-        rank.model,
-        pool,
-        job.max_num_seqs,
-        NUM_DRAFTS,
-        rank.group,
-        grammars=rank.grammars,
-        host_kv_bytes=job.host_kv_bytes,
-    )
-    prefill = PrefillRunner(rank.model, pool, rank.group, grammars=rank.grammars)
+    runner = rank.runner(pool, num_draft_tokens=NUM_DRAFTS, host_kv_bytes=job.host_kv_bytes)
     if job.rank > 0:
         tables_NM = runner._table._tables_NM
-        rank.follow(FollowDecode(runner, rank.channel, prefill).run, lambda: tables_NM.bitwise_xor_(1))
+        rank.follow(FollowRunner(runner, rank.channel).run, lambda: tables_NM.bitwise_xor_(1))
         return
     setup = LandingSetup(
         epoch=job.epoch,
@@ -249,13 +250,11 @@ def decode_rank(rank, receive):
     )
     landing = LandingService.in_process(region, setup)
     if job.size > 1:
-        runner, prefill = LeadDecode(runner, rank.channel), LeadPrefill(prefill, rank.channel)
+        runner = LeadRunner(runner, rank.channel)
     worker = DecodeWorker(
         runner=runner,
         pool=pool,
         landing=landing,
-        prefill=prefill,
-        chunk_len=job.chunk_len,
         overcommit=job.overcommit,
         preempt_at=job.preempt_at,
         **rank.common,

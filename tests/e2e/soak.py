@@ -224,8 +224,8 @@ class Soak:
     def damage(self, header, attempt):
         """Flip a bit of a payload that was written into a decode worker's pool; False if it is gone again."""
         for decode in self.decode:
-            sequence = decode.worker._scheduler.get(attempt) if decode.landing.epoch == header.d_epoch else None
-            table = None if sequence is None else sequence.table
+            request = decode.worker._requests.get(attempt) if decode.landing.epoch == header.d_epoch else None
+            table = None if request is None else request.sequence.table
             if table is not None:
                 block = table.blocks[header.first // BLOCK_SIZE]
                 decode.pool.blocks(header.layer)[block].view(torch.int64)[0, 0, header.first % BLOCK_SIZE, 0] ^= 1

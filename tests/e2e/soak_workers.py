@@ -4,17 +4,15 @@ import threading
 import time
 
 from baton.core.clock import MonotonicClock
-from baton.decode_worker.scheduler import DecodeState
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.decode import DecodeRunner
-from baton.engine.prefill import PrefillRunner
+from baton.engine.runner import Runner
+from baton.engine.sequence import Phase
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import LandingService, landing_region
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
 from baton.kvtransfer.push import DecodePeer, PushService
 from baton.kvtransfer.transports import bind_address, connecting_transport, control_channel, listening_transport
-from baton.prefill_worker.scheduler import PrefillState
 from baton.prefill_worker.worker import PrefillWorker
 from baton.tests.e2e.faults import FaultyTransport
 from baton.worker.loading import request_limits
@@ -30,6 +28,7 @@ def worker_arguments(soak, pool, clock):
         "pool": pool,
         "tokenizer": soak.tokenizer,
         "limits": request_limits(soak.model, max_model_len=MAX_MODEL_LEN, num_draft_tokens=NUM_DRAFTS),
+        "max_num_batched_tokens": CHUNK_LEN,
         "max_queue_len": 1024,
         "clock": clock,
         "on_fatal": soak.fatal.append,
@@ -58,10 +57,8 @@ class Prefill:
         openers = self.push._chooser._openers
         openers["shm"] = StandingOpener(openers["shm"], self, soak)
         self.worker = PrefillWorker(
-            runner=PrefillRunner(soak.model, self.pool),
+            runner=Runner(soak.model, self.pool, max_num_seqs=16, num_draft_tokens=0, open_push=self.push.open_step),
             push=self.push,
-            chunk_len=CHUNK_LEN,
-            max_num_seqs=16,
             prefix_cache=soak.prefix_cache,
             **worker_arguments(soak, self.pool, clock),
         )
@@ -92,14 +89,14 @@ class Prefill:
         self.push.close()
 
     def holds(self, key):
-        return key in self.worker._runs
+        return key in self.worker._requests
 
-    def state(self, key):
-        run = self.worker._runs.get(key)
-        return None if run is None else run.sequence.state
+    def phase(self, key):
+        request = self.worker._requests.get(key)
+        return None if request is None else request.sequence.phase
 
     def keys(self):
-        return tuple(self.worker._runs)
+        return tuple(self.worker._requests)
 
 
 class StandingOpener:
@@ -168,9 +165,8 @@ class Decode:
                 pool=self.pool, layout=layout, epoch=epoch, transport=transport, config=soak.transfer, clock=clock
             )
         self.worker = DecodeWorker(
-            runner=DecodeRunner(soak.model, self.pool, NUM_SLOTS, NUM_DRAFTS),
+            runner=Runner(soak.model, self.pool, max_num_seqs=NUM_SLOTS, num_draft_tokens=NUM_DRAFTS),
             landing=self.landing,
-            max_num_seqs=NUM_SLOTS,
             **worker_arguments(soak, self.pool, clock),
         )
         self.worker.start()
@@ -185,22 +181,24 @@ class Decode:
         self.landing.close()
 
     def holds(self, key):
-        scheduler = self.worker._scheduler
-        return scheduler.get(key) is not None or key in scheduler._quarantined
+        return key in self.worker._requests or key in self.worker._draining
 
     def may_be_written(self, epoch, blocks):
         """Whether granted blocks are still those of a landing, or held back; also if they are none of this life's."""
-        scheduler = self.worker._scheduler
-        landing = [s.table for s in scheduler.sequences() if s.state is DecodeState.LANDING and s.table is not None]
-        tables = [*landing, *tuple(scheduler._quarantined.values())]
-        return any(table.blocks == blocks for table in tables) or self.landing.epoch != epoch
+        scheduler = self.worker.engine.scheduler
+        receiving = [item.table for item in scheduler.sequences() if item.phase is Phase.RECEIVING]
+        tables = [*receiving, *tuple(scheduler._quarantined.values())]
+        return any(table.blocks == blocks for table in tables if table) or self.landing.epoch != epoch
 
     def keys(self):
-        scheduler = self.worker._scheduler
-        return (*scheduler._sequences, *scheduler._quarantined)
+        return (*self.worker._requests, *self.worker._draining)
+
+    def phase(self, key):
+        request = self.worker._requests.get(key)
+        return None if request is None else request.sequence.phase
 
     def waits(self, key):
-        return any(getattr(ask, "attempt", None) == key for ask in tuple(self.worker._scheduler._asks))
+        return any(reserve.attempt == key for reserve in tuple(self.worker._reserves))
 
 
 STATES = (
@@ -218,17 +216,17 @@ STATES = (
 def state_of(prefill, decode, key):
     """Where an attempt is, as both sides know it; None if it is nowhere. Any thread."""
     try:
-        here, sequence = prefill.state(key), decode.worker._scheduler.get(key)
-        if here is PrefillState.ABORTING or key in decode.worker._scheduler._quarantined:
+        here, there = prefill.phase(key), decode.phase(key)
+        if here is Phase.ABORTING or key in decode.worker._draining:
             return "draining"
-        match None if sequence is None else sequence.state:
-            case DecodeState.RUNNING:
+        match there:
+            case Phase.RUNNING:
                 return "running"
-            case DecodeState.READY:
+            case Phase.READY:
                 return "sealed"
-            case DecodeState.LANDING:
-                return "committed" if here is PrefillState.COMMITTING else "filling"
-        if here is PrefillState.WAITING:
+            case Phase.RECEIVING:
+                return "committed" if here is Phase.SENDING else "filling"
+        if here is Phase.WAITING:
             return "queued"
         if here is not None:
             return "reserve waits" if decode.waits(key) else "reserving"

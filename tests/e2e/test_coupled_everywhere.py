@@ -6,7 +6,6 @@ requests at a time, without drafts and without chunks.
 """
 
 import itertools
-from collections import deque
 
 import pytest
 import torch
@@ -14,23 +13,14 @@ import torch
 from baton.core.numerics import Numerics
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
-from baton.engine.decode import DecodeRunner
-from baton.engine.finish import FinishChecker
-from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
 from baton.engine.local import LocalEngine
-from baton.engine.plan_messages import Stop
-from baton.engine.prefill import PrefillChunk, PrefillRunner
-from baton.kvcache.allocator import BlockAllocator
-from baton.kvcache.pool import KVPool
-from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY
+from baton.tests.e2e.gang_engine import run_over_ranks
 from baton.tests.e2e.gangs import GangTopology, RankProcesses
 from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.test_same_tokens import WHOLE, pairwise
 from baton.tests.e2e.topology import Topology
-from baton.tests.model.ranks import channel_of, on_ranks
 
-CPU = torch.device("cpu")
 ALL, FEW = (200, 10), (8, 6)  # requests, and tokens of each
 REFERENCE_BATCH = 11  # none of those below
 WAVE = 50  # requests handed over at once; the last of them waits for all others
@@ -96,85 +86,21 @@ def wanted(load_tiny, tokenizer):
     return get
 
 
-class Driven:
-    """Continuous batching by hand over any pair of runners."""
-
-    def __init__(self, prefill, decode, tokenizer):
-        self.prefill, self.decode, self.tokenizer = prefill, decode, tokenizer
-        self.allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
-
-    def start(self, request, slot):
-        """(first token, checker, table) of a request that is put into a slot, if that token does not end it."""
-        table = self.allocator.reserve(request.capacity_len)
-        checker = FinishChecker(request.sampling, self.tokenizer.eos_token_ids, self.tokenizer)
-        for first in range(0, request.prompt_len, CHUNK_LEN):
-            chunk = PrefillChunk(
-                prompt_token_ids=request.prompt_token_ids,
-                start=first,
-                length=min(CHUNK_LEN, request.prompt_len - first),
-                table=table,
-                sampling=request.sampling,
-                draft_cap=request.num_draft_tokens,
-            )
-            forward = self.prefill.forward([chunk], lambda layer: None)
-            [begin] = self.prefill.draft(forward, lambda layer: None)
-        _, reason = checker.accept([begin.first_token])
-        if reason is None:
-            k = request.num_draft_tokens
-            self.decode.admit(slot, begin, request.prompt_len, request.sampling, table, k)
-        else:
-            self.allocator.release(table)
-        return begin.first_token, None if reason else checker, table
-
-    def generate(self, requests, batch):
-        tokens = [[] for _ in requests]
-        waiting, running, free = deque(enumerate(requests)), {}, list(range(batch))
-        while waiting or running:
-            while waiting and free:
-                index, request = waiting.popleft()
-                first, checker, table = self.start(request, free[-1])
-                tokens[index].append(first)
-                if checker is not None:
-                    running[free.pop()] = index, checker, table
-            slots = sorted(running)
-            for slot, token_ids in zip(slots, self.decode.step(slots).token_ids, strict=True):
-                index, checker, table = running[slot]
-                kept, reason = checker.accept(token_ids)
-                tokens[index] += kept
-                if reason is not None:
-                    self.decode.release(slot)
-                    self.allocator.release(table)
-                    del running[slot]
-                    free.append(slot)
-        return tokens
-
-
 def on_two_ranks(tokenizer, requests, k, batch, dtype, numerics):
     """In one process, each rank a thread."""
-
-    def work(group):
-        model = load_model(TINY, dtype=dtype, device=CPU, numerics=numerics, with_mtp=True, communicator=group)
-        pool = KVPool(model.kv_layout(BLOCK_SIZE), NUM_BLOCKS, CPU, rank=group.rank, size=group.size)
-        eos = tokenizer.eos_token_ids
-        prefill = PrefillRunner(model, pool, group, eos_token_ids=eos)
-        decode = DecodeRunner(model, pool, batch, k, group, eos_token_ids=eos)
-        channel = channel_of(group)
-        try:
-            if group.rank == 0:
-                lead = LeadDecode(decode, channel)
-                tokens = Driven(LeadPrefill(prefill, channel), lead, tokenizer).generate(requests, batch)
-                lead.close()
-                return tokens
-            follow, decode_ranks = FollowPrefill(prefill, channel), FollowDecode(decode, channel)
-            while not isinstance(plan := channel.hear(), Stop):
-                decode.drain()  # both roles share this group: one step at a time
-                assert follow.take(plan, lambda layer: None) or decode_ranks.take(plan)
-                decode_ranks.look()
-            return None
-        finally:
-            channel.close()
-
-    return on_ranks(2, work, timeout_s=120.0)[0]
+    return run_over_ranks(
+        2,
+        TINY,
+        tokenizer,
+        lambda engine: [list(result.token_ids) for result in engine.generate(requests)],
+        model={"dtype": dtype, "numerics": numerics},
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        num_draft_tokens=k,
+        chunk_len=max(CHUNK_LEN, batch * (k + 1)),
+        max_num_sequences=batch,
+        scheduling="async",
+    )
 
 
 def tokens_of(cell, numerics, size, *, load_tiny, tokenizer, processes):

@@ -15,7 +15,6 @@ from baton.core.errors import (
     TransferFailed,
     WorkerLost,
 )
-from baton.prefill_worker.worker import PrefillWorker
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.topology import Topology
 
@@ -134,12 +133,10 @@ def test_a_decode_worker_that_dies_mid_push_fails_its_requests(model, tokenizer,
 
 @pytest.mark.parametrize("only_decode_looks", [False, True])
 @pytest.mark.parametrize("left_s", [0.0, 0.02])
-def test_a_deadline_ends_the_request_on_both_sides(
-    model, tokenizer, long_request, monkeypatch, only_decode_looks, left_s
-):
-    if only_decode_looks:  # what prefill hears of it is that its landing was refused, or its push failed
-        monkeypatch.setattr(PrefillWorker, "_expire", lambda worker: None)
+def test_a_deadline_ends_the_request_on_both_sides(model, tokenizer, long_request, only_decode_looks, left_s):
     with Topology(model, tokenizer, num_drafts=2, chunk_len=16) as deployment:
+        if only_decode_looks:  # what prefill hears of it is that its landing was refused, or its push failed
+            deployment.prefill[0].worker.engine._expire = lambda: None
         outcome = deployment.generate([long_request("late", deadline_s=time.monotonic() + left_s)])[0]
         assert isinstance(outcome.error, RequestDeadlineExceeded | RequestCancelled)
         deployment.wait_idle()

@@ -4,12 +4,12 @@ Each divergence is judged by a teacher-forced pass over the common prefix: the s
 the position's noise) of the two tokens must lie within the bound.
 """
 
+import numpy as np
 import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.engine.batch import prefill_inputs
-from baton.engine.prefill import PrefillChunk
+from baton.engine.batch import ChunkRows, prefill_inputs
 from baton.engine.sampler import draw_noise, process_logits, sampling_rows
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
@@ -28,9 +28,12 @@ def scores(model, prompt, output, sampling):
     """Score of every token at the position after prompt + output, from one teacher-forced pass, float64 [V]."""
     token_ids = (*prompt, *output)
     pool = KVPool(model.kv_layout(16), 64, model.device)
-    table = BlockAllocator(64, 16).reserve(len(token_ids))
-    chunk = PrefillChunk(
-        prompt_token_ids=token_ids, start=0, length=len(token_ids), table=table, sampling=sampling, draft_cap=0
+    chunk = ChunkRows(
+        token_ids=np.array(token_ids),
+        start=0,
+        length=len(token_ids),
+        blocks=BlockAllocator(64, 16).reserve(len(token_ids)).blocks,
+        knows_next=False,
     )
     inputs = prefill_inputs([chunk], pool)
     with torch.inference_mode():

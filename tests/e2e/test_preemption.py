@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from baton.engine.preemption import MAX_PREEMPTIONS
+from baton.engine.sequence import MAX_PREEMPTIONS
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.gangs import GangTopology, RankProcesses
 from baton.tests.e2e.prompts import requests_for, token_prompts

@@ -96,23 +96,37 @@ def test_a_layer_lands_while_later_ones_compute(lane, raw_streams, chunk_len, lo
     assert overlap.num_held == num_steps * (num_layers - AHEAD)
 
 
+class LatePush:
+    """The push of a step whose layers are all handed over when the last one is computed."""
+
+    def __init__(self, push):
+        self._push = push
+        self._layers = []
+
+    def submit(self, layer):
+        self._layers.append(layer)
+
+    def close(self):
+        for layer in self._layers:
+            self._push.submit(layer)
+        self._push.close()
+
+
 def test_pushes_behind_the_forward_are_seen(load_tiny, tokenizer, overlap_of, monkeypatch):
     """The gate itself: the fault that it is there for."""
     (request,) = requests_for([token_prompts(tokenizer, 8)[7]], sampled=False, num_drafts=2, max_tokens=4)
     with Topology(load_tiny(), tokenizer, num_drafts=2, chunk_len=4096) as topology:
         runner = topology.prefill[0].worker._runner
-        forward = runner.forward
+        open_push, opened = runner._open_push, []
 
-        def forward_then_push(chunks, on_layer):
-            layers = []
-            made = forward(chunks, layers.append)
-            for layer in layers:
-                on_layer(layer)
-            return made
+        def open_late(parts):
+            opened.append(parts)
+            return LatePush(open_push(parts))
 
-        monkeypatch.setattr(runner, "forward", forward_then_push)
+        monkeypatch.setattr(runner, "_open_push", open_late)
         overlap = overlap_of(topology, limit_s=0.2)
         overlap.begin()
         (outcome,) = topology.generate([request])
     assert outcome.error is None, "the answer is right; it is only slow"
+    assert [(first, count) for ((_, first, count),) in opened] == [(0, request.prompt_len)]
     assert [error.message for error in overlap.late] == ["layer 2 was reached, and layer 0 had not landed"]

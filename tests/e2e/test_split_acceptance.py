@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from baton.engine.decode import DecodeRunner
 from baton.engine.local import LocalEngine
+from baton.engine.runner import Runner
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.topology import Topology
 
@@ -30,15 +30,29 @@ class Speculated:
 
 @pytest.fixture
 def starts(monkeypatch):
-    """What each sequence is admitted with, by prompt."""
+    """By prompt: first token, its draft and the hidden state that made it, where a sequence begins to decode."""
     seen = {}
-    admit = DecodeRunner.admit
+    finish, execute = Runner._finish, Runner.execute
 
-    def recorded(self, slot, start, *args, **kwargs):
-        seen[kwargs["prompt_token_ids"]] = start
-        admit(self, slot, start, *args, **kwargs)
+    def finished(self, work):
+        finish(self, work)
+        ended = [chunk.token_ids for chunk in work.chunks if chunk.is_last]
+        if work.push is None and ended:
+            tokens, start = work.sampled[1].verified.token_ids_BQ[:, 0], work.extended[1]
+            for row, token_ids in enumerate(ended):
+                draft, hidden_D = int(start.draft_token[row]), start.hidden_D[row].clone()
+                seen[tuple(token_ids.tolist())] = int(tokens[row]), draft, hidden_D
 
-    monkeypatch.setattr(DecodeRunner, "admit", recorded)
+    def executed(self, operation):
+        resume = getattr(operation, "resume", None)
+        if resume is not None:
+            *prompt, first = operation.token_ids
+            hidden_D = torch.frombuffer(bytearray(resume.hidden), dtype=self.hidden_dtype)
+            seen[tuple(prompt)] = first, resume.draft_token, hidden_D
+        return execute(self, operation)
+
+    monkeypatch.setattr(Runner, "_finish", finished)
+    monkeypatch.setattr(Runner, "execute", executed)
     return seen
 
 
@@ -81,5 +95,5 @@ def test_acceptance_is_that_of_one_process(sampled, num_drafts, load_tiny, token
     assert starts.keys() == expected_starts.keys()
     for prompt, start in starts.items():
         wanted = expected_starts[prompt]
-        assert (start.first_token, start.draft_token) == (wanted.first_token, wanted.draft_token)
-        torch.testing.assert_close(start.hidden_D, wanted.hidden_D, rtol=0, atol=1e-9)
+        assert start[:2] == wanted[:2]
+        torch.testing.assert_close(start[2], wanted[2], rtol=0, atol=1e-9)

@@ -17,9 +17,8 @@ from baton.core.errors import BatonError
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import GenerationRequest
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.decode import DecodeRunner
 from baton.engine.grammar import GrammarCompiler
-from baton.engine.prefill import PrefillRunner
+from baton.engine.runner import Runner
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import LandingService
 from baton.kvtransfer.over_zmq import ZmqTransport
@@ -83,18 +82,20 @@ class PrefillSide:
             clock=clock,
         )
         self.worker = PrefillWorker(
-            runner=PrefillRunner(
+            runner=Runner(
                 model,
                 self.pool,
+                max_num_seqs=16,
+                num_draft_tokens=0,
                 eos_token_ids=tokenizer.eos_token_ids,
                 grammars=GrammarCompiler(tokenizer, model.config.vocab_size),
+                open_push=self.push.open_step,
             ),
             pool=self.pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=4),
             push=self.push,
-            chunk_len=chunk_len,
-            max_num_seqs=16,
+            max_num_batched_tokens=chunk_len,
             max_queue_len=1024,
             prefix_cache=prefix_cache,
             clock=clock,
@@ -118,6 +119,7 @@ class DecodeSide:
         max_num_seqs,
         transfer,
         fatal,
+        chunk_len=256,
         host_kv_bytes=0,
         **options,
     ):
@@ -134,11 +136,11 @@ class DecodeSide:
             clock=clock,
         )
         self.worker = DecodeWorker(
-            runner=DecodeRunner(
+            runner=Runner(
                 model,
                 self.pool,
-                max_num_seqs,
-                num_drafts,
+                max_num_seqs=max_num_seqs,
+                num_draft_tokens=num_drafts,
                 eos_token_ids=eos_token_ids,
                 grammars=GrammarCompiler(tokenizer, model.config.vocab_size),
                 host_kv_bytes=host_kv_bytes,
@@ -147,16 +149,10 @@ class DecodeSide:
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=num_drafts),
             landing=self.landing,
-            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=chunk_len,
             max_queue_len=1024,
             clock=clock,
             on_fatal=fatal,
-            prefill=PrefillRunner(
-                model,
-                self.pool,
-                eos_token_ids=eos_token_ids,
-                grammars=GrammarCompiler(tokenizer, model.config.vocab_size),
-            ),
             **options,
         )
         self.worker.start()

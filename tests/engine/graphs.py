@@ -20,16 +20,16 @@ def graphed(model, pool, *, k, sizes, widths=None, backend=None, group=None, max
 
 
 def with_graphs(engine, *, sizes=(1, 3, 4), **options):
-    """The engine, its decode steps replayed from now on."""
-    runner = engine._decode
+    """The engine, its decode-only steps replayed from now on."""
+    runner = engine.runner
     assert runner.graphs is None
-    step = graphed(runner._model, engine.pool, k=runner.num_draft_tokens, sizes=sizes, **options)
-    runner._step = runner.graphs = step
+    runner.graphs = graphed(runner._model, engine.pool, k=runner.num_draft_tokens, sizes=sizes, **options)
     return engine
 
 
 def assert_all_replayed(engine):
-    counts = engine._decode.graphs.counts
+    """Every step that only decoded; those with chunks beside are launched, and not counted."""
+    counts = engine.runner.graphs.counts
     assert counts.num_steps_replayed > 0
     assert not any(counts.num_steps_eager.values())
     assert not counts.failed

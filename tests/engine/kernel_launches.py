@@ -30,10 +30,9 @@ from baton.core.quantization import Quantization
 from baton.core.sampling import SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
 from baton.engine import kernel_warm_up, slots
-from baton.engine.decode import DecodeRunner
 from baton.engine.pass_warm_up import Reach
-from baton.engine.passes import ignore_layer
-from baton.engine.prefill import PrefillChunk, PrefillRunner, SequenceStart
+from baton.engine.runner import Runner
+from baton.engine.step_plan import Chunk, Release, Resume
 from baton.kernels import (
     attention_prefill_hopper_triton,
     fused_copy_triton,
@@ -50,6 +49,7 @@ from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
+from baton.tests.engine.driver import Driver
 from baton.tests.engine.kernel_asked import ASKED
 
 CPU = torch.device("cpu")
@@ -187,65 +187,71 @@ def load(shape, sizes, options, folder):
     return model
 
 
-class Server:
-    """Random steps of one model."""
+class Server(Driver):
+    """Random steps of one model: of prompts, of sequences that decode, and of both."""
 
     def __init__(self, model, num_drafts, verification, seed, limits):
         self.random = random.Random(seed)
         self.limits = limits
-        self.pool = KVPool(model.kv_layout(limits.block_size), NUM_BLOCKS, CPU)
-        self.prefill = PrefillRunner(model, self.pool)
-        self.decode = DecodeRunner(model, self.pool, limits.seqs, num_drafts, verification=verification)
-        self.hidden_D = torch.zeros(model.config.hidden_size, dtype=model.dtype)
+        pool = KVPool(model.kv_layout(limits.block_size), NUM_BLOCKS, CPU)
+        options = {"num_draft_tokens": num_drafts, "verification": verification}
+        super().__init__(Runner(model, pool, max_num_seqs=limits.seqs, **options), pool)
+        self.hidden = bytes(model.config.hidden_size * model.dtype.itemsize)
 
-    def table(self, length):
+    def put(self, slot, length, **options):
+        """A sequence of so many tokens; its blocks may be others', too."""
         size = self.limits.block_size
-        return BlockTable(tuple(self.random.randrange(NUM_BLOCKS) for _ in range(-(-length // size))), size)
+        capacity = min(length + 64, self.limits.context_len)
+        table = BlockTable(tuple(self.random.randrange(NUM_BLOCKS) for _ in range(-(-capacity // size))), size)
+        params = SamplingParams(**self.random.choice(ASKED), max_tokens=64)
+        self.place(slot, (1,) * length, params, table=table, **options)
 
-    def params(self):
-        return SamplingParams(**self.random.choice(ASKED), max_tokens=64)
+    def release(self, slot):
+        """Its blocks are nobody's own."""
+        self.runner.execute(Release(slot))
 
-    def prompts(self):
-        chunks, draw, context_len = [], self.random, self.limits.context_len
-        left = most = min(self.limits.chunk_len, context_len)
-        for _ in range(draw.randint(1, self.limits.seqs)):
+    def chunks(self, slots, most):
+        """One of each, of at most so many tokens together."""
+        draw, context_len, chunks = self.random, self.limits.context_len, []
+        left = most = min(most, context_len)
+        for slot in slots:
             length = min(left, draw.choice([draw.randint(1, 4), draw.randint(1, 64), draw.randint(1, most)]))
             if not length:
                 break
             left -= length
             start = draw.choice([0, 0, draw.randint(0, context_len - most), 512, 1024, 4096])
             start = min(start, context_len - length)
-            end = start + length
-            chunks.append(
-                PrefillChunk(
-                    prompt_token_ids=(1,) * (end + draw.choice([0, 0, 5])),
-                    start=start,
-                    length=length,
-                    table=self.table(end),
-                    sampling=self.params(),
-                    draft_cap=2,
-                )
-            )
-        self.prefill.draft(self.prefill.forward(chunks, ignore_layer), ignore_layer)
+            rest = min(draw.choice([0, 0, 5]), context_len - start - length)
+            self.put(slot, start + length + rest, draft_cap=2)
+            chunks.append(Chunk(slot=slot, start=start, length=length))
+        return chunks
+
+    def prompts(self):
+        chunks = self.chunks(range(self.random.randint(1, self.limits.seqs)), self.limits.chunk_len)
+        self.step(chunks=chunks)
+        for chunk in chunks:
+            self.release(chunk.slot)
 
     def steps(self):
-        draw, runner = self.random, self.decode
+        draw, k = self.random, self.runner.num_draft_tokens
         slots, room = range(draw.randint(1, self.limits.seqs)), 64
         for slot in slots:
             most = self.limits.context_len - room
             length = draw.choice([draw.randint(1, min(most, 100)), draw.randint(1, most)])
-            start = SequenceStart(first_token=3, draft_token=4, hidden_D=self.hidden_D, prompt_len=length)
-            table = self.table(length + room)
-            runner.admit(
-                slot, start, length, self.params(), table, runner.num_draft_tokens, prompt_token_ids=(1,) * length
-            )
-        for num_drafts in range(runner.num_draft_tokens, -1, -1):
-            runner.set_num_drafts(num_drafts)
-            runner.step(slots)
-            runner.step(slots[: draw.randint(1, len(slots))])
-        runner.drain()
+            self.put(slot, length + 1, num_output=1, resume=Resume(4 if k else None, self.hidden if k else b""))
+        for num_drafts in range(k, -1, -1):
+            self.step(slots, num_drafts=num_drafts)
+            self.step(slots[: draw.randint(1, len(slots))], num_drafts=num_drafts)
+            free = range(len(slots), self.limits.seqs)
+            left = self.limits.chunk_len - len(slots) * (num_drafts + 1)
+            if free and left > 0:
+                chunks = self.chunks(free[: draw.randint(1, len(free))], left)
+                self.step(slots, num_drafts=num_drafts, chunks=chunks)
+                for chunk in chunks:
+                    self.release(chunk.slot)
+        self.runner.drain()
         for slot in slots:
-            runner.release(slot)
+            self.release(slot)
 
 
 def run(name, num_rounds):
@@ -258,8 +264,7 @@ def run(name, num_rounds):
     forget()
     noted.clear()
     if name != "not warmed":
-        server.prefill.warm_up(reach)
-        server.decode.warm_up(reach)
+        server.runner.warm_up(reach)
     warm = Counter(noted)
     noted.clear()
     for _ in range(num_rounds):
@@ -267,7 +272,7 @@ def run(name, num_rounds):
             server.prompts()
         for _ in range(3):
             server.steps()
-    server.decode.close()
+    server.runner.close()
     return {"model": name, "warm": warm, "late": Counter(noted)}
 
 

@@ -48,11 +48,11 @@ class Side:
     def eager(self, kind, num_sequences, prefix, num_rows):
         """What launching the pass gives."""
         tokens, first, rows, hidden = self.inputs(num_sequences, prefix, num_rows)
-        passes = EagerPasses(self.model, self.pool, rows, prefix + num_rows, None, first, num_rows)
+        passes = EagerPasses(self.model, self.pool, rows, prefix + num_rows)
         if kind is GraphKind.DRAFT:
             return passes.draft(tokens[:, 0], hidden, first)
-        trunk = passes.verify(tokens, first)
-        return trunk if kind is GraphKind.VERIFY else passes.draft_prefill(tokens, hidden, first)
+        _, trunk = passes.trunk(tokens, first)
+        return trunk if kind is GraphKind.VERIFY else passes.extend(None, (tokens, hidden, first))[1]
 
     def graph(self, kind, num_rows, backend, size=SIZE, width=WIDTH):
         """A captured pass of this side."""
@@ -67,7 +67,7 @@ class Side:
         tokens, first, rows, hidden = self.inputs(num_sequences, prefix, num_rows)
         if static.key.kind is GraphKind.DRAFT_PREFILL:
             # The same KV of the trunk as on the other side; not a part of this pass.
-            EagerPasses(self.model, self.pool, rows, prefix + num_rows, None, first, num_rows).verify(tokens, first)
+            EagerPasses(self.model, self.pool, rows, prefix + num_rows).trunk(tokens, first)
         return static.replay(tokens, first, rows, None if static.key.kind is GraphKind.VERIFY else hidden)
 
     def kv(self):

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 
 from baton.engine import lane
-from baton.engine.batch import decode_batch
-from baton.engine.decode import DecodeRunner
+from baton.engine.engine import Engine
 from baton.engine.host_future import HostFuture, ResultBuffers
 from baton.engine.kv_offload import KVOffload
 from baton.engine.lane import ThreadLane
 from baton.engine.length_bounds import LengthBounds
-from baton.engine.prepare import Prepared, StepPreparer
-from baton.engine.step_pipeline import StepPipeline
+from baton.engine.runner import Runner
+from baton.engine.sequence import Phase
 from baton.tests.engine import reference
 from baton.tests.engine.toy import ToyModel
 from baton.tests.engine.toy_engine import EOS, request_of, toy_engine
@@ -84,10 +83,41 @@ def pause_lane(patch, pause):
     patch.setattr(lane, "_do", do_with_pauses)
 
 
+def watch_blocks(patch, engine):
+    """No block is given away while a step or a copy that is not over has it.
+
+    Steps and copies of one engine happen in their order, so tokens alone would not tell; transfers do not wait for it.
+    """
+    runner, allocator, using = engine.runner, engine.scheduler.allocator, []
+    launch, execute, release = runner.launch, runner.execute, allocator.release
+
+    def launch_noted(step):
+        slots = (*step.slots, *(chunk.slot for chunk in step.chunks))
+        blocks = {block for slot in slots for block in runner._residents[slot].blocks}
+        using.append((launch(step), blocks))
+        return using[-1][0]
+
+    def execute_noted(operation):
+        ending = execute(operation)
+        if ending is not None:
+            using.append((ending, set(operation.blocks)))
+        return ending
+
+    def release_checked(table):
+        using[:] = [item for item in using if not item[0].is_done]
+        held = set().union(*(blocks for _, blocks in using))
+        assert not held & set(table.blocks), "blocks are given away in use"
+        release(table)
+
+    patch.setattr(runner, "launch", launch_noted)
+    patch.setattr(runner, "execute", execute_noted)
+    patch.setattr(allocator, "release", release_checked)
+
+
 PREEMPT = {"overcommit": True, "host_kv_bytes": 8 * 3 * 2 * 2 * 4 * 8, "preempt_at": (2, 7)}  # eight host blocks
 
 
-def hunt(patch, *, seed=0, num_requests=24, longest_s=2e-3, prepare_ahead=False, plant=None, preempt=False):
+def hunt(patch, *, seed=0, num_requests=24, longest_s=2e-3, plant=None, preempt=False):
     """Run and compare; returns the number of steps. `plant` is called with `patch` before the engine is made."""
     poison(patch)
     pause_lane(patch, Pauses(seed, longest_s))
@@ -98,10 +128,9 @@ def hunt(patch, *, seed=0, num_requests=24, longest_s=2e-3, prepare_ahead=False,
     requests = some_requests(rng, num_requests)
     sizes = {"num_blocks": 12 if preempt else 16, "block_size": 4, "chunk_len": 5, "max_num_sequences": 3}
     engine = toy_engine(MODEL, k=3, **sizes, **(PREEMPT if preempt else {}))
-    if prepare_ahead:
-        engine._decode._preparer = StepPreparer(engine.pool)
     for layer in range(engine.pool.layout.num_layers):
         engine.pool.blocks(layer).fill_(torch.nan)
+    watch_blocks(patch, engine)
     step = engine.step
 
     def step_with_pause():
@@ -116,8 +145,8 @@ def hunt(patch, *, seed=0, num_requests=24, longest_s=2e-3, prepare_ahead=False,
         counts = result.counts
         assert counts.num_emitted_tokens == len(result.token_ids)
         assert sum(counts.num_accepted_at) == counts.num_accepted_tokens
-    assert engine._steps.is_empty
-    return engine._decode._num_launched
+    assert engine.engine.is_idle
+    return engine.step_report().num_steps
 
 
 # Races to plant: each is what a plausible slip would do.
@@ -155,48 +184,70 @@ def buffer_back_before_read(patch):
 
 def shared_slots(patch):
     """The tensor of slots is filled anew for the next step while a step in flight has yet to read it."""
-    batch_of = DecodeRunner._batch_of
+    batch_of = Runner._batch_of
     shared = torch.zeros(8, dtype=torch.int64)
 
-    def batch_with_shared_slots(self, slots):
-        batch = batch_of(self, slots)
+    def batch_with_shared_slots(self, slots, num_drafts):
+        batch = batch_of(self, slots, num_drafts)
         shared[: len(batch.slots)] = torch.tensor(batch.slots)
         return type(batch)(
             **{name: getattr(batch, name) for name in batch.__slots__ if name != "slots_B"},
             slots_B=shared[: len(batch.slots)],
         )
 
-    patch.setattr(DecodeRunner, "_batch_of", batch_with_shared_slots)
+    patch.setattr(Runner, "_batch_of", batch_with_shared_slots)
 
 
 def stale_batch(patch):
     """What is kept about a batch is taken for every later batch of the same slots, whoever is in them."""
-    batch_of, kept = DecodeRunner._batch_of, {}
+    batch_of, kept = Runner._batch_of, {}
 
-    def batch_from_memory(self, slots):
-        return kept.setdefault((id(self), tuple(slots)), batch_of(self, slots))
+    def batch_from_memory(self, slots, num_drafts):
+        return kept.setdefault((id(self), slots, num_drafts), batch_of(self, slots, num_drafts))
 
-    patch.setattr(DecodeRunner, "_batch_of", batch_from_memory)
+    patch.setattr(Runner, "_batch_of", batch_from_memory)
 
 
 def length_in_place(patch):
     """The host writes the lengths it has just learned to the device, where the next step may be past them."""
-    launch = DecodeRunner.launch
+    read = Engine._read
 
-    def launch_and_write(self, slots):
-        ticket = launch(self, slots)
-        on_read = ticket._on_read
+    def read_and_write(self, *, has_launched):
+        read(self, has_launched=has_launched)
+        time.sleep(4e-3)
+        slots = [item.slot for item in self.scheduler.decoding()]
+        least = self._bounds._least_N[slots] - len(self._flights)
+        self.runner._table._numbers_NC[slots, 1] = torch.from_numpy(least)
 
-        def on_read_and_write(accepted_lens):
-            on_read(accepted_lens)
-            time.sleep(4e-3)
-            least = self._lengths._least_N[list(ticket.slots)] - len(self._unread)
-            self._table._length_N[list(ticket.slots)] = torch.from_numpy(least)
+    patch.setattr(Engine, "_read", read_and_write)
 
-        ticket._on_read = on_read_and_write
-        return ticket
 
-    patch.setattr(DecodeRunner, "launch", launch_and_write)
+def first_token_from_the_host(patch):
+    """The host writes the first token to the device once it has read it, as if the row did not decode until then."""
+    take = Engine._take_chunks
+
+    def take_and_write(self, flight, output, now_s):
+        published = take(self, flight, output, now_s)
+        for item in published:
+            if item.sequence.slot is not None:
+                self.runner._table._numbers_NC[item.sequence.slot, 0] = item.token_ids[0]
+        return published
+
+    patch.setattr(Engine, "_take_chunks", take_and_write)
+
+
+def decodes_before_its_first_token(patch):
+    """A prompt's sequence decodes in the very step that ends its prompt, from what the slot held before."""
+    write = Runner._write_sample
+
+    def write_late(self, work):
+        slots_F, work.slots_F = work.slots_F, None if work.slots_F is None else torch.zeros_like(work.slots_F)
+        try:
+            return write(self, work)
+        finally:
+            work.slots_F = slots_F
+
+    patch.setattr(Runner, "_write_sample", write_late)
 
 
 def bound_not_raised(patch):
@@ -228,29 +279,29 @@ def bound_of_the_next(patch):
 
 def freed_early(patch):
     """Slot and blocks are given back while a step in flight has them."""
-    patch.setattr(DecodeRunner, "_running_step", lambda self, slot: None)
+    patch.setattr(Engine, "_last_step", lambda self, sequence: None)
 
 
 def freed_early_but_noticed(patch):
-    """The same where the runner still knows better."""
-    release = DecodeRunner.release
-
-    def release_at_once(self, slot):
-        release(self, slot)
-
-    patch.setattr(DecodeRunner, "release", release_at_once)
+    """The same, and what was to be waited for is not."""
+    patch.setattr(Engine, "after", lambda self, ending, act: act())
 
 
 def extra_tokens_kept(patch):
     """What a step made of a sequence that had ended before is taken for its own."""
-    read = StepPipeline._read
+    take = Engine._take_decode
 
-    def read_all(self):
-        for row in read(self):
-            row[0].is_decoding = True
-            yield row
+    def take_all(self, flight, output, now_s):
+        ended = [item for item in flight.decode if item.phase is Phase.ENDED]
+        for item in ended:
+            item.phase, item.checker._reason = Phase.RUNNING, None
+        try:
+            return take(self, flight, output, now_s)
+        finally:
+            for item in ended:
+                item.phase = Phase.ENDED
 
-    patch.setattr(StepPipeline, "_read", read_all)
+    patch.setattr(Engine, "_take_decode", take_all)
 
 
 def steps_overtake(patch):
@@ -269,49 +320,15 @@ def steps_overtake(patch):
     patch.setattr(ThreadLane, "_give", give)
 
 
-def prepared_for_the_last_step(patch):
-    """A step takes what was prepared for the one before."""
-    launch, last = StepPreparer.launch, {}
-
-    def launch_and_take_the_last(self, *arguments):
-        ticket = launch(self, *arguments)
-        before, last[id(self)] = last.get(id(self), ticket), ticket
-        return before
-
-    patch.setattr(StepPreparer, "launch", launch_and_take_the_last)
-
-
-def prepared_unchecked(patch):
-    """The same, and nobody looks at the generation."""
-    prepared_for_the_last_step(patch)
-    patch.setattr(StepPreparer, "open", lambda self, prepared: prepared.batch)
-
-
-def prepared_from_shared_rows(patch):
-    """What is prepared sees lengths that the step has moved in place by then."""
-    launch = StepPreparer.launch
-
-    def launch_late(self, first_position_B, *arguments):
-        moving_B = first_position_B.clone()
-        ticket = launch(self, moving_B, *arguments)
-        value = ticket.result()
-        moving_B += 1
-        late = decode_batch(moving_B, *arguments, self._pool)
-        ticket._value = Prepared(value.maker, value.generation, late)
-        return ticket
-
-    patch.setattr(StepPreparer, "launch", launch_late)
-
-
 def preempted_in_flight(patch):
     """A sequence gives its blocks away while a step has it."""
-    patch.setattr(StepPipeline, "has", lambda self, sequence: False)
-    patch.setattr(DecodeRunner, "_running_step", lambda self, slot: None)
+    patch.setattr(Engine, "runs", lambda self, sequence: False)
+    patch.setattr(Engine, "_last_step", lambda self, sequence: None)
 
 
 def freed_before_copied(patch):
     """Blocks are given away while they are being copied to the host."""
-    patch.setattr(StepPipeline, "give_back_after", lambda self, ending, give_back: give_back())
+    patch.setattr(Engine, "after", lambda self, ending, act: act())
 
 
 def copied_back_out_of_turn(patch):
@@ -345,23 +362,24 @@ PLANTED = (
     shared_slots,
     stale_batch,
     length_in_place,
+    first_token_from_the_host,
+    decodes_before_its_first_token,
     bound_not_raised,
     freed_early,
     freed_early_but_noticed,
     extra_tokens_kept,
     steps_overtake,
 )
-PLANTED_IN_PREPARE = (prepared_for_the_last_step, prepared_unchecked, prepared_from_shared_rows)
 PLANTED_IN_PREEMPTION = (preempted_in_flight, freed_before_copied, copied_back_out_of_turn, room_for_the_least)
 
 
-def is_caught(make_patch, plant, *, prepare_ahead=False, num_rounds=25, preempt=False):
+def is_caught(make_patch, plant, *, num_rounds=25, preempt=False):
     """Whether some round of the hunt fails with the race planted."""
     for seed in range(num_rounds):
         with make_patch() as patch, contextlib.ExitStack():
             try:
-                hunt(patch, seed=seed, plant=plant, longest_s=4e-3, prepare_ahead=prepare_ahead, preempt=preempt)
-            except Exception as error:  # noqa: BLE001  whatever it breaks, it was noticed  # noqa: BLE001  (whatever it is, it was noticed)
+                hunt(patch, seed=seed, plant=plant, longest_s=4e-3, preempt=preempt)
+            except Exception as error:  # noqa: BLE001  whatever it breaks, it was noticed
                 print(f"{plant.__name__}: round {seed}: {type(error).__name__}: {str(error)[:200]}")
                 return True
     return False

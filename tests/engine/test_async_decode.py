@@ -1,7 +1,6 @@
-"""Decode steps that run ahead of the host: what the runner promises, and races that the tests would see."""
+"""Steps that run ahead of the host: what the runner promises, and races that the tests would see."""
 
 import functools
-import gc
 import threading
 import time
 
@@ -12,13 +11,12 @@ import torch
 from baton.core.errors import RequestDeadlineExceeded
 from baton.core.request import SpeculationCounts
 from baton.core.sampling import SamplingParams
-from baton.engine import decode
-from baton.engine.decode import DecodeRunner
 from baton.engine.length_bounds import LengthBounds
-from baton.engine.prefill import PrefillChunk, PrefillRunner
-from baton.kvcache.allocator import BlockAllocator
+from baton.engine.runner import Runner
+from baton.engine.sequence import Phase
 from baton.kvcache.pool import KVPool
 from baton.tests.engine import races, reference
+from baton.tests.engine.driver import Driver
 from baton.tests.engine.toy import ToyModel
 from baton.tests.engine.toy_engine import request_of, toy_engine
 
@@ -28,43 +26,58 @@ NUM_TOKENS = 12
 
 
 class Gate:
-    """A step that waits to be let through."""
+    """Steps that wait to be let through."""
 
-    def __init__(self):
+    def __init__(self, runner):
         self.open = threading.Event()
         self.open.set()
-        self.num_begun = 0
+        self._sample = runner._sample
+        runner._sample = self
 
-    def __call__(self, *arguments):
-        self.num_begun += 1
+    def __call__(self, work):
         assert self.open.wait(10.0)
-        return decode.decode_step(*arguments)
+        return self._sample(work)
 
 
-class Side:
-    """A prefilled runner over the toy model, three sequences in its slots."""
+class Side(Driver):
+    """A runner over the toy model, three sequences in its slots, and the bounds of their lengths as an engine has."""
 
-    def __init__(self, k=2, max_tokens=NUM_TOKENS, **options):
-        self.model, self.gate = ToyModel(), Gate()
-        self.pool = KVPool(self.model.kv_layout(4), 40, torch.device("cpu"))
-        self.prefill = PrefillRunner(self.model, self.pool)
-        self.runner = DecodeRunner(self.model, self.pool, 4, k, step=self.gate, **options)
-        self.allocator = BlockAllocator(40, 4)
+    def __init__(self, k=2, max_tokens=NUM_TOKENS):
+        self.model, self.k = ToyModel(), k
+        pool = KVPool(self.model.kv_layout(4), 40, torch.device("cpu"))
+        super().__init__(Runner(self.model, pool, max_num_seqs=4, num_draft_tokens=k), pool)
+        self.gate, self.bounds = Gate(self.runner), LengthBounds(4)
         self.sampling = [
             SamplingParams(seed=at, max_tokens=max_tokens, temperature=at % 2, ignore_eos=True) for at in range(3)
         ]
-        self.first_tokens = [self.admit(slot, k) for slot in range(3)]
+        self.first_tokens = [self.admit(slot) for slot in range(3)]
         self.slots = (0, 1, 2)
 
-    def admit(self, slot, k, of=None):
-        prompt, sampling = tuple(PROMPTS[of or slot]), self.sampling[of or slot]
-        table = self.allocator.reserve(len(prompt) + sampling.max_tokens + k)
-        chunk = PrefillChunk(
-            prompt_token_ids=prompt, start=0, length=len(prompt), table=table, sampling=sampling, draft_cap=k
-        )
-        [start] = self.prefill.draft(self.prefill.forward([chunk], lambda layer: None), lambda layer: None)
-        self.runner.admit(slot, start, len(prompt), sampling, table, k)
-        return start.first_token
+    def admit(self, slot):
+        prompt, sampling = PROMPTS[slot], self.sampling[slot]
+        token = self.start(slot, prompt, sampling)
+        end = len(prompt) + sampling.max_tokens
+        self.bounds.admit(slot, len(prompt) + 1, limit=self.limit(slot), end=end)
+        return token
+
+    def launch(self, slots=(), *, chunks=(), num_drafts=None):
+        ticket = super().launch(slots, chunks=chunks, num_drafts=num_drafts)
+        if slots:
+            slots_B, most = np.array(slots), 1 + (self.k if num_drafts is None else num_drafts)
+            launched, result = self.bounds.launch(slots_B, np.full(len(slots), most)), ticket.result
+
+            def result_and_collect():
+                if not ticket.is_read:
+                    self.bounds.collect(launched, np.array([len(row.token_ids) for row in result().decode]))
+                return result()
+
+            ticket.result = result_and_collect
+        return ticket
+
+    def lengths(self):
+        """What the device holds, by slot."""
+        self.runner.drain()
+        return self.runner._table._numbers_NC[:3, 1].tolist()
 
 
 @functools.cache
@@ -79,88 +92,139 @@ def starts_as_wanted(tokens, first_tokens):
 
 
 @fast
-@pytest.mark.parametrize("prepare_ahead", [False, True])
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_many_steps_in_flight_give_what_single_steps_do(k, prepare_ahead):
-    step_by_step, ahead = Side(k), Side(k, prepare_ahead=prepare_ahead)
-    single = [step_by_step.runner.step(step_by_step.slots) for _ in range(5)]
+def test_many_steps_in_flight_give_what_single_steps_do(k):
+    step_by_step, ahead = Side(k), Side(k)
+    single = [step_by_step.step(step_by_step.slots) for _ in range(5)]
     ahead.gate.open.clear()
-    tickets = [ahead.runner.launch(ahead.slots) for _ in range(5)]
-    assert not any(ticket.is_done for ticket in tickets)
+    tickets = [ahead.launch(ahead.slots) for _ in range(5)]
+    assert not any(ticket.is_sampled or ticket.is_done for ticket in tickets)
     ahead.gate.open.set()
     assert [ticket.result() for ticket in tickets] == single
     assert tickets[0].result() is tickets[0].result()
-    tokens = [[token for output in single for token in output.token_ids[at]] for at in range(3)]
+    tokens = [[token for output in single for token in output.decode[at].token_ids] for at in range(3)]
     assert starts_as_wanted(tokens, ahead.first_tokens)
-    assert [output.proposed_lens for output in single] == [(k, k, k)] * 5
+    assert [[row.proposed_len for row in output.decode] for output in single] == [[k, k, k]] * 5
+
+
+@fast
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_a_prompt_may_end_and_decode_with_every_step_in_flight(k):
+    """First tokens, drafts and lengths are on the device before the host knows any of them."""
+    side, whole = Side(k), [prompt for prompt in PROMPTS if len(prompt) > 2]
+    for slot in side.slots:
+        side.release(slot)
+    for slot, prompt in enumerate(whole):
+        side.place(slot, prompt, side.sampling[PROMPTS.index(prompt)])
+    side.gate.open.clear()
+    tickets = [side.launch(chunks=[side.chunk(0, 2), side.chunk(1, 1)]), side.launch(chunks=[side.chunk(0)])]
+    tickets.append(Driver.launch(side, (0,), chunks=[side.chunk(1)]))
+    tickets += [Driver.launch(side, (0, 1)) for _ in range(3)]
+    assert not any(ticket.is_sampled for ticket in tickets)
+    side.gate.open.set()
+    outputs = [ticket.result() for ticket in tickets]
+    assert [[made.token is None for made in output.chunks] for output in outputs[:3]] == [[True] * 2, [False], [False]]
+    made = [[outputs[1].chunks[0].token, *outputs[2].decode[0].token_ids], [outputs[2].chunks[0].token]]
+    for output in outputs[3:]:
+        for tokens, row in zip(made, output.decode, strict=True):
+            tokens += row.token_ids
+    for tokens, prompt in zip(made, whole, strict=True):
+        assert tokens == wanted(PROMPTS.index(prompt))[: len(tokens)]
 
 
 @fast
 def test_results_may_be_read_in_any_order_and_the_bounds_become_exact():
     side = Side(3)
-    tickets = [side.runner.launch(side.slots) for _ in range(4)]
-    lengths = side.runner._lengths
-    spread = lengths._most_N - lengths._least_N
+    tickets = [side.launch(side.slots) for _ in range(4)]
+    spread = side.bounds._most_N - side.bounds._least_N
     assert spread[:3].tolist() == [4 * 3] * 3
     outputs = [tickets[at].result() for at in (2, 0, 3, 1)]
-    made = [len(prompt) + 1 + sum(len(output.token_ids[at]) for output in outputs) for at, prompt in enumerate(PROMPTS)]
-    assert lengths._most_N[:3].tolist() == lengths._least_N[:3].tolist() == made
-    side.runner.drain()
-    assert side.runner._table._length_N[:3].tolist() == made
+    made = [
+        len(prompt) + 1 + sum(len(output.decode[at].token_ids) for output in outputs)
+        for at, prompt in enumerate(PROMPTS)
+    ]
+    assert side.bounds._most_N[:3].tolist() == side.bounds._least_N[:3].tolist() == made
+    assert side.lengths() == made
 
 
 @fast
-def test_launching_nothing():
-    ticket = Side().runner.launch(())
-    assert ticket.is_done
-    assert ticket.result() == decode.DecodeOutput(token_ids=(), accepted_lens=(), proposed_lens=())
+def test_with_nothing_to_compute_no_step_is_launched(monkeypatch):
+    engine = toy_engine()
+    engine.generate([request_of([3, 1], max_tokens=3)])
+    monkeypatch.setattr(engine.runner, "launch", lambda step: pytest.fail("nothing to compute"))
+    assert not engine.engine.step()
+    side = Side()
+    with pytest.raises(AssertionError):
+        side.launch()
 
 
 @fast
 def test_an_unchanged_batch_is_not_built_again():
     side = Side()
-    side.runner.step(side.slots)
+    side.step(side.slots)
     before = side.runner._batch
-    side.runner.step(list(side.slots))
+    side.step(list(side.slots))
     assert side.runner._batch is before
-    side.runner.release(1)
-    side.runner.step((0, 2))
+    side.step(side.slots, num_drafts=1)
     assert side.runner._batch is not before
+    before = side.runner._batch
+    side.release(1)
+    side.admit(1)
+    side.step(side.slots, num_drafts=1)
+    assert side.runner._batch is not before, "the same slots, and another sequence"
 
 
 @fast
 def test_a_slot_is_kept_until_the_last_step_that_has_it_is_over():
-    side = Side()
-    side.gate.open.clear()
-    side.runner.launch(side.slots)
-    second = side.runner.launch(side.slots)
-    third = side.runner.launch((0, 2))
-    assert side.runner.release(1) is second
-    with pytest.raises(AssertionError, match="not over"):
-        side.admit(1, 2)
-    side.gate.open.set()
-    second.result()
-    assert second.is_done
-    side.admit(1, 2)
-    third.result()
-    side.runner.drain()
-    assert side.runner.release(1) is None
-    assert side.runner.release(0) is None
+    engine = toy_engine(k=0, max_num_sequences=1)
+    whole = reference.generate(ToyModel(), [4, 9], request_of([4, 9], max_tokens=6, ignore_eos=True).sampling)
+    stop = whole[2]
+    assert stop not in whole[:2]
+    first = request_of([4, 9], k=0, max_tokens=6, ignore_eos=True, stop_token_ids=(stop,))
+    second = request_of([5, 9], k=0, max_tokens=6, ignore_eos=True)
+    for request in (first, second):
+        engine.submit(request)
+    events = [engine._caller.unread[request.key] for request in (first, second)]
+    sequence, over, sample = engine.scheduler.sequences()[0], threading.Event(), engine.runner._sample
+    over.set()
+
+    def sample_late(work):
+        if len(sequence.token_ids) >= 2 and not over.is_set():  # the step after the one that ends it
+            over.wait(10.0)
+        return sample(work)
+
+    engine.runner._sample = sample_late
+    while len(sequence.token_ids) < 2:
+        engine.step()
+    over.clear()
+    while sequence.phase is Phase.RUNNING:
+        engine.step()
+    assert events[0][-1].result is not None
+    assert engine.scheduler.num_slots_used == 1, "a step in flight still has it"
+    assert engine.scheduler.allocator.num_reserved > 0
+    engine.step()
+    assert engine.scheduler.count(Phase.RUNNING) == 0
+    over.set()
+    engine.runner.drain()
+    engine.step()
+    assert engine.scheduler.count(Phase.RUNNING) == 1
+    while not events[1] or events[1][-1].result is None:
+        engine.step()
+    assert list(events[1][-1].result.token_ids) == reference.generate(ToyModel(), [5, 9], second.sampling)
 
 
 def admit_into_a_used_slot():
     side = Side()
-    for _ in range(3):
-        side.runner.launch(side.slots)
+    tickets = [side.launch(side.slots) for _ in range(3)]
     side.runner.drain()
-    assert side.runner.release(1) is None
-    tickets = list(side.runner._unread.values())
-    first = side.admit(1, 2)
-    tickets.append(side.runner.launch(side.slots))
+    side.release(1)
+    first = side.admit(1)
+    tickets.append(side.launch(side.slots))
     outputs = [ticket.result() for ticket in tickets]
-    assert [first, *outputs[-1].token_ids[1]] == wanted(1)[: 1 + len(outputs[-1].token_ids[1])]
-    length = side.runner._lengths._least_N[1]
-    assert length == side.runner._lengths._most_N[1] == len(PROMPTS[1]) + 1 + len(outputs[-1].token_ids[1])
+    emitted = outputs[-1].decode[1].token_ids
+    assert [first, *emitted] == wanted(1)[: 1 + len(emitted)]
+    length = side.bounds._least_N[1]
+    assert length == side.bounds._most_N[1] == len(PROMPTS[1]) + 1 + len(emitted)
 
 
 @fast
@@ -173,13 +237,12 @@ def test_a_sequence_admitted_into_a_used_slot_starts_afresh(monkeypatch):
 
 @fast
 def test_who_may_need_another_step_is_known_without_results():
-    side = Side(k=2, max_tokens=4)
-    assert side.runner.unfinished(side.slots) == (0, 1, 2)
+    side, slots_B = Side(k=2, max_tokens=4), np.arange(3)
     for _ in range(3):  # one token is there, each step adds at least one
-        assert side.runner.unfinished(side.slots) == (0, 1, 2)
-        side.runner.launch(side.slots)
-    assert side.runner.unfinished(side.slots) == ()
-    assert side.runner.unfinished((2, 0)) == ()
+        assert side.bounds.unfinished(slots_B).all()
+        side.launch(side.slots)
+    assert not side.bounds.unfinished(slots_B).any()
+    assert not side.bounds.unfinished(slots_B[:2]).any()
 
 
 @fast
@@ -201,49 +264,19 @@ def test_bounds_refuse_what_cannot_be():
         bounds.max_context_len(slots, 2)
 
 
-@fast
-def test_a_step_that_fails_says_so_at_its_ticket_and_at_all_later_ones():
-    side = Side()
-    good = side.runner.launch(side.slots)
-    good.result()
-    side.model.trunk = lambda *arguments: 1 / 0
-    bad = [side.runner.launch(side.slots) for _ in range(2)]
-    for ticket in (*bad, *bad):
-        with pytest.raises(ZeroDivisionError):
-            ticket.result()
-    del side.model.trunk
-    with pytest.raises(ZeroDivisionError):
-        side.runner.step(side.slots)
-    assert bad[0].is_done
-    side.runner.drain()
-    side.runner.close()
-
-
-@fast
-def test_a_runner_that_is_dropped_ends_its_thread_and_close_waits():
-    before = set(threading.enumerate())
-    side = Side()
-    side.runner.step(side.slots)
-    [thread] = [item for item in threading.enumerate() if item not in before and item.name == "decode-lane"]
-    del side
-    gc.collect()
-    thread.join(5.0)
-    assert not thread.is_alive()
-    side = Side()
-    ticket = side.runner.launch(side.slots)
-    side.runner.close()
-    assert ticket.is_done
-    with pytest.raises(AssertionError, match="closed"):
-        side.runner.launch(side.slots)
-
-
 # Scheduling.
 
 
 def traced(monkeypatch, scheduling, requests, **options):
     """Results, and of each request (proposed, accepted, emitted) of every step that counted; steps launched."""
     engine = toy_engine(scheduling=scheduling, **options)
-    trace = {}
+    trace, num_launched, launch = {}, [0], engine.runner.launch
+
+    def counted_launch(step):
+        num_launched[0] += 1
+        return launch(step)
+
+    engine.runner.launch = counted_launch
     original = SpeculationCounts.add_step
 
     def add_step(self, **numbers):
@@ -253,8 +286,8 @@ def traced(monkeypatch, scheduling, requests, **options):
     with monkeypatch.context() as patch:
         patch.setattr(SpeculationCounts, "add_step", add_step)
         results = engine.generate(requests)
-    assert engine._steps.is_empty
-    return results, [trace.get(id(result.counts), []) for result in results], engine._decode._num_launched
+    assert engine.engine.is_idle
+    return results, [trace.get(id(result.counts), []) for result in results], num_launched[0]
 
 
 @fast
@@ -273,12 +306,13 @@ def test_a_step_is_launched_before_the_last_is_read(monkeypatch):
     engine = toy_engine()
     engine.submit(request_of([3, 1], max_tokens=30, ignore_eos=True))
     order = []
-    runner, launch = engine._decode, engine._decode.launch
+    runner, launch = engine.runner, engine.runner.launch
 
-    def watched_launch(slots):
-        ticket = launch(slots)
-        order.append(("launch", runner._num_launched))
-        number, result = runner._num_launched, ticket.result
+    def watched_launch(step):
+        ticket = launch(step)
+        number = sum(what == "launch" for what, _ in order) + 1
+        order.append(("launch", number))
+        result = ticket.result
         ticket.result = lambda: (order.append(("read", number)), result())[1]
         return ticket
 
@@ -286,7 +320,7 @@ def test_a_step_is_launched_before_the_last_is_read(monkeypatch):
     for _ in range(4):
         engine.step()
     assert order == [
-        ("launch", 1),
+        ("launch", 1),  # of the prompt
         ("launch", 2),
         ("read", 1),
         ("launch", 3),
@@ -299,18 +333,18 @@ def test_a_step_is_launched_before_the_last_is_read(monkeypatch):
 @fast
 def test_blocks_stay_until_the_extra_step_is_over():
     engine = toy_engine(k=2, max_num_sequences=2)
-    scheduler, allocator = engine._scheduler, engine._scheduler._allocator
+    scheduler, allocator = engine.scheduler, engine.scheduler.allocator
     whole = reference.generate(ToyModel(), [4, 9], request_of([4, 9], max_tokens=30, ignore_eos=True).sampling)
     engine.submit(request_of([4, 9], max_tokens=30, ignore_eos=True, stop_token_ids=(whole[8],)))
     held = set()
-    runner, step = engine._decode, engine._decode._step
-    runner._step = lambda *arguments: (time.sleep(0.02), step(*arguments))[1]  # the extra one is still running
-    while scheduler.unfinished():
+    runner, sample = engine.runner, engine.runner._sample
+    runner._sample = lambda work: (time.sleep(0.02), sample(work))[1]  # the extra one is still running
+    while scheduler.sequences():
         engine.step()
-        held.add((len(scheduler.unfinished()), allocator.num_reserved > 0, scheduler.is_idle))
+        held.add((len(scheduler.sequences()), allocator.num_reserved > 0, engine.engine.is_idle))
     assert (0, True, False) in held, "ended while a step was in flight, and kept its blocks"
-    engine.step()
-    assert scheduler.is_idle
+    while not engine.engine.is_idle:
+        engine.step()
     assert allocator.num_reserved == 0
 
 
@@ -334,26 +368,24 @@ def test_cancelled_and_overdue_requests_give_back_what_they_held_and_hurt_nobody
         gone.close()
         tokens += [token for event in stream for token in event.token_ids]
         assert tokens == reference.generate(ToyModel(), other.prompt_token_ids, other.sampling)
-    assert engine._scheduler.is_idle
-    assert engine._scheduler._allocator.num_reserved == 0
+    assert engine.engine.is_idle
+    assert engine.scheduler.allocator.num_reserved == 0
 
 
 @pytest.mark.long
 @fast
-@pytest.mark.parametrize("prepare_ahead", [False, True])
-def test_a_short_hunt_finds_no_race(prepare_ahead, monkeypatch):
+def test_a_short_hunt_finds_no_race(monkeypatch):
     with monkeypatch.context() as patch:
-        assert races.hunt(patch, seed=3, prepare_ahead=prepare_ahead) > 30
+        assert races.hunt(patch, seed=3) > 30
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("prepare_ahead", [False, True])
-def test_a_long_hunt_finds_no_race(prepare_ahead, monkeypatch):
+def test_a_long_hunt_finds_no_race(monkeypatch):
     num_steps = 0
     for seed in range(1000):
         with monkeypatch.context() as patch:
-            num_steps += races.hunt(patch, seed=seed, prepare_ahead=prepare_ahead, num_requests=40)
+            num_steps += races.hunt(patch, seed=seed, num_requests=40)
         if num_steps >= 10_000:
             return
     pytest.fail(f"only {num_steps} steps")
@@ -362,8 +394,3 @@ def test_a_long_hunt_finds_no_race(prepare_ahead, monkeypatch):
 @pytest.mark.parametrize("plant", races.PLANTED, ids=lambda plant: plant.__name__)
 def test_planted_races_are_caught(plant, monkeypatch):
     assert races.is_caught(monkeypatch.context, plant)
-
-
-@pytest.mark.parametrize("plant", races.PLANTED_IN_PREPARE, ids=lambda plant: plant.__name__)
-def test_planted_races_of_preparing_ahead_are_caught(plant, monkeypatch):
-    assert races.is_caught(monkeypatch.context, plant, prepare_ahead=True)

@@ -1,8 +1,8 @@
+import numpy as np
 import pytest
 import torch
 
-from baton.core.sampling import SamplingParams
-from baton.engine.batch import DecodeRows, PrefillChunk, decode_batch, prefill_inputs
+from baton.engine.batch import ChunkRows, DecodeRows, decode_batch, prefill_inputs
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.tests.engine.toy import ToyModel
@@ -15,14 +15,9 @@ def pool_of():
     return KVPool(ToyModel().kv_layout(BLOCK_SIZE), NUM_BLOCKS, torch.device("cpu"))
 
 
-def chunk_of(prompt, start, length, blocks):
-    return PrefillChunk(
-        prompt_token_ids=tuple(prompt),
-        start=start,
-        length=length,
-        table=BlockTable(tuple(blocks), BLOCK_SIZE),
-        sampling=SamplingParams(),
-        draft_cap=0,
+def chunk_of(tokens, start, length, blocks, **options):
+    return ChunkRows(
+        token_ids=np.array(tokens, dtype=np.int64), start=start, length=length, blocks=list(blocks), **options
     )
 
 
@@ -37,8 +32,12 @@ def test_prefill_lays_chunks_out_one_after_the_other():
     assert inputs.token_ids_T.tolist() == [13, 14, 15, 20, 21, 22, 23, 24, 5]
     assert inputs.next_token_ids_T.tolist() == [14, 15, 0, 21, 22, 23, 24, 25, 0]
     assert inputs.last_row_F.tolist() == [2, 8]
+    assert inputs.known_F == (-1, -1)
     assert inputs.batch.positions_T.tolist() == [3, 4, 5, 0, 1, 2, 3, 4, 0]
-    expected = [chunk.table.slot(at) for chunk in chunks for at in range(chunk.start, chunk.end)]
+    tables = [BlockTable(tuple(chunk.blocks), BLOCK_SIZE) for chunk in chunks]
+    expected = [
+        table.slot(at) for chunk, table in zip(chunks, tables, strict=True) for at in range(chunk.start, chunk.end)
+    ]
     assert inputs.batch.slots_T.tolist() == expected
     scratch = pool.num_blocks
     assert inputs.batch.block_tables_BM.tolist() == [[7, 2], [1, 0], [3, scratch]]
@@ -50,6 +49,21 @@ def test_prefill_with_no_prompt_that_ends():
     inputs = prefill_inputs([chunk_of([1, 2, 3], 0, 2, [0])], pool_of())
     assert inputs.last_row_F.shape == (0,)
     assert inputs.next_token_ids_T.tolist() == [2, 3]
+
+
+def test_the_newest_token_of_a_sequence_that_is_computed_again_is_known_and_not_computed():
+    chunks = [
+        chunk_of([4, 5, 6, 7, 8, 9], 2, 3, [0, 1], knows_next=True),  # ends with 8, and 9 follows
+        chunk_of([1, 2, 3], 0, 3, [2]),  # its next is sampled
+        chunk_of([4, 5, 6, 7], 0, 2, [3], knows_next=True),  # goes on
+    ]
+    inputs = prefill_inputs(chunks, pool_of())
+    assert [chunk.is_last for chunk in chunks] == [True, True, False]
+    assert inputs.token_ids_T.tolist() == [6, 7, 8, 1, 2, 3, 4, 5]
+    assert inputs.next_token_ids_T.tolist() == [7, 8, 9, 2, 3, 0, 5, 6]
+    assert inputs.last_row_F.tolist() == [2, 5]
+    assert inputs.known_F == (9, -1)
+    assert inputs.batch.context_lens == (5, 3, 2)
 
 
 def test_a_chunk_past_its_table_or_prompt_is_a_bug():

@@ -1,6 +1,7 @@
 """The whole engine at every rank of a vocabulary that is cut: the tokens, lengths and logprobs of one process.
 
-Ranks are threads, each with an engine of its own over the toy model; what they share is what crosses between them.
+Ranks are threads, each with an engine of its own over the toy model; what they share is what crosses between them. All
+plan alike, for no plan depends on time: the clock stands still, and each step ends before the next is planned.
 """
 
 import itertools
@@ -8,6 +9,7 @@ import itertools
 import pytest
 import torch
 
+from baton.core.clock import VirtualClock
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.tests.engine.test_sampling_parameters import KINDS
 from baton.tests.engine.toy import ToyModel
@@ -68,7 +70,17 @@ def requests_of(k, temperatures):
 
 
 def generate(model, requests, k, verification):
-    engine = toy_engine(model, k=k, num_blocks=300, max_num_sequences=9, scheduling="sync", verification=verification)
+    engine = toy_engine(
+        model,
+        k=k,
+        num_blocks=300,
+        max_num_sequences=9,
+        scheduling="sync",
+        verification=verification,
+        clock=VirtualClock(),
+    )
+    step = engine.step
+    engine.step = lambda: (engine.runner.drain(), step())
     return [
         (result.token_ids, result.counts, numbers_of(result.logprobs), numbers_of(result.prompt_logprobs))
         for result in engine.generate(requests)

@@ -10,11 +10,10 @@ from baton.core.numerics import Numerics
 from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.decision import Decisions
-from baton.engine.decode import DecodeRunner
-from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
 from baton.engine.grammar import GrammarCompiler
-from baton.engine.plan_messages import Release, Stop
-from baton.engine.prefill import PrefillChunk, PrefillRunner
+from baton.engine.lead import FollowRunner, LeadRunner
+from baton.engine.runner import Runner
+from baton.engine.step_plan import Chunk, Place, Release, Step
 from baton.kernels.decision_reference import digest, digest_weights
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
@@ -58,16 +57,21 @@ def load(path, group=None, dtype=torch.float64, numerics=Numerics.DEFAULT, devic
     return load_model(path, dtype=dtype, device=device, numerics=numerics, with_mtp=True, communicator=group, **options)
 
 
-def runners_of(model, k, group=None, verification=None):
+def runner_of(model, k, group=None, verification=None):
     rank, size = (group.rank, group.size) if group else (0, 1)
-    pool = KVPool(model.kv_layout(BLOCK_SIZE), 40, model.device, rank=rank, size=size)
-    grammars = GrammarCompiler(small_tokenizer(), model.config.vocab_size)
-    prefill = PrefillRunner(model, pool, group, grammars=grammars)
-    return prefill, DecodeRunner(model, pool, len(LENGTHS), k, group, grammars=grammars, verification=verification)
+    return Runner(
+        model,
+        KVPool(model.kv_layout(BLOCK_SIZE), 40, model.device, rank=rank, size=size),
+        max_num_seqs=len(LENGTHS),
+        num_draft_tokens=k,
+        communicator=group,
+        grammars=GrammarCompiler(small_tokenizer(), model.config.vocab_size),
+        verification=verification,
+    )
 
 
-def generate(prefill, decode, k, mode, ks=()):
-    """Tokens of every prompt: chunk by chunk, each joining the others in decode when it is done.
+def generate(runner, k, mode, ks=()):
+    """Tokens of every prompt: chunk by chunk, beside those that decode already, which it joins when it is done.
 
     Steps make `ks` drafts, one after the other and over again, if that is not empty.
     """
@@ -77,55 +81,45 @@ def generate(prefill, decode, k, mode, ks=()):
     tokens = []
     for slot, length in enumerate(LENGTHS):
         sampling = SamplingParams(seed=slot, max_tokens=NUM_TOKENS, **MODES[mode])
-        table = allocator.reserve(length + NUM_TOKENS + k + 1)
         ids = tuple(prompt(length, SMALL_VOCAB, seed=slot).tolist())
+        blocks = allocator.reserve(length + NUM_TOKENS + k + 1).blocks
+        runner.execute(Place(slot=slot, token_ids=ids, num_output=0, blocks=blocks, sampling=sampling, draft_cap=k))
+        tokens.append([])
         for start in range(0, length, CHUNK_LEN):
-            chunk = PrefillChunk(
-                prompt_token_ids=ids,
-                start=start,
-                length=min(CHUNK_LEN, length - start),
-                table=table,
-                sampling=sampling,
-                draft_cap=k,
-            )
-            forward = prefill.forward([chunk], lambda layer: None)
-            [begin] = prefill.draft(forward, lambda layer: None)
-        decode.admit(slot, begin, length, sampling, table, k, prompt_token_ids=ids)
+            chunk = Chunk(slot=slot, start=start, length=min(CHUNK_LEN, length - start))
+            step(runner, slots, tokens, ks, chunk)
         slots.append(slot)
-        tokens.append([begin.first_token])
-        decode.set_num_drafts(next(ks))
-        step(decode, slots, tokens)
     while slots:
-        decode.set_num_drafts(next(ks))
-        step(decode, slots, tokens)
+        step(runner, slots, tokens, ks)
         for slot in [slot for slot in slots if len(tokens[slot]) >= NUM_TOKENS]:
-            decode.release(slot)
+            runner.execute(Release(slot))
             slots.remove(slot)
     return [ids[:NUM_TOKENS] for ids in tokens]
 
 
-def step(decode, slots, tokens):
-    output = decode.step([slot for slot in slots if len(tokens[slot]) < NUM_TOKENS])
-    for slot, token_ids in zip([s for s in slots if len(tokens[s]) < NUM_TOKENS], output.token_ids, strict=True):
-        tokens[slot].extend(token_ids)
+def step(runner, slots, tokens, ks, *chunks):
+    decoding = tuple(slot for slot in slots if len(tokens[slot]) < NUM_TOKENS)
+    if not decoding and not chunks:
+        return
+    k = next(ks) if decoding else 0
+    most = max((LENGTHS[slot] + len(tokens[slot]) + k for slot in decoding), default=0)
+    output = runner.launch(Step(chunks=chunks, slots=decoding, num_drafts=k, max_context_len=most)).result()
+    for slot, emitted in zip(decoding, output.decode, strict=True):
+        tokens[slot].extend(emitted.token_ids)
+    for chunk, made in zip(chunks, output.chunks, strict=True):
+        tokens[chunk.slot].extend(() if made.token is None else (made.token,))
 
 
 def as_gang(group, model, k, mode, verification=None, ks=()):
-    prefill, decode = runners_of(model, k, group, verification)
-    channel = channel_of(group)
+    runner, channel = runner_of(model, k, group, verification), channel_of(group)
     try:
-        if group.rank == 0:
-            lead = LeadDecode(decode, channel)
-            tokens = generate(LeadPrefill(prefill, channel), lead, k, mode, ks)
-            lead.close()
-            return tokens
-        follow = FollowPrefill(prefill, channel)
-        decode_ranks = FollowDecode(decode, channel)
-        while not isinstance(plan := channel.hear(), Stop):
-            decode.drain()  # both roles share this group: one step at a time
-            assert follow.take(plan, lambda layer: None) or decode_ranks.take(plan)
-            decode_ranks.look()
-        return None
+        if group.rank > 0:
+            FollowRunner(runner, channel).run()
+            return None
+        lead = LeadRunner(runner, channel)
+        tokens = generate(lead, k, mode, ks)
+        lead.close()
+        return tokens
     finally:
         channel.close()
 
@@ -146,7 +140,7 @@ CASES = [
 @pytest.mark.parametrize(("size", "k", "mode"), CASES)
 def test_a_gang_generates_what_one_rank_does(size, k, mode, tiny_checkpoint):
     path = tiny_checkpoint(**CHECKPOINT)
-    wanted = generate(*runners_of(load(path), k), k, mode)
+    wanted = generate(runner_of(load(path), k), k, mode)
     tokens, *others = on_ranks(size, lambda group: as_gang(group, load(path, group), k, mode))
     assert tokens == wanted
     assert others == [None] * (size - 1)
@@ -160,26 +154,26 @@ KS = (2, 0, 1, 1, 0, 0, 2, 1)
 )
 def test_k_changes_at_every_rank(mode, tiny_checkpoint, monkeypatch):
     path = tiny_checkpoint(**CHECKPOINT)
-    wanted = generate(*runners_of(load(path), 2), 2, mode)
-    launch, shapes = DecodeRunner.launch, {}
+    wanted = generate(runner_of(load(path), 2), 2, mode)
+    launch, shapes = Runner.launch, {}
 
-    def launch_and_keep(self, slots, max_context_len=None):
-        shapes.setdefault(id(self), []).append((self._batch_of(slots).num_drafts, max_context_len))
-        return launch(self, slots, max_context_len)
+    def launch_and_keep(self, step):
+        shapes.setdefault(id(self), []).append((step.num_drafts, step.max_context_len, len(step.slots)))
+        return launch(self, step)
 
-    monkeypatch.setattr(DecodeRunner, "launch", launch_and_keep)
+    monkeypatch.setattr(Runner, "launch", launch_and_keep)
     tokens, _ = on_ranks(2, lambda group: as_gang(group, load(path, group), 2, mode, ks=KS))
     assert tokens == wanted
     mine, others = shapes.values()
     assert mine == others
-    assert [k for k, _ in mine][: len(KS)] == list(KS)
+    assert [k for k, _, num_slots in mine if num_slots][: len(KS)] == list(KS)
 
 
 @pytest.mark.parametrize("mode", ["coupled", "everything"])
 def test_invariant_numerics_give_the_same_tokens_in_bfloat16(mode, tiny_checkpoint):
     path = tiny_checkpoint(**CHECKPOINT)
     options = {"dtype": torch.bfloat16, "numerics": Numerics.INVARIANT}
-    wanted = generate(*runners_of(load(path, **options), 2), 2, mode)
+    wanted = generate(runner_of(load(path, **options), 2), 2, mode)
     tokens, _ = on_ranks(2, lambda group: as_gang(group, load(path, group, **options), 2, mode))
     assert tokens == wanted
 
@@ -188,7 +182,7 @@ def test_invariant_numerics_give_the_same_tokens_in_bfloat16(mode, tiny_checkpoi
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_rejection_among_ranks(size, method, tiny_checkpoint):
     path, verification = tiny_checkpoint(**CHECKPOINT), REJECTION[method]
-    wanted = generate(*runners_of(load(path), 2, verification=verification), 2, "coupled")
+    wanted = generate(runner_of(load(path), 2, verification=verification), 2, "coupled")
     tokens, *_ = on_ranks(size, lambda group: as_gang(group, load(path, group), 2, "coupled", verification))
     assert tokens == wanted
 
@@ -197,14 +191,14 @@ def test_rejection_among_ranks(size, method, tiny_checkpoint):
 def test_a_vocabulary_that_no_number_of_ranks_divides(tie, tiny_checkpoint):
     """61 tokens at four ranks: 16 each, and 13."""
     path = tiny_checkpoint(**CHECKPOINT, tie=tie, vocab_size=SMALL_VOCAB)
-    wanted = generate(*runners_of(load(path), 2), 2, "cut")
+    wanted = generate(runner_of(load(path), 2), 2, "cut")
     tokens, *_ = on_ranks(4, lambda group: as_gang(group, load(path, group), 2, "cut"))
     assert tokens == wanted
 
 
 def test_the_head_may_stay_whole_at_every_rank(tiny_checkpoint):
     path = tiny_checkpoint(**CHECKPOINT)
-    wanted = generate(*runners_of(load(path), 2), 2, "cut")
+    wanted = generate(runner_of(load(path), 2), 2, "cut")
 
     def work(group):
         model = load(path, group, cut_vocab=False)

@@ -11,8 +11,8 @@ from baton.core.errors import ModelTensorMissing, WorkerLost
 from baton.core.sampling import SamplingParams
 from baton.engine import gang_join
 from baton.engine.plan import plan_codec
-from baton.engine.plan_messages import Admit, Join, Ready, Release, Step, Stop
-from baton.kvcache.allocator import BlockTable
+from baton.engine.plan_messages import Join, Ready, Stop
+from baton.engine.step_plan import Place, Release, Resume, Step
 
 pytestmark = pytest.mark.fast
 CODEC = plan_codec()
@@ -60,16 +60,17 @@ def until(holds, timeout_s=5.0):
 
 def test_all_hear_everything_in_order_and_rank_0_does_not_wait(links):
     lead, *others = links
-    big = Admit(0, 1, 2, "float64", os.urandom(1 << 20), 5, SamplingParams(), BlockTable((1,), 16), 2)
+    sampling, resume = SamplingParams(), Resume(2, os.urandom(1 << 20))
+    big = Place(slot=0, token_ids=(1,), num_output=0, blocks=(1,), sampling=sampling, draft_cap=2, resume=resume)
     start_s = time.monotonic()
     for number in range(20):
         lead.tell(big)
-        lead.tell(Step((number,), 99, 2.0))
+        lead.tell(Step(slots=(number,), max_context_len=99, limit_s=2.0))
     assert time.monotonic() - start_s < 10.0  # 20 MiB that nobody has taken yet
     for link in others:
         for number in range(20):
             assert hear(link) == big
-            assert hear(link) == Step((number,), 99, 2.0)
+            assert hear(link) == Step(slots=(number,), max_context_len=99, limit_s=2.0)
 
 
 def test_reports_come_with_their_rank_and_wake(links):

@@ -233,9 +233,9 @@ def test_cancel_and_deadline_in_the_middle_leak_nothing(tiny_model, tiny_tokeniz
     for stream in streams[1::2]:
         list(stream)
     engine.step()  # asserts that every block and slot is free
-    engine._decode.drain()
-    assert not engine._decode._sampling
-    assert not engine._decode._states
+    engine.runner.drain()
+    assert not engine.runner._residents
+    assert not engine.runner._states
     late = requests_for(tiny_prompts, 2, "sampled")[0]
     late = GenerationRequest(**{name: getattr(late, name) for name in late.__slots__} | {"deadline_s": 0.0})
     result = engine.generate([late])[0]

@@ -11,17 +11,15 @@ from baton.core.errors import ConfigInvalid
 from baton.core.sampling import GrammarSpec
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine import graphed_step, static_pass
-from baton.engine.decode import DecodeRunner
-from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
 from baton.engine.graph_backend import CallBackend, CaptureRefused
 from baton.engine.graph_key import EagerReason
+from baton.engine.lead import FollowRunner, LeadRunner
 from baton.engine.local import LocalEngine
-from baton.engine.plan_messages import Stop
 from baton.kvcache.pool import KVPool
-from baton.tests.engine import races
+from baton.tests.engine import races, reference
 from baton.tests.engine.graphs import assert_all_replayed, graphed, with_graphs
 from baton.tests.engine.recorder import RecorderBackend
-from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runners_of
+from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runner_of
 from baton.tests.engine.test_local_engine import requests_for
 from baton.tests.engine.toy import PerfectToyModel, ToyModel
 from baton.tests.engine.toy_engine import request_of, toy_engine
@@ -87,7 +85,7 @@ def test_whatever_is_asked_the_tokens_are_the_same(k, scheduling):
     engine = with_graphs(toy_engine(k=k, scheduling=scheduling, num_blocks=80), sizes=(3, 5))
     assert outcome(engine, some_requests(kinds, k)) == wanted
     assert_all_replayed(engine)
-    assert engine._decode.graphs.counts.num_sequences_padded > 0
+    assert engine.runner.graphs.counts.num_sequences_padded > 0
 
 
 @pytest.mark.parametrize("kind", ASKED)
@@ -281,7 +279,7 @@ def test_steps_that_no_graph_fits_are_launched_and_counted(caplog):
         caplog.clear()
         engine = with_graphs(toy_engine(k=3, num_blocks=80), **given)
         assert outcome(engine, some_requests(kinds, 3)) == wanted
-        counts = engine._decode.graphs.counts
+        counts = engine.runner.graphs.counts
         assert counts.num_steps_eager[reason] > 0
         assert sum(counts.num_steps_eager.values()) == counts.num_steps_eager[reason]
         told = [record for record in caplog.records if reason.value in record.getMessage()]
@@ -299,9 +297,9 @@ def test_more_drafts_than_are_captured_are_launched():
     engine = toy_engine(model, k=3)
     wanted = outcome(engine, some_requests(["greedy"], 3))
     engine = toy_engine(model, k=3)
-    engine._decode._step = engine._decode.graphs = graphed(model, engine.pool, k=1, sizes=(4,))
+    engine.runner.graphs = graphed(model, engine.pool, k=1, sizes=(4,))
     assert outcome(engine, some_requests(["greedy"], 3)) == wanted
-    assert engine._decode.graphs.counts.num_steps_eager[EagerReason.DRAFTS] > 0
+    assert engine.runner.graphs.counts.num_steps_eager[EagerReason.DRAFTS] > 0
 
 
 @fast
@@ -318,46 +316,50 @@ def test_nothing_is_captured_where_there_is_no_gpu(caplog):
 
 
 @fast
-def test_preparing_ahead_is_refused():
-    model = ToyModel()
-    pool = KVPool(model.kv_layout(4), 10, torch.device("cpu"))
-    step = graphed(model, pool, k=1, sizes=(2,))
-    with pytest.raises(ConfigInvalid, match="nothing is left to prepare") as caught:
-        DecodeRunner(model, pool, 2, 1, step=step, prepare_ahead=True)
-    assert caught.value.fields["keys"] == ["prepare_ahead"]
-    assert DecodeRunner(model, pool, 2, 1, step=step).graphs is step
+def test_steps_with_chunks_of_prompts_are_launched_and_those_that_only_decode_replayed():
+    """A step with chunks is no step that no graph fits: it is not counted among those."""
+    engine = with_graphs(toy_engine(k=2), sizes=(4,))
+    eager, trunk = [], engine.runner._model.trunk
+
+    def watched(ids_T, batch, *others):
+        eager.append(type(batch).__name__)
+        return trunk(ids_T, batch, *others)
+
+    engine.runner._model.trunk = watched
+    requests = [request_of([3, at], k=2, max_tokens=4 + 6 * at, ignore_eos=True) for at in range(6)]
+    results = engine.generate(requests)
+    assert set(eager) == {"PrefillBatch", "MixedBatch"}
+    assert_all_replayed(engine)
+    for request, result in zip(requests, results, strict=True):
+        wanted = reference.generate(ToyModel(), list(request.prompt_token_ids), request.sampling)
+        assert list(result.token_ids) == wanted
 
 
 @pytest.mark.parametrize("failing", [None, "require", "capture"])
 def test_one_rank_that_cannot_capture_leaves_all_without(failing, tiny_checkpoint):
     """Over two real ranks: all graphs, or none of a size, at both; and the tokens of one rank without graphs."""
     path, k, mode = tiny_checkpoint(**CHECKPOINT), 2, "coupled"
-    wanted = generate(*runners_of(load(path), k), k, mode)
+    wanted = generate(runner_of(load(path), k), k, mode)
 
     def refuse(what, number):
         if what == failing and number in (1, 4):
             raise RuntimeError("not here")
 
     def work(group):
-        prefill, decode = runners_of(load(path, group), k, group)
+        runner, channel = runner_of(load(path, group), k, group), channel_of(group)
         # Recorded operations cannot hold a group's (gloo is no operation of torch), so steps are called again.
         backend = _Refusing(refuse if group.rank == 1 else lambda what, number: None)
-        step = graphed(decode._model, decode._pool, k=k, sizes=(2, 3), widths=(4, 32), backend=backend, group=group)
-        decode._step = decode.graphs = step
-        channel = channel_of(group)
+        pool = runner._pool
+        step = graphed(runner._model, pool, k=k, sizes=(2, 3), widths=(4, 32), backend=backend, group=group)
+        runner.graphs = step
         try:
-            if group.rank == 0:
-                lead = LeadDecode(decode, channel)
-                tokens = generate(LeadPrefill(prefill, channel), lead, k, mode)
-                lead.close()
-                return tokens, step.counts
-            follow, follow_decode = FollowPrefill(prefill, channel), FollowDecode(decode, channel)
-            while not isinstance(plan := channel.hear(), Stop):
-                decode.drain()
-                assert follow.take(plan, lambda layer: None) or follow_decode.take(plan)
-                follow_decode.look()
-            decode.drain()
-            return None, step.counts
+            if group.rank > 0:
+                FollowRunner(runner, channel).run()
+                return None, step.counts
+            lead = LeadRunner(runner, channel)
+            tokens = generate(lead, k, mode)
+            lead.close()
+            return tokens, step.counts
         finally:
             channel.close()
 

@@ -1,4 +1,4 @@
-"""No decode step waits for the device: gathered, drafted, verified, scattered and counted without the host looking."""
+"""No step waits for the device: gathered, drafted, verified, scattered and counted without the host looking."""
 
 import contextlib
 import itertools
@@ -9,9 +9,9 @@ import torch
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine.decode import DecodeRunner
 from baton.engine.grammar_rows import EmittedTokens, GrammarRows
 from baton.engine.local import LocalEngine
+from baton.engine.runner import Runner
 from baton.model.draft_head import invert_d2t
 from baton.model.inputs import DecodeBatch
 from baton.model.model import Model
@@ -51,17 +51,20 @@ def one_thread():
 
 @pytest.fixture
 def steps_guarded(monkeypatch):
-    """Every step of every runner runs under the guard, from gathering its slots to its packed result."""
-    run = DecodeRunner._run
+    """Every step of every runner runs under the guard, from gathering its slots to its end."""
     num_steps = []
 
-    def run_guarded(self, *arguments):
-        num_steps.append(1)
-        with guarded():
-            return run(self, *arguments)
+    def under_guard(part):
+        def part_guarded(self, work, *arguments):
+            num_steps.append(bool(work.chunks))
+            with guarded():
+                return part(self, work, *arguments)
+
+        return part_guarded
 
     with methods_guarded(monkeypatch):
-        monkeypatch.setattr(DecodeRunner, "_run", run_guarded)
+        for name in ("_sample", "_finish"):
+            monkeypatch.setattr(Runner, name, under_guard(getattr(Runner, name)))
         # A grammar is on the host; its copies have been waited for by events of their own.
         monkeypatch.setattr(GrammarRows, "masks", host_guard.visiting(GrammarRows.masks))
         monkeypatch.setattr(EmittedTokens, "accept", host_guard.visiting(EmittedTokens.accept))

@@ -115,7 +115,7 @@ def assert_same(found, wanted):
 def test_tokens_and_accepted_drafts_are_those_of_torch(k, scheduling):
     wanted, _ = generate(None, MIXED, k=k)
     found, engine = generate(REFERENCE, MIXED, k=k, scheduling=scheduling)
-    assert isinstance(engine._decode._verifier, KernelVerifier)
+    assert isinstance(engine.runner._verifier, KernelVerifier)
     assert_same(found, wanted)
     assert sum(result.counts.num_accepted_tokens for result in found) > 0 or k == 0
 
@@ -212,7 +212,7 @@ def test_nothing_is_read_on_the_host(kinds, mode, k, steps_guarded, monkeypatch)
 def test_what_was_drafted_accepted_and_emitted_is_conserved(scheduling, steps, monkeypatch):  # noqa: F811
     monkeypatch.setattr(test_step_report, "ToyModel", functools.partial(NarrowToy, REFERENCE))
     engine, streams = test_step_report.run_workload(3, 3, scheduling)
-    assert engine._decode._model.choosing is REFERENCE
+    assert engine.runner._model.choosing is REFERENCE
     assert test_step_report.check(engine, steps, streams, 3).kept.num_accepted_tokens > 0
 
 

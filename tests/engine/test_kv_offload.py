@@ -8,8 +8,8 @@ import torch
 from baton.core.errors import ConfigInvalid
 from baton.engine.kv_offload import KVOffload
 from baton.engine.lane import ThreadLane
-from baton.engine.slots import Growth, Room, SlotTable
-from baton.kvcache.allocator import BlockTable
+from baton.engine.slots import SlotTable
+from baton.engine.step_plan import Growth
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.model.parallel import Alone
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
 LAYOUT = KVLayout(model_hash="x", num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 NUM_BLOCKS = 12
+ROOM = {"blocks": (4, 2), "limit": 8, "null_block": 12, "draft_cap": 1}
 
 
 class Side:
@@ -48,7 +49,7 @@ def same(one, other):
 def test_what_comes_back_is_what_was_there_and_nothing_else_changes():
     side = Side()
     hidden_D = torch.arange(5, dtype=torch.float64)
-    side.table.place(1, last_token=3, draft_token=8, hidden_D=hidden_D, length=7)
+    side.table.place(1, last_token=3, draft_token=8, hidden_D=hidden_D, length=7, **ROOM)
     before, others = side.content((5, 2, 9)), side.content((0, 1, 3, 4, 6, 7, 8, 10, 11, 12))
     future = side.offload.save((5, 2, 9), 4, 1)
     side.lane.run(lambda: [side.pool.blocks(layer).index_fill_(0, torch.tensor([5, 2, 9]), 0) for layer in range(3)])
@@ -82,10 +83,10 @@ def test_copies_lie_between_the_steps_around_them_and_ranges_may_be_used_again_a
 
 def test_a_draft_belongs_to_what_was_saved_last():
     side = Side()
-    side.table.place(1, last_token=3, draft_token=8, hidden_D=None, length=7)
+    side.table.place(1, last_token=3, draft_token=8, length=7, **ROOM)
     side.offload.save((5,), 0, 1)
     side.offload.save((6,), 0, None)  # of a sequence that had no slot
-    side.table.place(0, last_token=1, draft_token=2, hidden_D=None, length=3)
+    side.table.place(0, last_token=1, draft_token=2, length=3, **ROOM)
     side.offload.load((7,), 0, 0)
     side.lane.drain()
     assert int(side.table.draft_of(0)[0]) == 2
@@ -120,10 +121,8 @@ def test_rank_0_hears_of_a_copy_when_every_rank_has_made_it():
 
 def test_tables_grow_on_the_device():
     side = Side()
-    table = BlockTable((4, 2), 4)
     for slot in (0, 2):
-        room = Room(table=table, limit=8, scratch_block=12, draft_cap=1)
-        side.table.place(slot, last_token=0, draft_token=0, hidden_D=None, length=1, room=room)
+        side.table.place(slot, **ROOM)
     side.table.grow([Growth(2, 2, (7,)), Growth(0, 2, (9, 3, 5, 6, 8))], [12, 24])
     rows = [side.table.gather(torch.tensor([slot]), 6)[1] for slot in (0, 2)]
     assert rows[0].block_tables_BM.tolist() == [[4, 2, 9, 3, 5, 6]], "the widest table has six"

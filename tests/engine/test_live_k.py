@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -274,47 +275,51 @@ def test_speculation_off_for_now_keeps_its_kv():
 
 @fast
 def test_bounds_hold_with_steps_of_different_k_in_flight():
-    side = Side(3, max_tokens=40)
+    side, slots_B = Side(3, max_tokens=40), np.arange(3)
     side.gate.open.clear()
     tickets = []
     for k in (3, 0, 2, 1, 3):
-        side.runner.set_num_drafts(k)
-        before = side.runner._lengths._most_N[:3].copy()
-        assert side.runner.max_context_len(side.slots) == max(before) + k
-        tickets.append(side.runner.launch(side.slots))
-        assert (side.runner._lengths._most_N[:3] == before + k + 1).all()
+        before = side.bounds._most_N[:3].copy()
+        assert side.bounds.max_context_len(slots_B, k) == max(before) + k
+        tickets.append(side.launch(side.slots, num_drafts=k))
+        assert (side.bounds._most_N[:3] == before + k + 1).all()
     side.gate.open.set()
     outputs = {at: tickets[at].result() for at in (3, 0, 4, 2, 1)}
-    assert [outputs[at].proposed_lens for at in range(5)] == [(k, k, k) for k in (3, 0, 2, 1, 3)]
-    lengths = side.runner._lengths
+    proposed = [[row.proposed_len for row in outputs[at].decode] for at in range(5)]
+    assert proposed == [[k, k, k] for k in (3, 0, 2, 1, 3)]
     made = [
-        len(prompt) + 1 + sum(len(output.token_ids[at]) for output in outputs.values())
+        len(prompt) + 1 + sum(len(output.decode[at].token_ids) for output in outputs.values())
         for at, prompt in enumerate(PROMPTS)
     ]
-    assert lengths._most_N[:3].tolist() == lengths._least_N[:3].tolist() == made
-    side.runner.drain()
-    assert side.runner._table._length_N[:3].tolist() == made
+    assert side.bounds._most_N[:3].tolist() == side.bounds._least_N[:3].tolist() == made
+    assert side.lengths() == made
     for at, first in enumerate(side.first_tokens):
-        tokens = [first, *(token for step in range(5) for token in outputs[step].token_ids[at])]
+        tokens = [first, *(token for step in range(5) for token in outputs[step].decode[at].token_ids)]
         assert tokens == wanted(at, 40)[: len(tokens)]
 
 
 @fast
 def test_a_change_of_k_makes_a_new_batch_and_nothing_else_does():
     side = Side(3)
-    side.runner.step(side.slots)
+    side.step(side.slots)
     before = side.runner._batch
-    side.runner.set_num_drafts(3)
-    side.runner.step(side.slots)
+    side.step(side.slots, num_drafts=3)
     assert side.runner._batch is before
-    side.runner.set_num_drafts(1)
-    side.runner.step(side.slots)
+    side.step(side.slots, num_drafts=1)
     after = side.runner._batch
     assert (after.num_drafts, after.draft_caps, after.proposed_lens) == (1, (3, 3, 3), (1, 1, 1))
-    assert after.most_B.tolist() == [2, 2, 2]
-    assert before.most_B.tolist() == [4, 4, 4]
-    with pytest.raises(AssertionError):
-        side.runner.set_num_drafts(4)
+
+
+@fast
+def test_a_step_emits_at_most_what_it_may_draft_and_one_more():
+    engine = toy_engine(k=3, scheduling="sync")
+    for k in (3, 1):
+        engine.submit(request_of([5, k], k=k, max_tokens=20, ignore_eos=True))
+    while len(engine.scheduler.decoding()) < 2:
+        engine.step()
+    decode = engine.engine._decode_rows()
+    assert decode.room_B.tolist() == [4, 2], "whatever k the step has"
+    assert [decode.most_B(k).tolist() for k in (3, 1, 0)] == [[4, 2], [2, 2], [1, 1]]
 
 
 # What steps teach.

@@ -5,7 +5,6 @@ import enum
 import struct
 
 import pytest
-import torch
 from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,17 +12,16 @@ from hypothesis import strategies as st
 from baton.core.errors import ProtocolError
 from baton.core.request import AttemptKey
 from baton.core.sampling import SamplingParams
-from baton.engine.batch import PrefillChunk
 from baton.engine.plan import plan_codec
 from baton.engine.plan_codec import FRAME_HEADER_BYTES, PlanCodec, payload_len
-from baton.engine.plan_messages import COMPUTE_KINDS, CONTROL_KINDS, Admit, Beat, Forward, Release, SetDrafts, Step
-from baton.engine.prefill import SequenceStart
+from baton.engine.plan_messages import CONTROL_KINDS, Beat
+from baton.engine.step_plan import PLAN_KINDS, Chunk, Place, Release, Resume, Step
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.push import DecodePeer, GrantInfo
 from baton.prefill_worker.gang_messages import REPORTED, TOLD, Adopt, prefill_codec
 
 pytestmark = pytest.mark.fast
-KINDS = {**CONTROL_KINDS, **COMPUTE_KINDS, **TOLD, **REPORTED}
+KINDS = {**CONTROL_KINDS, **PLAN_KINDS, **TOLD, **REPORTED}
 CODEC = prefill_codec()
 HEADER = struct.Struct("<4sHHQIII")  # the form on the wire, written down once more: magic ... payload length, crc
 
@@ -189,32 +187,31 @@ def test_a_field_more_less_or_of_another_type_is_another_schema():
             codec.decode(told, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, None])
-def test_a_start_keeps_its_hidden_state(dtype):
-    hidden = None if dtype is None else torch.randn(8).to(dtype)
-    start = SequenceStart(first_token=5, draft_token=None if dtype is None else 6, hidden_D=hidden, prompt_len=9)
-    admit = Admit.of(2, start, 9, SamplingParams(stop=("x", "é")), BlockTable((3, 1), 16), 2)
-    same = CODEC.decode(CODEC.encode(admit, 1), 1)
-    assert same == admit
-    assert same.start.first_token == 5
-    if dtype is None:
-        assert same.start.hidden_D is None
-    else:
-        assert same.start.hidden_D.dtype is dtype
-        assert torch.equal(same.start.hidden_D, hidden)
+@pytest.mark.parametrize("resume", [None, Resume(), Resume(6, bytes(range(64)))])
+def test_a_sequence_is_placed_with_all_that_it_resumes_from(resume):
+    place = Place(
+        slot=2,
+        token_ids=(7, 8, 9),
+        num_output=1,
+        blocks=(3, 1),
+        sampling=SamplingParams(stop=("x", "é")),
+        draft_cap=2,
+        resume=resume,
+    )
+    assert CODEC.decode(CODEC.encode(place, 1), 1) == place
 
 
 def test_kinds_have_numbers_of_their_own():
-    assert len(KINDS) == len(CONTROL_KINDS) + len(COMPUTE_KINDS) + len(TOLD) + len(REPORTED)
+    assert len(KINDS) == len(CONTROL_KINDS) + len(PLAN_KINDS) + len(TOLD) + len(REPORTED)
     assert plan_codec().decode(CODEC.encode(Release(3), 1), 1) == Release(3)
     with pytest.raises(ProtocolError, match="unknown kind 67"):
         plan_codec().decode(CODEC.encode(_adopt(), 1), 1)
 
 
-def test_a_new_k_is_a_plan_of_decode_ranks():
-    frame = CODEC.encode(SetDrafts(3), 5)
-    assert plan_codec().decode(frame, 5) == SetDrafts(3)
-    assert HEADER.unpack_from(frame)[2] == 20  # a number on the wire is for ever
+def test_a_step_has_a_number_for_ever():
+    frame = CODEC.encode(Step(slots=(3,)), 5)
+    assert plan_codec().decode(frame, 5) == Step(slots=(3,))
+    assert HEADER.unpack_from(frame)[2] == 32
     for changes in ({"payload": b""}, {"payload": frame[HEADER.size :] + b"\0"}, {"kind": 17}):
         with pytest.raises(ProtocolError):
             CODEC.decode(reseal(frame, **changes), 5)
@@ -227,13 +224,7 @@ def _adopt():
 
 def test_a_step_is_small():
     assert len(CODEC.encode(Beat(1000), 1)) < 40
-    assert len(CODEC.encode(Step(tuple(range(64)), 99, 2.0), 1)) < 350
-    chunk = PrefillChunk(
-        prompt_token_ids=tuple(range(1000)),
-        start=0,
-        length=1000,
-        table=BlockTable(tuple(range(63)), 16),
-        sampling=SamplingParams(),
-        draft_cap=2,
-    )
-    assert len(CODEC.encode(Forward((chunk,), 2.0), 1)) < 4600
+    assert len(CODEC.encode(Step(slots=tuple(range(64)), num_drafts=2, max_context_len=99, limit_s=2.0), 1)) < 350
+    push = AttemptKey("a" * 32, 1)
+    chunks = tuple(Chunk(slot=slot, start=0, length=128, push=push) for slot in range(16))
+    assert len(CODEC.encode(Step(chunks=chunks, limit_s=2.0), 1)) < 1800

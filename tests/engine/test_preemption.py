@@ -15,7 +15,7 @@ from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.local import LocalEngine
-from baton.engine.preemption import MAX_PREEMPTIONS
+from baton.engine.sequence import MAX_PREEMPTIONS
 from baton.tests.engine import races, reference
 from baton.tests.engine.test_grammar_engine import SPECS
 from baton.tests.engine.test_sampling_parameters import KINDS
@@ -46,8 +46,8 @@ def run(requests, **options):
     engine = engine_of(**options)
     results = engine.generate(requests)
     engine.step()  # asserts that every block and slot is free
-    assert engine._scheduler.is_idle
-    assert engine._preemption.num_host_blocks_used == 0
+    assert engine.engine.is_idle
+    assert engine.engine.num_host_blocks_used == 0
     assert engine.preemptions.num_preemptions == sum(result.num_preemptions for result in results)
     return engine, results
 
@@ -227,10 +227,10 @@ def test_twenty_requests_under_pressure(k, way, scheduling):
     for request in requests:
         engine.submit(request)
     most = 0
-    while engine._scheduler.unfinished():
+    while engine.scheduler.sequences():
         engine.step()
-        most = max(most, len(engine._scheduler.running()))
-    results = [engine._unread[request.key][-1].result for request in requests]
+        most = max(most, len(engine.scheduler.running()))
+    results = [engine._caller.unread[request.key][-1].result for request in requests]
     assert most > 2
     assert engine.preemptions.num_preemptions > 0
     assert results[0].num_preemptions == 0, "the oldest is never preempted"
@@ -241,7 +241,7 @@ def test_twenty_requests_under_pressure(k, way, scheduling):
     for request, result in zip(requests, results, strict=True):
         assert result.token_ids == expected_tokens(MODEL, request.prompt_token_ids, request.sampling)
     engine._forget(requests)
-    assert engine._scheduler._allocator.num_free == 12
+    assert engine.scheduler.allocator.num_free == 12
 
 
 @pytest.mark.fast
@@ -267,11 +267,12 @@ def test_a_preempted_sequence_ends_by_its_deadline_and_keeps_its_tokens(way):
     engine = engine_of(way=way, clock=clock, max_num_sequences=1, preempt_at=(4,))
     request = request_of([1, 2], k=0, max_tokens=30, temperature=0.0, deadline_s=5.0, ignore_eos=True)
     engine.submit(request)
-    events = engine._unread[request.key]
-    engine._scheduler.start_waiting = functools.partial(start_once, engine._scheduler.start_waiting, [])
+    events = engine._caller.unread[request.key]
+    give_blocks = engine.scheduler.give_blocks
+    engine.scheduler.give_blocks = lambda: give_blocks() if engine.preemptions.num_preemptions == 0 else []
     while engine.preemptions.num_preemptions == 0:
         engine.step()
-    assert engine._preemption.num_host_blocks_used == (2 if way == "offload" else 0)
+    assert engine.engine.num_host_blocks_used == (2 if way == "offload" else 0)
     clock.advance(6.0)
     engine.step()
     assert isinstance(events[-1].result.error, RequestDeadlineExceeded)
@@ -279,16 +280,8 @@ def test_a_preempted_sequence_ends_by_its_deadline_and_keeps_its_tokens(way):
     whole = expected_tokens(MODEL, request.prompt_token_ids, request.sampling)
     assert streamed == events[-1].result.token_ids == whole[: len(streamed)]
     engine._forget([request])
-    assert engine._preemption.num_host_blocks_used == 0
-    assert engine._scheduler._allocator.num_reserved == 0
-
-
-def start_once(start, started):
-    """Nobody comes back: a preempted sequence stays in the queue."""
-    if not started:
-        started += start()
-        return list(started)
-    return []
+    assert engine.engine.num_host_blocks_used == 0
+    assert engine.scheduler.allocator.num_reserved == 0
 
 
 def test_a_short_hunt_finds_no_race(monkeypatch):

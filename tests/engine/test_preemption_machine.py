@@ -1,286 +1,544 @@
-"""Who runs, waits, grows and gives way, without a model: any order of events, any number of accepted drafts.
+"""The engine over a device in miniature: any order of requests, steps, preemptions, cancels, transfers and copies.
 
-The runner here knows what a device would do at once: it moves lengths when a step is launched, and says when a step
-would write a block that its sequence does not have, or that somebody else has.
+The device here knows what each position of each block was computed from. It says when a step reads KV that is not its
+sequence's, writes blocks that are not its own, or beyond them. Steps are over only when the machine says so; until then
+what they write must not be given away.
 """
 
+import functools
+import itertools
 import random
+import zlib
+from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from baton.core.block_hash import block_hashes
 from baton.core.clock import VirtualClock
-from baton.engine.length_bounds import LengthBounds
-from baton.engine.local_scheduler import LocalScheduler, LocalSequence
-from baton.engine.preemption import MAX_PREEMPTIONS, Preemption, plan_room
-from baton.engine.speculation import Speculation
-from baton.engine.step_pipeline import StepPipeline
-from baton.engine.step_ticket import DecodeOutput
+from baton.core.errors import RequestCancelled, TransferFailed
+from baton.engine.chunk_budget import MIN_LEN
+from baton.engine.engine import Engine
+from baton.engine.finish import FinishChecker
+from baton.engine.preemption import plan_room
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import MAX_PREEMPTIONS, Phase, Sequence
+from baton.engine.step_plan import Grow, Load, Place, Release, Resume, Save
+from baton.engine.step_result import ChunkOutput, Emitted, StepOutput
 from baton.kvcache.allocator import BlockAllocator
-from baton.tests.engine.toy_engine import request_of
+from baton.tests.engine.toy_engine import letters_tokenizer, request_of
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_SLOTS = 10, 4, 4
 MOST_DRAFTS = 2
+TOKENIZER = letters_tokenizer()
 
 
-class Future:
-    def __init__(self, machine):
-        self.machine, self.number = machine, machine.num_copies
-        machine.num_copies += 1
+def next_token(token_ids):
+    """Depends on every token before."""
+    return zlib.crc32(bytes(token_ids)) % 23
+
+
+@functools.cache
+def answer(prompt, max_tokens):
+    token_ids = list(prompt)
+    for _ in range(max_tokens):
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(prompt) :]
+
+
+class Ending:
+    """A step or a copy."""
+
+    def __init__(self, device, blocks):
+        self.device, self.number, self.blocks = device, next(device.numbers), frozenset(blocks)
+        device.endings.append(self)
 
     @property
     def is_done(self):
-        return self.number < self.machine.num_copied
+        return self.number < self.device.num_over
 
 
-class Offload:
-    def __init__(self, machine, num_blocks):
-        self.machine, self.num_blocks = machine, num_blocks
-        self.held = {}
-        self.loads = []
+class Ticket(Ending):
+    times = None
 
-    def save(self, blocks, first, slot):
-        self.held[first] = len(blocks)
-        return Future(self.machine)
-
-    def load(self, blocks, first, slot):
-        assert self.held[first] == len(blocks)
-        self.loads.append((Future(self.machine), set(blocks)))
-        return self.loads[-1][0]
-
-
-class Ticket:
-    def __init__(self, runner, slots, emitted):
-        self.runner, self.slots, self.emitted = runner, slots, emitted
-        self.is_done = False
+    def __init__(self, device, blocks, output):
+        super().__init__(device, blocks)
+        self.output = output
 
     def result(self):
-        self.is_done = True
-        self.machine.num_copied = max(self.machine.num_copied, self.num_copies_before)
-        self.runner.bounds.collect(self.launched, self.np.array(self.emitted))
-        accepted = tuple(count - 1 for count in self.emitted)
-        return DecodeOutput(
-            token_ids=tuple((0,) * count for count in self.emitted), accepted_lens=accepted, proposed_lens=accepted
-        )
+        self.device.num_over = max(self.device.num_over, self.number)  # all before it; its draft extend still runs
+        return self.output
 
 
-class Runner:
-    import numpy as np
-
-    def __init__(self, machine, num_host_blocks):
-        self.rng = random.Random(0)
-        self.kv_offload = Offload(machine, num_host_blocks)
-        self.bounds = LengthBounds(NUM_SLOTS)
-        self.length, self.end, self.cap, self.blocks, self.last = {}, {}, {}, {}, {}
-
-    def admit(self, slot, sequence):
-        assert slot not in self.length
-        length = sequence.request.prompt_len + len(sequence.token_ids)
-        limit = sequence.table.capacity_len
-        end = sequence.request.prompt_len + sequence.request.sampling.max_tokens
-        self.bounds.admit(slot, length, limit=limit, end=end, max_len=1000)
-        self.length[slot], self.end[slot], self.cap[slot] = length, end, sequence.draft_cap
-        self.blocks[slot] = list(sequence.table.blocks)
-
-    def _most(self, slots):
-        return self.np.array([self.cap[slot] + 1 for slot in slots])
-
-    def unfinished(self, slots):
-        going = self.bounds.unfinished(self.np.array(slots))
-        return tuple(slot for slot, goes in zip(slots, going, strict=True) if goes)
-
-    def short_of_room(self, slots):
-        short = self.bounds.short_of_room(self.np.array(slots), self._most(slots))
-        return [(slots[place], wanted_len) for place, wanted_len in short]
-
-    def draft_caps(self, slots):
-        return tuple(self.cap[slot] for slot in slots)
-
-    def set_num_drafts(self, num_drafts):
-        assert num_drafts <= MOST_DRAFTS
-
-    def grow(self, growths):
-        for growth in growths:
-            assert len(self.blocks[growth.slot]) == growth.first
-            self.blocks[growth.slot] += growth.blocks
-            self.bounds.grow(growth.slot, len(self.blocks[growth.slot]) * BLOCK_SIZE)
-
-    def launch(self, slots):
-        for slot in slots:
-            written_len = min(self.length[slot] + self.cap[slot], self.end[slot])
-            assert written_len <= len(self.blocks[slot]) * BLOCK_SIZE, "a step writes beyond its blocks"
-        emitted = [self.rng.randint(1, self.cap[slot] + 1) for slot in slots]
-        ticket = Ticket(self, slots, emitted)
-        ticket.np, ticket.machine = self.np, self.kv_offload.machine
-        ticket.num_copies_before = ticket.machine.num_copies
-        ticket.launched = self.bounds.launch(self.np.array(slots), self._most(slots))
-        for slot, count in zip(slots, emitted, strict=True):
-            self.length[slot] += count
-            self.last[slot] = ticket
-        return ticket
-
-    def release(self, slot):
-        for known in (self.length, self.end, self.cap):
-            del known[slot]
-        ticket = self.last.pop(slot, None)
-        if ticket is None or ticket.is_done:
-            del self.blocks[slot]
-            return None
-        return ticket
-
-    def drain(self):
+class Meter:
+    def copy_if_wanted(self):
         pass
 
+    def durations_s(self, times):
+        return 0.001, 0.002
 
-class Bookkeeping(RuleBasedStateMachine):
-    @initialize(scheduling=st.sampled_from(["async", "sync"]), num_host_blocks=st.sampled_from([0, 3, 30]))
-    def begin(self, scheduling, num_host_blocks):
-        self.num_copies = self.num_copied = 0
-        self.allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
-        self.scheduler = LocalScheduler(self.allocator, num_slots=NUM_SLOTS, chunk_len=8, overcommit=True)
-        self.runner = Runner(self, num_host_blocks)
-        self.steps = StepPipeline(self.runner, scheduling, Speculation(MOST_DRAFTS, MOST_DRAFTS, VirtualClock()))
-        self.preemption = Preemption(self.allocator, self.scheduler, self.runner, self.steps)
-        self.sequences = []
-        self.scripted = {}
 
-    @rule(prompt_len=st.integers(1, 20), max_tokens=st.integers(1, 18), draft_cap=st.integers(0, 2))
-    def submit(self, prompt_len, max_tokens, draft_cap):
-        request = request_of([0] * prompt_len, k=draft_cap, max_tokens=max_tokens)
-        sequence = LocalSequence(request=request, draft_cap=draft_cap, finish=None, submitted_s=0.0)
-        self.scheduler.submit(sequence)
-        self.sequences.append(sequence)
+@dataclass
+class Resident:
+    token_ids: list
+    blocks: list
+    cap: int
+    knows_next: bool
+    end: int  # length at which its answer is complete
+    decodes: bool
 
-    @rule(data=st.data())
-    @precondition(lambda self: any(not item.is_giving_way for item in self.scheduler.running()))
-    def preempt(self, data):
-        sequence = data.draw(st.sampled_from([item for item in self.scheduler.running() if not item.is_giving_way]))
-        self.scripted[sequence] = self.scripted.get(sequence, 0) + 1
-        self.preemption.request(sequence)
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.sequences)
-    def cancel(self, data):
-        self.end(data.draw(st.sampled_from(self.sequences)))
+class Device:
+    """Has the interface of `Runner`. What is given to it happens at once; that it is over comes later."""
 
-    @rule(num_copies=st.integers(0, 3))
-    def copy(self, num_copies):
-        self.num_copied = min(self.num_copies, self.num_copied + num_copies)
+    num_draft_tokens, max_num_seqs, max_model_len = MOST_DRAFTS, NUM_SLOTS, 1000
 
-    @rule(launches=st.sampled_from([True, True, False]))
-    def step(self, launches=True):
-        """One turn; a worker that computes something again launches nothing in it."""
-        self.steps.settle()
-        self.preemption.preempt_due()
-        for sequence in self.scheduler.start_waiting():
-            if sequence.saved is None:
-                self.preemption.started_again(sequence)
-            else:
-                self.admit(sequence)
-                self.preemption.load(sequence, sequence.slot)
-        for sequence, chunk in self.scheduler.next_chunks():
-            sequence.num_prefilled = chunk.end
-            if chunk.is_last:
-                if chunk.next_token is None:
-                    self.take(sequence, (0,))
-                if sequence in self.sequences:
-                    self.admit(sequence)
-        decoding = self.scheduler.decoding()
-        has_launched = launches and self.preemption.launch([item.slot for item in decoding], decoding)
-        for sequence, emitted in self.steps.collect(has_launched=has_launched):
-            if sequence in self.sequences:
-                assert sequence.is_decoding, "preempted while a step had it"
-                self.take(sequence, emitted.token_ids)
+    def __init__(self, num_host_blocks, most_tokens, seed):
+        self.num_host_blocks, self.most_tokens = num_host_blocks, most_tokens
+        self.meter = Meter()
+        self.rng = random.Random(seed)
+        self.numbers, self.num_over, self.endings = itertools.count(), 0, []
+        self.slots, self.memory, self.host = {}, {}, {}
+        self.num_mixed = 0
 
-    def admit(self, sequence):
-        self.runner.blocks.pop(sequence.slot, None)
-        self.runner.admit(sequence.slot, sequence)
-        sequence.is_decoding = True
+    def under_way(self):
+        self.endings = [ending for ending in self.endings if not ending.is_done]
+        return self.endings
 
-    def take(self, sequence, token_ids):
-        max_tokens = sequence.request.sampling.max_tokens
-        sequence.token_ids += token_ids[: max_tokens - len(sequence.token_ids)]
-        if len(sequence.token_ids) == max_tokens:
-            self.end(sequence)
+    def drain(self):
+        self.num_over = max((ending.number + 1 for ending in self.endings), default=self.num_over)
 
-    def end(self, sequence):
-        self.sequences.remove(sequence)
-        if sequence.is_decoding:
-            slot = sequence.slot
-            sequence.is_decoding = False
-            self.steps.retire(slot, self.scheduler.retire(sequence))
+    def execute(self, operation):
+        match operation:
+            case Place():
+                assert operation.slot not in self.slots
+                prompt_len = len(operation.token_ids) - operation.num_output
+                self.slots[operation.slot] = Resident(
+                    list(operation.token_ids),
+                    list(operation.blocks),
+                    operation.draft_cap,
+                    operation.knows_next,
+                    prompt_len + operation.sampling.max_tokens,
+                    operation.resume is not None,
+                )
+            case Release():
+                del self.slots[operation.slot]
+            case Grow():
+                for growth in operation.growths:
+                    blocks = self.slots[growth.slot].blocks
+                    assert len(blocks) == growth.first
+                    blocks += growth.blocks
+            case Save():
+                assert operation.slot is None or operation.slot in self.slots
+                for at, block in enumerate(operation.blocks):
+                    self.host[operation.first + at] = [self.memory.get((block, place)) for place in range(BLOCK_SIZE)]
+                return Ending(self, operation.blocks)
+            case Load():
+                assert operation.slot in self.slots
+                for at, block in enumerate(operation.blocks):
+                    for place, content in enumerate(self.host.pop(operation.first + at)):
+                        self.memory[block, place] = content
+                return Ending(self, operation.blocks)
+        return None
+
+    def launch(self, step):
+        chunked = [chunk.slot for chunk in step.chunks]
+        assert len({*chunked, *step.slots}) == len(chunked) + len(step.slots) > 0, "a sequence is in a step twice"
+        num_rows = len(step.slots) * (step.num_drafts + 1)
+        num_tokens = sum(chunk.length for chunk in step.chunks)
+        if num_tokens:
+            least = min(MIN_LEN, self.most_tokens)  # of prompts, however many decode
+            assert num_tokens <= max(least, self.most_tokens - num_rows)
+        self.num_mixed += bool(chunked and step.slots)
+        written = set()
+        chunks = tuple(self._chunk(chunk, is_last=chunk is step.chunks[-1], written=written) for chunk in step.chunks)
+        decode = tuple(self._decode(slot, step, written) for slot in step.slots)
+        blocks = [block for slot in (*chunked, *step.slots) for block in self.slots[slot].blocks]
+        return Ticket(self, blocks, StepOutput(decode, chunks))
+
+    def _chunk(self, chunk, *, is_last, written):
+        row = self.slots[chunk.slot]
+        assert not row.decodes
+        known_len = len(row.token_ids) - row.knows_next
+        assert 0 <= chunk.start < chunk.end <= known_len <= len(row.blocks) * BLOCK_SIZE
+        assert is_last or chunk.end == known_len, "a younger one computes before an older one is done"
+        self._check_reads(row, chunk.start)
+        for position in range(chunk.start, chunk.end):
+            self._write(row, position, tuple(row.token_ids[: position + 1]), written)
+        if chunk.end < known_len:
+            return ChunkOutput(None, None, (), None)
+        row.decodes = True
+        token = next_token(row.token_ids[:known_len])
+        if row.knows_next:
+            assert row.token_ids[-1] == token
         else:
-            self.scheduler.remove(sequence)
-            self.preemption.forget(sequence)
+            row.token_ids.append(token)
+        return ChunkOutput(token, None, (), None)
+
+    def _decode(self, slot, step, written):
+        row = self.slots[slot]
+        assert row.decodes
+        length, num_drafts = len(row.token_ids), min(row.cap, step.num_drafts)
+        room_len = len(row.blocks) * BLOCK_SIZE
+        assert min(length + num_drafts, row.end) <= room_len, "a step writes beyond its blocks"
+        assert min(length + num_drafts, room_len) <= step.max_context_len
+        self._check_reads(row, min(length - 1, room_len))
+        num_emitted = self.rng.randint(1, num_drafts + 1)
+        for _ in range(num_emitted):
+            row.token_ids.append(next_token(row.token_ids))
+        for position in range(length - 1, min(length + num_drafts, room_len)):
+            is_right = position < length - 1 + num_emitted
+            self._write(row, position, tuple(row.token_ids[: position + 1]) if is_right else "rejected", written)
+        token_ids = tuple(row.token_ids[length:])
+        return Emitted(token_ids, num_emitted - 1, num_drafts, None, None)
+
+    def _check_reads(self, row, length):
+        for position in range(length):
+            content = self.memory.get((row.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE))
+            assert content == tuple(row.token_ids[: position + 1]), f"position {position} holds {content}"
+
+    def _write(self, row, position, content, written):
+        block = row.blocks[position // BLOCK_SIZE]
+        place = block, position % BLOCK_SIZE
+        assert place not in written, "two write it"
+        assert all(other is row or block not in other.blocks for other in self.slots.values()), "others read it"
+        written.add(place)
+        self.memory[place] = content
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """The role, too (`engine.engine.Role`)."""
+
+    @initialize(
+        scheduling=st.sampled_from(["async", "async", "sync"]),
+        num_host_blocks=st.sampled_from([0, 3, 30]),
+        overcommit=st.sampled_from([True, True, False]),
+        most_tokens=st.sampled_from([3, 8, 24, 60]),
+        is_cached=st.booleans(),
+        seed=st.integers(0, 3),
+    )
+    def begin(self, scheduling="sync", num_host_blocks=30, overcommit=True, most_tokens=60, is_cached=False, seed=0):
+        self.allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
+        self.scheduler = Scheduler(self.allocator, num_slots=NUM_SLOTS, overcommit=overcommit)
+        self.device = Device(num_host_blocks, most_tokens, seed)
+        self.engine = Engine(
+            runner=self.device,
+            scheduler=self.scheduler,
+            role=self,
+            clock=VirtualClock(),
+            max_num_batched_tokens=most_tokens,
+            scheduling=scheduling,
+        )
+        self.preemption = self.engine._preemption
+        self.is_cached = is_cached
+        self.all, self.draining = [], []
+        self.scripted, self.num_ends, self.num_left = Counter(), Counter(), Counter()
+        self.published = {}
+
+    # The role
+
+    def receive(self):
+        return False
+
+    def granted(self, sequence):
+        assert sequence.is_received
+        assert sequence.phase is Phase.RECEIVING
+
+    def plan(self):
+        pass
+
+    def publish(self, published):
+        for made in published:
+            said = self.published[made.sequence]
+            assert made.is_first is (not said)
+            said += made.token_ids
+
+    def preempted(self, sequence):
+        assert sequence.phase is Phase.WAITING
+        self.num_left[sequence] += 1
+
+    def ended(self, sequence, error):
+        self.num_ends[sequence] += 1
+        assert self.num_ends[sequence] == 1
+        if sequence.phase is Phase.RECEIVING:
+            self.draining.append(sequence)
+
+    # What happens
+
+    def here(self, *phases):
+        return [item for item in self.scheduler.sequences() if not phases or item.phase in phases]
+
+    @rule(
+        prompt_len=st.integers(1, 20),
+        max_tokens=st.integers(1, 18),
+        draft_cap=st.integers(0, MOST_DRAFTS),
+        kind=st.integers(0, 1),
+        is_received=st.sampled_from([False, False, True]),
+    )
+    def submit(self, **options):
+        self.add(**options)
+
+    def add(self, prompt_len, max_tokens=18, draft_cap=0, kind=0, is_received=False):
+        prompt = [kind] * prompt_len
+        if is_received:  # an answer that ends at its first token is not handed over
+            max_tokens = max(2, max_tokens)
+        request = request_of(prompt, k=draft_cap, max_tokens=max_tokens, ignore_eos=True)
+        hashes = block_hashes(prompt, model="m", tenant="", block_size=BLOCK_SIZE, with_mtp=False)
+        sequence = Sequence(
+            request=request,
+            checker=FinishChecker(request.sampling, (), TOKENIZER),
+            draft_cap=draft_cap,
+            submitted_s=0.0,
+            phase=Phase.EXPECTED if is_received else Phase.WAITING,
+            is_received=is_received,
+            block_hashes=hashes if self.is_cached else (),
+        )
+        self.engine.add(sequence)
+        self.all.append(sequence)
+        self.published[sequence] = []
+        return sequence
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.here(Phase.EXPECTED))
+    def ask(self, data):
+        self.scheduler.expect_now(data.draw(st.sampled_from(self.here(Phase.EXPECTED))))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.withdrawable())
+    def withdraw(self, data):
+        self.scheduler.step_back(data.draw(st.sampled_from(self.withdrawable())))
+
+    def withdrawable(self):
+        return [item for item in self.here(Phase.WAITING) if item.is_received and not item.num_preemptions]
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.here(Phase.RECEIVING))
+    def land(self, data):
+        self.land_one(data.draw(st.sampled_from(self.here(Phase.RECEIVING))))
+
+    def land_one(self, sequence):
+        prompt = sequence.request.prompt_token_ids
+        for position in range(len(prompt)):
+            self.device.memory[divmod(sequence.table.slot(position), BLOCK_SIZE)] = prompt[: position + 1]
+        first = next_token(prompt)
+        sequence.checker.accept([first])
+        sequence.token_ids.append(first)
+        self.published[sequence].append(first)
+        sequence.resume = Resume()
+        self.scheduler.make_ready(sequence)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.scheduler.sequences())
+    def cancel(self, data):
+        self.engine.end(data.draw(st.sampled_from(self.scheduler.sequences())), RequestCancelled("cancelled"))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.here(Phase.RECEIVING))
+    def fail(self, data):
+        self.engine.end(data.draw(st.sampled_from(self.here(Phase.RECEIVING))), TransferFailed("failed"))
+
+    @rule()
+    @precondition(lambda self: self.draining)
+    def drain(self):
+        sequence = self.draining.pop()
+        self.scheduler.drained(sequence)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.scheduler.running())
+    def preempt(self, data):
+        sequence = data.draw(st.sampled_from(self.scheduler.running()))
+        has_kv = sequence.num_computed > 0 or sequence.is_decoding
+        if has_kv and not sequence.is_leaving and self.scripted[sequence] < 3:
+            self.scripted[sequence] += 1
+            self.preemption.request(sequence)
+
+    @rule(num=st.sampled_from([1, 1, 2, 5]))
+    def over(self, num):
+        """So many steps and copies are over, whether somebody has waited for them or not."""
+        given = [ending.number for ending in self.device.endings]
+        self.device.num_over = max(self.device.num_over, min(self.device.num_over + num, max(given, default=-1) + 1))
+
+    @rule(num=st.sampled_from([1, 1, 3]))
+    def step(self, num=1):
+        for _ in range(num):
+            self.engine.step()
+
+    # What always holds
 
     @invariant()
-    def blocks_are_one_sequences_each(self):
-        held = [block for slot in self.runner.length for block in self.runner.blocks[slot]]
-        assert len(held) == len(set(held))
-        running = [block for item in self.scheduler.running() for block in item.table.blocks]
-        assert set(held) <= set(running)
-        assert len(running) == len(set(running)) <= self.allocator.num_reserved
+    def blocks_are_ones_own_or_shared_by_name(self):
+        if not hasattr(self, "engine"):
+            return
+        counts = Counter(block for item in self.here() if item.table is not None for block in item.table.blocks)
+        assert counts <= Counter(self.allocator._num_tables)
+        num_departing = sum(self.allocator._num_tables.values()) - sum(counts.values())
+        assert num_departing == self.scheduler._num_departing_blocks
+        assert all(block in self.allocator.index for block, count in counts.items() if count > 1)
+        for item in self.here(Phase.RUNNING):
+            assert self.device.slots[item.slot].blocks == list(item.table.blocks)
+        assert len(self.device.slots) == len(self.here(Phase.RUNNING))
 
     @invariant()
-    def nobody_gets_blocks_that_a_copy_back_is_writing(self):
-        for future, blocks in self.runner.kv_offload.loads:
-            assert future.is_done or not blocks & set(self.allocator._free)
-
-    @invariant()
-    def preemptions_are_bounded(self):
-        for item in self.sequences:
-            assert item.num_preemptions <= MAX_PREEMPTIONS + self.scripted.get(item, 0)
+    def what_is_under_way_keeps_its_blocks(self):
+        if not hasattr(self, "engine"):
+            return
+        index = self.allocator.index
+        free = {*self.allocator._free, *(block for block in range(NUM_BLOCKS) if index.is_resting(block))}
+        received = {block for item in self.here(Phase.RECEIVING) for block in item.table.blocks}
+        for ending in self.device.under_way():
+            assert not ending.blocks & free, "they could be given to whoever writes them at once"
+            assert not ending.blocks & received, "they were"
 
     @invariant()
     def queues_are_in_order_of_arrival(self):
-        for queue in (self.scheduler._waiting, self.scheduler._running):
+        if not hasattr(self, "engine"):
+            return
+        for queue in (self.scheduler._line, self.scheduler._ready, self.scheduler._running):
             assert [item.order for item in queue] == sorted(item.order for item in queue)
+        assert all(item.num_preemptions == 0 for item in self.here(Phase.RECEIVING))
+
+    @invariant()
+    def preemptions_are_bounded_and_counted(self):
+        if not hasattr(self, "engine"):
+            return
+        for item in self.all:
+            assert item.num_preemptions == self.num_left[item] <= MAX_PREEMPTIONS + self.scripted[item]
+            assert item.saved is None or item.phase is Phase.WAITING
+        assert self.engine.preemptions.num_preemptions == sum(self.num_left.values())
+        num_saved = sum(item.saved.length for item in self.all if item.saved is not None)
+        assert self.engine.num_host_blocks_used == num_saved
 
     def teardown(self):
-        if not hasattr(self, "scheduler"):
+        if not hasattr(self, "engine"):
             return
-        for _ in range(2_000):
-            if not self.sequences:
+        for num_steps in itertools.count():
+            if not self.scheduler.sequences():
                 break
-            self.copy(3)
+            assert num_steps < 1_000, "these starve"
+            for sequence in self.here(Phase.EXPECTED):
+                self.scheduler.expect_now(sequence)
+            for sequence in self.here(Phase.RECEIVING):
+                self.land_one(sequence)
+            while self.draining:
+                self.drain()
+            self.over(1)
             self.step()
-        assert not self.sequences, "everybody ends"
-        self.num_copied = self.num_copies
-        assert list(self.steps.drain()) is not None
+        while self.draining:
+            self.drain()
+        self.engine.drain()
+        self.preemptions_are_bounded_and_counted()
         self.scheduler.check_empty()
-        assert self.scheduler.is_idle
-        assert self.preemption.num_host_blocks_used == 0
-
-
-TestBookkeeping = pytest.mark.fast(Bookkeeping.TestCase)
-TestBookkeeping.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+        assert self.allocator.num_free == NUM_BLOCKS
+        assert self.scheduler.num_slots_used == self.scheduler.num_coming == 0
+        assert self.engine.is_idle
+        assert self.engine.num_host_blocks_used == 0
+        assert not self.device.slots
+        for item in self.all:
+            whole = answer(item.request.prompt_token_ids, item.request.sampling.max_tokens)
+            assert self.published[item] == item.token_ids == whole[: len(item.token_ids)]
+            assert self.num_ends[item] == 1
+            assert item.finish_reason is None or item.token_ids == whole
+        counts = self.engine.preemptions
+        assert counts.num_restored_blocks <= counts.num_offloaded_blocks
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("leaves", ["is cancelled", "gives way again"])
+@pytest.mark.long
+def test_any_order_of_events():
+    run_state_machine_as_test(EngineMachine, settings=settings(max_examples=80, stateful_step_count=50, deadline=None))
+
+
+@pytest.mark.slow
+def test_any_order_of_many_events():
+    run_state_machine_as_test(
+        EngineMachine, settings=settings(max_examples=5000, stateful_step_count=80, deadline=None)
+    )
+
+
+def machine_with(num_host_blocks=30, scheduling="sync", **options):
+    machine = EngineMachine()
+    machine.begin(scheduling=scheduling, num_host_blocks=num_host_blocks, **options)
+    return machine
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("leaves", ["is cancelled", "is preempted again"])
 def test_blocks_that_a_copy_back_is_writing_are_not_given_away(leaves):
-    machine = Bookkeeping()
-    machine.begin(scheduling="sync", num_host_blocks=3)
-    machine.submit(prompt_len=4, max_tokens=18, draft_cap=0)
-    (sequence,) = machine.sequences
+    machine = machine_with(num_host_blocks=3)
+    sequence = machine.add(prompt_len=4)
     machine.step()
     machine.step()
     machine.preemption.request(sequence)
-    machine.copy(1)
-    machine.step(launches=False)
-    assert machine.preemption.counts.num_restored_blocks > 0
+    machine.device.drain()
+    machine.engine.settle()
+    machine.engine._start()
+    assert machine.engine.preemptions.num_restored_blocks > 0
+    assert sequence.phase is Phase.RUNNING
     if leaves == "is cancelled":
-        machine.end(sequence)
+        machine.engine.end(sequence, RequestCancelled("cancelled"))
     else:
         machine.preemption._ranges.take(3)  # nothing is saved this time
         machine.preemption.request(sequence)
-    machine.nobody_gets_blocks_that_a_copy_back_is_writing()
+    machine.what_is_under_way_keeps_its_blocks()
     num_free = machine.allocator.num_free
-    machine.copy(3)
-    machine.steps.settle()
+    machine.device.drain()
+    machine.engine.settle()
     assert num_free < machine.allocator.num_free == NUM_BLOCKS
+
+
+@pytest.mark.fast
+def test_chunks_of_prompts_and_decode_rows_share_steps():
+    machine = machine_with(scheduling="async", most_tokens=24)
+    first = machine.add(prompt_len=3)
+    machine.step(2)
+    machine.add(prompt_len=9, max_tokens=4)
+    machine.step(2)
+    assert machine.device.num_mixed > 0
+    assert first.is_decoding
+    machine.teardown()
+
+
+@pytest.mark.fast
+def test_the_oldest_grows_and_the_youngest_gives_its_blocks():
+    machine = machine_with(num_host_blocks=0)
+    sequences = [machine.add(prompt_len=7) for _ in range(4)]
+    while machine.engine.preemptions.num_preemptions == 0:
+        machine.step()
+    assert [item.num_preemptions for item in sequences] == [0, 0, 0, 1] or sequences[-1].phase is Phase.WAITING
+    while sequences[0].phase is not Phase.ENDED:
+        machine.step()
+        machine.over(1)
+    assert sequences[0].num_preemptions == 0
+    machine.teardown()
+
+
+@pytest.mark.fast
+def test_none_starts_with_blocks_that_a_sequence_waits_for():
+    machine = machine_with(num_host_blocks=0)
+    first, second = machine.add(prompt_len=7), machine.add(prompt_len=7)
+    machine.engine._start()
+    assert first.phase is second.phase is Phase.RUNNING
+    held = machine.allocator.reserve(machine.allocator.num_free * BLOCK_SIZE)
+    machine.engine.runs = lambda sequence: True
+    assert set(machine.preemption.make_room([(first, 12)], 2)) == {first, second}
+    assert machine.scheduler.leaving() == (second,)
+    machine.allocator.release(held)
+    third = machine.add(prompt_len=14)  # four of six blocks, and two run
+    machine.scheduler.give_blocks()
+    assert third.phase is Phase.WAITING
+    machine.scheduler.claim(0)
+    machine.scheduler.give_blocks()
+    assert third.phase is Phase.READY
 
 
 class Holder:
@@ -293,17 +551,17 @@ class Holder:
 
 
 @pytest.mark.fast
-def test_the_oldest_comes_first_and_the_youngest_gives_way():
+def test_the_oldest_comes_first_and_the_youngest_is_preempted():
     a, b, c, d = (Holder(name, 2) for name in "abcd")
     plan = plan_room([(a, 1), (b, 1), (c, 1)], [a, b, c, d], num_free=1, num_coming=0)
     assert (plan.growing, plan.waiting, plan.victims) == ([(a, 1)], [(b, 1), (c, 1)], [d])
     plan = plan_room([(a, 3), (b, 1), (c, 1)], [a, b, c], num_free=2, num_coming=0)
-    assert (plan.growing, plan.waiting, plan.victims) == ([], [(a, 3), (b, 1)], [c]), "c gives way, and no longer asks"
+    assert (plan.growing, plan.waiting, plan.victims) == ([], [(a, 3), (b, 1)], [c]), "c leaves, and no longer asks"
     plan = plan_room([(a, 3)], [a], num_free=0, num_coming=0)
-    assert (plan.growing, plan.waiting, plan.victims) == ([], [(a, 3)], []), "nobody to give way"
+    assert (plan.growing, plan.waiting, plan.victims) == ([], [(a, 3)], []), "none is left to be preempted"
     plan = plan_room([(b, 1)], [a, b], num_free=0, num_coming=0)
     assert (plan.growing, plan.waiting, plan.victims) == ([], [], [b]), "the youngest itself"
     plan = plan_room([(a, 1), (b, 1)], [a, b], num_free=0, num_coming=2)
     assert (plan.growing, plan.waiting, plan.victims) == ([], [(a, 1), (b, 1)], []), "enough is coming"
     plan = plan_room([(a, 2), (b, 1)], [a, b], num_free=1, num_coming=2)
-    assert plan.growing == [], "nobody younger gets what an older one waits for"
+    assert plan.growing == [], "none gets what an older one waits for"

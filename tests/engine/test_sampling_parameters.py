@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from baton.core.sampling import SamplingParams
 from baton.engine.history import SampledSequence
 from baton.engine.logprobs import logprobs_of, unpack
+from baton.engine.runner import Runner
 from baton.engine.sampler import choose, draw_noise, edit_logits, process_logits
 from baton.engine.sampling_table import SamplingTable, rows_of
 from baton.engine.verify import Verified
 from baton.kernels.logprobs import top_ids
+from baton.kvcache.pool import KVPool
 from baton.tests.engine import reference_sampler as reference
+from baton.tests.engine.driver import Driver
 from baton.tests.engine.toy import ToyModel
 from baton.tests.engine.toy_engine import EOS, request_of, toy_engine
 
@@ -337,36 +340,26 @@ def test_prompt_logprobs(chunk_len):
         assert [token for token, _ in report.top] == [token for token, _ in top]
 
 
+@pytest.mark.parametrize("chunk_len", [2, 64])
+@pytest.mark.parametrize("knows_next", [False, True])
 @pytest.mark.parametrize("output_len", [1, 4])
-def test_a_sequence_computed_again_goes_on_as_before(output_len):
+def test_a_sequence_computed_again_goes_on_as_before(output_len, knows_next, chunk_len):
     """What preemption does: the output so far becomes part of what is prefilled, and stays output for sampling."""
-    from baton.engine.decode import DecodeRunner
-    from baton.engine.prefill import PrefillChunk, PrefillRunner
-    from baton.kvcache.allocator import BlockAllocator
-    from baton.kvcache.pool import KVPool
-
     params = dataclasses.replace(
         request_of([1], k=2, **KINDS["everything"]).sampling, max_tokens=12, temperature=1.0, min_tokens=6, seed=4
     )
     prompt = (5, 6, 7)
     whole, _ = reference.generate(logits_after, list(prompt), params, eos=(EOS,))
     pool = KVPool(MODEL.kv_layout(4), 20, CPU)
-    table = BlockAllocator(20, 4).reserve(24)
+    driver = Driver(Runner(MODEL, pool, max_num_seqs=1, num_draft_tokens=2, eos_token_ids=(EOS,)), pool)
     tokens = (*prompt, *whole[:output_len])
-    chunk = PrefillChunk(
-        prompt_token_ids=tokens,
-        start=0,
-        length=len(tokens),
-        table=table,
-        sampling=params,
-        draft_cap=2,
-        output_len=output_len,
-    )
-    prefill = PrefillRunner(MODEL, pool, eos_token_ids=(EOS,))
-    [start] = prefill.draft(prefill.forward([chunk], lambda _: None), lambda _: None)
-    decode = DecodeRunner(MODEL, pool, 1, 2, eos_token_ids=(EOS,))
-    decode.admit(0, start, len(tokens), params, table, 2, prompt_token_ids=tokens, output_len=output_len)
-    output = [*whole[:output_len], start.first_token]
+    if knows_next:  # its newest token was sampled before the preemption
+        driver.place(0, tokens, params, num_output=output_len, knows_next=True)
+        assert driver.compute(0, chunk_len=chunk_len) == whole[output_len - 1]
+        output = whole[:output_len]
+    else:  # an earlier attempt's output, which another worker computed
+        driver.place(0, tokens, params, num_output=output_len)
+        output = [*whole[:output_len], driver.compute(0, chunk_len=chunk_len)]
     while len(output) < len(whole):
-        output += decode.step([0]).token_ids[0]
+        output += driver.decode([0])[0]
     assert output[: len(whole)] == whole

@@ -6,11 +6,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.engine import slots as module
-from baton.engine.slots import Room, SlotTable
+from baton.engine.slots import SlotTable
 from baton.kernels import fused_copy_triton
 from baton.kernels.fused_copy import RunningCopies, fused_copy
 from baton.kernels.implementation import Implementation
-from baton.kvcache.allocator import BlockTable
 
 pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
@@ -40,7 +39,7 @@ def content(table, slot):
     return [int(number) for number in numbers], rows.block_tables_BM[0].tolist(), state.hidden_BD[0]
 
 
-ROOM = Room(table=BlockTable((4, 2), 4), limit=8, scratch_block=12, draft_cap=3)
+ROOM = {"blocks": (4, 2), "limit": 8, "null_block": 12, "draft_cap": 3}
 HIDDENS = {
     "none": None,
     "its dtype": torch.arange(5).to(torch.bfloat16),
@@ -57,11 +56,12 @@ def test_a_slot_holds_what_was_placed_in_it(hidden, implementation, monkeypatch)
     monkeypatch.setattr(module, "fused_copy", lambda *pairs: fused_copy(*pairs, implementation=implementation))
     table = table_of()
     before = [content(table, slot) for slot in (0, 1, 3)]
+    other = {"blocks": (9, 1, 5), "limit": 11, "null_block": 3, "draft_cap": 1}
     for number in (1, 20):
-        table.place(2, last_token=3, draft_token=8, hidden_D=None, length=7, room=ROOM)
-        table.place(2, last_token=number, draft_token=7, hidden_D=HIDDENS[hidden], length=number + 1)
+        table.place(2, last_token=3, draft_token=8, hidden_D=torch.ones(5), length=7, **other)
+        table.place(2, last_token=number, draft_token=7, hidden_D=HIDDENS[hidden], length=number + 1, **ROOM)
     numbers, blocks, hidden_D = content(table, 2)
-    assert numbers == [20, 7, 21, 8, 3], "what stays the same is left alone"
+    assert numbers == [20, 7, 21, 8, 3], "nothing of the sequence before"
     assert blocks == [4, 2, 12, 12, 12, 12]
     wanted = torch.zeros(5) if HIDDENS[hidden] is None else HIDDENS[hidden]
     assert torch.equal(hidden_D.float(), wanted.float())
@@ -72,8 +72,7 @@ def test_a_slot_holds_what_was_placed_in_it(hidden, implementation, monkeypatch)
 
 def test_a_table_is_cut_at_the_widest():
     table = table_of()
-    room = Room(table=BlockTable(tuple(range(9)), 4), limit=36, scratch_block=12, draft_cap=0)
-    table.place(1, last_token=1, draft_token=1, hidden_D=None, length=1, room=room)
+    table.place(1, blocks=range(9), limit=36, null_block=12, draft_cap=0)
     assert content(table, 1)[1] == [0, 1, 2, 3, 4, 5]
 
 
@@ -81,7 +80,7 @@ def test_a_sequence_is_placed_by_three_writes_on_a_cpu():
     """One for each of the tensors; there were seven, and a copy from the host."""
     table = table_of()
     with Writes([table._numbers_NC, table._tables_NM, table._hidden_ND]) as writes:
-        table.place(2, last_token=3, draft_token=8, hidden_D=torch.ones(5), length=7, room=ROOM)
+        table.place(2, last_token=3, draft_token=8, hidden_D=torch.ones(5), length=7, **ROOM)
     assert len(writes.found) == 3, writes.found
 
 
@@ -104,7 +103,7 @@ def test_sources_are_held_until_the_device_is_done(monkeypatch):
     table = table_of()
 
     def place():
-        table.place(0, last_token=1, draft_token=1, hidden_D=None, length=1)
+        table.place(0, last_token=1, draft_token=1, length=1, **ROOM)
         return [item.event for item in table._running]
 
     place()

@@ -9,16 +9,15 @@ import torch
 from baton.core.clock import VirtualClock
 from baton.core.sampling import SamplingParams
 from baton.core.step_report import RowCounts
-from baton.engine import decode
-from baton.engine.decode import DecodeRunner
 from baton.engine.lane import ThreadLane
-from baton.engine.prefill import PrefillChunk, PrefillRunner
+from baton.engine.runner import Runner
 from baton.engine.step_counters import StepCounters
 from baton.engine.step_meter import StepMeter
+from baton.engine.step_plan import Load, Save
+from baton.engine.step_result import Emitted
 from baton.engine.step_tally import Dropped, Fate, StepTally
-from baton.engine.step_ticket import Emitted
-from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
+from baton.tests.engine.driver import Driver
 from baton.tests.engine.toy import ToyModel
 
 pytestmark = pytest.mark.fast
@@ -100,35 +99,37 @@ def test_what_is_tallied_adds_up_to_what_was_computed():
         lane.close()
 
 
-class Side:
-    """A runner over the toy model under a virtual clock; steps take as long as they are told."""
+class Side(Driver):
+    """A runner over the toy model under a virtual clock; steps take as long as they are told, a quarter to sample."""
 
     def __init__(self, k=2, num_slots=3, **options):
         self.clock, self.step_s = VirtualClock(), 0.0
-        self.model = ToyModel()
-        self.pool = KVPool(self.model.kv_layout(4), 60, CPU)
-        self.prefill = PrefillRunner(self.model, self.pool)
-        self.allocator = BlockAllocator(60, 4)
-        self.k = k
-        self.runner = DecodeRunner(self.model, self.pool, num_slots, k, step=self.step, clock=self.clock, **options)
+        model = ToyModel()
+        pool = KVPool(model.kv_layout(4), 60, CPU)
+        runner = Runner(model, pool, max_num_seqs=num_slots, num_draft_tokens=k, clock=self.clock, **options)
+        super().__init__(runner, pool)
+        for name, share in (("_passes", 0.25), ("_finish", 0.75)):
+            setattr(runner, name, self._slow(getattr(runner, name), share))
 
-    def step(self, *arguments):
-        self.clock.advance(self.step_s)
-        return decode.decode_step(*arguments)
+    def _slow(self, part, share):
+        def slow(work):
+            self.clock.advance(self.step_s * share)
+            return part(work)
+
+        return slow
 
     def admit(self, slot):
+        """Its prompt was computed elsewhere."""
         sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-        table = self.allocator.reserve(2 + 40 + self.k)
-        chunk = PrefillChunk(
-            prompt_token_ids=(5, slot), start=0, length=2, table=table, sampling=sampling, draft_cap=self.k
-        )
-        [start] = self.prefill.draft(self.prefill.forward([chunk], lambda layer: None), lambda layer: None)
-        self.runner.admit(slot, start, 2, sampling, table, self.k)
+        self.resume(slot, (5, slot, 1), sampling, num_output=1, draft_token=2)
 
-    def run(self, slots, step_s=0.0):
+    def run(self, slots=(), step_s=0.0, **options):
         self.runner.drain()  # so that the clock belongs to this thread
         self.step_s = step_s
-        return self.runner.launch(slots).result()
+        ticket = self.launch(slots, **options)
+        ticket.result()
+        self.runner.drain()
+        return ticket
 
     def totals(self):
         return tuple((found.num, round(found.total, 6)) for found in self.runner.meter.times())
@@ -153,13 +154,13 @@ def test_idle_time_without_work_is_no_gap():
     side = Side()
     side.admit(0)
     side.run((0,))
-    side.runner.release(0)
+    side.release(0)
     side.clock.advance(60.0)
     side.admit(1)
     side.run((1,))
     assert side.totals()[1] == (0, 0.0)
     side.clock.advance(60.0)
-    side.runner.release(1)
+    side.release(1)
     side.admit(1)  # the same slot, another sequence
     side.run((1,))
     assert side.totals()[1] == (0, 0.0)
@@ -176,13 +177,47 @@ def test_idle_time_without_work_is_no_gap():
     assert side.totals()[1] == (2, 3.0)
 
 
+def test_prompts_are_no_decode_steps_and_their_sequences_go_on_from_them():
+    side = Side()
+    side.place(0, (5, 6, 7), SamplingParams(max_tokens=40, ignore_eos=True))
+    side.admit(1)
+    side.run(chunks=[side.chunk(0, 2)], step_s=8.0)
+    side.clock.advance(60.0)
+    side.run(chunks=[side.chunk(0)], step_s=8.0)
+    assert side.totals() == ((0, 0.0), (0, 0.0)), "nobody decodes"
+    side.clock.advance(3.0)
+    side.run((0, 1), step_s=0.5)
+    assert side.totals() == ((1, 0.5), (1, 3.0)), "the host was late for the sequence whose prompt had ended"
+    side.place(2, (5, 6), SamplingParams(max_tokens=40, ignore_eos=True))
+    side.clock.advance(1.0)
+    side.run((0, 1), chunks=[side.chunk(2)], step_s=2.0)
+    assert side.totals() == ((2, 2.5), (2, 4.0)), "who decodes beside a prompt waits for it, too"
+
+
+def test_a_steps_durations_are_there_when_it_is_over():
+    side = Side()
+    side.admit(0)
+    for step_s in (1.0, 4.0):
+        ticket = side.run((0,), step_s=step_s)
+        assert side.runner.meter.durations_s(ticket.times) == (step_s / 4, step_s)
+    over, finish = threading.Event(), side.runner._finish
+    side.runner._finish = lambda work: (over.wait(10.0), finish(work))
+    ticket = side.launch((0,))
+    ticket.result()
+    assert side.runner.meter.durations_s(ticket.times) is None
+    over.set()
+    side.runner.drain()
+    assert side.runner.meter.durations_s(ticket.times) == (1.0, 4.0)
+
+
 def test_steps_launched_ahead_have_no_gap_and_are_read_in_any_order():
     side = Side()
     side.admit(0)
     side.step_s = 0.5
-    tickets = [side.runner.launch((0,)) for _ in range(4)]
+    tickets = [side.launch((0,)) for _ in range(4)]
     for at in (2, 0, 3, 1):
         tickets[at].result()
+    side.runner.drain()
     (num_steps, steps_s), (num_gaps, gaps_s) = side.totals()
     assert (num_steps, steps_s) == (4, 2.0)
     assert (num_gaps, gaps_s) == (3, 0.0)
@@ -200,7 +235,7 @@ def test_counters_are_copied_when_somebody_asks_and_never_waited_for():
     meter.copy_if_wanted()
     assert len(submits) == 1, "nobody has asked"
     assert meter.computed().num_rows == 0
-    side.runner.in_order(lambda: open_gate.wait(10.0))
+    meter._lane.run(lambda: open_gate.wait(10.0))
     meter.copy_if_wanted()
     meter.copy_if_wanted()
     assert len(submits) == 2, "one copy at a time"
@@ -215,7 +250,7 @@ def test_a_copy_holds_the_steps_launched_before_it():
     side = Side()
     side.admit(0)
     for at in range(1, 6):
-        side.runner.launch((0,))
+        side.launch((0,))
         assert side.runner.meter.computed_now().num_rows == at
 
 
@@ -225,11 +260,11 @@ def test_copies_of_kv_between_steps_are_no_gap():
         side.admit(slot)
     side.run((0, 1))
     table = side.allocator.reserve(8)
-    side.runner.kv_offload.save(table.blocks, 0, None).get()
+    side.runner.execute(Save(table.blocks, 0, None)).get()
     side.clock.advance(4.0)
     side.run((0, 1))
     assert side.totals()[1] == (0, 0.0)
-    side.runner.kv_offload.load(table.blocks, 0, 0)
+    side.runner.execute(Load(table.blocks, 0, 0))
     side.run((0, 1))
     assert side.totals()[1] == (0, 0.0)
     side.clock.advance(4.0)

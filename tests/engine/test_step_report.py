@@ -15,16 +15,13 @@ from baton.core.request import FinishReason
 from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.core.step_report import RowCounts
 from baton.core.verification import VerificationConfig, VerificationMode
-from baton.engine import decode, decode_step
-from baton.engine.decode import DecodeRunner
-from baton.engine.gang import FollowDecode, LeadDecode
+from baton.engine.lead import FollowRunner, LeadRunner
 from baton.engine.local import LocalEngine
-from baton.engine.plan_messages import Stop
-from baton.engine.prefill import PrefillChunk, PrefillRunner
+from baton.engine.runner import Runner
 from baton.engine.step_counters import StepCounters
 from baton.engine.step_tally import Fate, StepTally
-from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
+from baton.tests.engine.driver import Driver
 from baton.tests.engine.test_grammar_engine import engine_of, requests_for
 from baton.tests.engine.test_step_meter import counted
 from baton.tests.engine.toy import PerfectToyModel, ToyModel
@@ -49,20 +46,32 @@ class Steps:
         self.rows = []
         self.num_steps = 0
 
-    def __call__(self, before, rows, plan, *others):
-        after, verified = decode_step.decode_step(before, rows, plan, *others)
-        accepted = (after.length_B - before.length_B - 1).tolist()
-        proposed = rows.draft_cap_B.clamp(max=plan.num_drafts).tolist()
-        # A sequence whose grammar is late emits nothing: that is no row.
-        self.rows += [row for row in zip(proposed, accepted, strict=True) if row[1] >= 0]
-        self.num_steps += 1
-        return after, verified
+    def watch(self, runner):
+        """From now on; where no sequence of a step decodes, nothing is counted."""
+        write = runner._write_sample
+
+        def write_watched(work):
+            of_decode, _ = work.sampled
+            if of_decode is not None:
+                accepted = (of_decode.state.length_B - work.decode.state.length_B - 1).tolist()
+                proposed = work.decode.rows.draft_cap_B.clamp(max=work.decode.num_drafts).tolist()
+                # A sequence whose grammar is late emits nothing: that is no row.
+                self.rows += [row for row in zip(proposed, accepted, strict=True) if row[1] >= 0]
+                self.num_steps += 1
+            return write(work)
+
+        runner._write_sample = write_watched
 
 
 @pytest.fixture
 def steps(monkeypatch):
-    found = Steps()
-    monkeypatch.setattr(decode, "decode_step", found)
+    found, make = Steps(), Runner.__init__
+
+    def make_watched(self, *arguments, **options):
+        make(self, *arguments, **options)
+        found.watch(self)
+
+    monkeypatch.setattr(Runner, "__init__", make_watched)
     return found
 
 
@@ -89,7 +98,7 @@ class Streams:
 def check(engine, steps, streams, k):
     """Every identity; the engine has read all its steps."""
     report = engine.step_report()
-    assert engine._steps.is_empty
+    assert engine.engine.is_idle
     assert report.computed == counted(steps.rows, k)
     assert report.read == report.computed
     assert report.num_steps == report.step_s.num == steps.num_steps
@@ -105,25 +114,25 @@ def check(engine, steps, streams, k):
     assert report.kept.accepted_at == (*map(sum, by_place), *(0,) * k)[:k]
     assert report.step_tokens.total == report.kept.num_tokens
     assert report.step_sequences.total == report.computed.num_rows
-    assert report.host_gap_s.num < max(1, report.num_steps)
-    assert report.late.num_rows == 0 or engine._steps._num_ahead
+    assert report.host_gap_s.num <= report.num_steps
+    assert report.late.num_rows == 0 or engine.engine._num_ahead
     return report
 
 
-def some_request(rng, k, now_s):
-    end = rng.choice(["length", "stop", "text", "eos"])
+def some_request(rng, k, now_s, is_long):
+    end = rng.choice(["length"] if is_long else ["length", "stop", "text", "eos"])
     sampling = {"temperature": rng.choice([0.0, 0.0, 1.0]), "seed": rng.randrange(99), "ignore_eos": end != "eos"}
     if end == "stop":
         sampling["stop_token_ids"] = tuple(rng.sample(range(22), 3))
     if end == "text":
         sampling["stop"] = (chr(ord("a") + rng.randrange(22)), "bc")
-    prompt = [rng.randrange(22) for _ in range(rng.randrange(1, 12))]
-    sampling |= {"max_tokens": rng.randrange(1, 16), "n": rng.choice([1, 1, 2])}
+    prompt = [rng.randrange(22) for _ in range(rng.randrange(8 if is_long else 1, 12))]
+    sampling |= {"max_tokens": rng.randrange(10 if is_long else 1, 16), "n": rng.choice([1, 1, 2])}
     deadline_s = now_s + rng.choice([0.006, 1e6, 1e6, 1e6, 1e6, 1e6])
     return request_of(prompt, k=rng.randrange(k + 1), deadline_s=deadline_s, **sampling)
 
 
-def run_workload(seed, k, scheduling, **options):
+def run_workload(seed, k, scheduling, *, is_long=False, **options):
     """Random requests side by side, some given up midway, some overdue; the engine, and what the streams were given."""
     rng = random.Random(seed)
     clock = VirtualClock()
@@ -131,20 +140,22 @@ def run_workload(seed, k, scheduling, **options):
         ToyModel(sharpness=rng.choice([2.0, 6.0])), k=k, scheduling=scheduling, clock=clock, chunk_len=7, **options
     )
     streams = Streams()
-    num_waiting = 12
+    num_waiting = 36
     open_requests = []
     while num_waiting or open_requests:
-        if num_waiting and rng.random() < 0.6:
+        while num_waiting and rng.random() < 0.7:
             num_waiting -= 1
-            request = some_request(rng, k, clock.now_s())
+            request = some_request(rng, k, clock.now_s(), is_long)
             engine.submit(request)
             open_requests.append(request)
         engine.step()
         clock.advance(0.001)
         for request in tuple(open_requests):
-            is_over = not engine._num_open[request.key]
-            if is_over or rng.random() < 0.04:
-                events = engine._unread[request.key]  # a list of its own, to which the ends of a cancel are added
+            is_over = not engine._caller.num_open[request.key]
+            if is_over or rng.random() < (0.01 if is_long else 0.04):
+                events = engine._caller.unread[
+                    request.key
+                ]  # a list of its own, to which the ends of a cancel are added
                 engine._forget([request])
                 streams.take(events)
                 open_requests.remove(request)
@@ -165,8 +176,8 @@ def test_nothing_is_lost_between_the_steps_and_the_streams(k, scheduling, steps)
 
 PREEMPTIONS = {
     "scripted": {"preempt_at": (2, 5)},
-    "few blocks": {"num_blocks": 8, "overcommit": True},
-    "host memory": {"num_blocks": 8, "overcommit": True, "host_kv_bytes": 1 << 20},
+    "few blocks": {"num_blocks": 14, "max_num_sequences": 8, "overcommit": True},
+    "host memory": {"num_blocks": 14, "max_num_sequences": 8, "overcommit": True, "host_kv_bytes": 1 << 20},
 }
 
 
@@ -174,7 +185,7 @@ PREEMPTIONS = {
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 @pytest.mark.parametrize("how", PREEMPTIONS)
 def test_nothing_is_lost_when_sequences_are_preempted(how, scheduling, steps):
-    engine, streams = run_workload(10, 3, scheduling, **PREEMPTIONS[how])
+    engine, streams = run_workload(10, 3, scheduling, is_long=True, **PREEMPTIONS[how])
     check(engine, steps, streams, 3)
     assert engine.preemptions.num_preemptions > 0
 
@@ -260,6 +271,7 @@ def test_a_report_of_an_interval_holds_what_happened_in_it():
 def test_grammars_cap_acceptance_and_rows_that_fail_are_told_apart(steps, tiny_model, tiny_tokenizer, tiny_prompts):
     heavy = GrammarSpec("regex", "(((((a{1,30}){1,30}){1,30}){1,30}){1,30})x")
     short = GrammarSpec("regex", r"(def|class) [a-z_]{1,6}\(")
+    num_failed = 0
     for k in (0, 2):
         engine, streams = engine_of(tiny_model, tiny_tokenizer, k), Streams()
         steps.rows.clear()
@@ -267,48 +279,43 @@ def test_grammars_cap_acceptance_and_rows_that_fail_are_told_apart(steps, tiny_m
         requests = requests_for(tiny_prompts, k, "sampled", (None, heavy, short, short), max_tokens=16)
         for request in requests:
             engine.submit(request)
-        while any(engine._num_open.values()):
+        while any(engine._caller.num_open.values()):
             engine.step()
-        unread = dict(engine._unread)
+        unread = dict(engine._caller.unread)
         engine._forget(requests)
         for events in unread.values():
             streams.take(events)
         report = check(engine, steps, streams, k)
-        assert report.failed.num_rows > 0
+        num_failed += report.failed.num_rows  # a row that fails where its grammar is late, too, is none
         assert {result.finish_reason for result in streams.results} >= {None, FinishReason.STOP}
+    assert num_failed > 0
 
 
 def as_gang(group, num_steps, k):
     """(own counters, lengths moved) of one rank of a gang that runs three sequences of the toy model."""
     model, steps = ToyModel(), Steps()
-    pool = KVPool(model.kv_layout(4), 60, torch.device("cpu"))
-    runner = DecodeRunner(model, pool, 3, k, group, step=steps)
-    prefill, allocator, admissions = PrefillRunner(model, pool), BlockAllocator(60, 4), []
-    for slot in range(3):  # at every rank: the toy's KV heads are not shared out
-        sampling = SamplingParams(max_tokens=50, temperature=slot % 2, seed=slot, ignore_eos=True)
-        table = allocator.reserve(2 + 50 + k)
-        chunk = PrefillChunk(prompt_token_ids=(5, slot), start=0, length=2, table=table, sampling=sampling, draft_cap=k)
-        [start] = prefill.draft(prefill.forward([chunk], lambda layer: None), lambda layer: None)
-        admissions.append((slot, start, 2, sampling, table, min(slot + 1, k)))
+    pool = KVPool(model.kv_layout(4), 60, torch.device("cpu"))  # whole at every rank: the toy's KV is not shared out
+    runner = Runner(model, pool, max_num_seqs=3, num_draft_tokens=k, communicator=group)
+    steps.watch(runner)
     channel = channel_of(group)
     try:
         if group.rank == 0:
-            lead = LeadDecode(runner, channel)
-            for admission in admissions:
-                lead.admit(*admission)
-            tickets = [lead.launch((0, 1, 2) if at % 3 else (0, 2)) for at in range(num_steps)]
+            driver = Driver(LeadRunner(runner, channel), pool)
+            for slot in range(3):
+                sampling = SamplingParams(max_tokens=50, temperature=slot % 2, seed=slot, ignore_eos=True)
+                driver.place(slot, (5, slot), sampling, draft_cap=min(slot + 1, k), capacity_len=2 + 50 + k)
+            tickets = [driver.launch(chunks=[driver.chunk(slot) for slot in range(3)])]
+            tickets += [driver.launch((0, 1, 2) if at % 3 else (0, 2)) for at in range(num_steps)]
             for ticket in tickets:
                 ticket.result()
-            counters = lead.meter.computed_now()
-            lead.close()
+            counters = runner.meter.computed_now()
+            driver.runner.close()
             return counters, counted(steps.rows, k)
-        follow = FollowDecode(runner, channel)
-        while not isinstance(plan := channel.hear(), Stop):
-            assert follow.take(plan)
-            follow.look()
-        counters = runner.meter.computed_now()
-        runner.close()
-        return counters, counted(steps.rows, k)
+        meter, found = runner.meter, []
+        close = runner.close
+        runner.close = lambda: (found.append(meter.computed_now()), close())
+        FollowRunner(runner, channel).run()
+        return found[0], counted(steps.rows, k)
     finally:
         channel.close()
 

@@ -14,7 +14,7 @@ import torch
 
 from baton.kernels.implementation import Implementation
 from baton.kvcache.layout import KVLayout
-from baton.model.inputs import DecodeBatch, PrefillBatch
+from baton.model.inputs import DecodeBatch, MixedBatch, PrefillBatch
 from baton.model.vocab import WHOLE
 
 PRIME = 65_521
@@ -112,7 +112,19 @@ class ToyModel:
         return torch.tensor([columns.get(token, -1) for token in range(self.config.vocab_size)])
 
 
+def _wide(rows_TC, width):
+    return torch.nn.functional.pad(rows_TC, (0, width - rows_TC.shape[1]))
+
+
 def _rows(batch, pool):
+    if isinstance(batch, MixedBatch):
+        prompts, decode = _rows(batch.prompts, pool), _rows(batch.decode, pool)
+        width = max(prompts.keys_TC.shape[1], decode.keys_TC.shape[1])
+        parts = [
+            (rows.positions_T, rows.slots_T, _wide(rows.keys_TC, width), _wide(rows.visible_TC, width))
+            for rows in (prompts, decode)
+        ]
+        return Rows(*map(torch.cat, zip(*parts, strict=True)))
     block_size = pool.layout.block_size
     if isinstance(batch, DecodeBatch):
         num_sequences, num_rows = batch.positions_BQ.shape

@@ -9,17 +9,16 @@ import torch
 from baton.core.errors import WorkerLost
 from baton.engine import gang_join
 from baton.engine.decision import Decisions
-from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
+from baton.engine.lead import FollowRunner, LeadRunner
 from baton.engine.nccl_group import NcclGroup
 from baton.engine.plan import PlanChannel, plan_codec
-from baton.engine.plan_messages import Stop
 from baton.engine.tp_group import open_store
 from baton.engine.truncation import truncate
 from baton.kernels.decision import pack
 from baton.kernels.decision_reference import pack_reference
 from baton.model.loader import load_model
 from baton.model.vocab import CutVocab
-from baton.tests.engine.test_gang import generate, runners_of
+from baton.tests.engine.test_gang import generate, runner_of
 from baton.tests.model.together import part_of
 
 SIZE = 2
@@ -214,14 +213,11 @@ def use_model(channel, device, path, dtype, numerics, mode, random_seed=None):
         communicator=group,
         random_seed=random_seed,
     )
-    prefill, decode = runners_of(model, K, group)
+    runner = runner_of(model, K, group)
     if group.rank == 0:
-        lead = LeadDecode(decode, channel)
-        tokens = generate(LeadPrefill(prefill, channel), lead, K, mode)
+        lead = LeadRunner(runner, channel)
+        tokens = generate(lead, K, mode)
         lead.close()
         return tokens
-    follow, decode_ranks = FollowPrefill(prefill, channel), FollowDecode(decode, channel)
-    while not isinstance(plan := channel.hear(), Stop):
-        assert follow.take(plan, lambda layer: None) or decode_ranks.take(plan)
-        decode_ranks.look()
+    FollowRunner(runner, channel).run()
     return None

@@ -3,12 +3,11 @@
 import torch
 
 from baton.core.numerics import Numerics
-from baton.engine.gang import FollowDecode, FollowPrefill, LeadDecode, LeadPrefill
 from baton.engine.graph_backend import CudaBackend
 from baton.engine.graph_key import GraphSizes
 from baton.engine.graphed_step import GraphedStep
-from baton.engine.plan_messages import Stop
-from baton.tests.engine.test_gang import generate, load, runners_of
+from baton.engine.lead import FollowRunner, LeadRunner
+from baton.tests.engine.test_gang import generate, load, runner_of
 
 
 class OneRankFails(CudaBackend):
@@ -38,21 +37,18 @@ class OneRankFails(CudaBackend):
 def use_graphs(channel, device, path, what):
     group, k = channel.communicator, 2
     model = load(path, group, torch.float32, Numerics.INVARIANT, device)
-    prefill, decode = runners_of(model, k, group)
+    runner = runner_of(model, k, group)
     backend = CudaBackend(device, group) if what is None else OneRankFails(device, group, what)
     sizes = GraphSizes(sizes=(2, 3), widths=(4, 32), num_draft_tokens=k, max_entries=1 << 20)
-    step = GraphedStep(model, decode._pool, sizes, backend, group)
+    step = GraphedStep(model, runner._pool, sizes, backend, group)
     step.capture()
-    decode._step = decode.graphs = step
+    runner.graphs = step
     tokens = None
     if group.rank == 0:
-        lead = LeadDecode(decode, channel)
-        tokens = generate(LeadPrefill(prefill, channel), lead, k, "coupled")
+        lead = LeadRunner(runner, channel)
+        tokens = generate(lead, k, "coupled")
         lead.close()
     else:
-        follow, decode_ranks = FollowPrefill(prefill, channel), FollowDecode(decode, channel)
-        while not isinstance(plan := channel.hear(), Stop):
-            assert follow.take(plan, lambda layer: None) or decode_ranks.take(plan)
-            decode_ranks.look()
+        FollowRunner(runner, channel).run()
     counts = step.counts
     return tokens, counts.num_captured, counts.failed, counts.num_steps_replayed, sum(counts.num_steps_eager.values())

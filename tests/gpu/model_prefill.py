@@ -10,7 +10,7 @@ from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
-from baton.engine.prefill import PrefillRunner
+from baton.engine.runner import Runner
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.evidence import host_id
 from baton.kvtransfer.nvlink_lane import NvlinkOpener
@@ -79,13 +79,12 @@ class ModelPrefill:
             openers=[NvlinkOpener(pool, host_id())],
         )
         self.worker = PrefillWorker(
-            runner=PrefillRunner(model, pool),
+            runner=Runner(model, pool, max_num_seqs=16, num_draft_tokens=0, open_push=self.push.open_step),
             pool=pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=4),
             push=self.push,
-            chunk_len=chunk_len,
-            max_num_seqs=16,
+            max_num_batched_tokens=chunk_len,
             max_queue_len=1024,
             clock=MonotonicClock(),
             on_fatal=lambda error: self.fatal.append(repr(error)),

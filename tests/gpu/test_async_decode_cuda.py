@@ -4,21 +4,23 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.core.sampling import SamplingParams
 from baton.core.tokenizer import Tokenizer
-from baton.engine.async_runner import AsyncRunner
 from baton.engine.local import LocalEngine
-from baton.engine.prepare import StepPreparer
+from baton.engine.runner import Runner
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
+from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import requests_for, token_prompts
+from baton.tests.engine.driver import Driver
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 LONG = 200_000_000  # cycles, about a tenth of a second
 
 
-def made(device, k, scheduling, *, prepare_ahead=False):
+def made(device, k, scheduling):
     """Tokens and counts of every request."""
     tokenizer = Tokenizer.from_directory(TINY)
     model = load_model(TINY, dtype=torch.float32, device=device, numerics=Numerics.INVARIANT, with_mtp=True)
@@ -32,8 +34,6 @@ def made(device, k, scheduling, *, prepare_ahead=False):
         max_num_sequences=5,
         scheduling=scheduling,
     )
-    if prepare_ahead:
-        engine._decode._preparer = StepPreparer(engine.pool)
     prompts = token_prompts(tokenizer, 12, max_len=100)
     results = engine.generate(requests_for(prompts, sampled=True, num_drafts=k, max_tokens=24))
     return [(result.token_ids, result.counts) for result in results]
@@ -44,36 +44,53 @@ def made_synchronously():
     return {k: made(DEVICE, k, "sync") for k in (0, 2, 4)}
 
 
-@pytest.mark.parametrize("prepare_ahead", [False, True])
 @pytest.mark.parametrize("k", [0, 2, 4])
-def test_the_same_tokens_and_accepted_lengths(k, prepare_ahead, made_synchronously):
-    assert made(DEVICE, k, "async", prepare_ahead=prepare_ahead) == made_synchronously[k]
+def test_the_same_tokens_and_accepted_lengths(k, made_synchronously):
+    assert made(DEVICE, k, "async") == made_synchronously[k]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("prepare_ahead", [False, True])
-def test_a_device_that_is_not_the_threads_current_one(prepare_ahead, made_synchronously):
+def test_a_device_that_is_not_the_threads_current_one(made_synchronously):
     assert torch.cuda.current_device() == 0
-    assert made(torch.device("cuda", 1), 2, "async", prepare_ahead=prepare_ahead) == made_synchronously[2]
+    assert made(torch.device("cuda", 1), 2, "async") == made_synchronously[2]
 
 
-def test_a_task_sees_its_inputs_and_its_reader_sees_its_work():
-    stream = torch.cuda.Stream()
-    with AsyncRunner("order", stream) as runner:
-        for turn in range(2):  # the first time kernels are loaded, which waits for the device
-            source = torch.zeros(1 << 20, device=DEVICE)
+def test_a_prompt_ends_and_decodes_before_the_host_has_read_anything():
+    """First token, draft and length are on the device; the tokens are those of a host that reads each step."""
+    model = load_model(TINY, dtype=torch.float32, device=DEVICE, numerics=Numerics.INVARIANT, with_mtp=True)
+    found = []
+    for reads_each in (True, False):
+        pool = KVPool(model.kv_layout(16), 40, DEVICE)
+        driver = Driver(Runner(model, pool, max_num_seqs=2, num_draft_tokens=2), pool)
+        driver.place(0, range(5, 45), SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=1))
+        tickets = []
+        if not reads_each:
             torch.cuda._sleep(LONG)
-            source.fill_(1.0)  # late on the caller's stream
+        for step in range(6):
+            chunks = [driver.chunk(0, 20)] if step < 2 else []
+            tickets.append(driver.launch(() if chunks else (0,), chunks=chunks))
+            if reads_each:
+                tickets[-1].result()
+        is_under_way = not tickets[0].is_sampled
+        assert is_under_way or reads_each
+        outputs = [ticket.result() for ticket in tickets]
+        found.append([outputs[1].chunks[0].token, *(output.decode[0].token_ids for output in outputs[2:])])
+    assert found[0] == found[1]
 
-            def task(source=source):
-                torch.cuda._sleep(LONG)
-                return source * 2
 
-            doubled = runner.launch(task).result()
-            is_under_way = not torch.cuda.current_stream().query()
-            assert (doubled + 1).cpu().eq(3.0).all()
-            torch.cuda.synchronize()
-            assert is_under_way or not turn
+def test_tokens_cross_to_the_host_while_the_step_still_runs():
+    model = load_model(TINY, dtype=torch.float32, device=DEVICE, numerics=Numerics.DEFAULT, with_mtp=True)
+    pool = KVPool(model.kv_layout(16), 40, DEVICE)
+    driver = Driver(Runner(model, pool, max_num_seqs=2, num_draft_tokens=1), pool)
+    driver.start(0, range(5, 45), SamplingParams(max_tokens=20, ignore_eos=True))
+    driver.step([0])  # kernels are loaded
+    finish = driver.runner._finish
+    driver.runner._finish = lambda work: (torch.cuda._sleep(LONG), finish(work))
+    ticket = driver.launch([0])
+    assert ticket.result().decode[0].token_ids
+    assert not ticket.is_done
+    driver.runner.drain()
+    assert ticket.is_done
 
 
 def test_copies_do_not_wait_and_arrive():

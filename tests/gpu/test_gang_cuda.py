@@ -7,7 +7,7 @@ from baton.core.numerics import Numerics
 from baton.kernels.decision_reference import DIVERGED
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
-from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runners_of
+from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runner_of
 from baton.tests.gpu.gang_ranks import GpuRanks, K, diverge, use_decisions, use_group, use_model, use_vocab
 
 pytestmark = [
@@ -62,7 +62,7 @@ def test_tokens_are_chosen_among_ranks(vocab_size, ranks):
 def test_two_gpus_give_the_tokens_of_one(dtype, numerics, mode, tiny_checkpoint, ranks):
     path = tiny_checkpoint(**CHECKPOINT)
     one = load(path, None, dtype, numerics, torch.device("cuda", 0))
-    wanted = generate(*runners_of(one, K), K, mode)
+    wanted = generate(runner_of(one, K), K, mode)
     assert ranks.run(use_model, path, dtype, numerics, mode) == [wanted, None]
 
 
@@ -72,6 +72,6 @@ def test_two_gpus_give_the_tokens_of_one_in_a_published_shape(mode, tmp_path, ra
     path = write_shape("qwen3-8b", tmp_path, num_hidden_layers=3)
     options = {"dtype": torch.bfloat16, "numerics": Numerics.INVARIANT, "random_seed": 0}
     one = load_model(path, device=torch.device("cuda", 0), with_mtp=True, **options)
-    wanted = generate(*runners_of(one, K), K, mode)
+    wanted = generate(runner_of(one, K), K, mode)
     del one
     assert ranks.run(use_model, path, torch.bfloat16, Numerics.INVARIANT, mode, 0) == [wanted, None]

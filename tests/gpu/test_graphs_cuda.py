@@ -11,20 +11,20 @@ from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.core.verification import VerificationConfig
 from baton.engine.batch import DecodeRows
-from baton.engine.decode_step import DecodePlan
 from baton.engine.graph_backend import CallBackend, CudaBackend
 from baton.engine.graph_key import GraphKind, GraphSizes
 from baton.engine.graphed_step import GraphedStep
 from baton.engine.local import LocalEngine
 from baton.engine.sampler import sampling_rows
 from baton.engine.slots import DecodeState
+from baton.engine.step import DecodeInputs, extend, sample
 from baton.engine.verifiers import verifier_for
 from baton.model.loader import load_model
 from baton.model.parallel import Alone
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.engine.pass_matrix import PREFIXES, SIZE, Side, check_kind
-from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runners_of
+from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runner_of
 from baton.tests.gpu.gang_ranks import GpuRanks
 from baton.tests.gpu.graph_ranks import use_graphs
 from baton.tests.model.checkpoints import write_checkpoint
@@ -116,7 +116,7 @@ def test_the_same_tokens_and_accepted_lengths(dtype, numerics, k, scheduling):
         results = engine.generate(requests_for(prompts, sampled=True, num_drafts=k, max_tokens=24))
         made.append([(result.token_ids, result.counts) for result in results])
     assert made[0] == made[1]
-    counts = engine._decode.graphs.counts
+    counts = engine.runner.graphs.counts
     assert counts.num_steps_replayed > 0
     assert not any(counts.num_steps_eager.values())
     assert not counts.failed
@@ -141,23 +141,25 @@ def test_a_replayed_step_never_waits(sampled, k):
     )
     params = [request.sampling for request in requests_for([(1, 2)] * 3, sampled=True, num_drafts=k, max_tokens=9)]
     sampling = sampling_rows(params, DEVICE) if sampled else None
-    plan = DecodePlan(num_drafts=k, max_context_len=40, sampling=sampling, keeps_mtp=k > 0)
     verifier = verifier_for(model, VerificationConfig(), k)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            state, verified = step(state, rows, plan, model, side.pool, verifier)
+            decode = DecodeInputs(state=state, rows=rows, num_drafts=k, keeps_mtp=k > 0, sampling=sampling)
+            passes = step.passes(rows, k, 40)
+            sampled, _ = sample(passes, decode, None, model, verifier)
+            extended, _ = extend(passes, decode, sampled, None, None, model)
             state = DecodeState(
-                last_token_B=state.last_token_B,
-                draft_token_B=state.draft_token_B,
-                hidden_BD=state.hidden_BD,
+                last_token_B=sampled.state.last_token_B,
+                draft_token_B=extended.draft_token if k else state.draft_token_B,
+                hidden_BD=extended.hidden_D if k else state.hidden_BD,
                 length_B=limit_B - 70,
             )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert step.counts.num_steps_replayed == 3
-    assert (verified.accepted_len_B <= k).all()
+    assert (sampled.verified.accepted_len_B <= k).all()
 
 
 def test_a_graph_that_cannot_be_captured_leaves_the_others_usable():
@@ -191,7 +193,7 @@ def test_graphs_that_are_dropped_leave_a_pool_for_the_next():
 def test_two_gpus_replay_together_or_not_at_all(what, tiny_checkpoint, ranks):
     path = tiny_checkpoint(**CHECKPOINT)
     one = load(path, None, torch.float32, Numerics.INVARIANT, DEVICE)
-    wanted = generate(*runners_of(one, 2), 2, "coupled")
+    wanted = generate(runner_of(one, 2), 2, "coupled")
     (tokens, *lead), (_, *follower) = ranks.run(use_graphs, path, what)
     assert tokens == wanted
     assert lead == follower

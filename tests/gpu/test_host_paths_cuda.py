@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from baton.engine.slots import Room, SlotTable
+from baton.engine.slots import SlotTable
 from baton.kernels.fp8_weight import quantize_weight
 from baton.kernels.gemm_fp8 import default_workspace, linear_fp8
 from baton.kernels.implementation import Implementation
 from baton.kernels.rms_norm import rms_norm_fused
 from baton.kernels.row_places import row_places
 from baton.kernels.silu_mul import silu_mul_fused
-from baton.kvcache.allocator import BlockTable
 from baton.tests.gpu.test_row_kernels_cuda import assert_same, replayed
 from baton.tests.kernels.harness import same_bits
 from baton.tests.kernels.test_row_places import SCRATCH, drawn
@@ -77,7 +76,7 @@ def test_a_slot_is_filled_without_waiting(hidden_on):
         )
         for device in (CUDA, torch.device("cpu"))
     ]  # fmt: skip
-    room = Room(table=BlockTable(tuple(range(7, 300)), 16), limit=4000, scratch_block=5, draft_cap=3)
+    room = {"blocks": range(7, 300), "limit": 4000, "null_block": 5, "draft_cap": 3}
     hidden_D = None if hidden_on is None else torch.randn(4096)
     for side in sides:
         own_D = hidden_D if hidden_D is None or side is sides[1] else hidden_D.to(hidden_on)
@@ -85,7 +84,7 @@ def test_a_slot_is_filled_without_waiting(hidden_on):
         torch.cuda.set_sync_debug_mode("error")
         try:
             for slot in (1, 2, 1, 3):
-                side.place(slot, last_token=slot, draft_token=8, hidden_D=own_D, length=7 + slot, room=room)
+                side.place(slot, last_token=slot, draft_token=8, hidden_D=own_D, length=7 + slot, **room)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

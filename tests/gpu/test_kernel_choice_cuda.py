@@ -7,15 +7,14 @@ from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.numerics import Numerics
 from baton.core.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine.decode import DecodeRunner
 from baton.engine.kernel_verifier import KernelVerifier
 from baton.engine.local import LocalEngine
-from baton.engine.prefill import SequenceStart
+from baton.engine.runner import Runner
 from baton.kernels.implementation import Implementation
-from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
+from baton.tests.engine.driver import Driver
 from baton.tests.engine.toy_engine import letters_tokenizer, request_of
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +68,7 @@ def generate(model, verification, graphs):
     requests = [
         request_of([at, 7, 2], seed=at, max_tokens=24, ignore_eos=True, **asked) for at, asked in enumerate(ASKED)
     ]
-    return engine.generate(requests), engine._decode._verifier
+    return engine.generate(requests), engine.runner._verifier
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -92,23 +91,21 @@ def test_tokens_are_those_of_torch(mode, model):
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_no_step_waits_for_the_device(mode, num_drafts, model):
     pool = KVPool(model.kv_layout(16), 200, CUDA)
-    allocator = BlockAllocator(200, 16)
-    runner = DecodeRunner(model, pool, len(ASKED), 2, verification=MODES[mode], eos_token_ids=(500,))
-    runner.set_num_drafts(num_drafts)
-    hidden_D = torch.zeros(model.config.hidden_size, dtype=torch.bfloat16)
+    options = {"num_draft_tokens": 2, "verification": MODES[mode], "eos_token_ids": (500,)}
+    driver = Driver(Runner(model, pool, max_num_seqs=len(ASKED), **options), pool)
+    hidden = bytes(model.config.hidden_size * 2)
     for slot, asked in enumerate(ASKED):
-        start = SequenceStart(first_token=5, draft_token=6, hidden_D=hidden_D, prompt_len=3)
         params = SamplingParams(max_tokens=100, seed=slot, **asked)
-        runner.admit(slot, start, 3, params, allocator.reserve(150), 2, prompt_token_ids=(1, 2, 3))
+        driver.resume(slot, (1, 2, 3, 5), params, num_output=1, draft_token=6, hidden=hidden)
     slots = range(len(ASKED))
     for _ in range(2):  # the first time kernels are compiled and loaded, which waits
-        runner.step(slots)
+        driver.step(slots, num_drafts=num_drafts)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tickets = [runner.launch(slots) for _ in range(3)]
+        tickets = [driver.launch(slots, num_drafts=num_drafts) for _ in range(3)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for ticket in tickets:
-        assert all(ticket.result().token_ids)
-    runner.close()
+        assert all(row.token_ids for row in ticket.result().decode)
+    driver.runner.close()

@@ -12,19 +12,18 @@ from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.core.tokenizer import Tokenizer
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine.decode import DecodeRunner
 from baton.engine.grammar_rows import GrammarRows, HostCopy
 from baton.engine.grammar_walk import Lookahead
 from baton.engine.local import LocalEngine
-from baton.engine.prefill import SequenceStart
+from baton.engine.runner import Runner
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
 from baton.kernels.logprobs import top_ids
-from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_sampling_everywhere import KINDS, check_reports, engine_of, requests_of
+from baton.tests.engine.driver import Driver
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -203,27 +202,25 @@ ASKED |= {kind: {"temperature": 1.0, **values} for kind, values in ALL_KINDS.ite
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("mode", ["coupled", "synthetic", "block"])
-@pytest.mark.parametrize("prepare_ahead", [False, True])
-def test_no_step_waits_for_the_device(mode, prepare_ahead, models):
+def test_no_step_waits_for_the_device(mode, models):
     model = models[1]
     pool = KVPool(model.kv_layout(16), 200, CUDA)
-    allocator = BlockAllocator(200, 16)
-    runner = DecodeRunner(
-        model, pool, len(ASKED), 2, verification=MODES[mode], prepare_ahead=prepare_ahead, eos_token_ids=(0,)
+    runner = Runner(
+        model, pool, max_num_seqs=len(ASKED), num_draft_tokens=2, verification=MODES[mode], eos_token_ids=(0,)
     )
+    driver, hidden = Driver(runner, pool), bytes(8 * model.config.hidden_size)
     for slot, values in enumerate(ASKED.values()):
-        start = SequenceStart(first_token=5, draft_token=6, hidden_D=torch.zeros(256).double(), prompt_len=3)
         params = SamplingParams(max_tokens=100, seed=slot, **values)
-        runner.admit(slot, start, 3, params, allocator.reserve(150), 2, prompt_token_ids=(1, 2, 3))
+        driver.resume(slot, (1, 2, 3, 5), params, num_output=1, draft_token=6, hidden=hidden)
     slots = range(len(ASKED))
     for _ in range(2):
-        runner.step(slots)
+        driver.step(slots)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tickets = [runner.launch(slots) for _ in range(3)]
+        tickets = [driver.launch(slots) for _ in range(3)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for ticket in tickets:
-        assert all(ticket.result().token_ids)
-    runner.close()
+        assert all(row.token_ids for row in ticket.result().decode)
+    driver.runner.close()

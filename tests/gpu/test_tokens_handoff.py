@@ -11,7 +11,7 @@ from baton.core.config import KVTransferConfig
 from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.decode import DecodeRunner
+from baton.engine.runner import Runner
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import LandingService
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
@@ -46,12 +46,12 @@ class DecodeHost:
         )
         self.landing = LandingService.over_device(self.pool, setup)
         self.worker = DecodeWorker(
-            runner=DecodeRunner(model, self.pool, 16, 2),
+            runner=Runner(model, self.pool, max_num_seqs=16, num_draft_tokens=2),
             pool=self.pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=2),
             landing=self.landing,
-            max_num_seqs=16,
+            max_num_batched_tokens=256,
             max_queue_len=1024,
             clock=MonotonicClock(),
             on_fatal=self.fatal.append,

@@ -61,7 +61,9 @@ def test_every_part_of_every_layer_is_pushed_once(make_writer):
 @pytest.mark.fast
 def test_no_parts_is_a_clean_no_op(make_writer):
     told = []
-    writer = make_writer(lambda part, layer: told.append(layer), on_begin=told.append, on_end=told.append)
+    writer = make_writer(
+        lambda part, layer: told.append(layer), on_begin=told.append, on_end=lambda parts, error: told.append(parts)
+    )
     with writer.step([]) as step:
         step.submit(0)
     assert told == []
@@ -69,18 +71,82 @@ def test_no_parts_is_a_clean_no_op(make_writer):
 
 @pytest.mark.fast
 def test_calls_out_of_order_are_refused_and_change_nothing(make_writer):
-    writer = make_writer(lambda part, layer: None)
-    for call in (lambda: writer.submit(0), writer.wait_all):
+    done = []
+    writer = make_writer(lambda part, layer: done.append(layer))
+    step = writer.open(PARTS)
+    step.submit(0)
+    step.wait()
+    for call in (lambda: step.submit(1), step.wait, step.close):
         with pytest.raises(WriterStateError):
             call()
-    writer.cancel()
-    writer.begin(PARTS)
-    with pytest.raises(WriterStateError):
-        writer.begin(PARTS)
-    writer.wait_all()
+    step.cancel()
+    assert done == [0, 0]
     writer.close()
     with pytest.raises(WriterStateError):
-        writer.begin(PARTS)
+        writer.open(PARTS)
+
+
+@pytest.mark.fast
+def test_a_step_that_is_closed_ends_by_itself(make_writer):
+    """Its caller goes on; `on_end` is told when its last task is over, and what the first error was."""
+    gate, ended = threading.Event(), []
+
+    def push(part, layer):
+        gate.wait(5)
+        if layer == 7:
+            raise OSError("a task")
+
+    writer = make_writer(push, on_end=lambda parts, error: ended.append((parts, type(error))))
+    for layer, error in ((0, type(None)), (7, OSError)):
+        gate.clear()
+        step = writer.open(PARTS)
+        step.submit(layer)
+        step.close()
+        assert not ended
+        gate.set()
+        wait_until(lambda: bool(ended))
+        assert ended == [(tuple(PARTS), error)]
+        ended.clear()
+    writer.open(PARTS).close()  # without a task
+    wait_until(lambda: ended == [(tuple(PARTS), type(None))])
+
+
+@pytest.mark.fast
+def test_steps_are_open_beside_each_other(make_writer):
+    gates, done, ended = [threading.Event(), threading.Event()], [], []
+
+    def push(part, layer):
+        gates[layer].wait(5)
+        done.append(layer)
+        if layer == 0:
+            raise OSError("the first step's")
+
+    writer = make_writer(push, num_threads=2, on_end=lambda parts, error: ended.append((parts[0].first, error)))
+    first, second = writer.open(PARTS[:1]), writer.open(PARTS[1:])
+    first.submit(0)
+    second.submit(1)
+    first.close()
+    gates[1].set()
+    second.wait()  # an error of the first, later, is none of its
+    assert ended == [(8, None)]
+    gates[0].set()
+    wait_until(lambda: len(ended) == 2)
+    assert ended[1][0] == 0
+    assert isinstance(ended[1][1], OSError)
+    assert writer._open == []
+
+
+@pytest.mark.fast
+def test_closing_the_writer_ends_steps_that_were_left_alone(make_writer):
+    gate, ended = threading.Event(), []
+    writer = make_writer(lambda part, layer: gate.wait(5), 1, on_end=lambda parts, error: ended.append(parts))
+    for _ in range(3):
+        step = writer.open(PARTS)
+        step.submit(0)
+        step.close()
+    threading.Timer(0.02, gate.set).start()
+    writer.close()
+    assert ended == [tuple(PARTS)] * 3
 
 
 @pytest.mark.fast
@@ -91,11 +157,11 @@ def test_the_first_error_is_raised_at_the_end_and_the_writer_is_idle_again(make_
 
     writer = make_writer(push, num_threads=1)
     for _ in range(20):
-        writer.begin(PARTS)
+        step = writer.open(PARTS)
         for layer in range(4):
-            writer.submit(layer)
+            step.submit(layer)
         with pytest.raises(ValueError, match="layer 1"):
-            writer.wait_all()
+            step.wait()
     with writer.step(PARTS) as step:
         step.submit(0)
 
@@ -103,7 +169,7 @@ def test_the_first_error_is_raised_at_the_end_and_the_writer_is_idle_again(make_
 @pytest.mark.fast
 def test_a_failed_forward_cancels_and_its_error_is_the_one_seen(make_writer):
     ended = []
-    writer = make_writer(lambda part, layer: time.sleep(0.001), on_end=ended.append)
+    writer = make_writer(lambda part, layer: time.sleep(0.001), on_end=lambda parts, error: ended.append(parts))
     for _ in range(100):
         with pytest.raises(KeyError), writer.step(PARTS) as step:
             step.submit(0)
@@ -124,10 +190,10 @@ def test_an_error_of_a_cancelled_step_does_not_reach_the_next(make_writer):
             raise ValueError("old step")
 
     writer = make_writer(push, num_threads=1)
-    writer.begin(PARTS)
-    writer.submit(9)
+    step = writer.open(PARTS)
+    step.submit(9)
     threading.Timer(0.02, gate.set).start()
-    writer.cancel()
+    step.cancel()
     with writer.step(PARTS) as step:
         step.submit(0)
 
@@ -144,14 +210,14 @@ def test_tensors_of_a_task_are_gone_when_it_counts_as_done(make_writer, fails):
             raise ValueError("with the tensor in a frame of its traceback")
 
     writer = make_writer(push)
-    writer.begin(PARTS)
+    step = writer.open(PARTS)
     for layer in range(3):
-        writer.submit(layer)
+        step.submit(layer)
     gc.disable()
     try:
         error = None
         try:
-            writer.wait_all()
+            step.wait()
         except ValueError as raised:
             error = raised
         assert (error is not None) == fails
@@ -199,15 +265,15 @@ def test_a_full_queue_makes_submit_wait_and_is_counted(make_writer):
 def test_a_queue_that_stays_full_fails_the_step_and_not_the_next(make_writer):
     gate = threading.Event()
     writer = make_writer(lambda part, layer: gate.wait(5), num_threads=1, queue_len=1, stall_limit_s=0.05)
-    writer.begin(PARTS[:1])
-    writer.submit(0)
+    step = writer.open(PARTS[:1])
+    step.submit(0)
     wait_until(lambda: not writer._threads._tasks)
     for layer in range(1, 9):
-        writer.submit(layer)  # one fits, one waits for room; then the step has failed and nothing waits any more
+        step.submit(layer)  # one fits, one waits for room; then the step has failed and nothing waits any more
     assert writer.num_stalls == 1
     gate.set()
     with pytest.raises(WriterStalled, match="full"):
-        writer.wait_all()
+        step.wait()
     with writer.step(PARTS[:1]) as step:
         step.submit(0)
 
@@ -216,14 +282,16 @@ def test_a_queue_that_stays_full_fails_the_step_and_not_the_next(make_writer):
 def test_tasks_that_hang_fail_the_step_and_its_blocks_are_given_back_only_when_they_end(make_writer):
     gate, ended = threading.Event(), []
     writer = make_writer(
-        lambda part, layer: gate.wait(5), num_threads=1, wait_limit_s=0.05, on_end=lambda parts: ended.append(parts)
+        lambda part, layer: gate.wait(5),
+        num_threads=1,
+        wait_limit_s=0.05,
+        on_end=lambda parts, error: ended.append(parts),
     )
-    writer.begin(PARTS)
-    writer.submit(0)
+    step = writer.open(PARTS)
+    step.submit(0)
     with pytest.raises(WriterStalled, match="did not end"):
-        writer.wait_all()
-    writer.begin([])  # idle already
-    writer.wait_all()
+        step.wait()
+    writer.open([]).wait()  # others need not wait for them
     assert ended == []
     gate.set()
     wait_until(lambda: ended == [tuple(PARTS)])
@@ -243,11 +311,11 @@ def test_other_errors_of_a_step_are_attached_to_the_first(make_writer):
         raise OSError(f"layer {layer}")
 
     writer = make_writer(push, num_threads=3, queue_len=100)
-    writer.begin(PARTS[:1])
+    step = writer.open(PARTS[:1])
     for layer in range(MAX_NOTES + 3):
-        writer.submit(layer)
+        step.submit(layer)
     with pytest.raises(ValueError, match="the first") as raised:
-        writer.wait_all()
+        step.wait()
     notes = raised.value.__notes__
     assert len(notes) == MAX_NOTES + 1
     assert all("OSError" in note for note in notes[:-1])
@@ -272,15 +340,13 @@ def test_an_error_in_the_body_wins_over_those_of_tasks(make_writer):
 def test_without_a_peer_to_push_to_a_step_is_a_clean_no_op(make_writer):
     told = []
     num_before = threading.active_count()
-    writer = make_writer(None, on_begin=told.append, on_end=told.append)
+    writer = make_writer(None, on_begin=told.append, on_end=lambda parts, error: told.append(parts))
     assert threading.active_count() == num_before
     for _ in range(3):
         with writer.step(PARTS) as step:
             step.submit(0)
-    with pytest.raises(WriterStateError):
-        writer.submit(0)
-    writer.begin(PARTS)
-    writer.cancel()
+    writer.open(PARTS).cancel()
+    writer.open(PARTS).close()
     writer.aside([lambda: None], told.append)
     assert told == [None]
     assert (writer.num_stalls, writer.stalled_s, writer.num_deaths) == (0, 0.0, 0)
@@ -306,7 +372,9 @@ class Dying:
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_thread_that_dies_fails_its_step_at_once_and_is_replaced(make_writer, num_threads):
     done, ended = [], []
-    writer = make_writer(lambda part, layer: done.append(layer), num_threads, on_end=ended.append)
+    writer = make_writer(
+        lambda part, layer: done.append(layer), num_threads, on_end=lambda parts, error: ended.append(parts)
+    )
     dying = Dying(writer)
     for num_steps in range(1, 101):
         dying.num_left = 1
@@ -397,13 +465,13 @@ def test_a_step_does_not_wait_for_what_is_aside(make_writer):
             gate.wait(5)
 
     writer = make_writer(push, num_threads=1, queue_len=100)
-    writer.begin(PARTS[:1])
-    writer.submit(0)
+    step = writer.open(PARTS[:1])
+    step.submit(0)
     writer.aside([functools.partial(order.append, 100 + layer) for layer in range(3)], results.append)
     for layer in range(1, 4):
-        writer.submit(layer)
+        step.submit(layer)
     gate.set()
-    writer.wait_all()
+    step.wait()
     assert order[:4] == [0, 1, 2, 3]
     wait_until(lambda: results == [None])
     assert sorted(order[4:]) == [100, 101, 102]
@@ -432,26 +500,27 @@ def test_waiting_failing_and_cancelling_race_a_hundred_times(make_writer):
         if layer == 2:
             raise OSError("a task")
 
-    writer = make_writer(push, 3, 4, on_begin=held.append, on_end=held.remove)
+    writer = make_writer(push, 3, 4, on_begin=held.append, on_end=lambda parts, error: held.remove(parts))
     for round_ in range(100):
         go = threading.Event()
 
         delay_s = rng.random() * 0.001
 
-        def cancel(go=go, delay_s=delay_s):
+        step = writer.open(PARTS)
+
+        def cancel(go=go, delay_s=delay_s, step=step):
             go.wait(5)
             time.sleep(delay_s)
-            writer.cancel()
+            step.cancel()
 
         thread = threading.Thread(target=cancel)
         thread.start()
         with_failure = round_ % 2
-        writer.begin(PARTS)
         go.set()
         try:
             for layer in range(4):
-                writer.submit(layer + 2 if with_failure else 8)
-            writer.wait_all()
+                step.submit(layer + 2 if with_failure else 8)
+            step.wait()
             outcome = None
         except (OSError, WriterCancelled, WriterStateError) as error:
             outcome = type(error)
@@ -470,13 +539,13 @@ def test_waiting_failing_and_cancelling_race_a_hundred_times(make_writer):
 def test_closing_from_another_thread_ends_a_step_that_waits(make_writer):
     gate = threading.Event()
     writer = make_writer(lambda part, layer: gate.wait(5), num_threads=1)
-    writer.begin(PARTS)
-    writer.submit(0)
+    step = writer.open(PARTS)
+    step.submit(0)
     closer = threading.Thread(target=writer.close)
     threading.Timer(0.05, gate.set).start()
     closer.start()
     with pytest.raises((WriterCancelled, WriterStateError)):
-        writer.wait_all()
+        step.wait()
     closer.join(5)
     assert not closer.is_alive()
 
@@ -490,16 +559,16 @@ def test_random_steps_with_errors_and_cancels(make_writer):
         if rng.random() < 0.05:
             raise OSError("sometimes")
 
-    writer = make_writer(push, 3, 4, on_begin=held.append, on_end=lambda parts: held.remove(parts))
+    writer = make_writer(push, 3, 4, on_begin=held.append, on_end=lambda parts, error: held.remove(parts))
     for _ in range(100):
-        writer.begin(PARTS)
+        step = writer.open(PARTS)
         for layer in range(rng.randrange(6)):
-            writer.submit(layer)
+            step.submit(layer)
         if rng.random() < 0.3:
-            writer.cancel()
+            step.cancel()
         else:
             try:
-                writer.wait_all()
+                step.wait()
             except OSError:
                 pass
         assert held == []
@@ -513,12 +582,12 @@ def test_a_step_ends_at_once_though_its_tasks_woke_nobody(make_writer, monkeypat
         writer = make_writer(lambda part, layer, done=done: done.append((part, layer)), num_threads, queue_len=64)
         for _ in range(20):
             done.clear()
-            writer.begin(PARTS)
+            step = writer.open(PARTS)
             wait_until(lambda writer=writer: writer._threads._is_looking)
             for layer in range(6):
-                writer.submit(layer)
+                step.submit(layer)
             assert not done  # they wait for somebody to look, and cost their step no wake
-            writer.wait_all()
+            step.wait()
             assert len(done) == 12
 
 

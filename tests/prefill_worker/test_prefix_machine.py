@@ -1,4 +1,4 @@
-"""Scheduler, allocator and prefix index against a model of what every slot holds, in any order of events.
+"""Scheduler, push line, allocator and prefix index against a model of what every slot holds, in any order of events.
 
 The model remembers, slot by slot, what the KV written there depends on: the tenant, the tokens up to its position,
 and with an MTP head the token after it. The first answer token, on which the last MTP entry of a prompt depends, is
@@ -22,8 +22,12 @@ from hypothesis.stateful import (
 from baton.core.block_hash import block_hashes
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import Phase, Sequence
 from baton.kvcache.allocator import BlockAllocator
-from baton.prefill_worker.scheduler import PrefillScheduler, PrefillSequence, PrefillState
+from baton.kvtransfer.push import DecodePeer
+from baton.prefill_worker.push_line import PushLine
+from baton.prefill_worker.request import PrefillRequest
 
 BLOCK_SIZE = 2
 TOKENS = st.integers(0, 1)
@@ -33,15 +37,18 @@ class PrefixMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(4, 12), with_mtp=st.booleans(), chunk_len=st.sampled_from([1, 3, 9, 40]))
     def begin(self, num_blocks, with_mtp, chunk_len):
         self.allocator = BlockAllocator(num_blocks, BLOCK_SIZE)
-        self.scheduler = PrefillScheduler(self.allocator, chunk_len, max_num_seqs=4)
+        self.scheduler = Scheduler(self.allocator, num_slots=4)
+        self.push_line = PushLine(self.scheduler, chunk_len)
+        self.chunk_len = chunk_len
         self.with_mtp = with_mtp
         self.slots = {}
         self.first_tokens = {}
+        self.requests = {}
         self.prompts = [[0, 1, 0, 1, 1, 0, 1, 1]]
         self.num_added = 0
 
-    def live(self, *states):
-        return [s for s in self.scheduler.sequences() if not states or s.state in states]
+    def live(self, *phases):
+        return [s for s in self.scheduler.sequences() if not phases or s.phase in phases]
 
     def holds(self, sequence, position):
         """What the KV of a position depends on."""
@@ -68,23 +75,30 @@ class PrefixMachine(RuleBasedStateMachine):
             tenant=tenant,
         )
         names = block_hashes(prompt, model="m", tenant=tenant, block_size=BLOCK_SIZE, with_mtp=self.with_mtp)
-        self.scheduler.add(PrefillSequence(request, f"d{peer}", block_names=names))
+        sequence = Sequence(
+            request=request, checker=None, draft_cap=0, submitted_s=0.0, is_pushed=True, block_hashes=names
+        )
+        self.scheduler.add(sequence)
+        self.requests[sequence] = PrefillRequest(sequence, DecodePeer(f"d{peer}", "", 1), None)
+        self.push_line.add(self.requests[sequence])
 
     @rule()
     def reserve_one(self):
         self.reserve()
 
     def reserve(self):
-        sequence = self.scheduler.next_to_reserve(0.0)
-        if sequence is not None:
+        request = self.push_line.next_to_reserve(0.0)
+        if request is not None:
+            sequence = request.sequence
             assert sequence.num_cached < sequence.request.prompt_len, "the last token is always computed"
             assert sequence.num_cached % BLOCK_SIZE == 0
-        return sequence
+        return request
 
     @rule()
     def grant(self):
-        for sequence in self.live(PrefillState.RESERVING):
-            sequence.state = PrefillState.READY
+        for sequence in self.live(Phase.RESERVING):
+            self.scheduler.make_ready(sequence)
+        self.scheduler.give_slots()
 
     @rule(data=st.data())
     def run(self, data):
@@ -98,30 +112,43 @@ class PrefixMachine(RuleBasedStateMachine):
         self.step(data)
 
     def step(self, data):
-        plan = self.scheduler.plan()
-        for chunk in plan:
-            sequence = chunk.sequence
-            assert chunk.start >= sequence.num_cached
-            if chunk.start + chunk.length == sequence.request.prompt_len:
+        self.scheduler.give_slots()
+        chosen = self.scheduler.chunks(self.chunk_len)
+        for sequence, chunk in chosen:
+            assert chunk.start == sequence.num_computed >= sequence.num_cached
+            if chunk.end == sequence.request.prompt_len:
                 self.first_tokens[sequence.key] = data.draw(TOKENS)
-            for position in range(chunk.start, chunk.start + chunk.length):
+            for position in range(chunk.start, chunk.end):
                 self.slots[sequence.table.slot(position)] = self.holds(sequence, position)
-            sequence.num_computed += chunk.length
+            sequence.num_computed = chunk.end
+        for sequence, chunk in chosen:
+            self.scheduler.name_blocks(sequence, sequence.table, chunk.start, chunk.end)
             if sequence.num_left == 0:
-                sequence.state = PrefillState.COMMITTING
-        for chunk in plan:
-            self.scheduler.name_blocks(chunk)
+                self.scheduler.send(sequence)()
+
+    def forget(self, sequence):
+        self.push_line.remove(self.requests.pop(sequence))
+        self.scheduler.remove(sequence)()
 
     @rule()
     def acknowledge(self):
-        for sequence in self.live(PrefillState.COMMITTING):
-            self.scheduler.remove(sequence)
+        for sequence in self.live(Phase.SENDING):
+            self.forget(sequence)
 
     @precondition(lambda self: self.live())
     @rule(data=st.data())
     def fail_or_cancel(self, data):
-        """At any point."""
-        self.scheduler.remove(data.draw(st.sampled_from(self.live())))
+        """At any point; blocks that a push may read stay its own."""
+        sequence = data.draw(st.sampled_from(self.live()))
+        if sequence.phase is Phase.WAITING:
+            self.forget(sequence)
+        elif sequence.phase is not Phase.ABORTING:
+            self.scheduler.abort(sequence)()
+
+    @rule()
+    def drain(self):
+        for sequence in self.live(Phase.ABORTING):
+            self.forget(sequence)
 
     @invariant()
     def what_is_read_is_what_would_have_been_computed(self):
@@ -145,13 +172,15 @@ class PrefixMachine(RuleBasedStateMachine):
     def a_full_prompt_that_ran_can_be_found_while_nothing_was_evicted(self):
         if self.allocator.index.num_evicted:
             return
-        for sequence in self.live(PrefillState.COMMITTING):
-            assert len(self.allocator.index.match(sequence.block_names)) == len(sequence.block_names)
+        for sequence in self.live(Phase.SENDING):
+            assert len(self.allocator.index.match(sequence.block_hashes)) == len(sequence.block_hashes)
 
     def teardown(self):
         if hasattr(self, "scheduler"):
             for sequence in self.live():
-                self.scheduler.remove(sequence)
+                self.forget(sequence)
+            self.scheduler.check_empty()
+            assert self.scheduler.num_slots_used == self.push_line.num_tokens_queued() == 0
             assert self.allocator.num_free == self.allocator.num_blocks
             assert self.allocator.num_reserved == 0
 

@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import grpc
 import pytest
 
 from baton.client import AsyncBatonClient
@@ -278,6 +279,20 @@ async def test_a_router_without_prefill_workers_serves_and_says_so():
         status = await admin_pb2_grpc.AdminStub(running.channel).Status(admin_pb2.StatusRequest())
         assert status.local_prefill.only_way
         assert dict(status.local_prefill.num_choices) == {f"local: {ONLY_WAY}": 1}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mode", [AUTO, NEVER])
+async def test_as_few_workers_as_may_be_asked_for(mode):
+    async with cluster(0, 0, local_prefill=mode) as running:
+        admin = admin_pb2_grpc.AdminStub(running.channel)
+        sizes = [(1, 0), (0, 0)] + ([(0, 1)] if mode == NEVER else [])
+        for num_prefill, num_decode in sizes:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"at least one decode|a prefill worker is needed"):
+                await admin.Scale(admin_pb2.ScaleRequest(num_prefill=num_prefill, num_decode=num_decode))
+        assert running.router.wishes._scale.request is None
+        await admin.Scale(admin_pb2.ScaleRequest(num_prefill=int(mode == NEVER), num_decode=1))
+        assert running.router.wishes._scale.request.num_decode == 1
 
 
 @pytest.mark.asyncio

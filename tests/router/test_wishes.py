@@ -102,6 +102,15 @@ def test_the_next_router_goes_on_with_everything(clock):
     assert {worker.kept.life for worker in workers} == {workers[0].kept.life} != {0}
 
 
+def test_a_size_without_prefill_workers_is_a_wish_too(clock):
+    old, worker = Router(clock), Worker()
+    old.scale.request = admin_pb2.ScaleRequest(num_prefill=0, num_decode=3)
+    exchange(old, worker)
+    new = Router(clock)
+    exchange(new, worker)
+    assert (new.scale.request.num_prefill, new.scale.request.num_decode) == (0, 3)
+
+
 def test_what_this_router_was_asked_wins_whatever_the_versions(clock):
     """Operators may be faster than the first worker."""
     for num_changes in (1, 2, 9):

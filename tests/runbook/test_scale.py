@@ -44,7 +44,7 @@ def test_workers_are_added_and_taken_away_and_no_stream_notices(runbook, client,
     answers, errors = load.end()
     assert not errors
     assert set(answers) == {tuple(want)}
-    for arguments, code in ((["--decode", "0"], 2), ([], 2), (["--decode", "99999"], 2)):
+    for arguments, code in ((["--decode", "0"], 2), (["--prefill", "0"], 2), ([], 2), (["--decode", "99999"], 2)):
         assert runbook("scale", *arguments, "--timeout", "20").code == code
     assert set(serving(client)) == {"prefill-0", "decode-0"}
 

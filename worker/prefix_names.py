@@ -1,4 +1,4 @@
-"""How a prefill worker names the blocks of a prompt, and which prompts have names at all."""
+"""How a worker names the blocks of a prompt, and which prompts have names at all."""
 
 from baton.core.block_hash import block_hashes
 from baton.core.request import GenerationRequest

@@ -1,0 +1,670 @@
+"""The engine: every token of a worker is computed here, whatever its role.
+
+One loop: receive -> start -> plan -> launch -> read -> publish. A step is rows of sequences: chunks of prompts, and
+decode rows. With asynchronous scheduling step n + 1 is planned and launched before the results of step n are read; so a
+step may run a sequence that turns out to have ended, whose row is dropped, and whose blocks are given back only when
+the last step that runs it is over.
+
+What a worker does beside computing is its `Role`: `engine.local` hands tokens to a caller, a prefill worker pushes KV
+and hands sequences off, a decode worker receives them. One thread drives an engine.
+"""
+
+import bisect
+import logging
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.clock import Clock
+from baton.core.config import SchedulingName
+from baton.core.errors import BatonError, RequestDeadlineExceeded, as_internal
+from baton.core.logprobs import TokenLogprobs
+from baton.core.pace import PrefillPace
+from baton.core.rate import FullStepRate, RateMeter
+from baton.core.request import FinishReason
+from baton.core.step_report import StepReport
+from baton.engine.chunk_budget import ChunkBudget
+from baton.engine.lane import Ending
+from baton.engine.length_bounds import LaunchedLengths, LengthBounds
+from baton.engine.preemption import Preemption, PreemptionCounts
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import Phase, Sequence
+from baton.engine.speculation import PlannedStep, Speculation
+from baton.engine.step_meter import StepMeter
+from baton.engine.step_plan import Chunk, Grow, Operation, Place, Release, Resume, Step
+from baton.engine.step_result import ChunkOutput, HandoffState, StepOutput, StepTicket
+from baton.engine.step_tally import Dropped, Fate, StepTally
+
+Ints = npt.NDArray[np.int64]
+
+_MAX_UNTIMED: Final = 64
+
+log = logging.getLogger(__name__)
+
+
+class Published(NamedTuple):
+    """Tokens of one sequence that are its answer's.
+
+    Attributes:
+        sequence: `token_ids` are the newest of its own.
+        token_ids: at least one, unless the answer ended before.
+        logprobs: of each; empty if not asked for.
+        reason: why the answer ended; None if it goes on.
+        is_first: a chunk sampled it; else a decode step emitted them.
+    """
+
+    sequence: Sequence
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    reason: FinishReason | None
+    is_first: bool
+
+
+class Role(Protocol):
+    """What a worker does beside computing. The engine calls it on its own thread."""
+
+    def receive(self) -> bool:
+        """Take what happened outside since the last call; whether anything did."""
+        ...
+
+    def granted(self, sequence: Sequence) -> None:
+        """A sequence that is RECEIVING has its blocks: the prefill worker may push."""
+        ...
+
+    def plan(self) -> None:
+        """A step is about to be planned."""
+        ...
+
+    def prompt_logprobs(self, sequence: Sequence, reports: tuple[TokenLogprobs, ...]) -> None:
+        """Log-probabilities of prompt tokens, in order."""
+        ...
+
+    def publish(self, published: Items[Published]) -> None:
+        """What one step made. Sequences with a reason have ended when this returns."""
+        ...
+
+    def hand_off(self, sequence: Sequence, first_token: int, state: HandoffState) -> None:
+        """The prompt of a pushed sequence is computed, and it is SENDING now."""
+        ...
+
+    def preempted(self, sequence: Sequence) -> None:
+        """A sequence has left its blocks, and waits."""
+        ...
+
+    def ended(self, sequence: Sequence, error: BatonError | None) -> None:
+        """The engine is about to stop working on a sequence, whose phase says where it is.
+
+        A role that pushes its KV aborts the push, and calls `forget` when the blocks are not read any more; a role that
+        receives it aborts the transfer, and calls `drained` when they are not written any more.
+        """
+        ...
+
+
+class Runs(Protocol):
+    """What an engine needs of `Runner`."""
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts that a step may ever verify."""
+        ...
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Slots."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions of a sequence at most."""
+        ...
+
+    @property
+    def num_host_blocks(self) -> int:
+        """KV blocks that host memory holds."""
+        ...
+
+    @property
+    def meter(self) -> StepMeter:
+        """Times and counters of its steps."""
+        ...
+
+    def execute(self, operation: Operation) -> Ending | None:
+        """Carry out an operation."""
+        ...
+
+    def launch(self, step: Step) -> StepTicket:
+        """Set off a step."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until nothing runs."""
+        ...
+
+
+class _DecodeSet:
+    """Sequences that decode in one step, and what follows from that alone."""
+
+    def __init__(self, sequences: Items[Sequence]) -> None:
+        self.sequences = sequences
+        self.slots = tuple(_slot(sequence) for sequence in sequences)
+        self.slots_B: Ints = np.array(self.slots, dtype=np.int64)
+        self.caps = tuple(sequence.draft_cap for sequence in sequences)
+        self._caps_B: Ints = np.array(self.caps, dtype=np.int64)
+        self.room_B: Ints = self._caps_B + 1  # tokens that each may emit in a step of any k
+        self._most: tuple[int, Ints] = (-1, self.room_B)
+
+    def most_B(self, num_drafts: int) -> Ints:
+        """Tokens that each may emit in a step with so many drafts."""
+        if self._most[0] != num_drafts:
+            self._most = (num_drafts, np.minimum(self._caps_B, num_drafts) + 1)
+        return self._most[1]
+
+    def where(self, is_kept_B: npt.NDArray[np.bool_]) -> "_DecodeSet":
+        """Those of them."""
+        if is_kept_B.all():
+            return self
+        return _DecodeSet([self.sequences[place] for place in np.flatnonzero(is_kept_B).tolist()])
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """A step that was launched."""
+
+    ticket: StepTicket
+    step: Step
+    decode: Items[Sequence]
+    chunks: Items[tuple[Sequence, Chunk]]
+    ends: Items[bool]  # of each chunk, whether a token follows from it that was not known
+    planned: PlannedStep | None
+    launched: LaunchedLengths | None
+    launched_s: float
+    launch_s: float  # what that took the host
+
+    def runs(self, sequence: Sequence) -> bool:
+        return any(item is sequence for item in self.decode) or any(item is sequence for item, _ in self.chunks)
+
+
+class Engine:
+    """Runs sequences to their ends.
+
+    Args:
+        runner: of this worker; with several ranks, the one that leads.
+        scheduler: over the same pool, with as many slots.
+        role: see `Role`.
+        clock: of deadlines and times.
+        max_num_batched_tokens: tokens of a step.
+        scheduling: `async` keeps one step in flight while the next is planned; `sync` none.
+        speculation: how many drafts each step verifies; `runner.num_draft_tokens` if None.
+        preempt_at: preempt every sequence once at each of these output lengths, or when steps have passed it; 0 is in
+            the prompt, where that takes several chunks. For tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: Runs,
+        scheduler: Scheduler,
+        role: Role,
+        clock: Clock,
+        max_num_batched_tokens: int,
+        scheduling: SchedulingName = "async",
+        speculation: Speculation | None = None,
+        preempt_at: Items[int] = (),
+    ) -> None:
+        assert scheduler.num_slots == runner.max_num_seqs
+        self.runner = runner
+        self.scheduler = scheduler
+        self.pace = PrefillPace()
+        self.rate = RateMeter()
+        self.full_rate = FullStepRate()
+        self.budget = ChunkBudget(max_num_batched_tokens)
+        self.tally = StepTally(runner.num_draft_tokens)
+        self.num_prompts = 0  # that were computed here to their ends
+        self.num_prompt_tokens = 0  # that chunks computed, those of preempted sequences not counted again
+        self.speculation = speculation or Speculation(runner.num_draft_tokens, runner.num_draft_tokens, clock)
+        self._role = role
+        self._clock = clock
+        self._max_tokens = max_num_batched_tokens
+        self._num_ahead = 1 if scheduling == "async" else 0
+        self._preempt_at = sorted(preempt_at)
+        self._preemption = Preemption(scheduler, self, runner.num_host_blocks)
+        self._bounds = LengthBounds(runner.max_num_seqs)
+        self._decode_set = _DecodeSet(())
+        self._flights: deque[_Flight] = deque()  # not read
+        self._open: deque[_Flight] = deque()  # not over
+        self._untimed: deque[_Flight] = deque()  # read, and their times are not known yet
+        self._later: deque[tuple[Ending | None, Callable[[], None]]] = deque()
+
+    @property
+    def preemptions(self) -> PreemptionCounts:
+        """What preemption has cost so far. Any thread."""
+        return self._preemption.counts
+
+    @property
+    def num_host_blocks_used(self) -> int:
+        """Host blocks that hold a sequence's KV. Any thread."""
+        return self._preemption.num_host_blocks_used
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every step was read, and nothing waits to be given back."""
+        return not self._flights and not self._later
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a new sequence."""
+        self.scheduler.add(sequence)
+
+    def step(self) -> bool:
+        """One turn of the loop; whether there was anything to do."""
+        has_worked = self._role.receive()
+        self._expire()
+        self.settle()
+        self._preempt()
+        self._start()
+        self._role.plan()
+        self._start()  # what the role has just made ready
+        has_launched = self._launch()
+        self.runner.meter.copy_if_wanted()
+        is_busy = has_launched or not self.is_idle
+        self._read(has_launched=has_launched)
+        return has_worked or is_busy
+
+    def fail(self, sequence: Sequence, error: BatonError) -> None:
+        """End a sequence with an error."""
+        self.end(sequence, error)
+
+    def end(self, sequence: Sequence, error: BatonError | None = None) -> None:
+        """Stop working on a sequence, wherever it is. What it holds is given back when nothing uses it any more."""
+        phase, slot = sequence.phase, sequence.slot
+        if phase in (Phase.ENDED, Phase.ABORTING):
+            return
+        self._role.ended(sequence, error)
+        if phase is Phase.RECEIVING:
+            self.scheduler.quarantine(sequence)
+            return
+        last = self._last_step(sequence) or self._preemption.filled(sequence)
+        self._preemption.forget(sequence)
+        if slot is not None:
+            self.execute(Release(slot))
+        is_read = sequence.is_pushed and phase is not Phase.WAITING  # by a push
+        self.after(last, self.scheduler.abort(sequence) if is_read else self.scheduler.remove(sequence))
+
+    def forget(self, sequence: Sequence) -> None:
+        """No push reads the blocks of a pushed sequence any more, which has ended or was acknowledged."""
+        self.after(self._last_step(sequence), self.scheduler.remove(sequence))
+
+    def drain(self) -> None:
+        """Read every step that was launched, and give back what waits for that."""
+        while self._flights:
+            self._read(has_launched=False)
+        if self._later:
+            self.runner.drain()
+            self.settle()
+        self.speculation.pause()
+
+    def report(self) -> StepReport:
+        """What decode steps did until now; waits for one that is running.
+
+        A step may be in flight: computed, and not read yet.
+        """
+        return self.tally.report(self.runner.meter, self.runner.meter.computed_now())
+
+    # What preemption needs; see `preemption.Steps`
+
+    def runs(self, sequence: Sequence) -> bool:
+        """Whether a step that was not read runs this sequence."""
+        return any(flight.runs(sequence) for flight in self._flights)
+
+    def execute(self, operation: Operation) -> Ending | None:
+        """Carry out an operation behind the steps launched so far."""
+        if isinstance(operation, Grow):
+            for growth in operation.growths:
+                self._bounds.grow(growth.slot, self._limit(growth.first + len(growth.blocks)))
+        ending = self.runner.execute(operation)
+        if ending is not None:  # a copy: the time of the step in flight says nothing of its k
+            self.speculation.disturb()
+        return ending
+
+    def after(self, ending: Ending | None, act: Callable[[], None]) -> None:
+        """Have `act` called when something is over, and everything that was to be waited for before it."""
+        self._later.append((ending, act))
+        self.settle()
+
+    def settle(self) -> None:
+        """Do what waited for something that is over by now."""
+        while self._later and (self._later[0][0] is None or self._later[0][0].is_done):
+            self._later.popleft()[1]()
+
+    def last_step(self, sequence: Sequence) -> Ending | None:
+        """The last step that runs a sequence; None if that is over."""
+        return self._last_step(sequence)
+
+    def was_preempted(self, sequence: Sequence) -> None:
+        """A sequence has left its blocks."""
+        self._role.preempted(sequence)
+
+    # The parts of a turn
+
+    def _expire(self) -> None:
+        now_s = self._clock.now_s()
+        for sequence in self.scheduler.sequences():
+            if now_s >= sequence.request.deadline_s:
+                self.end(sequence, RequestDeadlineExceeded("the deadline passed", num_tokens=len(sequence.token_ids)))
+
+    def _preempt(self) -> None:
+        for sequence in self.scheduler.running() if self._preempt_at else ():
+            num_due = bisect.bisect_right(self._preempt_at, len(sequence.token_ids))
+            has_kv = sequence.num_computed > 0 or sequence.is_decoding
+            if num_due > sequence.num_scripted and has_kv and not (sequence.is_leaving or sequence.is_pushed):
+                sequence.num_scripted = num_due
+                self._preemption.request(sequence)
+        self._preemption.preempt_leaving()
+
+    def _start(self) -> None:
+        for sequence in self.scheduler.give_blocks():
+            self._role.granted(sequence)
+        for sequence in self.scheduler.give_slots():
+            self._place(sequence)
+
+    def _place(self, sequence: Sequence) -> None:
+        assert sequence.table is not None
+        is_saved = sequence.saved is not None
+        resume = sequence.resume or (Resume() if is_saved else None)
+        self.execute(
+            Place(
+                slot=_slot(sequence),
+                token_ids=sequence.all_token_ids,
+                num_output=sequence.num_output,
+                blocks=sequence.table.blocks,
+                sampling=sequence.request.sampling,
+                draft_cap=sequence.draft_cap,
+                choice=sequence.request.choice,
+                resume=resume,
+                knows_next=resume is None and bool(sequence.token_ids),
+            )
+        )
+        if resume is None:
+            self._preemption.started_again(sequence)
+            return
+        sequence.resume = None
+        self._begin_decoding(sequence, sequence.num_tokens)
+        if is_saved:
+            self._preemption.load(sequence)
+
+    def _begin_decoding(self, sequence: Sequence, num_tokens: int) -> None:
+        """From the next step on; by then it has so many tokens."""
+        assert sequence.table is not None
+        request = sequence.request
+        self._bounds.admit(
+            _slot(sequence),
+            num_tokens,
+            limit=self._limit(len(sequence.table.blocks)),
+            end=request.prompt_len - request.num_forced + request.sampling.max_tokens,
+            max_len=self.runner.max_model_len,
+        )
+        self.scheduler.begin_decoding(sequence)
+        sequence.decoding_s = sequence.decoding_s or self._clock.now_s()
+
+    def _limit(self, num_blocks: int) -> int:
+        return min(num_blocks * self.scheduler.allocator.block_size, self.runner.max_model_len)
+
+    def _launch(self) -> bool:
+        self.scheduler.claim(0)
+        decode = self._decode_rows()
+        planned = self.speculation.plan(decode.caps) if decode.slots else None
+        num_drafts = 0 if planned is None else planned.num_drafts
+        num_waiting = self.scheduler.num_tokens_to_compute()
+        chosen: list[tuple[Sequence, Chunk]] = []
+        if num_waiting:
+            num_waiting += sum(item.num_left for item in self.scheduler.waiting() if not item.is_received)
+            budget_len = self.budget.length(len(decode.slots) * (num_drafts + 1), num_waiting)
+            chosen = self.scheduler.chunks(budget_len)
+        if not decode.slots and not chosen:
+            return False
+        step = Step(
+            chunks=tuple(chunk for _, chunk in chosen),
+            slots=decode.slots,
+            num_drafts=num_drafts,
+            max_context_len=self._bounds.max_context_len(decode.slots_B, num_drafts) if decode.slots else 0,
+        )
+        begin_s = self._clock.now_s()
+        ticket = self.runner.launch(step)
+        launched = self._bounds.launch(decode.slots_B, decode.most_B(num_drafts)) if decode.slots else None
+        ends = [self._computes(sequence, chunk) for sequence, chunk in chosen]
+        flight = _Flight(
+            ticket=ticket,
+            step=step,
+            decode=decode.sequences,
+            chunks=chosen,
+            ends=ends,
+            planned=planned,
+            launched=launched,
+            launched_s=begin_s,
+            launch_s=self._clock.now_s() - begin_s,
+        )
+        self._flights.append(flight)
+        self._open.append(flight)
+        for sequence, chunk in chosen:
+            self._name_blocks_after(ticket, sequence, chunk)
+        return True
+
+    def _decode_rows(self) -> _DecodeSet:
+        """The sequences of the next step's decode rows, which have room for it."""
+        sequences = self.scheduler.decoding()
+        if self._decode_set.sequences is not sequences:
+            self._decode_set = _DecodeSet(sequences)
+        decode = self._decode_set
+        if not decode.slots:
+            return decode
+        decode = decode.where(self._bounds.unfinished(decode.slots_B))
+        short = self._bounds.short_of_room(decode.slots_B, decode.room_B) if decode.slots else []
+        if short:
+            missing = [(decode.sequences[place], wanted_len) for place, wanted_len in short]
+            out = set(self._preemption.make_room(missing, len(decode.slots)))
+            if out:
+                decode = _DecodeSet([item for item in decode.sequences if item not in out])
+        return decode
+
+    def _computes(self, sequence: Sequence, chunk: Chunk) -> bool:
+        """A chunk was launched; whether a token follows from it that is not known yet."""
+        sequence.computing_s = sequence.computing_s or self._clock.now_s()
+        sequence.num_computed = chunk.end
+        is_last = not sequence.num_left
+        if not is_last or sequence.is_pushed:
+            return is_last
+        if sequence.token_ids:  # the token that follows is known
+            self._begin_decoding(sequence, sequence.num_tokens)
+            return False
+        # A grammar must have taken the first token before the sequence decodes: that is known when it is read.
+        if sequence.request.sampling.grammar is None:
+            self._begin_decoding(sequence, sequence.num_tokens + 1)
+        return True
+
+    def _name_blocks_after(self, ticket: StepTicket, sequence: Sequence, chunk: Chunk) -> None:
+        """Others may share the blocks that a chunk completes once every layer of it is written."""
+        table = sequence.table
+        if sequence.block_hashes and table is not None:
+            self.after(ticket, lambda: self.scheduler.name_blocks(sequence, table, chunk.start, chunk.end))
+
+    def _read(self, *, has_launched: bool) -> None:
+        """Take the result of the step that is due: the oldest, once another runs behind it or none follows."""
+        if len(self._flights) <= (self._num_ahead if has_launched else 0):
+            if not has_launched and not self._flights:
+                self.speculation.pause()
+            return
+        flight = self._flights.popleft()
+        output = flight.ticket.result()
+        now_s = self._clock.now_s()
+        while self._open and self._open[0].ticket.is_done:
+            self._open.popleft()
+        self.settle()
+        if flight.launched is not None:
+            emitted_lens = np.array([len(row.token_ids) for row in output.decode], dtype=np.int64)
+            self._bounds.collect(flight.launched, emitted_lens)
+        self._learn(flight, output)
+        published = self._take_decode(flight, output, now_s)
+        published += self._take_chunks(flight, output, now_s)
+        self._role.publish(published)
+        for item in published:
+            if item.reason is not None:
+                self.end(item.sequence)
+        self._hand_off(flight, output)
+
+    def _take_decode(self, flight: _Flight, output: StepOutput, now_s: float) -> list[Published]:
+        published: list[Published] = []
+        proposed_lens: list[int] = []
+        accepted_lens: list[int] = []
+        dropped: list[Dropped] = []
+        num_emitted = 0
+        for sequence, emitted in zip(flight.decode, output.decode, strict=True):
+            if emitted.is_idle and emitted.error is None:
+                continue  # its grammar was late; the next step has it again
+            if sequence.phase is not Phase.RUNNING:
+                dropped.append(Dropped(Fate.LATE, emitted))  # it ended after this step was launched
+                continue
+            if emitted.error is not None:
+                dropped.append(Dropped(Fate.FAILED, emitted))
+                self.end(sequence, emitted.error)
+                continue
+            item = self._accept(sequence, emitted.token_ids, emitted.logprobs or (), now_s, is_first=False)
+            if item is None:
+                dropped.append(Dropped(Fate.FAILED, emitted))
+                continue
+            num_kept = len(item.token_ids)
+            num_accepted = min(emitted.accepted_len, num_kept)
+            sequence.counts.add_step(num_proposed=emitted.proposed_len, num_accepted=num_accepted, num_emitted=num_kept)
+            proposed_lens.append(emitted.proposed_len)
+            accepted_lens.append(num_accepted)
+            num_emitted += num_kept
+            if num_kept < len(emitted.token_ids):
+                dropped.append(Dropped(Fate.CUT, emitted, num_kept))
+            published.append(item)
+        if flight.decode:  # counted before anybody hears of it
+            self.tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
+        return published
+
+    def _take_chunks(self, flight: _Flight, output: StepOutput, now_s: float) -> list[Published]:
+        published: list[Published] = []
+        for (sequence, chunk), is_last, made in zip(flight.chunks, flight.ends, output.chunks, strict=True):
+            if sequence.phase is not Phase.RUNNING:
+                continue
+            self.num_prompt_tokens += 0 if sequence.token_ids else chunk.length
+            if sequence.request.trace is not None:
+                sequence.chunks.append((flight.launched_s, now_s, chunk.start, chunk.length))
+            if made.error is not None:
+                self.end(sequence, made.error)
+                continue
+            if made.prompt_logprobs and not self._guarded(sequence, made):
+                continue
+            if not is_last:
+                continue
+            if made.token is None:  # its grammar was late: the newest token is computed once more
+                sequence.num_computed -= 1
+                continue
+            self.num_prompts += not sequence.token_ids
+            sequence.first_token_s = sequence.first_token_s or now_s
+            logprobs = () if made.logprobs is None else (made.logprobs,)
+            item = self._accept(sequence, (made.token,), logprobs, now_s, is_first=True)
+            if item is None:
+                continue
+            sequence.counts.num_emitted_tokens += 1
+            published.append(item)
+            if item.reason is None and not (sequence.is_pushed or sequence.is_decoding):
+                self._begin_decoding(sequence, sequence.num_tokens)
+        return published
+
+    def _guarded(self, sequence: Sequence, made: ChunkOutput) -> bool:
+        """Report log-probabilities of the prompt; False if that ended the sequence."""
+        try:
+            self._role.prompt_logprobs(sequence, made.prompt_logprobs)
+        except Exception as error:  # noqa: BLE001  what one request's events raise ends that request
+            self.end(sequence, as_internal("log-probabilities of a prompt", error))
+            return False
+        sequence.num_reported += len(made.prompt_logprobs)
+        return True
+
+    def _accept(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        now_s: float,
+        *,
+        is_first: bool,
+    ) -> Published | None:
+        """What of a step's tokens is the answer's; None if looking at them ended the sequence."""
+        try:
+            kept, reason = sequence.checker.accept(token_ids)
+        except Exception as error:  # noqa: BLE001  it ends the request whose text was looked at
+            self.end(sequence, as_internal("a token of a request", error))
+            return None
+        if not sequence.is_pushed:
+            sequence.token_ids += kept
+        sequence.last_token_s = now_s
+        sequence.finish_reason = reason
+        return Published(sequence, tuple(kept), logprobs[: len(kept)], reason, is_first)
+
+    def _hand_off(self, flight: _Flight, output: StepOutput) -> None:
+        """Pushed sequences whose prompts are complete leave their slots."""
+        handed = [
+            (sequence, made.token)
+            for (sequence, _), is_last, made in zip(flight.chunks, flight.ends, output.chunks, strict=True)
+            if is_last and sequence.is_pushed
+        ]
+        if not handed:
+            return
+        states = flight.ticket.handoffs()  # waits for the end of the step
+        for (sequence, token), state in zip(handed, states, strict=True):
+            if sequence.phase is not Phase.RUNNING or token is None:
+                continue
+            self.execute(Release(_slot(sequence)))
+            self.after(None, self.scheduler.send(sequence))
+            self._role.hand_off(sequence, token, state)
+
+    def _learn(self, flight: _Flight, output: StepOutput) -> None:
+        """Drafts and paces learn from what steps took."""
+        if flight.chunks:
+            self.speculation.disturb()
+        if flight.planned is not None:
+            proposed_lens = [row.proposed_len for row in output.decode]
+            self.speculation.read(flight.planned, proposed_lens, [row.accepted_len for row in output.decode])
+        self._untimed.append(flight)
+        while self._untimed:
+            oldest = self._untimed[0]
+            durations = self.runner.meter.durations_s(oldest.ticket.times)
+            if durations is None and len(self._untimed) < _MAX_UNTIMED:
+                return
+            self._untimed.popleft()
+            if durations is not None:
+                self._timed(oldest, *durations)
+
+    def _timed(self, flight: _Flight, sampled_s: float, total_s: float) -> None:
+        num_tokens = sum(chunk.length for _, chunk in flight.chunks)
+        if not num_tokens:
+            self.budget.decoded(total_s)
+            return
+        if flight.decode:
+            self.budget.mixed(num_tokens, total_s, flight.launch_s)
+        # Of a mixed step the chunks' part is what it takes beyond a step that only decodes.
+        chunks_s = total_s - self.budget.decode_s if flight.decode else total_s
+        if chunks_s <= 0:
+            return
+        self.pace.add(num_tokens, chunks_s, min(total_s - sampled_s, chunks_s))
+        self.rate.add(num_tokens, chunks_s)
+        self.full_rate.add(num_tokens, chunks_s, self._clock.now_s(), full_len=self._max_tokens)
+
+    def _last_step(self, sequence: Sequence) -> Ending | None:
+        for flight in reversed(self._open):
+            if flight.runs(sequence):
+                return None if flight.ticket.is_done else flight.ticket
+        return None
+
+
+def _slot(sequence: Sequence) -> int:
+    assert sequence.slot is not None
+    return sequence.slot

@@ -1,0 +1,377 @@
+"""Who holds blocks, who holds a slot, who waits, and whose tokens the next step computes.
+
+Pure bookkeeping over host values: no tensor, no socket, no clock. One thread uses it.
+
+Sequences wait for blocks in one line, in order of arrival, and none overtakes another there: prompts that are computed
+here, prompts whose KV a prefill worker wants to push here, and preempted sequences, which keep their place and so go
+before all that arrived later. With blocks a sequence waits for a slot (`READY`), in order, then it runs.
+
+With `overcommit` a sequence starts with blocks for its tokens and one step, and grows as it decodes; the youngest is
+preempted when none is left (`preemption`). Without, it starts with all the blocks that it may ever need.
+
+Sequences whose KV is pushed to a decode worker do not stand in this line: the KV sender decides when each takes its
+blocks (`hold`), because a decode worker must have room, too.
+
+A sequence that ends while steps run it keeps its slot and blocks until the last of them is over.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from baton.engine.sequence import Phase, Sequence
+from baton.engine.step_plan import Chunk, Growth
+from baton.kvcache.allocator import BlockAllocator, BlockTable
+
+
+class Scheduler:
+    """Of one engine.
+
+    Args:
+        allocator: of the pool; with a prefix index, sequences share the blocks that it names.
+        num_slots: sequences that run at once.
+        overcommit: start sequences without all the blocks that they may need.
+    """
+
+    def __init__(self, allocator: BlockAllocator, *, num_slots: int, overcommit: bool = False) -> None:
+        assert num_slots >= 1
+        self.allocator = allocator
+        self.num_slots = num_slots
+        self.num_prefix_tokens = 0
+        self.num_prefix_hit_tokens = 0
+        self.num_prefix_hits = 0
+        self._overcommit = overcommit
+        self._free_slots = deque(range(num_slots))
+        self._sequences: dict[Sequence, None] = {}
+        self._num_arrived = 0
+        self._line: list[Sequence] = []  # WAITING, not pushed, in order
+        self._ready: list[Sequence] = []  # READY, in order
+        self._running: list[Sequence] = []  # RUNNING, in order
+        self._decoding: list[Sequence] | None = None  # of those, that take part as decode rows; None: to be made
+        self._num_departing = 0  # slots out of `_running` that a step may still use
+        self._num_departing_blocks = 0
+        self._num_claimed = 0
+        self._quarantined: dict[Sequence, BlockTable] = {}
+
+    # What there is
+
+    def sequences(self) -> tuple[Sequence, ...]:
+        """All that have not ended, in order of `add`. Any thread."""
+        return tuple(self._sequences)
+
+    def count(self, *phases: Phase) -> int:
+        """Sequences in any of these phases. Any thread."""
+        return sum(sequence.phase in phases for sequence in self.sequences())
+
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences that have a slot, in order of arrival."""
+        return tuple(self._running)
+
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences that stand in line for blocks."""
+        return tuple(self._line)
+
+    @property
+    def num_slots_used(self) -> int:
+        """Slots of running sequences, and those that a step in flight still uses. Any thread."""
+        return len(self._running) + self._num_departing
+
+    def decoding(self) -> list[Sequence]:
+        """Sequences of the next step's decode rows, in order of arrival; the list is never changed."""
+        if self._decoding is None:
+            self._decoding = [item for item in self._running if item.is_decoding and not item.is_leaving]
+        return self._decoding
+
+    def num_tokens_to_compute(self) -> int:
+        """Tokens that chunks have to compute for all that run. Any thread."""
+        return sum(sequence.num_left for sequence in tuple(self._running))
+
+    # The line for blocks
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence; one that is WAITING stands last in the line, unless it is pushed."""
+        assert sequence not in self._sequences
+        assert self.allocator.num_blocks_for(sequence.capacity_len) <= self.allocator.num_blocks
+        self._sequences[sequence] = None
+        if sequence.phase is Phase.WAITING and not sequence.is_pushed:
+            self._stand(sequence)
+
+    def expect_now(self, sequence: Sequence) -> None:
+        """A prefill worker asks for room for a sequence that was EXPECTED."""
+        assert sequence.phase is Phase.EXPECTED
+        sequence.phase = Phase.WAITING
+        self._stand(sequence)
+
+    def step_back(self, sequence: Sequence) -> None:
+        """The prefill worker does not ask any more."""
+        assert sequence.phase is Phase.WAITING and sequence.is_received
+        self._line.remove(sequence)
+        sequence.phase = Phase.EXPECTED
+
+    def give_blocks(self) -> list[Sequence]:
+        """Give blocks to the head of the line while there are any: those that are RECEIVING now.
+
+        What is computed here, or comes back from host memory, takes its blocks only when a slot is free for it, and is
+        READY then. While it waits for a slot alone, those behind it leave it the blocks that it will need.
+        """
+        granted: list[Sequence] = []
+        num_slots, num_kept = len(self._free_slots) - len(self._ready), 0
+        for sequence in tuple(self._line):
+            comes_by_transfer = sequence.is_received and not sequence.num_preemptions
+            if not comes_by_transfer and num_slots <= 0:
+                num_kept += self.allocator.num_blocks_for(self._start_len(sequence))
+                continue
+            if not self._take_blocks(sequence, num_kept):
+                break
+            self._line.remove(sequence)
+            if comes_by_transfer:
+                sequence.phase = Phase.RECEIVING
+                granted.append(sequence)
+            else:
+                num_slots -= 1
+                self.make_ready(sequence)
+        return granted
+
+    def hold(self, sequence: Sequence, shared: tuple[int, ...]) -> None:
+        """Blocks for a sequence that is pushed, the first of them `shared` with other prompts.
+
+        Raises:
+            OutOfBlocks: there are too few.
+        """
+        assert sequence.is_pushed and sequence.phase is Phase.WAITING
+        sequence.table = self.allocator.reserve(sequence.capacity_len, shared)
+        self._found(sequence, shared)
+        sequence.phase = Phase.RESERVING
+
+    def make_ready(self, sequence: Sequence) -> None:
+        """A sequence that has its blocks waits for a slot."""
+        if sequence.order < 0:
+            self._number(sequence)
+        sequence.phase = Phase.READY
+        insort(self._ready, sequence, key=_order)
+
+    def give_slots(self) -> list[Sequence]:
+        """Give free slots to READY sequences, which run from now on: those."""
+        started: list[Sequence] = []
+        while self._ready and self._free_slots:
+            sequence = self._ready.pop(0)
+            sequence.slot = self._free_slots.popleft()
+            sequence.phase = Phase.RUNNING
+            insort(self._running, sequence, key=_order)
+            started.append(sequence)
+        return started
+
+    def match(self, sequence: Sequence) -> tuple[int, ...]:
+        """Blocks that hold the beginning of its prompt already. Any thread.
+
+        At least one token is left to compute: what is sampled next follows from it, or the state to decode from.
+        """
+        num_to_compute = sequence.num_tokens - bool(sequence.token_ids)
+        most = (num_to_compute - 1) // self.allocator.block_size
+        return self.allocator.index.match(sequence.block_hashes[:most])
+
+    def name_blocks(self, sequence: Sequence, table: BlockTable, start: int, end: int) -> None:
+        """Positions start ... end are written in every layer: others may share the blocks that they completed.
+
+        `table` is the one that they were written through; its blocks are not free.
+        """
+        full = slice(start // self.allocator.block_size, end // self.allocator.block_size)
+        for block, name in zip(table.blocks[full], sequence.block_hashes[full], strict=False):
+            self.allocator.index.add(name, block)
+
+    # The next step
+
+    def chunks(self, budget_len: int) -> list[tuple[Sequence, Chunk]]:
+        """Chunks of at most `budget_len` tokens together, the oldest sequence first."""
+        chosen: list[tuple[Sequence, Chunk]] = []
+        for sequence in self._running:
+            if budget_len <= 0:
+                break
+            length = 0 if sequence.is_leaving else min(budget_len, sequence.num_left)
+            if length <= 0:
+                continue
+            assert sequence.slot is not None
+            asked = sequence.request.sampling.prompt_logprobs is not None and not sequence.token_ids
+            chunk = Chunk(
+                slot=sequence.slot,
+                start=sequence.num_computed,
+                length=length,
+                report_from=1 + sequence.num_reported if asked else None,
+                push=sequence.key if sequence.is_pushed else None,
+            )
+            chosen.append((sequence, chunk))
+            budget_len -= length
+        return chosen
+
+    def begin_decoding(self, sequence: Sequence) -> None:
+        """From the next step on it takes part as a decode row."""
+        assert sequence.phase is Phase.RUNNING and not sequence.is_pushed
+        sequence.is_decoding = True
+        self._decoding = None
+
+    # Preemption; see `preemption`
+
+    @property
+    def num_coming(self) -> int:
+        """Blocks that will be free when steps in flight are over."""
+        leaving = [item.table for item in self._running if item.is_leaving]
+        return self._num_departing_blocks + sum(len(table.blocks) for table in leaving if table is not None)
+
+    def claim(self, num_blocks: int) -> None:
+        """So many blocks are for sequences that decode and wait for room: none starts with them."""
+        self._num_claimed = num_blocks
+
+    def candidates(self) -> list[Sequence]:
+        """Sequences that may be preempted, oldest first; READY ones are among them."""
+        holders = [item for item in (*self._running, *self._ready) if not (item.is_leaving or item.is_pushed)]
+        return sorted((item for item in holders if not item.is_protected), key=_order)
+
+    def leave(self, sequence: Sequence) -> None:
+        """It takes part in no further step, and is preempted when no step in flight runs it."""
+        sequence.is_leaving = True
+        self._decoding = None
+
+    def leaving(self) -> tuple[Sequence, ...]:
+        """Those."""
+        return tuple(item for item in self._running if item.is_leaving)
+
+    def add_blocks(self, sequence: Sequence, num_blocks: int) -> Growth:
+        """More blocks, which are free, for a sequence that decodes."""
+        assert sequence.table is not None and sequence.slot is not None
+        first = len(sequence.table.blocks)
+        wanted_len = min((first + num_blocks) * self.allocator.block_size, sequence.capacity_len)
+        sequence.table = self.allocator.grow(sequence.table, wanted_len)
+        return Growth(sequence.slot, first, sequence.table.blocks[first:])
+
+    def preempt(self, sequence: Sequence) -> Callable[[], None]:
+        """It waits again, in its old place; the function frees the blocks and the slot that it had."""
+        free = self._detach(sequence)
+        sequence.is_decoding = sequence.is_leaving = False
+        if sequence.saved is None:
+            sequence.resume = None  # its hidden state belongs to what is lost
+        sequence.num_computed = sequence.num_cached = 0
+        sequence.phase = Phase.WAITING
+        insort(self._line, sequence, key=_order)
+        return free
+
+    # Ends
+
+    def send(self, sequence: Sequence) -> Callable[[], None]:
+        """A pushed sequence's prompt is computed: it keeps its blocks; the function frees its slot."""
+        assert sequence.is_pushed and sequence.slot is not None
+        self._running.remove(sequence)
+        slot, sequence.slot = sequence.slot, None
+        self._num_departing += 1
+        sequence.phase = Phase.SENDING
+
+        def free() -> None:
+            self._num_departing -= 1
+            self._free_slots.append(slot)
+
+        return free
+
+    def abort(self, sequence: Sequence) -> Callable[[], None]:
+        """A pushed sequence is given up: it keeps its blocks until `remove`; the function frees its slot."""
+        assert sequence.is_pushed
+        slot, sequence.slot = sequence.slot, None
+        if sequence.phase is Phase.RUNNING:
+            self._running.remove(sequence)
+        elif sequence.phase is Phase.READY:
+            self._ready.remove(sequence)
+        sequence.phase = Phase.ABORTING
+        self._num_departing += slot is not None
+
+        def free() -> None:
+            if slot is not None:
+                self._num_departing -= 1
+                self._free_slots.append(slot)
+
+        return free
+
+    def remove(self, sequence: Sequence) -> Callable[[], None]:
+        """Forget a sequence; the function frees what it holds, once no step uses it."""
+        del self._sequences[sequence]
+        if sequence.phase is Phase.WAITING and not sequence.is_pushed:
+            self._line.remove(sequence)
+        free = self._detach(sequence)
+        sequence.phase = Phase.ENDED
+        return free
+
+    def quarantine(self, sequence: Sequence) -> None:
+        """Forget a sequence that ends while it is RECEIVING: its blocks stay set apart until `drained`."""
+        assert sequence.phase is Phase.RECEIVING and sequence.table is not None
+        self.allocator.quarantine(sequence.table)
+        self._quarantined[sequence] = sequence.table
+        sequence.table = None
+        self.remove(sequence)()
+
+    def drained(self, sequence: Sequence) -> None:
+        """Nothing writes the blocks of a quarantined sequence any more: they are free."""
+        self.allocator.release_quarantined(self._quarantined.pop(sequence))
+
+    def check_empty(self) -> None:
+        """With no sequence left every block and slot is free; anything else is a leak."""
+        if not self._sequences and not self._num_departing and not self._quarantined:
+            assert self.allocator.num_free == self.allocator.num_blocks
+            assert len(self._free_slots) == self.num_slots
+            assert self._num_departing_blocks == 0
+
+    def _stand(self, sequence: Sequence) -> None:
+        self._number(sequence)
+        self._line.append(sequence)
+
+    def _number(self, sequence: Sequence) -> None:
+        sequence.order = self._num_arrived
+        self._num_arrived += 1
+
+    def _start_len(self, sequence: Sequence) -> int:
+        """Positions that it starts with blocks for."""
+        return sequence.step_len if self._overcommit and not sequence.is_protected else sequence.capacity_len
+
+    def _take_blocks(self, sequence: Sequence, num_kept: int) -> bool:
+        num_kept += self._num_claimed
+        if self._overcommit and not sequence.is_protected:
+            num_kept += len(self._running) + len(self._ready)  # each may need a block soon
+        start_len = self._start_len(sequence)
+        is_computed_here = sequence.saved is None and (not sequence.is_received or sequence.num_preemptions > 0)
+        shared = self.match(sequence) if is_computed_here else ()
+        if self.allocator.num_missing(start_len + num_kept * self.allocator.block_size, shared):
+            return False
+        sequence.table = self.allocator.reserve(start_len, shared)
+        if is_computed_here:
+            self._found(sequence, shared)
+        return True
+
+    def _found(self, sequence: Sequence, shared: Iterable[int]) -> None:
+        sequence.num_cached = sequence.num_computed = len(tuple(shared)) * self.allocator.block_size
+        if sequence.block_hashes:
+            self.num_prefix_tokens += sequence.num_tokens
+            self.num_prefix_hit_tokens += sequence.num_cached
+            self.num_prefix_hits += sequence.num_cached > 0
+
+    def _detach(self, sequence: Sequence) -> Callable[[], None]:
+        """Take slot and blocks from a sequence; the function frees them."""
+        table, slot = sequence.table, sequence.slot
+        if sequence.phase is Phase.RUNNING:
+            self._running.remove(sequence)
+            self._decoding = None
+        elif sequence.phase is Phase.READY:
+            self._ready.remove(sequence)
+        sequence.table = sequence.slot = None
+        num_blocks = 0 if table is None else len(table.blocks)
+        self._num_departing += slot is not None
+        self._num_departing_blocks += num_blocks
+
+        def free() -> None:
+            self._num_departing -= slot is not None
+            self._num_departing_blocks -= num_blocks
+            if table is not None:
+                self.allocator.release(table)
+            if slot is not None:
+                self._free_slots.append(slot)
+
+        return free
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order

@@ -1,0 +1,150 @@
+"""One sequence: a request's answer on its way through an engine, and what it holds there."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
+from baton.engine.finish import FinishChecker
+from baton.engine.step_plan import Resume
+from baton.kvcache.allocator import BlockTable
+from baton.kvcache.host_ranges import HostRange
+
+MAX_PREEMPTIONS = 3  # of one sequence, for want of blocks
+
+
+class Phase(Enum):
+    """Where a sequence is on its way. Only the scheduler and the engine move it."""
+
+    EXPECTED = auto()  # its KV will come from a prefill worker, which has not asked for room yet; holds nothing
+    WAITING = auto()  # waits for blocks, or for a slot; holds nothing on the device
+    RESERVING = auto()  # holds blocks; the decode worker was asked for room
+    RECEIVING = auto()  # holds blocks, into which a prefill worker writes its KV
+    READY = auto()  # holds blocks; waits for a slot
+    RUNNING = auto()  # holds blocks and a slot
+    SENDING = auto()  # its prompt is computed; holds blocks until the decode worker has acknowledged its KV
+    ABORTING = auto()  # was given up; holds blocks until no push reads them
+    ENDED = auto()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One answer to a request. Times are readings of the engine's clock, in seconds.
+
+    A sequence that was preempted is a waiting sequence with more tokens: its output is computed with its prompt.
+
+    Attributes:
+        request: of this answer alone, with its own `choice`.
+        checker: tells when the answer ends; has taken all of `token_ids`.
+        draft_cap: drafts that it may use in a step.
+        phase: see `Phase`.
+        order: of arrival in the line for blocks; lower goes first.
+        is_received: its prompt's KV comes from a prefill worker.
+        is_pushed: its KV goes to a decode worker, which decodes it.
+        table: its blocks.
+        slot: its slot.
+        token_ids: generated here so far.
+        num_cached: positions whose KV was found in the prefix cache.
+        num_computed: positions whose KV is in its blocks, or will be when the steps in flight are over; of a sequence
+            that decodes, those that were there when it began to.
+        is_decoding: takes part in steps as a decode row.
+        is_leaving: is to be preempted as soon as no step in flight runs it.
+        resume: what it decodes from, where its KV came from a prefill worker; None once it runs.
+        saved: its KV in host memory.
+        num_lost: positions that a preemption dropped and that are to be computed again.
+        num_preemptions: times that it gave its blocks to others.
+        num_scripted: preemptions that a test asked for.
+        num_reported: prompt tokens whose log-probabilities were reported.
+        block_hashes: of its prompt's full blocks; empty if it shares nothing.
+        chunks: of a traced request: when each chunk was launched and read, its first position and its length.
+        counts: drafts proposed and accepted, tokens emitted.
+        finish_reason: why the answer ended.
+        submitted_s: when it came.
+        computing_s: when its first chunk was launched; 0 before.
+        first_token_s: when its first token was known; 0 before.
+        decoding_s: when it began to decode; 0 before.
+        last_token_s: when its newest token was known; 0 before.
+    """
+
+    request: GenerationRequest
+    checker: FinishChecker
+    draft_cap: int
+    submitted_s: float
+    phase: Phase = Phase.WAITING
+    order: int = -1
+    is_received: bool = False
+    is_pushed: bool = False
+    table: BlockTable | None = None
+    slot: int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    num_computed: int = 0
+    is_decoding: bool = False
+    is_leaving: bool = False
+    resume: Resume | None = None
+    saved: HostRange | None = None
+    num_lost: int = 0
+    num_preemptions: int = 0
+    num_scripted: int = 0
+    num_reported: int = 0
+    block_hashes: tuple[bytes, ...] = ()
+    chunks: list[tuple[float, float, int, int]] = field(default_factory=list)
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+    finish_reason: FinishReason | None = None
+    computing_s: float = 0.0
+    first_token_s: float = 0.0
+    decoding_s: float = 0.0
+    last_token_s: float = 0.0
+
+    @property
+    def key(self) -> AttemptKey:
+        """Identity of the attempt."""
+        return self.request.key
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return self.request.prompt_len + len(self.token_ids)
+
+    @property
+    def all_token_ids(self) -> tuple[int, ...]:
+        """Prompt and output so far."""
+        prompt = self.request.prompt_token_ids
+        return (*prompt, *self.token_ids) if self.token_ids else prompt
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the answer so far, those of earlier attempts included."""
+        return self.request.num_forced + len(self.token_ids)
+
+    @property
+    def capacity_len(self) -> int:
+        """Positions that its KV may ever occupy here."""
+        if self.is_pushed:
+            return self.request.prompt_len
+        return self.request.prompt_len - self.request.num_forced + self.request.sampling.max_tokens + self.draft_cap
+
+    @property
+    def step_len(self) -> int:
+        """Positions that it occupies once it has decoded one step more, whatever that accepts."""
+        num_tokens = self.request.prompt_len + max(1, len(self.token_ids))
+        return min(num_tokens + self.draft_cap, self.capacity_len)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that chunks still have to compute: all but the newest, once one was sampled here."""
+        return 0 if self.is_decoding else self.num_tokens - bool(self.token_ids) - self.num_computed
+
+    @property
+    def num_kv(self) -> int:
+        """Positions whose KV is in its blocks, all steps read."""
+        return self.num_tokens - 1 if self.is_whole else self.num_computed
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its KV, but for its newest token's, is there, so that it is worth saving."""
+        return self.is_decoding or self.resume is not None
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether it was preempted often enough; then it starts only with every block that it may need."""
+        return self.num_preemptions >= MAX_PREEMPTIONS

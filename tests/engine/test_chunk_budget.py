@@ -1,0 +1,140 @@
+"""Chunks beside rows that decode: a step takes about twice a decode step, or as long as its host needs to launch it."""
+
+import random
+
+import pytest
+
+from baton.engine.chunk_budget import DRAIN_STEPS, FIRST_LEN, LAUNCHES, MIN_LEN, WEIGHT, ChunkBudget
+from baton.tests.engine.toy_engine import request_of, toy_engine
+
+pytestmark = pytest.mark.fast
+ROWS = 4  # that decode
+
+
+class Device:
+    """Takes `decode_s` for decode rows and `per_token_s` for each token beside them; its host takes `launch_s`."""
+
+    def __init__(self, decode_s, per_token_s, launch_s=0.0, most=4096):
+        self.budget = ChunkBudget(most)
+        self.decode_s, self.per_token_s, self.launch_s = decode_s, per_token_s, launch_s
+
+    def step_s(self, num_tokens):
+        return max(self.launch_s, self.decode_s + num_tokens * self.per_token_s)
+
+    def run(self, num_steps, num_waiting=1, most=1 << 30):
+        """Steps that decode and compute chunks in turn; the last chunk's length."""
+        for _ in range(num_steps):
+            self.budget.decoded(self.decode_s)
+            length = self.budget.length(ROWS, num_waiting)
+            self.budget.mixed(min(length, most), self.step_s(min(length, most)), self.launch_s)
+        return self.budget.length(ROWS, 1)
+
+
+def test_where_nothing_decodes_a_step_takes_all_it_may():
+    device = Device(0.002, 1e-4)
+    device.run(10)
+    for budget in (ChunkBudget(4096), device.budget):
+        before = budget.last_len
+        assert budget.length(0, 1) == 4096
+        assert budget.last_len == before, "of steps that decode, too"
+
+
+def test_few_tokens_before_anything_is_known():
+    budget = ChunkBudget(256)
+    assert budget.length(ROWS, 1) == FIRST_LEN
+    budget.mixed(FIRST_LEN, 1.0, 0.5)
+    assert budget.length(ROWS, 1) == FIRST_LEN, "no step that only decodes was seen"
+
+
+def test_what_the_host_takes_is_enough_to_begin_with():
+    """Under load no step may only decode for long."""
+    device, lengths = Device(0.007, 0.00002, launch_s=0.016), []
+    for _ in range(100):
+        lengths.append(device.budget.length(ROWS, 1))
+        device.budget.mixed(lengths[-1], device.step_s(lengths[-1]), device.launch_s)
+    assert lengths == sorted(lengths)
+    assert lengths[30] > 400
+    assert device.step_s(lengths[-1]) == pytest.approx(LAUNCHES * 0.016, rel=0.05)
+
+
+@pytest.mark.parametrize("first_len", [1, 4000])
+def test_a_step_takes_about_two_decode_steps(first_len):
+    device = Device(0.010, 0.0001)
+    device.budget._fitting = float(first_len)
+    assert device.run(100) == pytest.approx(100, abs=2)
+    device.per_token_s = 0.001
+    assert device.run(100) == MIN_LEN, "it is never tiny"
+    device.per_token_s = 0.00002
+    assert device.run(100) == pytest.approx(500, abs=10)
+
+
+def test_tokens_that_fit_while_the_host_launches_cost_nothing():
+    """The host takes 16 ms, decode rows 7: 9 ms of tokens are free, and a tenth more is allowed."""
+    device = Device(0.007, 0.00002, launch_s=0.016)
+    assert device.run(100) == pytest.approx((LAUNCHES * 0.016 - 0.007) / 0.00002, rel=0.01)
+    device.launch_s = 0.001
+    assert device.run(100) == pytest.approx(350, rel=0.01), "a fast host: two decode steps"
+
+
+def test_a_host_that_is_held_up_for_once_makes_chunks_no_shorter():
+    device = Device(0.007, 0.00002, launch_s=0.016)
+    fits = device.run(100)
+    device.budget.mixed(fits, 0.050, 0.049)
+    assert device.budget.length(ROWS, 1) == fits
+    device.budget.mixed(fits, 0.050, 0.016)
+    assert device.budget.length(ROWS, 1) < fits, "the device was slow"
+
+
+def test_a_short_prompt_says_nothing_of_longer_chunks():
+    device = Device(0.010, 0.0001)
+    device.run(100)
+    assert device.run(100, most=20) == pytest.approx(100, abs=2)
+
+
+def test_a_long_queue_of_prompts_gets_larger_chunks_and_leaves_the_length_that_fits():
+    device = Device(0.010, 0.0001)
+    fits = device.run(100)
+    assert device.budget.length(ROWS, fits * DRAIN_STEPS) == fits
+    assert device.budget.length(ROWS, 300 * DRAIN_STEPS) == 300
+    assert device.budget.length(ROWS, 300 * DRAIN_STEPS + 1) == 301, "all within so many steps"
+    assert device.budget.length(ROWS, 10_000_000) == 4096 - ROWS
+    assert device.run(30, num_waiting=10_000_000) == pytest.approx(fits, rel=0.01)
+
+
+def test_rows_that_decode_and_chunks_fit_into_a_step_together():
+    """Where rows fill a step alone, prompts go on beside them, few tokens at a time."""
+    rng = random.Random(3)
+    for _ in range(500):
+        most, num_rows = rng.randrange(MIN_LEN, 300), rng.randrange(1, 400)
+        device = Device(rng.choice([1e-4, 1.0]), rng.choice([1e-6, 1e-3]), rng.choice([0.0, 0.1]), most)
+        device.run(rng.randrange(40))
+        length = device.budget.length(num_rows, rng.choice([1, 10_000_000]))
+        assert MIN_LEN <= length
+        assert num_rows + length <= max(most, num_rows + MIN_LEN)
+    assert ChunkBudget(8).length(ROWS, 1) == 8
+
+
+def test_times_are_those_of_late():
+    device = Device(0.01, 0.0001)
+    device.run(200)
+    device.budget.decoded(0.05)
+    assert device.budget.decode_s == pytest.approx(0.01 + WEIGHT * 0.04), "one stray step moves little"
+    before = device.run(1)
+    device.budget.mixed(before, 1.0, 0.0)
+    assert device.budget.length(ROWS, 1) >= before // 2, "likewise"
+    assert device.run(100) == pytest.approx(100, abs=2)
+
+
+def test_an_engine_asks_for_its_rows_and_for_all_prompts_that_wait(monkeypatch):
+    """Those that run, and those in line; drafts are rows."""
+    engine = toy_engine(k=2, chunk_len=12, max_num_sequences=3, scheduling="sync")
+    asked, length = [], engine.engine.budget.length
+    monkeypatch.setattr(engine.engine.budget, "length", lambda *given: asked.append(given) or min(length(*given), 5))
+    engine.submit(request_of([1, 2, 3], max_tokens=30, ignore_eos=True))
+    engine.step()
+    assert asked == [(0, 3)]
+    for prompt in ([4] * 9, [5] * 7, [6] * 8):
+        engine.submit(request_of(prompt, max_tokens=30, ignore_eos=True))
+    engine.step()
+    engine.step()
+    assert asked[1:] == [(3, 9 + 7 + 8), (3, 4 + 7 + 8)], "the last of them has no slot yet"
