@@ -130,7 +130,7 @@ class WorkerCollector(Collector):
         yield from _gauges(found)
         grammars = CounterMetricFamily(
             "baton_grammar_seconds",
-            "Time that sequences spent in grammar matchers of their own, beside the steps",
+            "Time that grammars took beside the steps: to compile new ones, and to follow those that are slow",
             labels=("worker", "role"),
         )
         for item in found:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from baton.core.errors import InvalidGrammar
+from baton.core.fair_turns import Share
 from baton.core.sampling import GrammarSpec
 from baton.engine.grammar_lane import GrammarLane, OwnMatcher
 from baton.engine.grammar_text import failed_matcher, new_matcher
@@ -68,6 +69,7 @@ class CompiledGrammar:
         vocab_size: V.
         is_spent: the shared automata are spent: new sequences should start from another compilation.
         is_slow: a look took long: new sequences do without the quick lane.
+        share: what its sequences have spent in the lane.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class CompiledGrammar:
         *,
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
+        share: Share | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.eos_token_ids = eos_token_ids
@@ -89,6 +92,7 @@ class CompiledGrammar:
         self.is_spent = False
         self.is_slow = False
         self._lane = lane
+        self.share = share or Share()
         self._tokens = tokens
         self._kind = spec.kind
         self.text = text
@@ -112,7 +116,8 @@ class CompiledGrammar:
         def idle() -> Any:
             return failed_matcher(self._tokens)
 
-        return OwnMatcher(self, self._lane, build, idle, self.budget.own, self.budget.max_spent_s, token_ids)
+        limits, max_spent_s = self.budget.own, self.budget.max_spent_s
+        return OwnMatcher(self, self._lane, self.share, build, idle, limits, max_spent_s, token_ids)
 
     def remember(self, token_ids: tuple[int, ...], mask_W: np.ndarray) -> None:
         """Keep the mask after a text, which took long, for those who come back to it."""

@@ -1,7 +1,7 @@
 """Grammars over tokens: which tokens may come next, for an answer that must match a schema, a regex or a grammar.
 
 Pure host code over the `llguidance` library (Earley parser over lexemes of derivative automata, built while they are
-used), which is imported with the first request that needs it. `GrammarCompiler` is one model's; `GrammarState` follows
+used), which is imported where it is needed. `GrammarCompiler` is one model's; `GrammarState` follows
 one sequence and looks ahead along its drafts.
 
 What a grammar allows after a text depends on the two alone. The library's limits are no verdicts here, only portions of
@@ -15,6 +15,7 @@ Legend: K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32) words of a row'
 t % 32 of word t // 32 is set.
 """
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from baton.core.errors import BatonError, InvalidGrammar
+from baton.core.fair_turns import Share
 from baton.core.grammar_check import check_grammar
 from baton.core.sampling import GrammarSpec
 from baton.core.tokenizer import Tokenizer
@@ -246,14 +248,15 @@ class GrammarCompiler:
         self._eos_token_ids = tuple(token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size)
         self._lock = threading.Lock()
         self._lane = GrammarLane()
+        self._compiles = GrammarLane()  # apart, so that no sequence waits for another one's compilation
         self._library_tokenizer: Any = None
         self._trial: GrammarTrial | None = None
         self._compiled: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
 
     @property
     def spent_s(self) -> float:
-        """Time that sequences have spent in matchers of their own."""
-        return self._lane.spent_s
+        """Time that grammars have cost on threads of their own: new ones, and sequences with a matcher of their own."""
+        return self._lane.spent_s + self._compiles.spent_s
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """The grammar, compiled now or before.
@@ -266,13 +269,19 @@ class GrammarCompiler:
             if found is not None and not found.is_spent:
                 self._compiled.move_to_end(spec)
                 return found
-        compiled = self._compile(spec) if found is None else self._make(spec, found.text)
+        compiled = self._compile(spec) if found is None else self._make(spec, found.text, found.share)
         with self._lock:
             self._compiled[spec] = compiled
             self._compiled.move_to_end(spec)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
+
+    def prepare(self) -> None:
+        """Build what all grammars need, which keeps the GIL, a second for 150,000 tokens: before anybody streams."""
+        if self._eos_token_ids:
+            with contextlib.suppress(InvalidGrammar):  # said to each request that needs it
+                self._tokens()
 
     def forget(self) -> None:
         """Sequences that start from now on share nothing with those before."""
@@ -297,7 +306,7 @@ class GrammarCompiler:
         self._tokens()
         assert self._trial is not None
         text = self._trial.text_of(spec.kind, spec.text, self._budget.own, is_compact=self._is_compact)
-        compiled = self._make(spec, text)
+        compiled = self._compiles.submit(lambda: self._make(spec, text), Share()).result()
         state = GrammarState(compiled)
         mask_W = state.masks([])[0]
         if state.error is not None:
@@ -306,7 +315,7 @@ class GrammarCompiler:
             raise refusal(spec.kind, "no text matches it")
         return compiled
 
-    def _make(self, spec: GrammarSpec, text: str) -> CompiledGrammar:
+    def _make(self, spec: GrammarSpec, text: str, share: Share | None = None) -> CompiledGrammar:
         return CompiledGrammar(
             self._lane,
             self._tokens(),
@@ -315,6 +324,7 @@ class GrammarCompiler:
             self._budget,
             eos_token_ids=self._eos_token_ids,
             vocab_size=self._vocab_size,
+            share=share,
         )
 
     def _tokens(self) -> Any:

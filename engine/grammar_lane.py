@@ -1,8 +1,11 @@
 """Matchers that sequences have for themselves, at work on threads beside the step's.
 
 A look is prepared on a thread of the lane while other sequences go on, without the GIL: masks let it go by themselves,
-and tokens are consumed by the library's executor, which lets it go for two matchers or more. The threads are nice to
-the step's.
+and tokens are consumed by the library's executor, which lets it go for two matchers or more.
+
+Without the GIL a thread still takes a core. So the threads are nice to the step's, and half as many as there are cores:
+dozens of nice threads would outweigh one that is not. Grammars have their turns by the time that they have spent, that
+of those who spend little first: a slow one delays its own sequences, and others by no more than the look under way.
 """
 
 import contextlib
@@ -12,26 +15,38 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from baton.core.errors import GrammarBudgetExceeded, InvalidGrammar
+from baton.core.fair_turns import FairTurns, Share
 from baton.engine.grammar_text import MAX_MESSAGE_LEN
 from baton.engine.grammar_walk import Ends, Lookahead, is_allowed, walk
 
-MAX_THREADS: Final = 64  # sequences whose masks are computed at the same time; the others wait for their turn
+MAX_THREADS: Final = 64  # sequences whose masks are computed at the same time, at most; the others wait for their turn
 NICENESS: Final = 10
 # A text of n bytes is followed by at most so many states for each, so that the automaton grows with the answer.
 STATES_PER_TOKEN: Final = 64
 
 Looked = tuple[list[int], Lookahead]
+Made = TypeVar("Made")
+
+
+def num_threads() -> int:
+    """Half of the cores that this process may use: the step has the others, whatever grammars take."""
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 class GrammarLane:
-    """The threads, which start when they are needed, and what was spent on them."""
+    """The threads, which start when they are needed, and what was spent on them.
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(MAX_THREADS, "grammar-lane", initializer=_be_nice)
+    Args:
+        num: of the threads.
+    """
+
+    def __init__(self, num: int | None = None) -> None:
+        self._pool = ThreadPoolExecutor(num or num_threads(), "grammar-lane", initializer=_be_nice)
         self._lock = threading.Lock()
+        self._turns: FairTurns[tuple[Callable[[], Any], Future[Any]]] = FairTurns()
         self._spent_s = 0.0
 
     @property
@@ -39,14 +54,48 @@ class GrammarLane:
         """In all."""
         return self._spent_s
 
-    def submit(self, work: Callable[[], Looked]) -> Future[Looked]:
-        """Have it done."""
-        return self._pool.submit(work)
+    def submit(self, work: Callable[[], Made], share: Share, after: Future[Any] | None = None) -> Future[Made]:
+        """Have it done when it is the owner's turn.
 
-    def charge(self, spent_s: float) -> None:
-        """Count what a look took."""
+        Args:
+            work: what.
+            share: what its owner has spent so far; its time is added.
+            after: work that must have ended before.
+        """
+        result: Future[Made] = Future()
+        if after is None:
+            self._enqueue(work, share, result)
+        else:
+            after.add_done_callback(lambda _: self._enqueue(work, share, result))
+        return result
+
+    def _enqueue(self, work: Callable[[], Any], share: Share, result: Future[Any]) -> None:
         with self._lock:
-            self._spent_s += spent_s
+            self._turns.add(share, (lambda: self._timed(work, share), result))
+        self._pool.submit(self._serve)
+
+    def _serve(self) -> None:
+        """On a thread: one turn. There are as many calls as there is work."""
+        with self._lock:
+            turn = self._turns.next()
+        assert turn is not None
+        work, result = turn
+        try:
+            made = work()
+        except BaseException as error:  # noqa: BLE001  it belongs to the one that asked
+            result.set_exception(error)
+        else:
+            result.set_result(made)
+
+    def _timed(self, work: Callable[[], Made], share: Share) -> Made:
+        start_s = time.monotonic()
+        try:
+            return work()
+        finally:
+            spent_s = time.monotonic() - start_s
+            with self._lock:
+                self._spent_s += spent_s
+                share.charge(spent_s)
 
 
 class OwnMatcher:
@@ -55,6 +104,7 @@ class OwnMatcher:
     Args:
         grammar: which.
         lane: whose threads work.
+        share: what was spent on its grammar.
         build: makes a matcher before the first token, within the limits it is given.
         idle: makes one that does nothing.
         limits: of the library.
@@ -66,6 +116,7 @@ class OwnMatcher:
         self,
         grammar: Ends,
         lane: GrammarLane,
+        share: Share,
         build: Callable[[dict[str, Any]], Any],
         idle: Callable[[], Any],
         limits: dict[str, Any],
@@ -74,6 +125,7 @@ class OwnMatcher:
     ) -> None:
         self._grammar = grammar
         self._lane = lane
+        self._share = share
         self._build = build
         self._limits = limits
         self._max_spent_s = max_spent_s
@@ -88,9 +140,9 @@ class OwnMatcher:
         """Have the drafts behind this text looked at, unless that is under way."""
         if self._job is None or self._job_len != len(token_ids):
             text, ahead = list(token_ids), list(drafts)
-            if self._job is not None and not self._job.done():
-                self._job.exception()  # two at a time would move one matcher
-            self._job, self._job_len = self._lane.submit(lambda: (ahead, self._look(text, ahead))), len(text)
+            self._job_len = len(text)
+            # Two at a time would move one matcher. The step, which asks, waits for neither.
+            self._job = self._lane.submit(lambda: (ahead, self._look(text, ahead)), self._share, after=self._job)
 
     def found(self, token_ids: Sequence[int], drafts: Sequence[int], patience_s: float | None) -> Lookahead:
         """What is known of these drafts in time.
@@ -109,13 +161,13 @@ class OwnMatcher:
 
     def _look(self, text: list[int], drafts: list[int]) -> Lookahead:
         """On a thread of the lane."""
+        if self._job_len != len(text):  # the sequence has gone on meanwhile, and asks no more for this
+            return Lookahead.unknown(len(drafts), self._grammar.num_words)
         start_s = time.monotonic()
         try:
             return self._looked(text, drafts)
         finally:
-            spent_s = time.monotonic() - start_s
-            self._spent_s += spent_s
-            self._lane.charge(spent_s)
+            self._spent_s += time.monotonic() - start_s
 
     def _looked(self, text: list[int], drafts: list[int]) -> Lookahead:
         if self._spent_s > self._max_spent_s:

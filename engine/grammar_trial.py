@@ -28,6 +28,7 @@ MODULE: Final = "baton.engine.grammar_trial"
 TRIAL_CPU_S: Final = 0.8
 TRIAL_WALL_S: Final = 20  # for a machine that is busy with other things
 TRIAL_BYTES: Final = 1 << 30  # beyond what the process has
+NICENESS: Final = 5  # a step comes first; more would not leave a busy machine the time for it within `TRIAL_WALL_S`
 START_WALL_S: Final = 60.0
 _PIECE_BYTES: Final = 1 << 16
 
@@ -163,6 +164,7 @@ def _work(tokens: Any, job: dict[str, Any], output: int) -> NoReturn:
     """Try one grammar. A limit that is exceeded ends this process by a signal, or by an allocation that fails."""
     status = 1
     try:
+        os.nice(NICENESS)
         signal.setitimer(signal.ITIMER_PROF, TRIAL_CPU_S)
         signal.setitimer(signal.ITIMER_REAL, TRIAL_WALL_S)
         with open("/proc/self/statm", encoding="ascii") as file:

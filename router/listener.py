@@ -24,7 +24,7 @@ from baton.proto.unreadable import RefuseUnreadable
 from baton.router.api_keys import KeyEntry
 from baton.router.door import Door
 from baton.router.guard import OPEN, Guard
-from baton.router.security import DoorLimits
+from baton.router.security import IDLE_S, DoorLimits
 from baton.router.security_metrics import SecurityMetrics
 
 MAX_SEND_BYTES: Final = 16 << 20
@@ -146,6 +146,7 @@ def _options(limits: DoorLimits) -> list[tuple[str, Any]]:
         *SERVER_OPTIONS,
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", MAX_SEND_BYTES),
+        ("grpc.max_connection_idle_ms", round(1e3 * IDLE_S)),
     ]
     if limits.max_streams_per_connection is not None:
         options.append(("grpc.max_concurrent_streams", limits.max_streams_per_connection + STREAM_HEADROOM))

@@ -15,6 +15,9 @@ from baton.core.tls_files import TlsFiles
 from baton.router.api_keys import KeyEntry
 
 MIB = 1 << 20
+# A client's connection without a request is closed then, over HTTP and gRPC; longer than HTTP clients keep one, so that
+# they do not write to one that closes. gRPC's clients open another by themselves.
+IDLE_S = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,3 +50,14 @@ def test_servers_bear_the_pings_that_clients_send():
     for options in (host.SERVER_OPTIONS, listener.SERVER_OPTIONS):
         assert dict(options)["grpc.http2.min_ping_interval_without_data_ms"] <= pings_ms / 2
         assert dict(options)["grpc.keepalive_permit_without_calls"] == 1
+
+
+def test_a_worker_notices_a_router_that_answers_no_pings():
+    """Its reports wait for a busy router, so nothing but pings tells a dead one whose host is gone."""
+    from baton.router import listener
+    from baton.worker import host
+
+    pings = dict(host.ROUTER_OPTIONS)
+    assert pings["grpc.keepalive_time_ms"] + pings["grpc.keepalive_timeout_ms"] < 1e3 * host.HEARTBEAT_TIMEOUT_S
+    least_ms = dict(listener.SERVER_OPTIONS)["grpc.http2.min_ping_interval_without_data_ms"]
+    assert least_ms <= pings["grpc.keepalive_time_ms"] / 2

@@ -25,11 +25,18 @@ from baton.proto.secure_channel import SecureChannels, is_refused_certificate, s
 from baton.proto.unreadable import RefuseUnreadable
 
 HEARTBEAT_S = 0.25
-HEARTBEAT_TIMEOUT_S = 1.0
+# A router that is busy is not dead: a report waits for it. A dead one breaks the connection, by its end or because it
+# answers no pings; gRPC's own thread answers them, whatever the router's event loop does.
+HEARTBEAT_TIMEOUT_S = 60.0
 MAX_BROKEN_HEARTBEATS = 8  # one after the other: then the worker ends, for the router has given it up
 STOP_GRACE_S = 0.5
 # A router that was started again is to hear of its workers at once: no pause between two tries grows beyond a second.
-ROUTER_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 1000))
+ROUTER_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
 HANDSHAKES_S = 1.0
 END_DELAY_S = 0.1
 SERVER_OPTIONS = (

@@ -114,6 +114,7 @@ def load_worker(
             f"{memory_key}: a KV pool of {mib} MiB does not fit into memory; lower it", keys=[memory_key]
         ) from error
     grammars = GrammarCompiler(tokenizer, model.config.vocab_size, is_compact=not config.json_whitespace)
+    grammars.prepare()
     sizes = _fitted(sizes, config, device, num_blocks)
     return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars, sizes=sizes)
 

@@ -1,8 +1,9 @@
 """Reads bodies: takes no more bytes than may be, and lets other processes understand what would keep the loop busy.
 
 What is light is understood at once. Anything else goes to a process of its own (reader_process), of which there are a
-few: they are started when the first such body comes, end with the router, and are replaced when they fail. A process
-that ended while it had nothing to do costs no request anything: a new one reads the body.
+few, where tenants take turns (reading_turns). They are started when the first such body comes, end with the router, and
+are replaced when they fail. A process that ended while it had nothing to do costs no request anything: a new one reads
+the body.
 """
 
 import asyncio
@@ -29,11 +30,12 @@ from baton.router.openai.entrance import principal_of
 from baton.router.openai.front import Forms, HttpConfig
 from baton.router.openai.limits import is_light
 from baton.router.openai.reader_process import LAST, first_frame, job_frame
+from baton.router.openai.reading_turns import ReadingTurns
 from baton.router.openai.understand import understand
 from baton.router.openai.understood import LENGTH_BYTES, Job, Understood, parted
 from baton.router.served_model import ServedModel
 
-NUM_PROCESSES: Final = 2
+NUM_PROCESSES: Final = 2  # for one tenant; there is one more for a tenant whose bodies none of them reads
 MAX_WAITING_BYTES: Final = 256 << 20  # of bodies that wait or are being read
 MAX_WAITING_BYTES_OF_ONE: Final = 128 << 20  # of one principal, so that one's bodies leave room for others'
 BODY_TIMEOUT_S: Final = 30.0  # for a body to come
@@ -76,7 +78,7 @@ class BodyReader:
             name=model.name, encode=model.tokenizer.encode, template=config.template, defaults=config.defaults
         )
         self._idle: list[_Process] = []
-        self._places = asyncio.Semaphore(NUM_PROCESSES)
+        self._turns = ReadingTurns(NUM_PROCESSES)
         self._num_bytes_of: Counter[str] = Counter()
         self.num_in_process = 0  # bodies that were not light
 
@@ -91,8 +93,9 @@ class BodyReader:
         job = self._job(kind.__name__, request.headers.get("x-request-id"))
         if is_light(body):
             return understand(body, self._forms, job)
-        with self._place_of(principal_of(request.scope).name, len(body)):
-            return Understood.from_parts(await self._ask(job, body), kind)
+        principal = principal_of(request.scope)
+        with self._place_of(principal.name, len(body)):
+            return Understood.from_parts(await self._ask(job, body, principal.tenant), kind)
 
     async def close(self) -> None:
         """End the processes."""
@@ -119,10 +122,10 @@ class BodyReader:
             keeps_schemas=template is not None and template.calls_have_tags,
         )
 
-    async def _ask(self, job: Job, body: bytes) -> list[bytes]:
+    async def _ask(self, job: Job, body: bytes, tenant: str) -> list[bytes]:
         self.num_in_process += 1
         frame = job_frame(job, body)
-        async with self._turn():
+        async with self._turn(tenant):
             error, *parts = await self._answer(frame)
         if error:
             raise from_wire(error.decode("ascii"))
@@ -183,18 +186,18 @@ class BodyReader:
                     await asyncio.shield(process.end())
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _turn(self, tenant: str) -> AsyncIterator[None]:
         """One of the processes' places."""
         try:
             async with asyncio.timeout(self._place_timeout_s):
-                await self._places.acquire()
+                give_back = await self._turns.take(tenant)
         except TimeoutError as error:
             message = f"no process came to read the request in {self._place_timeout_s:g} s; try again"
             raise Overloaded(message, limit=NUM_PROCESSES, what="bodies", retry_after_s=RETRY_AFTER_S) from error
         try:
             yield
         finally:
-            self._places.release()
+            give_back()
 
     @contextmanager
     def _place_of(self, principal: str, num_bytes: int) -> Iterator[None]:

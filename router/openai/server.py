@@ -14,9 +14,9 @@ from starlette.types import ASGIApp
 
 from baton.core.errors import BatonError
 from baton.router.openai.connection import Connection, Connections
+from baton.router.security import IDLE_S
 
 BACKLOG: Final = 2048
-KEEP_ALIVE_S: Final = 75  # longer than clients keep a connection, so that they do not write to one that closes
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class HttpServer:
             server_header=False,
             ws="none",
             backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=IDLE_S,
             http=partial(Connection, connections=self._connections),  # type: ignore[arg-type]
         )
         config.load()

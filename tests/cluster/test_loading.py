@@ -8,6 +8,7 @@ import pytest
 from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid, ModelMissing
+from baton.engine.grammar import GrammarCompiler
 from baton.router.served_model import ServedModel
 from baton.worker.loading import load_worker
 
@@ -35,3 +36,11 @@ def test_a_shape_alone_is_served_with_random_weights_and_refused_without(tmp_pat
     served = ServedModel.from_directory("shape", tmp_path, weights="random")
     assert served.tokenizer.encode("hi") == loaded[0].tokenizer.encode("hi") == [104, 105]
     assert served.vocab_size == loaded[0].model.config.vocab_size
+
+
+def test_what_grammars_need_is_built_before_a_worker_is_ready(monkeypatch):
+    prepared = []
+    monkeypatch.setattr(GrammarCompiler, "prepare", lambda compiler: prepared.append(compiler))
+    config = ServeConfig.from_mapping({"device": "cpu", "kv_memory_mib": 8})
+    worker = load_worker(resolve_worker(config, find_model("tiny"), worker_id="w"))
+    assert prepared == [worker.grammars]

@@ -1,9 +1,10 @@
 """What streams feel of a hostile neighbour, through the front door: `python -m baton.tests.e2e.beside --out FILE`.
 
 A real `baton serve` streams 16 answers. Beside them, one client after the other asks what costs most, without a rest:
-the dearest bodies of each endpoint, then grammars whose masks or compilation take longest. Each row holds the longest
-and the 99th percentile of the pauses between a stream's chunks, with a quiet row before and after. Last, the router's
-resident memory is read before and after 50 refusals of the largest bodies.
+the dearest bodies of each endpoint, then grammars whose masks or compilation take longest. Each attack is measured in
+pairs: the streams alone, then beside it, in turns, so that what else the machine does falls on both. Each row holds the
+medians over the turns of the longest and the 99th percentile of the pauses between a stream's chunks, and the turns.
+Last, the router's resident memory is read before and after 50 refusals of the largest bodies.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import httpx2
@@ -29,6 +31,7 @@ from baton.tests.router.hostile_bodies import bodies
 
 FLAGS = ("--http-port", "0")
 BODY_BYTES = 100_000
+LEAST_ALLOWED_MS = 100.0  # of a pause; else twice the longest without the attack
 # As the slow sweep of tests/router/test_cost_law.py ranks them.
 DEAREST = (
     "/tokenize messages.content: a text",
@@ -66,8 +69,8 @@ async def stream(clients, asks, ended, pauses):
         pauses += [later[0] - earlier[0] for earlier, later in itertools.pairwise(one.events)]
 
 
-async def row(what, serve, asks, length_s, attack=None):
-    """Streams for a while, with an attack or without."""
+async def turn(serve, asks, length_s, attack=None):
+    """Streams for a while, with an attack or without: the pauses in order, and what the attacker was answered."""
     clients, ended, pauses = Clients(serve.address, "streams"), asyncio.Event(), []
     streams = [asyncio.create_task(stream(clients, asks, ended, pauses)) for _ in range(NUM_STREAMS)]
     asked = asyncio.create_task(attack(ended)) if attack else None
@@ -76,11 +79,36 @@ async def row(what, serve, asks, length_s, attack=None):
     await asyncio.gather(*streams)
     statuses = await asked if asked else []
     await clients.close()
-    pauses.sort()
-    found = {"what": what, "num_chunks": len(pauses), "pause_max_ms": round(1e3 * pauses[-1], 1)}
-    found |= {"pause_p99_ms": round(1e3 * pauses[len(pauses) * 99 // 100], 1)}
-    found |= {"pause_p50_ms": round(1e3 * statistics.median(pauses), 1)}
-    return found | {"attacks": {str(each): statuses.count(each) for each in sorted(set(statuses))}}
+    return sorted(pauses), Counter(str(each) for each in statuses)
+
+
+async def pairs(what, turns, measure):
+    """One row: `measure(is_beside)` in turns; which of a pair comes first changes, so that drifts cancel."""
+    found = {False: [], True: []}
+    statuses = Counter()
+    for at in range(turns):
+        for is_beside in (False, True) if at % 2 == 0 else (True, False):
+            pauses, said = await measure(is_beside)
+            found[is_beside].append(pauses)
+            statuses += said
+    return judged(what, found[False], found[True]) | {"attacks": dict(sorted(statuses.items()))}
+
+
+def judged(what, alone, beside):
+    """What the turns' pauses say, in order each: whether the median of their longest is within the promise."""
+    row = {"what": what, "num_turns": len(alone), "num_chunks": sum(map(len, beside))}
+    for name, turns in (("alone", alone), ("beside", beside)):
+        longest = [pauses[-1] for pauses in turns]
+        row[f"{name}_max_ms"] = _ms(statistics.median(longest))
+        row[f"{name}_max_ms_of_turns"] = [_ms(each) for each in longest]
+        row[f"{name}_p99_ms"] = _ms(statistics.median(pauses[len(pauses) * 99 // 100] for pauses in turns))
+        row[f"{name}_p50_ms"] = _ms(statistics.median(map(statistics.median, turns)))
+    row["allowed_ms"] = max(LEAST_ALLOWED_MS, round(2 * row["alone_max_ms"], 1))
+    return row | {"is_kept": row["beside_max_ms"] <= row["allowed_ms"]}
+
+
+def _ms(seconds):
+    return round(1e3 * seconds, 1)
 
 
 def asking(url, requests):
@@ -140,7 +168,7 @@ async def refusals(url, serve):
     return {"what": "resident MiB by the number of refusals", "rows": rows}
 
 
-async def run(length_s, on_row, directory):
+async def run(options, on_row, directory):
     serve = Serve(directory, *FLAGS)
     try:
         await serve.ready()
@@ -150,25 +178,29 @@ async def run(length_s, on_row, directory):
             Ask(tuple(prompt), SamplingParams(max_tokens=120, temperature=1.0, seed=at, ignore_eos=True))
             for at, prompt in enumerate(prompts)
         )
+        attacks = dear_requests() | {body.decode()[:80]: (path, body) for path, body in bombs()}
+        attacks = {name: request for name, request in attacks.items() if any(each in name for each in options.only)}
         async with httpx2.AsyncClient(base_url=url, timeout=120.0) as client:  # reading processes and compilers start
-            for path, body in (*dear_requests().values(), *bombs()):
+            for path, body in attacks.values():
                 await client.post(path, content=body, headers={"content-type": "application/json"})
-        await row("warm-up", serve, asks, 3.0)
-        on_row(await row("alone", serve, asks, length_s))
-        for name, request in dear_requests().items():
-            on_row(await row(name, serve, asks, length_s, asking(url, [request])))
-        on_row(await row("alone", serve, asks, length_s))
-        for path, body in bombs():
-            on_row(await row(body.decode()[:80], serve, asks, length_s, asking(url, [(path, body)])))
-        on_row(await row("alone", serve, asks, length_s))
-        on_row(await refusals(url, serve))
+        await turn(serve, asks, 3.0)
+        for name, request in attacks.items():
+
+            async def measure(is_beside, request=request):
+                return await turn(serve, asks, options.length_s, asking(url, [request]) if is_beside else None)
+
+            on_row(await pairs(name, options.turns, measure))
+        if options.only == [""]:
+            on_row(await refusals(url, serve))
     finally:
         serve.end()
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--length-s", type=float, default=8.0)
+    parser.add_argument("--length-s", type=float, default=8.0, help="of each turn")
+    parser.add_argument("--turns", type=int, default=3, help="pairs of an attack: alone and beside")
+    parser.add_argument("--only", nargs="+", default=[""], help="attacks whose names hold one of these")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     rows, started_s = [], time.monotonic()
@@ -179,7 +211,7 @@ def main():
         print(round(time.monotonic() - started_s), json.dumps(found), flush=True)
 
     with tempfile.TemporaryDirectory() as directory:
-        asyncio.run(run(options.length_s, on_row, directory))
+        asyncio.run(run(options, on_row, directory))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from baton.core.sampling import SamplingParams
 from baton.core.tls_files import TlsFiles
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire, worker_pb2_grpc
 from baton.proto.secure_channel import SecureChannels
+from baton.router import listener
 from baton.router.api_keys import KeyEntry, digest_of, new_key
 from baton.router.security import DoorLimits, RouterSecurity
 from baton.tests.router.certificates import Authority, replace
@@ -396,6 +397,39 @@ async def test_limits_of_messages_prompts_and_connections(inside):
                     await asyncio.sleep(0.05)
         for client in clients[1:]:
             await client.close()
+
+
+@pytest.mark.asyncio
+async def test_a_connection_without_calls_is_closed_and_opened_again_by_the_next(inside, monkeypatch):
+    monkeypatch.setattr(listener, "IDLE_S", 0.2)
+    async with secured(inside, limits=DoorLimits(max_connections=1)) as running:
+        idle, other = own_connection(running, inside), own_connection(running, inside)
+        stream = idle.generate("hi", sampling=GREEDY)
+        running.script.decode_hangs_after = 0
+        await anext(stream)
+        state = idle._channel.get_state()
+        async with asyncio.timeout(60.0):
+            closed = asyncio.ensure_future(idle._channel.wait_for_state_change(state))
+            with pytest.raises(WorkerLost):
+                await other.tokenize("hi")
+            assert not closed.done(), "a stream is a use of it"
+            await stream.aclose()
+            await closed
+            running.script.decode_hangs_after = None
+            while True:
+                try:
+                    assert await other.tokenize("hi"), "there is room for another client"
+                    break
+                except WorkerLost:
+                    await asyncio.sleep(0.05)
+            await other.close()
+            while True:
+                try:
+                    assert await idle.tokenize("hi")
+                    break
+                except WorkerLost:
+                    await asyncio.sleep(0.05)
+        await idle.close()
 
 
 @pytest.mark.fast

@@ -1,7 +1,9 @@
 """The gRPC host: whoever cannot be reached any more must not live on unnoticed."""
 
+import queue
 import time
 from concurrent import futures
+from functools import partial
 
 import grpc
 import pytest
@@ -97,6 +99,48 @@ def test_heartbeats_go_on_after_one_that_broke(monkeypatch):
     finally:
         host.close()
         server.stop(None)
+
+
+class BusyRouter(worker_pb2_grpc.MembershipServicer):
+    """It has a report, and answers it when it may."""
+
+    def __init__(self, port):
+        self.came = queue.SimpleQueue()  # of each report, for how long it waits
+        self.answers = queue.SimpleQueue()
+        self.server = grpc.server(futures.ThreadPoolExecutor(2), options=(("grpc.so_reuseport", 0),))
+        worker_pb2_grpc.add_MembershipServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{port}")
+        self.server.start()
+
+    def Heartbeat(self, request, context):
+        self.came.put(context.time_remaining())
+        return self.answers.get(timeout=60.0)
+
+    def die(self):
+        self.server.stop(None)
+        self.answers.put(None)
+
+
+def test_a_report_waits_for_a_busy_router_and_ends_with_a_dead_one(monkeypatch, caplog):
+    monkeypatch.setattr(host_module, "HEARTBEAT_S", 0.001)
+    identity = WorkerIdentity(role="decode", worker_id="w", epoch=7)
+    state = partial(worker_pb2.WorkerState, worker_id="w", role="decode", epoch=7)
+    router = BusyRouter(0)
+    place = f"127.0.0.1:{router.port}"
+    host = WorkerHost("127.0.0.1", lambda server: None, state, place, pytest.fail, identity=identity)
+    host.start()
+    try:
+        assert router.came.get(timeout=60.0) > 30.0, "a router may be busy for long"
+        router.answers.put(worker_pb2.HeartbeatReply())
+        assert router.came.get(timeout=60.0) > 30.0, "another report, after the first was answered"
+        assert "does not answer" not in caplog.text
+        router.die()
+        router = BusyRouter(router.port)
+        assert router.came.get(timeout=60.0) > 30.0, "what waited for the dead one waits no longer"
+        assert "does not answer" in caplog.text
+    finally:
+        router.die()
+        host.close()
 
 
 @pytest.mark.long

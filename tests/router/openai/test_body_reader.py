@@ -287,15 +287,14 @@ async def test_without_processes_every_endpoint_ends_typed(monkeypatch, command,
     monkeypatch.setattr(body_reader, "_COMMAND", command)
     async with reading() as (reader, ask):
         assert await ask(path) == (500, "internal_error")
-        assert (reader._idle, reader._num_bytes_of.total(), reader._places._value) == ([], 0, body_reader.NUM_PROCESSES)
+        assert (reader._idle, reader._num_bytes_of.total(), reader._turns.num_held) == ([], 0, 0)
 
 
 async def test_who_waits_too_long_for_a_process_is_refused():
     async with reading(_place_timeout_s=0.1) as (reader, ask):
-        for _ in range(body_reader.NUM_PROCESSES):
-            await reader._places.acquire()
+        held = [await reader._turns.take("") for _ in range(body_reader.NUM_PROCESSES)]
         assert await ask() == (429, "rate_limit_exceeded")
-        reader._places.release()
+        held.pop()()
         reader._place_timeout_s = 60.0
         assert await ask() == (200, None)
 
@@ -304,14 +303,14 @@ async def test_a_request_that_is_given_up_gives_its_place_back(monkeypatch):
     monkeypatch.setattr(body_reader, "_COMMAND", ("sleep", "1000"))
     async with reading() as (reader, _):
         job = Job(kind="CompletionRequest", request_id="a", max_answers=1, max_model_len=1)
-        task = asyncio.create_task(reader._ask(job, b"{}"))
+        task = asyncio.create_task(reader._ask(job, b"{}", "acme"))
         while not reader.num_in_process:
             await asyncio.sleep(0)
         await asyncio.sleep(0.2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (reader._idle, reader._places._value) == ([], body_reader.NUM_PROCESSES)
+        assert (reader._idle, reader._turns.num_held) == ([], 0)
 
 
 async def test_whatever_is_raised_over_a_body_is_its_answer(monkeypatch):

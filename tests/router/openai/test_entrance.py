@@ -12,6 +12,7 @@ import pytest
 from baton.core.errors import InvalidGrammar, InvalidRequest
 from baton.core.logs import TextFormatter
 from baton.proto import inference_pb2
+from baton.router.openai.body_reader import NUM_PROCESSES
 from baton.router.security import DoorLimits, RouterSecurity
 from baton.tests.router.certificates import Authority
 from baton.tests.router.openai.served import MODEL, sent_to, served
@@ -123,6 +124,22 @@ async def test_a_tenant_has_so_many_streams_over_both_ways_in(inside, keys):
             assert error.value.status_code in (429, 503)
         assert (await client(key).completions.create(model=MODEL, prompt="hello", max_tokens=4)).choices
         await asyncio.sleep(0)
+
+
+async def test_bodies_of_one_tenant_are_no_reason_for_another_to_wait(inside, keys):
+    """Whatever the names of its keys."""
+    ada, ann, bob = keys.add("ada", "acme"), keys.add("ann", "acme"), keys.add("bob", "bolts")
+    long = {"model": MODEL, "prompt": [1] * 300, "max_tokens": 4, "extra_body": {"unknown": [[]] * 60}}
+    async with guarded(inside, keys) as (running, client):
+        reader = running.router._reader
+        held = [await reader._turns.take("acme") for _ in range(NUM_PROCESSES)]
+        assert (await client(bob).completions.create(**long, timeout=60.0)).choices
+        reader._place_timeout_s = 0.1
+        for key in (ada, ann):
+            with pytest.raises(openai.RateLimitError):
+                await client(key).completions.create(**long)
+        for give_back in held:
+            give_back()
 
 
 async def test_a_body_is_no_larger_than_a_message(inside, keys):
