@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import openai
+from tokenizers import Tokenizer
 
 import baton
 
@@ -31,7 +32,10 @@ def _names():
 
 
 def model_directory():
-    """The bundled model, with the positions that the tests count on and a template of its own, as theirs have."""
+    """The bundled model, with the positions that the tests count on, and a template and ends of answers as theirs have.
+
+    It was taught no chats, so that by itself it would end none: here the end of a line ends an answer, too.
+    """
     if "model" not in _running:
         tiny = Path(baton.__path__[0]) / "assets" / "tiny"
         template = Path(baton.__path__[0]) / "router" / "openai" / "chatml.jinja"
@@ -40,12 +44,20 @@ def model_directory():
         shutil.copytree(tiny, directory)
         for name, more in (
             ("config.json", {"max_position_embeddings": NUM_POSITIONS}),
+            ("generation_config.json", {"eos_token_id": _ends_of_answers(directory)}),
             ("tokenizer_config.json", {"chat_template": template.read_text(), "model_max_length": NUM_POSITIONS}),
         ):
             path = directory / name
             path.write_text(json.dumps(json.loads(path.read_text()) | more))
         _running["model"] = directory
     return _running["model"]
+
+
+def _ends_of_answers(directory):
+    """The model's own end first, then every token with which a line ends."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    own = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
+    return [own, *(at for at in range(tokenizer.get_vocab_size()) if tokenizer.decode([at]).endswith("\n"))]
 
 
 def _serve():
