@@ -25,10 +25,12 @@ from baton.core.errors import InternalError, NoWorker, Overloaded, from_wire
 from baton.core.inside import ENVIRONMENT
 from baton.router.inference import InferenceService
 from baton.router.openai.body import read_bytes, too_large
+from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.entrance import principal_of
 from baton.router.openai.front import Forms, HttpConfig
 from baton.router.openai.limits import is_light
 from baton.router.openai.reader_process import LAST, first_frame, job_frame
+from baton.router.openai.translated import Translated
 from baton.router.openai.understand import understand
 from baton.router.openai.understood import LENGTH_BYTES, Job, Understood, parted
 from baton.router.served_model import ServedModel
@@ -92,7 +94,8 @@ class BodyReader:
         if is_light(body):
             return understand(body, self._forms, job)
         with self._place_of(principal_of(request.scope).name, len(body)):
-            return Understood.from_parts(await self._ask(job, body), kind)
+            parts = await self._ask(job, body)
+        return Understood.from_parts(parts, ChatRequest if issubclass(kind, Translated) else kind)
 
     async def close(self) -> None:
         """End the processes."""

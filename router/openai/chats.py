@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
+from pydantic import BaseModel
+
 from baton.core.answer_structure import Calls, Thought
 from baton.core.errors import InvalidRequest
 from baton.core.request import GenerationRequest
@@ -105,7 +107,7 @@ class ChatCall(Call[ChatRequest]):
 class Chats(GenerationEndpoint[ChatRequest]):
     """The endpoint."""
 
-    kind = ChatRequest
+    kind: type[BaseModel] = ChatRequest
 
     def call(self, asked: ChatRequest, understood: Understood) -> ChatCall:
         """The call that a body is."""

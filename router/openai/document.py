@@ -27,13 +27,21 @@ from baton.core.sampling import (
 )
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import CompletionRequest
+from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
 from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED
 from baton.router.openai.reply_schemas import REPLIES, Schema, ref
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest
 
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
-REQUESTS: Final = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+REQUESTS: Final = (
+    ChatRequest,
+    CompletionRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 _POSITIVE: Final = {"minimum": 1, "maximum": (1 << 31) - 1}
 _PENALTY: Final = {"minimum": -MAX_ADDED_PENALTY, "maximum": MAX_ADDED_PENALTY}
 _STOP: Final = {"minLength": 1, "maxLength": MAX_STOP_STRING_LEN}
@@ -117,10 +125,10 @@ def _json(name: str) -> Schema:
     return {JSON: {"schema": ref(name)}}
 
 
-def _streamed(whole: str, chunk: str) -> Schema:
-    about = f"events of `data: ` and one JSON each, {chunk} or Error; the last is `data: [DONE]`"
+def _streamed(whole: str, chunk: str, last: str = "data: [DONE]") -> Schema:
+    about = f"events of `data: ` and one JSON each, {chunk} or Error; the last is `{last}`"
     events = {"schema": {"type": "string"}, "x-events": ref(chunk)}
-    return _json(whole) | {EVENTS: events | {"example": 'data: {"id": "..."}\n\ndata: [DONE]\n\n', "x-about": about}}
+    return _json(whole) | {EVENTS: events | {"example": f'data: {{"id": "..."}}\n\n{last}\n\n', "x-about": about}}
 
 
 _REPLIES: Final[Mapping[tuple[str, str], tuple[str, Schema, type | None]]] = {
@@ -130,6 +138,16 @@ _REPLIES: Final[Mapping[tuple[str, str], tuple[str, Schema, type | None]]] = {
         ChatRequest,
     ),
     ("/v1/completions", "post"): ("Continue texts.", _streamed("Completion", "CompletionChunk"), CompletionRequest),
+    ("/v1/messages", "post"): (
+        "Answer a conversation, in Anthropic's words.",
+        _streamed("Message", "MessageEvent", "event: message_stop"),
+        MessagesRequest,
+    ),
+    ("/v1/messages/count_tokens", "post"): (
+        "How many tokens a conversation's prompt has.",
+        _json("TokenCount"),
+        CountTokensRequest,
+    ),
     ("/v1/models", "get"): ("The one model.", _json("Models"), None),
     ("/v1/models/{name}", "get"): ("The one model, by its name.", _json("Model"), None),
     ("/tokenize", "post"): ("Token ids of a text or a conversation.", _json("TokenizeReply"), TokenizeRequest),

@@ -19,7 +19,7 @@ from baton.router.openai.entrance import connection_of, num_header_bytes, princi
 from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.front import Front
 from baton.router.openai.options import Options
-from baton.router.openai.reply import Manner, Reply
+from baton.router.openai.reply import OPENAI, Manner, Reply
 from baton.router.openai.understood import Understood
 from baton.router.openai.usage import Usage
 
@@ -140,7 +140,7 @@ class GenerationEndpoint(Generic[Asked]):
     """
 
     kind: type[BaseModel]
-    manner: ClassVar[Manner] = Manner()
+    manner: ClassVar[Manner] = OPENAI
 
     def __init__(self, front: Front) -> None:
         self.front = front

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from starlette.types import Send
@@ -23,18 +23,25 @@ class Manner:
     Attributes:
         names_events: each event has its `type` as its name, too.
         done: what ends a stream.
+        renamed: a chat's fields, and what they are called here.
     """
 
     names_events: bool = False
     done: bytes = DONE
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def error(self, error: BatonError | HttpRefusal) -> dict[str, Any]:
         """The JSON of an error."""
-        return error_data(error)
+        data = error_data(error)
+        data["error"]["param"] = self.renamed.get(data["error"]["param"], data["error"]["param"])
+        return data
 
     def error_event(self, error: BatonError | HttpRefusal, num_events: int) -> dict[str, Any]:
         """Likewise, in a stream, behind so many events."""
         return self.error(error)
+
+
+OPENAI: Final = Manner()
 
 
 class Reply:
@@ -46,7 +53,7 @@ class Reply:
         headers: to go with whatever is sent.
     """
 
-    def __init__(self, send: Send, manner: Manner = Manner(), headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, send: Send, manner: Manner = OPENAI, headers: Mapping[str, str] | None = None) -> None:
         self._send = send
         self._manner = manner
         self._num_events = 0

@@ -96,6 +96,41 @@ _COMPLETION_CHOICE = record(
 )
 
 
+def _type(name: str) -> Schema:
+    return {"type": {"const": name}}
+
+
+_STOP_REASONS: Final = ["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+_BLOCK: Final[Schema] = {
+    "anyOf": [
+        record(_type("text") | {"text": TEXT}),
+        record(_type("thinking") | {"thinking": TEXT, "signature": TEXT}),
+        record(_type("tool_use") | {"id": TEXT, "name": TEXT, "input": {"type": "object"}}),
+    ]
+}
+_BLOCK_DELTA: Final[Schema] = {
+    "anyOf": [
+        record(_type("text_delta") | {"text": TEXT}),
+        record(_type("thinking_delta") | {"thinking": TEXT}),
+        record(_type("input_json_delta") | {"partial_json": TEXT}),
+    ]
+}
+_MESSAGE_USAGE: Final[Schema] = record(
+    {
+        "input_tokens": COUNT,
+        "cache_creation_input_tokens": COUNT,
+        "cache_read_input_tokens": COUNT,
+        "output_tokens": COUNT,
+    }
+)
+_MESSAGE_END: Final[Schema] = {"stop_reason": or_null({"enum": _STOP_REASONS}), "stop_sequence": or_null(TEXT)}
+_MESSAGE_OF_BLOCKS: Final[Schema] = record(
+    {"id": TEXT, **_type("message"), "role": {"const": "assistant"}, "model": TEXT, "content": many(_BLOCK)}
+    | _MESSAGE_END
+    | {"usage": _MESSAGE_USAGE}
+)
+
+
 def _object(name: str) -> Schema:
     return {"object": {"const": name}}
 
@@ -103,6 +138,7 @@ def _object(name: str) -> Schema:
 REPLIES: Final[dict[str, Schema]] = {
     "Error": record(
         {"error": record({"message": TEXT, "type": TEXT, "param": or_null(TEXT), "code": TEXT})},
+        {"type": {"const": "error"}},
     ),
     "Usage": record(
         {
@@ -155,6 +191,19 @@ REPLIES: Final[dict[str, Schema]] = {
         _ENVELOPE | _object("text_completion") | {"choices": many(_COMPLETION_CHOICE)},
         {"usage": or_null(ref("Usage"))},
     ),
+    "Message": _MESSAGE_OF_BLOCKS
+    | {"properties": _MESSAGE_OF_BLOCKS["properties"] | {"stop_reason": {"enum": _STOP_REASONS}}},
+    "MessageEvent": {
+        "anyOf": [
+            record(_type("message_start") | {"message": _MESSAGE_OF_BLOCKS}),
+            record(_type("content_block_start") | {"index": COUNT, "content_block": _BLOCK}),
+            record(_type("content_block_delta") | {"index": COUNT, "delta": _BLOCK_DELTA}),
+            record(_type("content_block_stop") | {"index": COUNT}),
+            record(_type("message_delta") | {"delta": record(_MESSAGE_END), "usage": _MESSAGE_USAGE}),
+            record(_type("message_stop")),
+        ]
+    },
+    "TokenCount": record({"input_tokens": COUNT}),
     "Model": record(
         _object("model")
         | {

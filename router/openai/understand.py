@@ -16,14 +16,19 @@ from baton.router.openai.completion_request import CompletionRequest
 from baton.router.openai.completions import understand_completion
 from baton.router.openai.front import Forms
 from baton.router.openai.limits import check_shape
+from baton.router.openai.messages import understand_count
+from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
 from baton.router.openai.options import Options
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest, understand_detokenize, understand_tokenize
+from baton.router.openai.translated import Translated
 from baton.router.openai.understood import Job, Understood
 
 _ID: Final = re.compile("[!-~]{1,128}")
 KINDS: Final[dict[str, tuple[type[BaseModel], Callable[[Any, Forms, Job], Understood]]]] = {
     "ChatRequest": (ChatRequest, understand_chat),
     "CompletionRequest": (CompletionRequest, understand_completion),
+    "MessagesRequest": (MessagesRequest, understand_chat),
+    "CountTokensRequest": (CountTokensRequest, understand_count),
     "TokenizeRequest": (TokenizeRequest, understand_tokenize),
     "DetokenizeRequest": (DetokenizeRequest, understand_detokenize),
 }
@@ -38,6 +43,14 @@ def understand(body: bytes, forms: Forms, job: Job) -> Understood:
     kind, write = KINDS[job.kind]
     check_shape(body)
     asked = parse_body(body, kind)
+    if not isinstance(asked, Translated):
+        return _understand(asked, write, forms, job)
+    understood = _understand(asked.as_chat(), write, forms, job)
+    understood.echoed = asked.echoed()
+    return understood
+
+
+def _understand(asked: BaseModel, write: Callable[[Any, Forms, Job], Understood], forms: Forms, job: Job) -> Understood:
     ignored: list[str] = []
     if isinstance(asked, Options):
         asked.refuse_unbuilt()

@@ -34,7 +34,8 @@ def _names():
 def model_directory():
     """The bundled model, with the positions that the tests count on, and a template and ends of answers as theirs have.
 
-    It was taught no chats, so that by itself it would end none: here the end of a line ends an answer, too.
+    It was taught no chats, so that by itself it would end none: here a line that closes a
+    parenthesis ends an answer, too.
     """
     if "model" not in _running:
         tiny = Path(baton.__path__[0]) / "assets" / "tiny"
@@ -54,10 +55,10 @@ def model_directory():
 
 
 def _ends_of_answers(directory):
-    """The model's own end first, then every token with which a line ends."""
+    """The model's own end first, then every token with which a line ends behind a parenthesis."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     own = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
-    return [own, *(at for at in range(tokenizer.get_vocab_size()) if tokenizer.decode([at]).endswith("\n"))]
+    return [own, *(at for at in range(tokenizer.get_vocab_size()) if re.search(r"\).*\n$", tokenizer.decode([at])))]
 
 
 def _serve():

@@ -13,11 +13,14 @@ from baton.proto import inference_pb2
 from baton.router.message_limits import is_repeated
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import CompletionRequest
+from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest
 
 ENDPOINTS = {
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
     "/v1/completions": (CompletionRequest, {"prompt": "a"}),
+    "/v1/messages": (MessagesRequest, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 8}),
+    "/v1/messages/count_tokens": (CountTokensRequest, {"messages": [{"role": "user", "content": "a"}]}),
     "/tokenize": (TokenizeRequest, {"messages": [{"role": "user", "content": "a"}]}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }
@@ -32,6 +35,13 @@ LEAST = {
     "NamedToolChoice": {"function": {"name": "f"}},
     "NamedFunction": {"name": "f"},
     "ResponseFormat": {"type": "json_schema"},
+    "Turn": {"role": "user", "content": "a"},
+    "Block": {"type": "text", "text": "a"},
+    "TextBlock": {"type": "text", "text": "a"},
+    "ClientTool": {"name": "f"},
+    "MessagesToolChoice": {"type": "auto"},
+    "Thinking": {"type": "enabled"},
+    "OutputFormat": {"type": "json_schema", "schema": {}},
 }
 
 

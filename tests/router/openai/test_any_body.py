@@ -6,6 +6,7 @@ import pytest
 
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import CompletionRequest
+from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
 from baton.router.openai.options import HARMLESS, REFUSED
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest
 from baton.tests.router.openai.served import served
@@ -17,6 +18,8 @@ MESSAGES = [{"role": "user", "content": "x"}]
 PATHS = {
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "tools": [TOOL]}),
     "/v1/completions": (CompletionRequest, {"prompt": "x", "max_tokens": 32}),
+    "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 32, "tools": [{"name": "f"}]}),
+    "/v1/messages/count_tokens": (CountTokensRequest, {"messages": MESSAGES}),
     "/tokenize": (TokenizeRequest, {"prompt": "x"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }
@@ -43,6 +46,8 @@ PARTS = [
     [{"role": "user", "content": []}],
     [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
     [{"role": "tool", "content": [{"type": "text"}]}],
+    [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text"}]}]}],
+    [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {"x": float("nan")}}]}],
     [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}],
 ]
 VALUES = [None, True, *NUMBERS, *TEXTS, *LISTS, *OBJECTS, *PARTS]

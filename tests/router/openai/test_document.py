@@ -25,6 +25,7 @@ from baton.tests.router.fakes import TOKENIZER
 from baton.tests.router.openai.served import MODEL, served
 from baton.tests.router.openai.test_chat import report
 from baton.tests.router.openai.test_errors import CHAT, FAR, post
+from baton.tests.router.openai.test_messages import events_of
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).parents[3]
@@ -228,6 +229,13 @@ async def test_replies_are_those_of_the_document():
                         fits(document, path, status, media_type, json.loads(event.partition("\n\n")[0]))
                 else:
                     fits(document, path, status, media_type, data)
+        for more in ({}, {"stream": True}, {"stream": True, "max_tokens": 5000}, {"stop_sequences": [""]}):
+            body = {"messages": CHAT["messages"], "max_tokens": 9} | more
+            for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                status, fields, data = await post(running.url, path, body)
+                media_type = fields["content-type"].partition(";")[0]
+                for one in events_of(data) if isinstance(data, bytes) else [data]:
+                    fits(document, path, status, media_type, one)
         for path, body in (("/tokenize", {"prompt": "x", "return_token_strs": True}), ("/detokenize", {"tokens": [1]})):
             status, _, data = await post(running.url, path, body)
             fits(document, path, status, "application/json", data)
