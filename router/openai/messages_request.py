@@ -58,7 +58,7 @@ class MessagesToolChoice(Wire):
 
 
 class Thinking(Wire):
-    """Whether the model thinks first. How long is not limited."""
+    """Whether the model thinks first, which it does only if asked. How long is not limited."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -112,9 +112,10 @@ class CountTokensRequest(Translated):
 
     def _variables(self) -> Any:
         given = (self.model_extra or {}).get("chat_template_kwargs")
-        if self.thinking is None or not isinstance(given, dict | None):
-            return given
-        return {"enable_thinking": self.thinking.type != "disabled"} | (given or {})
+        if not isinstance(given, dict | None):
+            return given  # it is refused
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
+        return {"enable_thinking": thinks} | (given or {})
 
 
 class MessagesRequest(CountTokensRequest):

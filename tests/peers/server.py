@@ -24,10 +24,12 @@ _running = {}
 
 
 def _names():
-    """Every model that a test names: a quoted ORGANISATION/MODEL."""
+    """Every model that a test names: a quoted ORGANISATION/MODEL, or what follows a server's --served-model-name."""
     found = {"tiny"}
     for path in Path(__file__).parent.rglob("*.py"):
-        found |= set(re.findall(r'"([A-Za-z][\w.-]+/[A-Za-z][\w.-]+)"', path.read_text()))
+        text = path.read_text()
+        found |= set(re.findall(r'"([A-Za-z][\w.-]+/[A-Za-z][\w.-]+)"', text))
+        found |= set(re.findall(r'"--served-model-name",\s*"([\w.-]+)"', text))
     return sorted(name for name in found if not name.startswith(("application/", "text/", "v1/")))
 
 

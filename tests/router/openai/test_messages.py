@@ -247,13 +247,13 @@ def test_other_fields_are_those_of_a_chat():
         stop_sequences=["x"],
         stream=True,
         seed=7,
-        thinking={"type": "disabled"},
         output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}},
     )
     assert (chat.temperature, chat.top_p, chat.top_k, chat.stop) == (0.5, 0.25, 3, ["x"])
     assert (chat.stream, chat.seed, chat.reasoning_effort) == (True, 7, "low")
     assert chat.chat_template_kwargs == {"enable_thinking": False}
     assert chat.response_format.json_schema.schema_ == schema
+    assert chat_of(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
     thinks = chat_of(thinking={"type": "enabled", "budget_tokens": 9}, chat_template_kwargs={"a": 1})
     assert thinks.chat_template_kwargs == {"enable_thinking": True, "a": 1}
     assert CountTokensRequest.model_validate({"messages": HI}).as_chat().max_tokens is None
