@@ -26,6 +26,7 @@ from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.front import Front
 from baton.router.openai.json_response import JsonResponse
 from baton.router.openai.messages import CountTokens, Messages
+from baton.router.openai.responses import Responses
 from baton.router.openai.tokens import Tokens
 
 SHOWN_HEADERS = ("x-request-id", "x-baton-ignored", "x-should-retry", "retry-after", "retry-after-ms")
@@ -39,6 +40,7 @@ def make_app(front: Front) -> ASGIApp:
     routes = [
         Route("/v1/completions", Completions(front), methods=["POST"]),
         Route("/v1/chat/completions", Chats(front), methods=["POST"]),
+        Route("/v1/responses", Responses(front), methods=["POST"]),
         Route("/v1/messages", Messages(front), methods=["POST"]),
         Route("/v1/messages/count_tokens", CountTokens(front).count, methods=["POST"]),
         Route("/v1/models", plain.models),

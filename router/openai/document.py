@@ -30,6 +30,7 @@ from baton.router.openai.completion_request import CompletionRequest
 from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
 from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED
 from baton.router.openai.reply_schemas import REPLIES, Schema, ref
+from baton.router.openai.responses_request import ResponsesRequest
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest
 
 JSON: Final = "application/json"
@@ -37,6 +38,7 @@ EVENTS: Final = "text/event-stream"
 REQUESTS: Final = (
     ChatRequest,
     CompletionRequest,
+    ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
     TokenizeRequest,
@@ -138,6 +140,11 @@ _REPLIES: Final[Mapping[tuple[str, str], tuple[str, Schema, type | None]]] = {
         ChatRequest,
     ),
     ("/v1/completions", "post"): ("Continue texts.", _streamed("Completion", "CompletionChunk"), CompletionRequest),
+    ("/v1/responses", "post"): (
+        "Answer a conversation, in the words of OpenAI's newer API.",
+        _streamed("Response", "ResponseEvent", "event: response.completed"),
+        ResponsesRequest,
+    ),
     ("/v1/messages", "post"): (
         "Answer a conversation, in Anthropic's words.",
         _streamed("Message", "MessageEvent", "event: message_stop"),

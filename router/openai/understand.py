@@ -19,6 +19,7 @@ from baton.router.openai.limits import check_shape
 from baton.router.openai.messages import understand_count
 from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
 from baton.router.openai.options import Options
+from baton.router.openai.responses_request import ResponsesRequest
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest, understand_detokenize, understand_tokenize
 from baton.router.openai.translated import Translated
 from baton.router.openai.understood import Job, Understood
@@ -28,6 +29,7 @@ KINDS: Final[dict[str, tuple[type[BaseModel], Callable[[Any, Forms, Job], Unders
     "ChatRequest": (ChatRequest, understand_chat),
     "CompletionRequest": (CompletionRequest, understand_completion),
     "MessagesRequest": (MessagesRequest, understand_chat),
+    "ResponsesRequest": (ResponsesRequest, understand_chat),
     "CountTokensRequest": (CountTokensRequest, understand_count),
     "TokenizeRequest": (TokenizeRequest, understand_tokenize),
     "DetokenizeRequest": (DetokenizeRequest, understand_detokenize),
