@@ -47,6 +47,7 @@ def make_app(front: Front) -> ASGIApp:
         Route("/v1/models/{name:path}", plain.model),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokens.info),
         Route("/health", plain.health),
         Route("/ready", plain.ready),
         Route("/metrics", plain.metrics),

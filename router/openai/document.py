@@ -159,6 +159,7 @@ _REPLIES: Final[Mapping[tuple[str, str], tuple[str, Schema, type | None]]] = {
     ("/v1/models/{name}", "get"): ("The one model, by its name.", _json("Model"), None),
     ("/tokenize", "post"): ("Token ids of a text or a conversation.", _json("TokenizeReply"), TokenizeRequest),
     ("/detokenize", "post"): ("The text of token ids.", _json("DetokenizeReply"), DetokenizeRequest),
+    ("/tokenizer_info", "get"): ("The tokenizer's configuration.", _json("TokenizerInfo"), None),
     ("/health", "get"): ("This process answers.", _json("State"), None),
     ("/ready", "get"): ("Both roles have a live worker.", _json("State"), None),
     ("/metrics", "get"): ("Prometheus' text format.", {"text/plain": {"schema": {"type": "string"}}}, None),

@@ -303,6 +303,11 @@ REPLIES: Final[dict[str, Schema]] = {
     "TokenizeReply": record(
         {"count": COUNT, "max_model_len": COUNT, "tokens": _TOKEN_IDS, "token_strs": or_null(many(TEXT))}
     ),
+    "TokenizerInfo": {
+        "type": "object",
+        "properties": {"tokenizer_class": TEXT, "chat_template": or_null(TEXT)},
+        "required": ["tokenizer_class", "chat_template"],
+    },
     "DetokenizeReply": record({"prompt": TEXT}),
     "State": record({"status": TEXT}),
     "Version": record({"version": TEXT}),

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest, PromptTooLong
 from baton.proto import inference_pb2
 from baton.router.openai.chat_request import ChatRequest, Message
+from baton.router.openai.chat_template import SPECIAL_TOKENS
 from baton.router.openai.chats import chat_prompt
 from baton.router.openai.front import Forms, Front
 from baton.router.openai.json_response import JsonResponse
@@ -50,6 +51,11 @@ class Tokens:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._names = TokenNames(front.model.tokenizer)
+        self._info = json_bytes(_tokenizer_info(front))
+
+    async def info(self, request: Request) -> Response:
+        """What clients that have no copy of the tokenizer must know of it."""
+        return Response(self._info, media_type="application/json")
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text, or of the prompt that a conversation becomes."""
@@ -83,6 +89,16 @@ class Tokens:
             named += map(self._names.name, token_ids[first : first + NAMED_AT_ONCE])
             await asyncio.sleep(0)
         return named
+
+
+def _tokenizer_info(front: Front) -> dict[str, Any]:
+    """The model's tokenizer_config.json, with special tokens as their texts, and the template that is served."""
+    known = {"tokenizer_class": "PreTrainedTokenizerFast", **front.model.tokenizer_config}
+    for name in SPECIAL_TOKENS:
+        if isinstance(known.get(name), dict):
+            known[name] = known[name].get("content")
+    template = front.config.template
+    return known | {"chat_template": None if template is None else template.sources["default"]}
 
 
 async def _json_list(items: Sequence[int] | Sequence[str]) -> bytes:

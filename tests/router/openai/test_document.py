@@ -107,7 +107,7 @@ def test_numbers_of_the_table_are_those_of_the_code(name):
 
 
 def test_the_document_has_the_paths_that_are_served():
-    model = SimpleNamespace(name="toy", tokenizer=TOKENIZER)
+    model = SimpleNamespace(name="toy", tokenizer=TOKENIZER, tokenizer_config={})
     front = SimpleNamespace(
         model=model, now_unix_s=lambda: 0.0, door=None, operators=None, metrics=None, config=HttpConfig(port=0)
     )
