@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from baton.core.errors import BatonError, InternalError, NoWorker
+from baton.router.openai.batches import Batches
 from baton.router.openai.chats import Chats
 from baton.router.openai.completions import Completions
 from baton.router.openai.docs_page import docs_page
@@ -40,6 +41,7 @@ def make_app(front: Front) -> ASGIApp:
     routes = [
         Route("/v1/completions", Completions(front), methods=["POST"]),
         Route("/v1/chat/completions", Chats(front), methods=["POST"]),
+        Route("/v1/chat/completions/batch", Batches(front), methods=["POST"]),
         Route("/v1/responses", Responses(front), methods=["POST"]),
         Route("/v1/messages", Messages(front), methods=["POST"]),
         Route("/v1/messages/count_tokens", CountTokens(front).count, methods=["POST"]),

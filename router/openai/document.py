@@ -25,6 +25,7 @@ from baton.core.sampling import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
+from baton.router.openai.batches import BatchRequest
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import CompletionRequest
 from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
@@ -37,6 +38,7 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 REQUESTS: Final = (
     ChatRequest,
+    BatchRequest,
     CompletionRequest,
     ResponsesRequest,
     MessagesRequest,
@@ -140,6 +142,11 @@ _REPLIES: Final[Mapping[tuple[str, str], tuple[str, Schema, type | None]]] = {
         ChatRequest,
     ),
     ("/v1/completions", "post"): ("Continue texts.", _streamed("Completion", "CompletionChunk"), CompletionRequest),
+    ("/v1/chat/completions/batch", "post"): (
+        "Answer several conversations.",
+        _json("ChatCompletion"),
+        BatchRequest,
+    ),
     ("/v1/responses", "post"): (
         "Answer a conversation, in the words of OpenAI's newer API.",
         _streamed("Response", "ResponseEvent", "event: response.completed"),
@@ -189,7 +196,7 @@ def _operation(path: str, method: str) -> Schema:
 def _request_schemas(model: str) -> dict[str, Schema]:
     made = models_json_schema([(kind, "validation") for kind in REQUESTS], ref_template="#/components/schemas/{model}")
     schemas: dict[str, Schema] = made[1]["$defs"]
-    for kind in (ChatRequest, CompletionRequest, TokenizeRequest):
+    for kind in (ChatRequest, BatchRequest, CompletionRequest, TokenizeRequest):
         properties = schemas[kind.__name__]["properties"]
         for name, limits in LIMITS.items():
             for form in properties.get(name, {}).get("anyOf", ()):

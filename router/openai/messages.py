@@ -180,7 +180,9 @@ def understand_count(asked: ChatRequest, forms: Forms, job: Job) -> Understood:
     Raises:
         InvalidRequest: it can be seen to be wrong.
     """
-    request = inference_pb2.GenerateRequest(model=asked.model or "", text=chat_prompt(asked, forms))
+    request = inference_pb2.GenerateRequest(
+        model=asked.model or "", text=chat_prompt(asked, forms, asked.message_data())
+    )
     return Understood(asked=asked, request_id=job.request_id, requests=[request])
 
 

@@ -121,7 +121,7 @@ def understand_tokenize(asked: TokenizeRequest, forms: Forms, job: Job) -> Under
         raise ConflictingOptions("give a prompt or messages, not both", field="messages")
     if asked.prompt is None and not asked.messages:
         raise EmptyPrompt("prompt is missing", field="prompt")
-    text = chat_prompt(asked, forms) if asked.prompt is None else asked.prompt
+    text = chat_prompt(asked, forms, asked.message_data()) if asked.prompt is None else asked.prompt
     request = inference_pb2.GenerateRequest(model=asked.model or "", text=text)
     return Understood(asked=asked, request_id=job.request_id, requests=[request])
 

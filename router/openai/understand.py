@@ -9,6 +9,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from baton.core.errors import InvalidRequest
+from baton.router.openai.batches import BatchRequest, understand_batch
 from baton.router.openai.body import parse_body
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.chats import understand_chat
@@ -27,6 +28,7 @@ from baton.router.openai.understood import Job, Understood
 _ID: Final = re.compile("[!-~]{1,128}")
 KINDS: Final[dict[str, tuple[type[BaseModel], Callable[[Any, Forms, Job], Understood]]]] = {
     "ChatRequest": (ChatRequest, understand_chat),
+    "BatchRequest": (BatchRequest, understand_batch),
     "CompletionRequest": (CompletionRequest, understand_completion),
     "MessagesRequest": (MessagesRequest, understand_chat),
     "ResponsesRequest": (ResponsesRequest, understand_chat),

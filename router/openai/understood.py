@@ -80,7 +80,7 @@ class Understood:
         head, body, sampling, *requests = parts
         data = json.loads(body)
         if kind.model_fields.get("messages") is not None:
-            data["messages"] = [{"role": "user", "content": ""}]
+            data["messages"] = getattr(kind, "nothing_said", [])
         if "tokens" in kind.model_fields:
             data["tokens"] = []
         asked: Any = kind.model_validate(data, strict=False)

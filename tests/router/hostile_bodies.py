@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from baton.proto import inference_pb2
 from baton.router.message_limits import is_repeated
+from baton.router.openai.batches import BatchRequest
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import CompletionRequest
 from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
@@ -19,6 +20,7 @@ from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest
 
 ENDPOINTS = {
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
+    "/v1/chat/completions/batch": (BatchRequest, {"messages": [[{"role": "user", "content": "a"}]]}),
     "/v1/completions": (CompletionRequest, {"prompt": "a"}),
     "/v1/responses": (ResponsesRequest, {"input": "a"}),
     "/v1/messages": (MessagesRequest, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 8}),

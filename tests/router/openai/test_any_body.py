@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from baton.router.openai.batches import BatchRequest
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import CompletionRequest
 from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.asyncio
 MESSAGES = [{"role": "user", "content": "x"}]
 PATHS = {
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "tools": [TOOL]}),
+    "/v1/chat/completions/batch": (BatchRequest, {"messages": [MESSAGES, MESSAGES], "tools": [TOOL]}),
     "/v1/completions": (CompletionRequest, {"prompt": "x", "max_tokens": 32}),
     "/v1/responses": (ResponsesRequest, {"input": "x", "tools": [{"type": "function", "name": "f"}]}),
     "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 32, "tools": [{"name": "f"}]}),
@@ -54,6 +56,7 @@ PARTS = [
     [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {"x": float("nan")}}]}],
     [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}],
 ]
+PARTS += [[one] for one in PARTS]
 VALUES = [None, True, *NUMBERS, *TEXTS, *LISTS, *OBJECTS, *PARTS]
 
 

@@ -236,6 +236,11 @@ async def test_replies_are_those_of_the_document():
 
 HI = {"messages": CHAT["messages"], "max_tokens": 9}
 OTHERS: dict[str, tuple[dict, ...]] = {
+    "/v1/chat/completions/batch": (
+        {"messages": [CHAT["messages"]] * 2},
+        {"logprobs": True, "return_token_ids": True},
+        {"stream": True},
+    ),
     "/v1/messages": (HI, {}, {"stream": True}, {"stream": True, "max_tokens": 5000}, {"stop_sequences": [""]}),
     "/v1/messages/count_tokens": (HI, {}, {"messages": []}),
     "/v1/responses": (
