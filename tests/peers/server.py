@@ -36,8 +36,8 @@ def _names():
 def model_directory():
     """The bundled model, with the positions that the tests count on, and a template and ends of answers as theirs have.
 
-    It was taught no chats, so that by itself it would end none: here a line that closes a
-    parenthesis ends an answer, too.
+    It was taught no chats, so that by itself it would end none. Here the end of a line ends an answer, too,
+    if no quotes stand before it: its answers like to begin with them.
     """
     if "model" not in _running:
         tiny = Path(baton.__path__[0]) / "assets" / "tiny"
@@ -57,10 +57,21 @@ def model_directory():
 
 
 def _ends_of_answers(directory):
-    """The model's own end first, then every token with which a line ends behind a parenthesis."""
+    """The model's own end first, then every token without quotes with which a line ends."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     own = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
-    return [own, *(at for at in range(tokenizer.get_vocab_size()) if re.search(r"\).*\n$", tokenizer.decode([at])))]
+    return [
+        own,
+        *(
+            at
+            for at in range(tokenizer.get_vocab_size())
+            if re.fullmatch(
+                r"""[^"']*
+""",
+                tokenizer.decode([at]),
+            )
+        ),
+    ]
 
 
 def _serve():
