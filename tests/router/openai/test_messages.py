@@ -192,6 +192,7 @@ def test_a_conversation_with_calls_and_results():
             {
                 "role": "user",
                 "content": [
+                    {"type": "text", "text": "here:"},
                     {"type": "tool_result", "tool_use_id": "a", "content": "sun"},
                     {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "rain"}]},
                     {"type": "tool_result", "tool_use_id": "b"},
@@ -206,6 +207,7 @@ def test_a_conversation_with_calls_and_results():
         {"role": "system", "content": "be\nbrief"},
         {"role": "user", "content": "weather?"},
         {"role": "assistant", "content": "wait", "reasoning_content": "hm", "tool_calls": [call, other]},
+        {"role": "user", "content": "here:"},
         {"role": "tool", "content": "sun", "tool_call_id": "a"},
         {"role": "tool", "content": "rain", "tool_call_id": "b"},
         {"role": "tool", "content": "", "tool_call_id": "b"},
