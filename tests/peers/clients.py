@@ -156,7 +156,11 @@ def openai_python(url):
             "none",
         ),
         "responses, tools forced": lambda: calls(
-            respond(tools=[{"type": "function", **WEATHER["function"]}], tool_choice="required").output[-1].arguments
+            respond(
+                tools=[{"type": "function", **WEATHER["function"]}], tool_choice="required", parallel_tool_calls=False
+            )
+            .output[-1]
+            .arguments
         ),
         "embeddings": lambda: client.embeddings.create(model=MODEL, input="Hello"),
     }
@@ -166,6 +170,7 @@ def anthropic_python(url):
     library = importlib.import_module("anthropic")
     client = library.Anthropic(base_url=url, api_key=KEY, max_retries=0)
     tools = [{"name": "weather", "input_schema": WEATHER["function"]["parameters"]}]
+    forced = {"type": "any", "disable_parallel_tool_use": True}
 
     def ask(**options):
         return client.messages.create(**{"model": MODEL, "messages": USER, "max_tokens": 60} | options)
@@ -175,7 +180,7 @@ def anthropic_python(url):
             expect("".join(events.text_stream) == events.get_final_text(), "another text")
 
     def later():
-        call = ask(tools=tools, tool_choice={"type": "any"}).content[-1]
+        call = ask(tools=tools, tool_choice=forced).content[-1]
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "20 C"}
         back = [*USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
         expect(ask(messages=back, tools=tools, max_tokens=8).usage.output_tokens, "no answer")
@@ -184,9 +189,7 @@ def anthropic_python(url):
     return "anthropic", {
         "messages": lambda: expect(ask(max_tokens=8).stop_reason == "max_tokens", "another reason"),
         "stream helper": stream,
-        "tools, forced": lambda: expect(
-            ask(tools=tools, tool_choice={"type": "any"}).content[-1].input["city"], "none"
-        ),
+        "tools, forced": lambda: expect(ask(tools=tools, tool_choice=forced).content[-1].input["city"], "none"),
         "tools, result sent back": later,
         "JSON schema": lambda: fits(
             ask(output_config={"format": {"type": "json_schema", "schema": SCHEMA}}).content[-1].text
