@@ -115,7 +115,9 @@ def serve(
     local_prefill: Annotated[Text, _schedule("auto|never|always: prompts that decode workers compute  [auto]")] = None,
     host: Annotated[Text, _ports("address that the router's ports bind to  [127.0.0.1]")] = None,
     grpc_port: Annotated[Count, _ports("gRPC port; 0 picks a free one  [50051]")] = None,
-    http_port: Annotated[Count, _ports("OpenAI-compatible HTTP port; 0 picks a free one  [none]")] = None,
+    http_port: Annotated[
+        Count, _ports("HTTP port of OpenAI's and Anthropic's APIs; 0 picks a free one  [none]")
+    ] = None,
     metrics_port: Annotated[Count, _ports("port of Prometheus metrics alone; 0 picks a free one  [none]")] = None,
     chat_template: Annotated[Text, _ports("for HTTP: jinja file, or chatml  [the model's own]")] = None,
     json_whitespace: Annotated[bool | None, _ports("let JSON answers have white space between tokens  [off]")] = None,

@@ -75,7 +75,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--metrics-port", type=flag_values.port, help="serve Prometheus metrics here; 0 picks a free one"
     )
     add_flags(parser)
-    parser.add_argument("--http-port", type=flag_values.port, help="serve OpenAI's HTTP API here; 0 picks a free one")
+    parser.add_argument(
+        "--http-port", type=flag_values.port, help="serve OpenAI's and Anthropic's HTTP APIs here; 0 picks a free one"
+    )
     parser.add_argument("--chat-template", default="", help="jinja file, or chatml; else the model's own")
     parser.add_argument("--allowed-origins", default="", help="web pages that may call, by commas; * is any (CORS)")
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log on stderr")

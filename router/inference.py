@@ -214,6 +214,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             kv_dtype=state.kv_dtype,
         )
 
+    def prefix_block_size(self) -> int:
+        """Positions of a block of the prefix cache; 0 where no live worker names one."""
+        live = self._members.live(PREFILL)
+        return live[0].state.prefix_naming.block_size if live else 0
+
     async def _admit(
         self,
         asked: inference_pb2.GenerateRequest,

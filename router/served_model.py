@@ -1,8 +1,10 @@
 """The one model a router speaks for: its name, its tokenizer and the size of its vocabulary; no weights."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing
 from baton.core.tokenizer import Tokenizer
@@ -18,6 +20,7 @@ class ServedModel:
         vocab_size: rows of its embedding; at least as many as the tokenizer has tokens.
         aliases: other names that clients may use.
         source: (directory, weights) that it was read from, by which another process can read it, too.
+        tokenizer_config: what tokenizer_config.json holds, if there is one.
     """
 
     name: str
@@ -25,6 +28,7 @@ class ServedModel:
     vocab_size: int
     aliases: tuple[str, ...] = ()
     source: tuple[str, str] | None = None
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,7 +51,22 @@ class ServedModel:
             raise ModelMissing(f"{path} does not exist", path=str(path)) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelFileDamaged(f"{path} names no vocab_size: {error!r}", path=str(path)) from error
-        source = (str(directory), weights)
+        source, about = (str(directory), weights), _tokenizer_config(directory)
         if weights == "random" and not (directory / "tokenizer.json").exists():
-            return cls(name, Tokenizer.byte_level(directory, vocab_size), vocab_size, source=source)
-        return cls(name, Tokenizer.from_directory(directory), vocab_size, source=source)
+            tokenizer = Tokenizer.byte_level(directory, vocab_size)
+        else:
+            tokenizer = Tokenizer.from_directory(directory)
+        return cls(name, tokenizer, vocab_size, source=source, tokenizer_config=about)
+
+
+def _tokenizer_config(directory: Path) -> dict[str, Any]:
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)  # shown, where none may be
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFileDamaged(f"{path} is not a JSON object: {error}", path=str(path)) from error
+    if not isinstance(config, dict):
+        raise ModelFileDamaged(f"{path} is not a JSON object", path=str(path))
+    return config

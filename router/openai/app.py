@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from baton.core.errors import BatonError, InternalError, NoWorker
+from baton.router.openai.batches import Batches
 from baton.router.openai.chats import Chats
 from baton.router.openai.completions import Completions
 from baton.router.openai.docs_page import docs_page
@@ -25,6 +26,8 @@ from baton.router.openai.entrance import Entrance
 from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.front import Front
 from baton.router.openai.json_response import JsonResponse
+from baton.router.openai.messages import CountTokens, Messages
+from baton.router.openai.responses import Responses
 from baton.router.openai.tokens import Tokens
 
 SHOWN_HEADERS = ("x-request-id", "x-baton-ignored", "x-should-retry", "retry-after", "retry-after-ms")
@@ -38,10 +41,15 @@ def make_app(front: Front) -> ASGIApp:
     routes = [
         Route("/v1/completions", Completions(front), methods=["POST"]),
         Route("/v1/chat/completions", Chats(front), methods=["POST"]),
+        Route("/v1/chat/completions/batch", Batches(front), methods=["POST"]),
+        Route("/v1/responses", Responses(front), methods=["POST"]),
+        Route("/v1/messages", Messages(front), methods=["POST"]),
+        Route("/v1/messages/count_tokens", CountTokens(front).count, methods=["POST"]),
         Route("/v1/models", plain.models),
         Route("/v1/models/{name:path}", plain.model),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokens.info),
         Route("/health", plain.health),
         Route("/ready", plain.ready),
         Route("/metrics", plain.metrics),

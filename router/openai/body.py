@@ -57,8 +57,21 @@ def parse_body(body: bytes, kind: type[Model]) -> Model:
     Raises:
         InvalidRequest: it is not JSON, or not what `kind` asks for; the first field that is wrong is named.
     """
+    return _checked(lambda: kind.model_validate_json(body))
+
+
+def as_model(data: Any, kind: type[Model]) -> Model:
+    """What has been parsed as a `kind`; likewise.
+
+    Raises:
+        InvalidRequest: it is not what `kind` asks for.
+    """
+    return _checked(lambda: kind.model_validate(data))
+
+
+def _checked(make: Callable[[], Model]) -> Model:
     try:
-        return kind.model_validate_json(body)
+        return make()
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)[: MAX_SHOWN_PROBLEMS + 1]
         too_long = next((one for one in problems if one["type"] in ("too_long", "string_too_long")), None)

@@ -26,11 +26,13 @@ from baton.core.errors import InternalError, NoWorker, Overloaded, from_wire
 from baton.core.inside import ENVIRONMENT
 from baton.router.inference import InferenceService
 from baton.router.openai.body import read_bytes, too_large
+from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.entrance import principal_of
 from baton.router.openai.front import Forms, HttpConfig
 from baton.router.openai.limits import is_light
 from baton.router.openai.reader_process import LAST, first_frame, job_frame
 from baton.router.openai.reading_turns import ReadingTurns
+from baton.router.openai.translated import Translated
 from baton.router.openai.understand import understand
 from baton.router.openai.understood import LENGTH_BYTES, Job, Understood, parted
 from baton.router.served_model import ServedModel
@@ -95,7 +97,8 @@ class BodyReader:
             return understand(body, self._forms, job)
         principal = principal_of(request.scope)
         with self._place_of(principal.name, len(body)):
-            return Understood.from_parts(await self._ask(job, body, principal.tenant), kind)
+            parts = await self._ask(job, body, principal.tenant)
+        return Understood.from_parts(parts, ChatRequest if issubclass(kind, Translated) else kind)
 
     async def close(self) -> None:
         """End the processes."""

@@ -1,7 +1,8 @@
 """The body of `/v1/chat/completions`."""
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -154,6 +155,8 @@ ToolChoice = Annotated[
 class ChatRequest(Options):
     """What it asks."""
 
+    nothing_said: ClassVar[list[Any]] = [{"role": "user", "content": ""}]  # messages whose prompt has been written
+
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -173,7 +176,7 @@ class ChatRequest(Options):
         Raises:
             InvalidRequest: a message that is none.
         """
-        return [message.as_data(f"messages[{at}]") for at, message in enumerate(self.messages)]
+        return data_of(self.messages, "messages")
 
     def complete(self, sampling: inference_pb2.Sampling) -> inference_pb2.Sampling:
         """Add what only this kind of request has.
@@ -199,6 +202,15 @@ class ChatRequest(Options):
                 raise InvalidSampling(message, field="top_logprobs")
             sampling.logprobs = num_top
         return sampling
+
+
+def data_of(messages: Sequence[Message], field: str) -> list[dict[str, Any]]:
+    """A conversation as a template reads it.
+
+    Raises:
+        InvalidRequest: a message that is none.
+    """
+    return [message.as_data(f"{field}[{at}]") for at, message in enumerate(messages)]
 
 
 def _call_data(call: ToolCall) -> dict[str, Any]:

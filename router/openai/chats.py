@@ -1,10 +1,12 @@
 """`/v1/chat/completions`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
+from pydantic import BaseModel
+
 from baton.core.answer_structure import Calls, Thought
-from baton.core.errors import InvalidRequest
+from baton.core.errors import ConflictingOptions, InvalidRequest
 from baton.core.request import GenerationRequest
 from baton.core.sampling import MAX_CHOICES
 from baton.proto import inference_pb2
@@ -31,8 +33,9 @@ class ChatCall(Call[ChatRequest]):
     chunk_object: ClassVar[str] = "chat.completion.chunk"
     default_max_tokens = ALL_THAT_FIT
 
-    def __init__(self, asked: ChatRequest, front: Front, understood: Understood) -> None:
+    def __init__(self, asked: ChatRequest, front: Front, understood: Understood, first_index: int = 0) -> None:
         self._asked = asked
+        self._first_index = first_index
         self._names = TokenNames(front.model.tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
         self._choices: list[ChatChoice] = []
         self._prompt_reports: list[inference_pb2.TokenLogprobs] = []
@@ -45,7 +48,7 @@ class ChatCall(Call[ChatRequest]):
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
         """Make the choices."""
         self._prompt_token_ids = requests[0].prompt_token_ids
-        self._choices = [self._choice(index) for index in range(self._asked.num_choices)]
+        self._choices = [self._choice(self._first_index + at) for at in range(self._asked.num_choices)]
 
     def first(self) -> list[dict[str, Any]]:
         """Whose turn it is, once for each choice."""
@@ -105,7 +108,7 @@ class ChatCall(Call[ChatRequest]):
 class Chats(GenerationEndpoint[ChatRequest]):
     """The endpoint."""
 
-    kind = ChatRequest
+    kind: type[BaseModel] = ChatRequest
 
     def call(self, asked: ChatRequest, understood: Understood) -> ChatCall:
         """The call that a body is."""
@@ -118,36 +121,64 @@ def understand_chat(asked: ChatRequest, forms: Forms, job: Job) -> Understood:
     Raises:
         InvalidRequest: it can be seen to be wrong.
     """
-    check_num_answers(min(max(1, asked.num_choices), MAX_CHOICES), job.max_answers)
+    return understand_prompts(asked, forms, job, 1, lambda: [chat_prompt(asked, forms, asked.message_data())])
+
+
+def understand_prompts(
+    asked: ChatRequest, forms: Forms, job: Job, num_prompts: int, write: Callable[[], Sequence[str]]
+) -> Understood:
+    """The same for any number of prompts, which share all else.
+
+    Args:
+        asked: all else.
+        forms: the template among them.
+        job: what is known beside it.
+        num_prompts: that there will be.
+        write: makes them, once it is known that so many may be.
+
+    Raises:
+        InvalidRequest: it can be seen to be wrong.
+    """
+    check_num_answers(num_prompts * min(max(1, asked.num_choices), MAX_CHOICES), job.max_answers)
     sampling = forms.with_defaults(asked.complete(asked.sampling(forms.encode)))
     use = tool_use(asked)
-    prompt = chat_prompt(asked, forms)
-    thought = thought_of(asked, prompt, forms.template)
+    prompts = write()
+    thought = thought_of(asked, prompts[0], forms.template)
+    if any(thought_of(asked, prompt, forms.template) is not thought for prompt in prompts):
+        raise ConflictingOptions("some of the answers begin with a thought and others do not", field="messages")
     tagged = forms.template is not None and forms.template.calls_have_tags
     sampling = bind(sampling, use, thought, tagged=tagged)
     thinks = forms.template is not None and forms.template.thinks
-    request = inference_pb2.GenerateRequest(
-        model=asked.model or "",
-        text=prompt,
-        request_id=job.request_id,
-        tenant=asked.cache_salt or "",
-        priority=asked.turn,
-        truncate_prompt_tokens=asked.truncate_prompt_tokens,
-    )
+    requests = [
+        inference_pb2.GenerateRequest(
+            model=asked.model or "",
+            text=prompt,
+            request_id=job.request_id,
+            tenant=asked.cache_salt or "",
+            priority=asked.turn,
+            truncate_prompt_tokens=asked.truncate_prompt_tokens,
+        )
+        for prompt in prompts
+    ]
     return Understood(
         asked=asked,
         request_id=job.request_id,
-        requests=[request],
+        requests=requests,
         sampling=sampling,
-        is_open=is_open(prompt),
+        is_open=is_open(prompts[0]),
         splits_thought=thinks and (thought is not Thought.NONE or not sampling.HasField("grammar")),
         splits_calls=use.calls is not Calls.NONE,
         schemas={one.name: one.parameters or {} for one in use.functions} if job.keeps_schemas else {},
     )
 
 
-def chat_prompt(asked: ChatRequest, forms: Forms) -> str:
+def chat_prompt(asked: ChatRequest, forms: Forms, messages: list[dict[str, Any]]) -> str:
     """The text of a chat's prompt.
+
+    Args:
+        asked: what the template reads beside the conversation.
+        forms: the template among them.
+        messages: the conversation.
 
     Raises:
         InvalidRequest: a message is none, or the template refuses the conversation.
@@ -156,7 +187,6 @@ def chat_prompt(asked: ChatRequest, forms: Forms) -> str:
     if template is None:
         message = f"{forms.name} has no chat template; the operator can name one with --chat-template"
         raise InvalidRequest(message, field="messages")
-    messages = asked.message_data()
     tools = None if asked.tool_choice == "none" or not asked.tools else [tool.as_data() for tool in asked.tools]
     variables = dict(asked.chat_template_kwargs or {})
     if asked.reasoning_effort is not None:

@@ -25,15 +25,27 @@ from baton.core.sampling import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
+from baton.router.openai.batches import BatchRequest
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import CompletionRequest
+from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
 from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED
 from baton.router.openai.reply_schemas import REPLIES, Schema, ref
+from baton.router.openai.responses_request import ResponsesRequest
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest
 
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
-REQUESTS: Final = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+REQUESTS: Final = (
+    ChatRequest,
+    BatchRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 _POSITIVE: Final = {"minimum": 1, "maximum": (1 << 31) - 1}
 _PENALTY: Final = {"minimum": -MAX_ADDED_PENALTY, "maximum": MAX_ADDED_PENALTY}
 _STOP: Final = {"minLength": 1, "maxLength": MAX_STOP_STRING_LEN}
@@ -117,10 +129,10 @@ def _json(name: str) -> Schema:
     return {JSON: {"schema": ref(name)}}
 
 
-def _streamed(whole: str, chunk: str) -> Schema:
-    about = f"events of `data: ` and one JSON each, {chunk} or Error; the last is `data: [DONE]`"
+def _streamed(whole: str, chunk: str, last: str = "data: [DONE]") -> Schema:
+    about = f"events of `data: ` and one JSON each, {chunk} or Error; the last is `{last}`"
     events = {"schema": {"type": "string"}, "x-events": ref(chunk)}
-    return _json(whole) | {EVENTS: events | {"example": 'data: {"id": "..."}\n\ndata: [DONE]\n\n', "x-about": about}}
+    return _json(whole) | {EVENTS: events | {"example": f'data: {{"id": "..."}}\n\n{last}\n\n', "x-about": about}}
 
 
 _REPLIES: Final[Mapping[tuple[str, str], tuple[str, Schema, type | None]]] = {
@@ -130,10 +142,31 @@ _REPLIES: Final[Mapping[tuple[str, str], tuple[str, Schema, type | None]]] = {
         ChatRequest,
     ),
     ("/v1/completions", "post"): ("Continue texts.", _streamed("Completion", "CompletionChunk"), CompletionRequest),
+    ("/v1/chat/completions/batch", "post"): (
+        "Answer several conversations.",
+        _json("ChatCompletion"),
+        BatchRequest,
+    ),
+    ("/v1/responses", "post"): (
+        "Answer a conversation, in the words of OpenAI's newer API.",
+        _streamed("Response", "ResponseEvent", "event: response.completed"),
+        ResponsesRequest,
+    ),
+    ("/v1/messages", "post"): (
+        "Answer a conversation, in Anthropic's words.",
+        _streamed("Message", "MessageEvent", "event: message_stop"),
+        MessagesRequest,
+    ),
+    ("/v1/messages/count_tokens", "post"): (
+        "How many tokens a conversation's prompt has.",
+        _json("TokenCount"),
+        CountTokensRequest,
+    ),
     ("/v1/models", "get"): ("The one model.", _json("Models"), None),
     ("/v1/models/{name}", "get"): ("The one model, by its name.", _json("Model"), None),
     ("/tokenize", "post"): ("Token ids of a text or a conversation.", _json("TokenizeReply"), TokenizeRequest),
     ("/detokenize", "post"): ("The text of token ids.", _json("DetokenizeReply"), DetokenizeRequest),
+    ("/tokenizer_info", "get"): ("The tokenizer's configuration.", _json("TokenizerInfo"), None),
     ("/health", "get"): ("This process answers.", _json("State"), None),
     ("/ready", "get"): ("Both roles have a live worker.", _json("State"), None),
     ("/metrics", "get"): ("Prometheus' text format.", {"text/plain": {"schema": {"type": "string"}}}, None),
@@ -163,7 +196,7 @@ def _operation(path: str, method: str) -> Schema:
 def _request_schemas(model: str) -> dict[str, Schema]:
     made = models_json_schema([(kind, "validation") for kind in REQUESTS], ref_template="#/components/schemas/{model}")
     schemas: dict[str, Schema] = made[1]["$defs"]
-    for kind in (ChatRequest, CompletionRequest, TokenizeRequest):
+    for kind in (ChatRequest, BatchRequest, CompletionRequest, TokenizeRequest):
         properties = schemas[kind.__name__]["properties"]
         for name, limits in LIMITS.items():
             for form in properties.get(name, {}).get("anyOf", ()):

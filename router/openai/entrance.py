@@ -40,7 +40,7 @@ class Entrance:
             try:
                 if PLACE in scope:
                     self._require_role(scope["path"], scope[PLACE].roles)
-                principal = self._authenticate(scope["path"], Headers(scope=scope).get("authorization"))
+                principal = self._authenticate(scope["path"], _key_header(Headers(scope=scope)))
                 scope[_PRINCIPAL] = principal
                 if PLACE in scope:
                     scope[PLACE].own(principal.tenant, self._door.quota_of(principal).max_connections)
@@ -67,6 +67,12 @@ class Entrance:
             self._door.authenticate(header)
             raise PermissionDenied("metrics tell of all tenants: read them at --metrics-port, or name admin keys")
         return self._operators.authenticate(header)
+
+
+def _key_header(headers: Headers) -> str | None:
+    """`Authorization`; where there is none, the header in which Anthropic's clients send a key."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization", None if key is None else f"Bearer {key}")
 
 
 def principal_of(scope: Scope) -> Principal:

@@ -3,8 +3,9 @@
 import logging
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -18,7 +19,7 @@ from baton.router.openai.entrance import connection_of, num_header_bytes, princi
 from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.front import Front
 from baton.router.openai.options import Options
-from baton.router.openai.reply import Reply
+from baton.router.openai.reply import OPENAI, Manner, Reply
 from baton.router.openai.understood import Understood
 from baton.router.openai.usage import Usage
 
@@ -29,6 +30,22 @@ MAX_IGNORED_SHOWN: Final = 20
 
 log = logging.getLogger(__name__)
 Asked = TypeVar("Asked", bound=Options)
+
+
+class Events(Protocol):
+    """What a stream consists of, behind its headers."""
+
+    def first(self) -> list[dict[str, Any]]:
+        """Before the first chunk."""
+        ...
+
+    def push(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[dict[str, Any]]:
+        """For a chunk of the `at`-th request, which has been counted."""
+        ...
+
+    def last(self) -> list[dict[str, Any]]:
+        """Behind the last chunk."""
+        ...
 
 
 class Call(Generic[Asked]):
@@ -71,6 +88,49 @@ class Call(Generic[Asked]):
         """The choices of a reply in one piece, and what stands beside them."""
         raise NotImplementedError
 
+    def document(self, envelope: dict[str, Any], usage: Usage) -> dict[str, Any]:
+        """The reply in one piece."""
+        return envelope | {"object": self.object} | self.whole() | {"usage": usage.as_data()} | UNKNOWN
+
+    def events(self, asked: Asked, envelope: dict[str, Any], usage: Usage) -> Events:
+        """The reply as a stream."""
+        return ChoiceEvents(asked, self, envelope | {"object": self.chunk_object}, usage)
+
+
+class ChoiceEvents:
+    """A stream of choices, one in each event; usage stands beside them, or in an event of its own at the end.
+
+    Args:
+        asked: what a stream carries beside its choices.
+        call: makes them.
+        envelope: of each event.
+        usage: of the call.
+    """
+
+    def __init__(self, asked: Options, call: Call[Any], envelope: dict[str, Any], usage: Usage) -> None:
+        self._asked = asked
+        self._call = call
+        self._envelope = envelope
+        self._usage = usage
+
+    def first(self) -> list[dict[str, Any]]:
+        """Whose turn it is."""
+        return self._events(self._call.first())
+
+    def push(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[dict[str, Any]]:
+        """What it adds."""
+        return self._events(self._call.push(at, chunk))
+
+    def last(self) -> list[dict[str, Any]]:
+        """Usage."""
+        return [self._envelope | {"choices": [], "usage": self._usage.as_data()}] if self._asked.include_usage else []
+
+    def _events(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        beside: dict[str, Any] = {}
+        if self._asked.include_usage:
+            beside["usage"] = self._usage.as_data() if self._asked.continuous_usage else None
+        return [self._envelope | {"choices": [choice]} | beside for choice in choices]
+
 
 class GenerationEndpoint(Generic[Asked]):
     """An ASGI application for one path.
@@ -79,7 +139,8 @@ class GenerationEndpoint(Generic[Asked]):
         front: what all endpoints share.
     """
 
-    kind: type[Asked]
+    kind: type[BaseModel]
+    manner: ClassVar[Manner] = OPENAI
 
     def __init__(self, front: Front) -> None:
         self.front = front
@@ -91,7 +152,7 @@ class GenerationEndpoint(Generic[Asked]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        reply = Reply(send)
+        reply = Reply(send, self.manner)
         try:
             request = Request(scope, receive)
             INCOMING.set(request.headers.get(HEADER, ""))
@@ -142,36 +203,29 @@ class GenerationEndpoint(Generic[Asked]):
             usage = Usage(answers.requests, call.reasoning_tokens)
             envelope = {"id": call.id, "created": int(self.front.now_unix_s()), "model": self.front.model.name}
             async with aclosing(answers.chunks()) as chunks:
-                if not asked.stream:
-                    async for at, chunk in chunks:
-                        usage.add(at, chunk)
-                        call.add(at, chunk)
-                    document = envelope | {"object": call.object} | call.whole() | {"usage": usage.as_data()} | UNKNOWN
-                else:
-                    await self._stream(asked, call, chunks, usage, envelope | {"object": call.chunk_object}, reply)
+                if asked.stream:
+                    await self._stream(chunks, usage, call.events(asked, envelope, usage), reply)
                     return
+                async for at, chunk in chunks:
+                    usage.add(at, chunk)
+                    call.add(at, chunk)
+                document = call.document(envelope, usage)
         await reply.json(document)
 
-    async def _stream(
-        self, asked: Asked, call: Call[Asked], chunks: Any, usage: Usage, envelope: dict[str, Any], reply: Reply
-    ) -> None:
-        async def send(choices: list[dict[str, Any]]) -> None:
-            for choice in choices:
-                event = envelope | {"choices": [choice]}
-                if asked.include_usage:
-                    event["usage"] = usage.as_data() if asked.continuous_usage else None
+    async def _stream(self, chunks: Any, usage: Usage, events: Events, reply: Reply) -> None:
+        async def send(made: list[dict[str, Any]]) -> None:
+            for event in made:
                 await reply.event(event)
 
         async with reply.headers_in_time():
             at, chunk = await anext(chunks)
-        await send(call.first())
+        await send(events.first())
         usage.add(at, chunk)
-        await send(call.push(at, chunk))
+        await send(events.push(at, chunk))
         async for at, chunk in chunks:
             usage.add(at, chunk)
-            await send(call.push(at, chunk))
-        if asked.include_usage:
-            await reply.event(envelope | {"choices": [], "usage": usage.as_data()})
+            await send(events.push(at, chunk))
+        await send(events.last())
         await reply.end()
 
     def _note_ignored(self, names: list[str], reply: Reply) -> None:

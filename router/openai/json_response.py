@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from baton.core.errors import BatonError
 from baton.router.openai.errors import HttpRefusal, error_data, error_headers, error_status
-from baton.router.openai.reply import json_bytes
+from baton.router.openai.reply import OPENAI, Manner, json_bytes
 
 
 class JsonResponse(Response):
@@ -26,9 +26,11 @@ class JsonResponse(Response):
         super().__init__(json_bytes(data), status, headers)
 
     @classmethod
-    def of_error(cls, error: BatonError | HttpRefusal, headers: Mapping[str, str] | None = None) -> "JsonResponse":
+    def of_error(
+        cls, error: BatonError | HttpRefusal, headers: Mapping[str, str] | None = None, manner: Manner = OPENAI
+    ) -> "JsonResponse":
         """An error, with the headers that belong to it."""
-        return cls(error_data(error), error_status(error), error_headers(error) | dict(headers or {}))
+        return cls(manner.error(error), error_status(error), error_headers(error) | dict(headers or {}))
 
 
 def error_bytes(refusal: HttpRefusal) -> bytes:

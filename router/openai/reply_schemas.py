@@ -96,6 +96,108 @@ _COMPLETION_CHOICE = record(
 )
 
 
+def _type(name: str) -> Schema:
+    return {"type": {"const": name}}
+
+
+_STOP_REASONS: Final = ["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+_BLOCK: Final[Schema] = {
+    "anyOf": [
+        record(_type("text") | {"text": TEXT}),
+        record(_type("thinking") | {"thinking": TEXT, "signature": TEXT}),
+        record(_type("tool_use") | {"id": TEXT, "name": TEXT, "input": {"type": "object"}}),
+    ]
+}
+_BLOCK_DELTA: Final[Schema] = {
+    "anyOf": [
+        record(_type("text_delta") | {"text": TEXT}),
+        record(_type("thinking_delta") | {"thinking": TEXT}),
+        record(_type("input_json_delta") | {"partial_json": TEXT}),
+    ]
+}
+_MESSAGE_USAGE: Final[Schema] = record(
+    {
+        "input_tokens": COUNT,
+        "cache_creation_input_tokens": COUNT,
+        "cache_read_input_tokens": COUNT,
+        "output_tokens": COUNT,
+    }
+)
+_MESSAGE_END: Final[Schema] = {"stop_reason": or_null({"enum": _STOP_REASONS}), "stop_sequence": or_null(TEXT)}
+_MESSAGE_OF_BLOCKS: Final[Schema] = record(
+    {"id": TEXT, **_type("message"), "role": {"const": "assistant"}, "model": TEXT, "content": many(_BLOCK)}
+    | _MESSAGE_END
+    | {"usage": _MESSAGE_USAGE}
+)
+
+
+def _numbered(*names: str) -> Schema:
+    return {"type": {"enum": list(names)}, "sequence_number": COUNT}
+
+
+_TOKEN_LOGPROBS: Final = many(ref("TokenLogprob"))
+_PART: Final[Schema] = {
+    "anyOf": [
+        record(_type("output_text") | {"text": TEXT, "annotations": many({}), "logprobs": _TOKEN_LOGPROBS}),
+        record(_type("reasoning_text") | {"text": TEXT}),
+    ]
+}
+_ABOUT_ITEM: Final[Schema] = {"id": TEXT, "status": {"enum": ["in_progress", "completed", "incomplete"]}}
+_ITEM: Final[Schema] = {
+    "anyOf": [
+        record(_ABOUT_ITEM | _type("message") | {"role": {"const": "assistant"}, "content": many(_PART)}),
+        record(
+            _ABOUT_ITEM | _type("reasoning") | {"summary": many({}), "content": many(_PART), "encrypted_content": _NULL}
+        ),
+        record(_ABOUT_ITEM | _type("function_call") | {"call_id": TEXT, "name": TEXT, "arguments": TEXT}),
+    ]
+}
+_AT: Final[Schema] = {"output_index": COUNT}
+_IN_ITEM: Final[Schema] = _AT | {"item_id": TEXT}
+_IN_PART: Final[Schema] = _IN_ITEM | {"content_index": COUNT}
+_ECHOED: Final[Schema] = {
+    "background": {"const": False},
+    "instructions": _NULL,
+    "max_output_tokens": or_null(COUNT),
+    "metadata": {"type": "object"},
+    "parallel_tool_calls": {"type": "boolean"},
+    "previous_response_id": _NULL,
+    "reasoning": record({"effort": or_null(TEXT), "summary": _NULL}),
+    "store": {"const": False},
+    "temperature": or_null(NUMBER),
+    "text": record({"format": record({"type": TEXT})}),
+    "tool_choice": {"anyOf": [TEXT, record({"type": TEXT, "name": or_null(TEXT)})]},
+    "tools": many({}),
+    "top_logprobs": COUNT,
+    "top_p": or_null(NUMBER),
+    "truncation": TEXT,
+}
+_RESPONSE: Final[Schema] = record(
+    {
+        "id": TEXT,
+        "object": {"const": "response"},
+        "created_at": COUNT,
+        "model": TEXT,
+        "status": {"enum": ["in_progress", "completed", "incomplete"]},
+        "error": _NULL,
+        "incomplete_details": or_null(record({"reason": {"const": "max_output_tokens"}})),
+        "output": many(_ITEM),
+        "usage": or_null(
+            record(
+                {
+                    "input_tokens": COUNT,
+                    "input_tokens_details": record({"cached_tokens": COUNT}),
+                    "output_tokens": COUNT,
+                    "output_tokens_details": record({"reasoning_tokens": COUNT}),
+                    "total_tokens": COUNT,
+                }
+            )
+        ),
+    }
+    | _ECHOED
+)
+
+
 def _object(name: str) -> Schema:
     return {"object": {"const": name}}
 
@@ -103,6 +205,7 @@ def _object(name: str) -> Schema:
 REPLIES: Final[dict[str, Schema]] = {
     "Error": record(
         {"error": record({"message": TEXT, "type": TEXT, "param": or_null(TEXT), "code": TEXT})},
+        {"type": {"const": "error"}, "sequence_number": COUNT},
     ),
     "Usage": record(
         {
@@ -155,6 +258,36 @@ REPLIES: Final[dict[str, Schema]] = {
         _ENVELOPE | _object("text_completion") | {"choices": many(_COMPLETION_CHOICE)},
         {"usage": or_null(ref("Usage"))},
     ),
+    "Response": _RESPONSE,
+    "ResponseEvent": {
+        "anyOf": [
+            record(_numbered("response.created", "response.in_progress") | {"response": _RESPONSE}),
+            record(_numbered("response.completed", "response.incomplete") | {"response": _RESPONSE}),
+            record(_numbered("response.output_item.added", "response.output_item.done") | _AT | {"item": _ITEM}),
+            record(_numbered("response.content_part.added", "response.content_part.done") | _IN_PART | {"part": _PART}),
+            record(_numbered("response.output_text.delta") | _IN_PART | {"delta": TEXT, "logprobs": _TOKEN_LOGPROBS}),
+            record(_numbered("response.output_text.done") | _IN_PART | {"text": TEXT, "logprobs": _TOKEN_LOGPROBS}),
+            record(_numbered("response.reasoning_text.delta") | _IN_PART | {"delta": TEXT}),
+            record(_numbered("response.reasoning_text.done") | _IN_PART | {"text": TEXT}),
+            record(_numbered("response.function_call_arguments.delta") | _IN_ITEM | {"delta": TEXT}),
+            record(
+                _numbered("response.function_call_arguments.done") | _IN_ITEM | {"name": TEXT, "arguments": TEXT},
+            ),
+        ]
+    },
+    "Message": _MESSAGE_OF_BLOCKS
+    | {"properties": _MESSAGE_OF_BLOCKS["properties"] | {"stop_reason": {"enum": _STOP_REASONS}}},
+    "MessageEvent": {
+        "anyOf": [
+            record(_type("message_start") | {"message": _MESSAGE_OF_BLOCKS}),
+            record(_type("content_block_start") | {"index": COUNT, "content_block": _BLOCK}),
+            record(_type("content_block_delta") | {"index": COUNT, "delta": _BLOCK_DELTA}),
+            record(_type("content_block_stop") | {"index": COUNT}),
+            record(_type("message_delta") | {"delta": record(_MESSAGE_END), "usage": _MESSAGE_USAGE}),
+            record(_type("message_stop")),
+        ]
+    },
+    "TokenCount": record({"input_tokens": COUNT}),
     "Model": record(
         _object("model")
         | {
@@ -170,6 +303,11 @@ REPLIES: Final[dict[str, Schema]] = {
     "TokenizeReply": record(
         {"count": COUNT, "max_model_len": COUNT, "tokens": _TOKEN_IDS, "token_strs": or_null(many(TEXT))}
     ),
+    "TokenizerInfo": {
+        "type": "object",
+        "properties": {"tokenizer_class": TEXT, "chat_template": or_null(TEXT)},
+        "required": ["tokenizer_class", "chat_template"],
+    },
     "DetokenizeReply": record({"prompt": TEXT}),
     "State": record({"status": TEXT}),
     "Version": record({"version": TEXT}),

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest, PromptTooLong
 from baton.proto import inference_pb2
 from baton.router.openai.chat_request import ChatRequest, Message
+from baton.router.openai.chat_template import SPECIAL_TOKENS
 from baton.router.openai.chats import chat_prompt
 from baton.router.openai.front import Forms, Front
 from baton.router.openai.json_response import JsonResponse
@@ -50,6 +51,11 @@ class Tokens:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._names = TokenNames(front.model.tokenizer)
+        self._info = json_bytes(_tokenizer_info(front))
+
+    async def info(self, request: Request) -> Response:
+        """What clients that have no copy of the tokenizer must know of it."""
+        return Response(self._info, media_type="application/json")
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text, or of the prompt that a conversation becomes."""
@@ -85,6 +91,16 @@ class Tokens:
         return named
 
 
+def _tokenizer_info(front: Front) -> dict[str, Any]:
+    """The model's tokenizer_config.json, with special tokens as their texts, and the template that is served."""
+    known = {"tokenizer_class": "PreTrainedTokenizerFast", **front.model.tokenizer_config}
+    for name in SPECIAL_TOKENS:
+        if isinstance(known.get(name), dict):
+            known[name] = known[name].get("content")
+    template = front.config.template
+    return known | {"chat_template": None if template is None else template.sources["default"]}
+
+
 async def _json_list(items: Sequence[int] | Sequence[str]) -> bytes:
     """As `_named`: a reply may be many times as long as what it answers."""
     written = json_bytes if items and isinstance(items[0], str) else to_json  # a quarter of the time
@@ -105,7 +121,7 @@ def understand_tokenize(asked: TokenizeRequest, forms: Forms, job: Job) -> Under
         raise ConflictingOptions("give a prompt or messages, not both", field="messages")
     if asked.prompt is None and not asked.messages:
         raise EmptyPrompt("prompt is missing", field="prompt")
-    text = chat_prompt(asked, forms) if asked.prompt is None else asked.prompt
+    text = chat_prompt(asked, forms, asked.message_data()) if asked.prompt is None else asked.prompt
     request = inference_pb2.GenerateRequest(model=asked.model or "", text=text)
     return Understood(asked=asked, request_id=job.request_id, requests=[request])
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from baton.core.errors import InvalidRequest
+from baton.router.openai.batches import BatchRequest, understand_batch
 from baton.router.openai.body import parse_body
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.chats import understand_chat
@@ -16,14 +17,22 @@ from baton.router.openai.completion_request import CompletionRequest
 from baton.router.openai.completions import understand_completion
 from baton.router.openai.front import Forms
 from baton.router.openai.limits import check_shape
+from baton.router.openai.messages import understand_count
+from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
 from baton.router.openai.options import Options
+from baton.router.openai.responses_request import ResponsesRequest
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest, understand_detokenize, understand_tokenize
+from baton.router.openai.translated import Translated
 from baton.router.openai.understood import Job, Understood
 
 _ID: Final = re.compile("[!-~]{1,128}")
 KINDS: Final[dict[str, tuple[type[BaseModel], Callable[[Any, Forms, Job], Understood]]]] = {
     "ChatRequest": (ChatRequest, understand_chat),
+    "BatchRequest": (BatchRequest, understand_batch),
     "CompletionRequest": (CompletionRequest, understand_completion),
+    "MessagesRequest": (MessagesRequest, understand_chat),
+    "ResponsesRequest": (ResponsesRequest, understand_chat),
+    "CountTokensRequest": (CountTokensRequest, understand_count),
     "TokenizeRequest": (TokenizeRequest, understand_tokenize),
     "DetokenizeRequest": (DetokenizeRequest, understand_detokenize),
 }
@@ -38,6 +47,14 @@ def understand(body: bytes, forms: Forms, job: Job) -> Understood:
     kind, write = KINDS[job.kind]
     check_shape(body)
     asked = parse_body(body, kind)
+    if not isinstance(asked, Translated):
+        return _understand(asked, write, forms, job)
+    understood = _understand(asked.as_chat(), write, forms, job)
+    understood.echoed = asked.echoed()
+    return understood
+
+
+def _understand(asked: BaseModel, write: Callable[[Any, Forms, Job], Understood], forms: Forms, job: Job) -> Understood:
     ignored: list[str] = []
     if isinstance(asked, Options):
         asked.refuse_unbuilt()

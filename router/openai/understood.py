@@ -51,6 +51,7 @@ class Understood:
         splits_thought: a thought is no part of the answer's content.
         splits_calls: calls of tools are none.
         schemas: of the tools' parameters, by name, where replies are made from them.
+        echoed: what the reply repeats of a body whose words are not a chat's.
     """
 
     asked: BaseModel
@@ -62,10 +63,11 @@ class Understood:
     splits_thought: bool = False
     splits_calls: bool = False
     schemas: Mapping[str, Any] = field(default_factory=dict)
+    echoed: Mapping[str, Any] = field(default_factory=dict)
 
     def to_parts(self) -> list[bytes]:
         """For another process: a head, what is left of the body, the sampling, and each request."""
-        names = ("request_id", "ignored", "is_open", "splits_thought", "splits_calls", "schemas")
+        names = ("request_id", "ignored", "is_open", "splits_thought", "splits_calls", "schemas", "echoed")
         head = json.dumps({name: getattr(self, name) for name in names}).encode("ascii")
         spent = {*SPENT, *(self.asked.model_extra or {})}
         body = self.asked.model_dump_json(by_alias=True, exclude_none=True, exclude=spent).encode("utf-8")
@@ -78,7 +80,7 @@ class Understood:
         head, body, sampling, *requests = parts
         data = json.loads(body)
         if kind.model_fields.get("messages") is not None:
-            data["messages"] = [{"role": "user", "content": ""}]
+            data["messages"] = getattr(kind, "nothing_said", [])
         if "tokens" in kind.model_fields:
             data["tokens"] = []
         asked: Any = kind.model_validate(data, strict=False)

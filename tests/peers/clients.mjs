@@ -127,7 +127,7 @@ async function aiCalls() {
     "openai-compatible, completion": async () =>
       expect((await ai.generateText({ ...asked, model: compatible.completionModel("tiny") })).usage, "no usage"),
     ...named("openai.chat", calls(own.chat("tiny"))),
-    "openai.responses": () => ai.generateText({ ...asked, model: own.responses("tiny") }),
+    ...named("openai.responses", calls(own.responses("tiny"))),
   };
 }
 

@@ -113,6 +113,13 @@ def openai_python(url):
         found = texts.create(model=MODEL, prompt="def f(", max_tokens=4, logprobs=2, echo=True).choices[0].logprobs
         expect(found.token_logprobs[0] is None and len(found.tokens) > 4, found)
 
+    def respond(**options):
+        return client.responses.create(model=MODEL, input="Hello", reasoning={"effort": "none"}, **options)
+
+    def response_stream():
+        with client.responses.stream(model=MODEL, input="Hello", max_output_tokens=8) as events:
+            expect([event.type for event in events][-1] in ("response.completed", "response.incomplete"), "no end")
+
     return "openai", {
         "models": lambda: expect(client.models.list().data[0].id == client.models.retrieve(MODEL).id, "another model"),
         "completion": lambda: expect(
@@ -140,8 +147,56 @@ def openai_python(url):
         "error 400": lambda: raises(openai.BadRequestError, chat, temperature=-1),
         "error 404": lambda: raises(openai.NotFoundError, chats.create, model="no such", messages=USER),
         "error in a stream": lambda: raises(openai.BadRequestError, chat, stream=True, max_tokens=10**6),
-        "responses": lambda: client.responses.create(model=MODEL, input="Hello", max_output_tokens=16),
+        "responses": lambda: expect(respond(max_output_tokens=8).usage.output_tokens == 8, "no usage"),
+        "responses, stream helper": response_stream,
+        "responses, parse": lambda: expect(
+            client.responses.parse(
+                model=MODEL, input="Hello", text_format=report, reasoning={"effort": "none"}
+            ).output_parsed.city,
+            "none",
+        ),
+        "responses, tools forced": lambda: calls(
+            respond(
+                tools=[{"type": "function", **WEATHER["function"]}], tool_choice="required", parallel_tool_calls=False
+            )
+            .output[-1]
+            .arguments
+        ),
         "embeddings": lambda: client.embeddings.create(model=MODEL, input="Hello"),
+    }
+
+
+def anthropic_python(url):
+    library = importlib.import_module("anthropic")
+    client = library.Anthropic(base_url=url, api_key=KEY, max_retries=0)
+    tools = [{"name": "weather", "input_schema": WEATHER["function"]["parameters"]}]
+    forced = {"type": "any", "disable_parallel_tool_use": True}
+
+    def ask(**options):
+        return client.messages.create(**{"model": MODEL, "messages": USER, "max_tokens": 60} | options)
+
+    def stream():
+        with client.messages.stream(model=MODEL, messages=USER, max_tokens=8) as events:
+            expect("".join(events.text_stream) == events.get_final_text(), "another text")
+
+    def later():
+        call = ask(tools=tools, tool_choice=forced).content[-1]
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "20 C"}
+        back = [*USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        expect(ask(messages=back, tools=tools, max_tokens=8).usage.output_tokens, "no answer")
+
+    count = client.messages.count_tokens
+    return "anthropic", {
+        "messages": lambda: expect(ask(max_tokens=8).stop_reason == "max_tokens", "another reason"),
+        "stream helper": stream,
+        "tools, forced": lambda: expect(ask(tools=tools, tool_choice=forced).content[-1].input["city"], "none"),
+        "tools, result sent back": later,
+        "JSON schema": lambda: fits(
+            ask(output_config={"format": {"type": "json_schema", "schema": SCHEMA}}).content[-1].text
+        ),
+        "count_tokens": lambda: expect(count(model=MODEL, messages=USER).input_tokens > 0, "none"),
+        "error 400": lambda: raises(library.BadRequestError, ask, extra_body={"temperature": -1}),
+        "error 404": lambda: raises(library.NotFoundError, ask, model="no such"),
     }
 
 
@@ -309,7 +364,8 @@ def aiperf(url, tokenizer):
 
 
 CLIENTS = {
-    client.__name__: client for client in (openai_python, langchain, litellm, instructor, outlines, guidellm, aiperf)
+    client.__name__: client
+    for client in (openai_python, anthropic_python, langchain, litellm, instructor, outlines, guidellm, aiperf)
 }
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import peers_stand_ins  # noqa: F401 # before any test module is imported
 import pytest
 
+from baton.bench.result import result
+
 TOOL_CONFIG = "hermes"  # the one of vLLM's configurations of servers whose form of tool calls is ours
 
 ACCEPTED = json.loads((Path(__file__).parent / "accepted.json").read_text())
@@ -70,5 +72,10 @@ def pytest_sessionfinish(session, exitstatus):
     for name in stale:
         print(f"accepted, and passes: {name}")
     if "BATON_PEERS_OUT" in os.environ:
-        Path(os.environ["BATON_PEERS_OUT"]).write_text(json.dumps(_outcomes, indent=1, sort_keys=True))
+        about = {"num_passed": len(passed), "num_failed": len(failed), "num_not_accepted": len(unexpected)}
+        rows = [
+            {"test": name, "outcome": outcome} | ({"reason": reason(name)} if name in failed else {})
+            for name, outcome in sorted(_outcomes.items())
+        ]
+        Path(os.environ["BATON_PEERS_OUT"]).write_text(json.dumps(result("peers", rows, **about), indent=1) + "\n")
     session.exitstatus = 1 if unexpected or stale else 0

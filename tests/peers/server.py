@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import openai
+from tokenizers import Tokenizer
 
 import baton
 
@@ -23,15 +24,21 @@ _running = {}
 
 
 def _names():
-    """Every model that a test names: a quoted ORGANISATION/MODEL."""
+    """Every model that a test names: a quoted ORGANISATION/MODEL, or what follows a server's --served-model-name."""
     found = {"tiny"}
     for path in Path(__file__).parent.rglob("*.py"):
-        found |= set(re.findall(r'"([A-Za-z][\w.-]+/[A-Za-z][\w.-]+)"', path.read_text()))
+        text = path.read_text()
+        found |= set(re.findall(r'"([A-Za-z][\w.-]+/[A-Za-z][\w.-]+)"', text))
+        found |= set(re.findall(r'"--served-model-name",\s*"([\w.-]+)"', text))
     return sorted(name for name in found if not name.startswith(("application/", "text/", "v1/")))
 
 
 def model_directory():
-    """The bundled model, with the positions that the tests count on and a template of its own, as theirs have."""
+    """The bundled model, with the positions that the tests count on, and a template and ends of answers as theirs have.
+
+    It was taught no chats, so that by itself it would end none. Here the end of a line ends an answer, too,
+    if no quotes stand before it: its answers like to begin with them.
+    """
     if "model" not in _running:
         tiny = Path(baton.__path__[0]) / "assets" / "tiny"
         template = Path(baton.__path__[0]) / "router" / "openai" / "chatml.jinja"
@@ -40,12 +47,31 @@ def model_directory():
         shutil.copytree(tiny, directory)
         for name, more in (
             ("config.json", {"max_position_embeddings": NUM_POSITIONS}),
+            ("generation_config.json", {"eos_token_id": _ends_of_answers(directory)}),
             ("tokenizer_config.json", {"chat_template": template.read_text(), "model_max_length": NUM_POSITIONS}),
         ):
             path = directory / name
             path.write_text(json.dumps(json.loads(path.read_text()) | more))
         _running["model"] = directory
     return _running["model"]
+
+
+def _ends_of_answers(directory):
+    """The model's own end first, then every token without quotes with which a line ends."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    own = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
+    return [
+        own,
+        *(
+            at
+            for at in range(tokenizer.get_vocab_size())
+            if re.fullmatch(
+                r"""[^"']*
+""",
+                tokenizer.decode([at]),
+            )
+        ),
+    ]
 
 
 def _serve():

@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+from baton.router.openai.batches import BatchRequest
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import CompletionRequest
+from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
 from baton.router.openai.options import HARMLESS, REFUSED
+from baton.router.openai.responses_request import ResponsesRequest
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest
 from baton.tests.router.openai.served import served
 from baton.tests.router.openai.test_chat import report
@@ -16,7 +19,11 @@ pytestmark = pytest.mark.asyncio
 MESSAGES = [{"role": "user", "content": "x"}]
 PATHS = {
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "tools": [TOOL]}),
+    "/v1/chat/completions/batch": (BatchRequest, {"messages": [MESSAGES, MESSAGES], "tools": [TOOL]}),
     "/v1/completions": (CompletionRequest, {"prompt": "x", "max_tokens": 32}),
+    "/v1/responses": (ResponsesRequest, {"input": "x", "tools": [{"type": "function", "name": "f"}]}),
+    "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 32, "tools": [{"name": "f"}]}),
+    "/v1/messages/count_tokens": (CountTokensRequest, {"messages": MESSAGES}),
     "/tokenize": (TokenizeRequest, {"prompt": "x"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }
@@ -42,9 +49,14 @@ OBJECTS = [
 PARTS = [
     [{"role": "user", "content": []}],
     [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+    [{"type": "function_call", "call_id": "a", "name": "f"}, {"type": "function_call_output", "call_id": "a"}],
+    [{"type": "reasoning", "summary": []}, {"role": "assistant", "content": [{"type": "refusal", "refusal": "x"}]}],
     [{"role": "tool", "content": [{"type": "text"}]}],
+    [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text"}]}]}],
+    [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {"x": float("nan")}}]}],
     [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}],
 ]
+PARTS += [[one] for one in PARTS]
 VALUES = [None, True, *NUMBERS, *TEXTS, *LISTS, *OBJECTS, *PARTS]
 
 

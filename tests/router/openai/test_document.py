@@ -23,8 +23,9 @@ from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED
 from baton.router.work import HIGH, LOW, NORMAL
 from baton.tests.router.fakes import TOKENIZER
 from baton.tests.router.openai.served import MODEL, served
-from baton.tests.router.openai.test_chat import report
+from baton.tests.router.openai.test_chat import THINKING, report
 from baton.tests.router.openai.test_errors import CHAT, FAR, post
+from baton.tests.router.openai.test_messages import CALL, events_of
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).parents[3]
@@ -106,7 +107,7 @@ def test_numbers_of_the_table_are_those_of_the_code(name):
 
 
 def test_the_document_has_the_paths_that_are_served():
-    model = SimpleNamespace(name="toy", tokenizer=TOKENIZER)
+    model = SimpleNamespace(name="toy", tokenizer=TOKENIZER, tokenizer_config={})
     front = SimpleNamespace(
         model=model, now_unix_s=lambda: 0.0, door=None, operators=None, metrics=None, config=HttpConfig(port=0)
     )
@@ -201,7 +202,7 @@ MORE: tuple[dict, ...] = (
 def fits(document, path, status, media_type, data):
     content = document["paths"][path]["post"]["responses"][str(status)]["content"][media_type]
     schema = content.get("x-events", content["schema"])
-    if status == 200 and "error" in data:
+    if status == 200 and data.get("error"):
         schema = {"$ref": "#/components/schemas/Error"}
     jsonschema.Draft202012Validator(schema | {"components": document["components"]}).validate(data)
 
@@ -231,3 +232,36 @@ async def test_replies_are_those_of_the_document():
         for path, body in (("/tokenize", {"prompt": "x", "return_token_strs": True}), ("/detokenize", {"tokens": [1]})):
             status, _, data = await post(running.url, path, body)
             fits(document, path, status, "application/json", data)
+
+
+HI = {"messages": CHAT["messages"], "max_tokens": 9}
+OTHERS: dict[str, tuple[dict, ...]] = {
+    "/v1/chat/completions/batch": (
+        {"messages": [CHAT["messages"]] * 2},
+        {"logprobs": True, "return_token_ids": True},
+        {"stream": True},
+    ),
+    "/v1/messages": (HI, {}, {"stream": True}, {"stream": True, "max_tokens": 5000}, {"stop_sequences": [""]}),
+    "/v1/messages/count_tokens": (HI, {}, {"messages": []}),
+    "/v1/responses": (
+        {"input": "hi"},
+        {},
+        {"top_logprobs": 1, "stream": True},
+        {"stream": True, "max_output_tokens": 5000},
+        {"n": 2},
+    ),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", OTHERS)
+async def test_replies_in_other_words_are_those_of_the_document(path):
+    document = openapi_document(MODEL)
+    base, *others = OTHERS[path]
+    async with served(THINKING) as (running, _):
+        running.script.answer, running.script.logprobs = f"so\n</think>\nhello {CALL}", report
+        for more in others:
+            status, fields, data = await post(running.url, path, base | more)
+            media_type = fields["content-type"].partition(";")[0]
+            for one in events_of(data) if isinstance(data, bytes) else [data]:
+                fits(document, path, status, media_type, one)

@@ -62,6 +62,14 @@ async def test_a_key_gets_an_answer_of_its_own_tenant(inside, keys):
         assert sent_to(running)[-1].tenant == "acme"
         with pytest.raises(openai.PermissionDeniedError):
             await client(key).completions.create(model=MODEL, prompt="hello", extra_body={"cache_salt": "other"})
+        body = {"max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+        for headers, status in (
+            ({"x-api-key": key}, 200),
+            ({"x-api-key": "wrong"}, 401),
+            ({"x-api-key": key, "authorization": "Bearer wrong"}, 401),
+        ):
+            reply = await running.http.post(f"{running.url}/v1/messages", json=body, headers=headers)
+            assert reply.status_code == status
 
 
 async def test_without_a_good_key_nothing_but_health_is_shown(inside, keys):

@@ -1,14 +1,19 @@
 """Models, tokens, health and metrics over HTTP."""
 
 import json
+from types import SimpleNamespace
 
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.core.errors import ModelFileDamaged
 from baton.proto import admin_pb2, admin_pb2_grpc
+from baton.router.openai.front import HttpConfig
+from baton.router.openai.tokens import Tokens
+from baton.router.served_model import ServedModel
 from baton.tests.router.fakes import TOKENIZER
-from baton.tests.router.openai.served import MAX_MODEL_LEN, MODEL, served
+from baton.tests.router.openai.served import CHATML, MAX_MODEL_LEN, MODEL, served
 from baton.tests.router.openai.test_errors import post, raw
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
@@ -45,6 +50,28 @@ async def test_tokenize_and_back():
             assert (status, data["error"]["type"]) == (400, "invalid_request_error"), body
         for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": []})):
             assert (await post(url, path, body | {"model": "other"}))[0] == 404
+
+
+async def test_what_is_known_of_the_tokenizer(tmp_path):
+    async with served() as (running, _):
+        status, _, body = await raw(running.url, ["GET /tokenizer_info HTTP/1.1"])
+        assert (status, json.loads(body)) == (
+            200,
+            {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHATML},
+        )
+    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
+    about = tmp_path / "tokenizer_config.json"
+    about.write_text(
+        '{"tokenizer_class": "Q", "eos_token": {"content": "<e>"}, "bos_token": null, "model_max_length": NaN}'
+    )
+    read = ServedModel.from_directory("toy", tmp_path, weights="random")
+    front = SimpleNamespace(model=read, config=HttpConfig(port=0))
+    known = json.loads((await Tokens(front).info(None)).body)
+    assert (known["tokenizer_class"], known["eos_token"], known["chat_template"]) == ("Q", "<e>", None)
+    for text in ("[]", "{", "[" * 100_000):
+        about.write_text(text)
+        with pytest.raises(ModelFileDamaged, match="not a JSON object"):
+            ServedModel.from_directory("toy", tmp_path, weights="random")
 
 
 async def test_health_and_metrics():
