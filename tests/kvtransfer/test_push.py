@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from baton.core.errors import ConfigInvalid
+from baton.core.errors import ConfigInvalid, TransferFailed
 from baton.kvtransfer.landing import Drained, LandingFailed, Sealed
 from baton.kvtransfer.push import Acked, Denied, Granted, PushDrained, PushFailed
 from baton.kvtransfer.push_lane import LaneFailed
@@ -226,7 +226,7 @@ def test_a_lane_that_fails_fails_its_transfer_and_neither_the_step_nor_others(ma
 
 
 @pytest.mark.fast
-def test_an_error_that_nobody_foresaw_ends_the_step_and_leaves_nobody_inside(make_prefill):
+def test_an_error_that_nobody_foresaw_ends_step_and_worker_and_leaves_nobody_inside(make_prefill):
     def on_write(go, span):
         raise ZeroDivisionError("a bug")
 
@@ -235,6 +235,9 @@ def test_an_error_that_nobody_foresaw_ends_the_step_and_leaves_nobody_inside(mak
     prefill.wait_for(Granted, key)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         prefill.compute(key)
+    with pytest.raises(TransferFailed, match="a bug"):
+        prefill.poll()
+    prefill.push._broken = None  # the worker's loop would end here
     prefill.push.abort(key, "the step failed")
     prefill.wait_for(PushDrained, key)
     prefill.wait_for(Drained, key)
