@@ -409,7 +409,7 @@ async def test_a_request_that_kills_workers_is_refused_until_it_is_pardoned():
 
 
 async def test_many_bystanders_of_one_death_go_on():
-    async with cluster(1, 2, alive_s=0.4) as running:
+    async with cluster(1, 2, alive_s=3.0) as running:
         running.script.answer = ANSWER
         running.script.decode_hangs_after = 4
         readings = [Reading(running, prompt=f"prompt {number}") for number in range(16)]
