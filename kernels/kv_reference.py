@@ -1,6 +1,6 @@
 """What `kv_scatter` and `kv_digest` must do, position by position, in torch on any device.
 
-Shapes: N blocks, H heads, P parts, S positions of a block, W words of a row, D elements of one.
+Shapes: N blocks, H heads, P parts, S positions of a block, W words of a row.
 """
 
 from collections.abc import Sequence
@@ -8,10 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from baton.kernels.digest import MASK, high_weight, layer_weight, low_weight, word_weight
-from baton.kernels.float8_kv import DTYPE, LARGEST, as_bytes
 from baton.kernels.kv_scatter import Piece
-
-_NAN = 0x7F  # that of the hardware, whatever the sign
 
 
 def kv_scatter_reference(
@@ -38,38 +35,6 @@ def kv_scatter_reference(
     for position in range(piece.first, piece.first + piece.count):
         source, target = source_blocks[position // from_size], target_blocks[position // to_size]
         target_NHPSW[target, there, :, position % to_size] = source_NHPSW[source, here, :, position % from_size]
-
-
-def kv_scatter_fp8_reference(
-    source_NHPSD: torch.Tensor,
-    source_blocks: Sequence[int],
-    target_NHPSD: torch.Tensor,
-    target_blocks: Sequence[int],
-    piece: Piece,
-    scales_PH: torch.Tensor,
-    heads: tuple[int, int] = (0, 0),
-) -> None:
-    """`kv_scatter` of one layer with scales, position by position: bfloat16 to float8, as the GPU rounds it.
-
-    Args:
-        source_NHPSD: bfloat16, the layer in the source pool.
-        source_blocks: ids by logical index.
-        target_NHPSD: float8, the layer in the target pool.
-        target_blocks: the same for the target.
-        piece: what to move.
-        scales_PH: of the layer's parts, one each or one for each head of the target.
-        heads: first head that source and target hold.
-    """
-    here = slice(piece.head_first - heads[0], piece.head_first - heads[0] + piece.head_count)
-    there = slice(piece.head_first - heads[1], piece.head_first - heads[1] + piece.head_count)
-    scales_PH = scales_PH if scales_PH.shape[1] == 1 else scales_PH[:, there]
-    inverse_HP1 = (1 / scales_PH).T[:, :, None]
-    from_size, to_size = source_NHPSD.shape[3], target_NHPSD.shape[3]
-    for position in range(piece.first, piece.first + piece.count):
-        source, target = source_blocks[position // from_size], target_blocks[position // to_size]
-        wide_HPD = source_NHPSD[source, here, :, position % from_size].float() * inverse_HP1
-        bytes_HPD = as_bytes(wide_HPD.clamp(-LARGEST, LARGEST).to(DTYPE)).masked_fill(wide_HPD.isnan(), _NAN)
-        as_bytes(target_NHPSD)[target, there, :, position % to_size] = bytes_HPD
 
 
 def kv_digest_reference(

@@ -8,9 +8,6 @@ Completion is a word in memory (`Completion`) that the last program writes after
 where they belong, so that a reader of the word needs no call to the device. It refuses to know what blocks mean, who
 may write them, and streams: a launch goes to the current one.
 
-With `scales` a source of bfloat16 becomes float8 (e4m3) on the way: each element times 1 / scale, rounded to even and
-saturating, as `qk_norm_rope_write` writes it. The digest is then of what was written.
-
 The digest is that of `kernels.digest`. 64-bit products must wrap, which Triton's integers do.
 
 Shapes: L layers, N blocks, H heads, P parts, S positions of a block, W words of a row.
@@ -22,8 +19,7 @@ from typing import Protocol
 
 import torch
 
-from baton.kernels import kv_scatter_fp8_triton, kv_scatter_triton
-from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels import kv_scatter_triton
 from baton.kernels.copies import to_device
 from baton.kernels.digest import PERIOD, weight
 
@@ -146,7 +142,6 @@ def kv_scatter(
     tuning: Tuning,
     *,
     with_digest: bool = True,
-    scales_LPH: torch.Tensor | None = None,
 ) -> None:
     """Copy a piece from one pool to the other; without a digest, zeros are reported.
 
@@ -160,19 +155,8 @@ def kv_scatter(
         completion: told when all is there.
         tuning: how to spread it.
         with_digest: of what was written.
-        scales_LPH: float32, for each layer and part of the pools one scale, or one for each head of the target: the
-            source holds bfloat16, and the target float8 that is to be multiplied by them. None moves bytes as they are.
-
-    Raises:
-        KernelArgumentInvalid: scales, rows or addresses do not fit; nothing was launched.
     """
-    if scales_LPH is None:
-        move(source, source_blocks, target, target_blocks, piece, workspace, completion, tuning, with_digest)
-    else:
-        _check_scales(source, target, piece, scales_LPH)
-        _convert(
-            source, source_blocks, target, target_blocks, piece, workspace, completion, tuning, with_digest, scales_LPH
-        )
+    move(source, source_blocks, target, target_blocks, piece, workspace, completion, tuning, with_digest)
 
 
 def move(
@@ -219,52 +203,6 @@ def move(
     )
 
 
-def _convert(
-    source: PoolAddress,
-    source_blocks: torch.Tensor,
-    target: PoolAddress,
-    target_blocks: torch.Tensor,
-    piece: Piece,
-    workspace: Workspace,
-    completion: Completion,
-    tuning: Tuning,
-    with_digest: bool,
-    scales_LPH: torch.Tensor,
-) -> None:
-    """Launch the kernel that makes float8 of bfloat16."""
-    here, there = source.layers[piece.layer], target.layers[piece.layer]
-    _check_piece(source, target, piece, workspace)
-    constants = kv_scatter_fp8_triton.tile_for(here, there, piece.head_count * here.num_parts, tuning)
-    constants["DIGEST"] = with_digest
-    kv_scatter_fp8_triton.convert_kernel[(tuning.num_programs,)](
-        source.address,
-        source_blocks,
-        here.offset_bytes // WORD_BYTES,
-        _layer_words(source.layers, piece),
-        piece.head_first - here.head_first,
-        target.address,
-        target_blocks,
-        there.offset_bytes // WORD_BYTES,
-        _layer_words(target.layers, piece),
-        piece.head_first - there.head_first,
-        scales_LPH,
-        scales_LPH.stride(0),
-        scales_LPH.stride(1),
-        scales_LPH.stride(2) if scales_LPH.shape[2] > 1 else 0,
-        piece.layer,
-        piece.num_layers,
-        piece.first,
-        piece.count,
-        piece.head_first,
-        piece.head_count,
-        workspace.weights,
-        workspace.sums,
-        completion.address,
-        completion.sequence,
-        **constants,
-    )
-
-
 def _check_piece(source: PoolAddress, target: PoolAddress, piece: Piece, workspace: Workspace) -> None:
     for shape in (source.layers[piece.layer], target.layers[piece.layer]):
         assert shape.head_first <= piece.head_first
@@ -272,24 +210,6 @@ def _check_piece(source: PoolAddress, target: PoolAddress, piece: Piece, workspa
     assert 0 < piece.num_layers <= MAX_LAYERS
     assert piece.first + piece.count <= (len(workspace.weights) - PERIOD) * PERIOD
     assert source.address % ALIGNMENT_BYTES == target.address % ALIGNMENT_BYTES == 0
-
-
-def _check_scales(source: PoolAddress, target: PoolAddress, piece: Piece, scales_LPH: torch.Tensor) -> None:
-    here, there = source.layers[piece.layer], target.layers[piece.layer]
-    require_tensor("scales_LPH", scales_LPH, [None, there.num_parts, None], [torch.float32])
-    require_rows("scales_LPH", scales_LPH)
-    num_layers, _, num_heads = scales_LPH.shape
-    last = piece.layer + piece.num_layers
-    require(num_layers >= last, "scales_LPH", f"are of {num_layers} layers, and the piece ends with the {last}th")
-    fits = num_heads in (1, there.num_heads)
-    require(fits, "scales_LPH", f"has {num_heads} values a part, not 1 or one for each of {there.num_heads} heads")
-    require(here.num_parts == there.num_parts, "target", f"has {there.num_parts} parts, not {here.num_parts}")
-    fits = here.row_bytes == 2 * there.row_bytes
-    require(fits, "target", f"has rows of {there.row_bytes} bytes, not half of the source's {here.row_bytes}")
-    require(there.row_bytes % WORD_BYTES == 0, "target", f"has rows of {there.row_bytes} bytes, no whole words")
-    for name, pool in (("source", source), ("target", target)):
-        aligned = pool.address % ALIGNMENT_BYTES == 0 and pool.layers[piece.layer].offset_bytes % WORD_BYTES == 0
-        require(aligned, name, f"begins at {pool.address:#x}, which is no multiple of {ALIGNMENT_BYTES}")
 
 
 def _layer_words(layers: Sequence[LayerShape], piece: Piece) -> int:

@@ -3,14 +3,13 @@
 import mmap
 import random
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from baton.kernels.kv_digest import kv_digest
-from baton.kernels.kv_reference import kv_digest_reference, kv_scatter_fp8_reference, kv_scatter_reference
+from baton.kernels.kv_reference import kv_digest_reference
 from baton.kernels.kv_scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
@@ -199,51 +198,3 @@ def test_digests_off_are_zeros_and_bytes_move_alike(words):
     wait_for(words, 2)
     assert int(words.view[1]) == 0
     assert np.array_equal(target.bytes(), wanted)
-
-
-def layer_of(memory, pool, dtype, layer):
-    shape = pool.geometry.layer(layer)
-    flat = memory[shape.offset_bytes : shape.offset_bytes + shape.num_bytes].view(dtype)
-    return flat.view(shape.num_blocks, 8, 2, shape.rows_per_block, -1)
-
-
-def differences(found, wanted, source, target, piece):
-    """How many bytes of a layer are others; of the first the bits of bfloat16, what is there, and what is wanted."""
-    origin = torch.full(wanted.shape, -1, dtype=torch.int32)
-    bits = layer_of(source.device.cpu(), source, torch.int16, piece.layer).int() & 0xFFFF
-    kv_scatter_reference(bits, source.blocks, origin, target.blocks, piece)
-    at = found != wanted
-    rows = zip(origin[at][:12].tolist(), found[at][:12].tolist(), wanted[at][:12].tolist(), strict=True)
-    return f"{int(at.sum())} bytes of layer {piece.layer}: " + ", ".join(f"{a:#x} {b:#x}!={c:#x}" for a, b, c in rows)
-
-
-@pytest.mark.parametrize("tuning", TUNINGS, ids=str)
-@pytest.mark.parametrize(("from_size", "to_size", "head_dim"), [(16, 16, 128), (16, 64, 128), (64, 16, 24)])
-def test_float8_on_the_way_is_the_references(words, tuning, from_size, to_size, head_dim):
-    source = Pool(layout(from_size, head_dim=head_dim), 16)  # random bytes: subnormal, infinite and no numbers too
-    target = Pool(layout(to_size, head_dim=head_dim, dtype="float8_e4m3fn"), 17)
-    scales = torch.rand(3, 2, 8, device=CUDA) * 4 + 0.1
-    piece = Piece(layer=1, first=3, count=500, head_first=1, head_count=6, num_layers=2)
-    # By the processor, whose conversion to float8 is held against a table: torch's of the device is software as well.
-    given, wanted = source.device.cpu(), target.device.cpu()
-    for layer in (1, 2):
-        kv_scatter_fp8_reference(
-            layer_of(given, source, torch.bfloat16, layer), source.blocks,
-            layer_of(wanted, target, torch.float8_e4m3fn, layer), target.blocks, piece, scales[layer].cpu(),
-        )  # fmt: skip
-    workspace = Workspace(CUDA, LEN)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        kv_scatter(source.address, source.blocks_N, target.address, target.blocks_N, piece, workspace,
-                   Completion(words.address, 3), tuning, scales_LPH=scales)  # fmt: skip
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    wait_for(words, 3)
-    found = target.device.cpu()
-    for layer in (1, 2):
-        layers = [layer_of(memory, target, torch.uint8, layer) for memory in (found, wanted)]
-        assert torch.equal(*layers), differences(*layers, source, target, replace(piece, layer=layer, num_layers=1))
-    assert torch.equal(found, wanted), "bytes of another layer"
-    io = PoolIO(target.bytes(), target.geometry)
-    assert words.view[1:3].tolist() == [io.digest(target.blocks, Span(layer, 3, 500, 1, 6)) for layer in (1, 2)]

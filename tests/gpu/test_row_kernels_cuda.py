@@ -7,14 +7,12 @@ from baton.kernels import fused_copy_triton, qk_norm_rope_write_triton, rms_norm
 from baton.kernels.fp8_groups import quantize_groups
 from baton.kernels.fused_copy import fused_copy
 from baton.kernels.implementation import Implementation
-from baton.kernels.pad_varlen import pad_varlen
 from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.rms_norm import rms_norm_fused
 from baton.kernels.rope import rope_angles, rope_inverse_frequencies
 from baton.kernels.silu_mul import silu_mul_fused
 from baton.tests.kernels.harness import Guards, poison, same_bits
 from baton.tests.kernels.test_fused_copy import noise
-from baton.tests.kernels.test_pad_varlen import NAMES, metadata, room
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -298,27 +296,6 @@ def test_copies_from_pinned_memory_do_not_wait():
     target.zero_()
     replayed(lambda: [fused_copy_triton.launch(table_N3, 100_000)])
     assert torch.equal(target.cpu(), source)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_padding(dtype):
-    batch = metadata([4, 0, 1, 9] * 16, [100, 7, 0, 5000] * 16, 330, dtype)
-    batch = type(batch)(**{name: getattr(batch, name).to(CUDA) for name in NAMES})
-    guards = Guards(device="cuda")
-    graph, wanted = (room(guards, 100, 2560, 900, dtype) for _ in range(2))
-    pad_varlen(batch, wanted, null_block=5, implementation=REFERENCE)
-    pad_varlen(batch, graph, null_block=5)
-    assert all(same_bits(getattr(graph, name), getattr(wanted, name)) for name in NAMES)
-    for name in NAMES:
-        poison(getattr(graph, name))
-
-    def compute():
-        pad_varlen(batch, graph, null_block=5)
-        return ()
-
-    replayed(compute)
-    assert all(same_bits(getattr(graph, name), getattr(wanted, name)) for name in NAMES)
-    guards.check()
 
 
 def test_steps_compile_nothing_new():

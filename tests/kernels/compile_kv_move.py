@@ -15,7 +15,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from baton.kernels.kv_scatter import Tuning
-from baton.kernels.kv_scatter_fp8_triton import convert_kernel, tile_for
 from baton.kernels.kv_scatter_triton import ALIGNED, TYPES, move_kernel, tile_of
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
@@ -23,24 +22,22 @@ from baton.kvcache.layout import KVLayout
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def facts(
-    *, from_size: int, to_size: int, copy: bool, digest: bool, fp8: bool, row_len: int = 128
-) -> dict[str, object]:
+def facts(*, from_size: int, to_size: int, copy: bool, digest: bool, row_len: int = 128) -> dict[str, object]:
     """Of one specialization."""
     shapes = []
-    for size, dtype in ((from_size, "bfloat16"), (to_size, "float8_e4m3fn" if fp8 else "bfloat16")):
-        layout = KVLayout(model_hash="m", num_layers=2, num_kv_heads=8, head_dim=row_len, block_size=size, dtype=dtype)
+    for size in (from_size, to_size):
+        layout = KVLayout(
+            model_hash="m", num_layers=2, num_kv_heads=8, head_dim=row_len, block_size=size, dtype="bfloat16"
+        )
         shapes.append(PoolGeometry(layout, 8).layer(0))
-    kernel, tile_by = (convert_kernel, tile_for) if fp8 else (move_kernel, tile_of)
-    constants = tile_by(shapes[0], shapes[1], 16, Tuning(16))
+    constants = tile_of(shapes[0], shapes[1], 16, Tuning(16))
     num_warps = constants.pop("num_warps")
-    constants |= {"DIGEST": digest} if fp8 else {"COPY": copy, "DIGEST": digest}
-    names = kernel.arg_names
-    types = {**TYPES, "scales": "*fp32", **dict.fromkeys(("layer_stride", "part_stride", "head_stride"), "i32")}
-    signature = {name: types.get(name, "constexpr") for name in names}
+    constants |= {"COPY": copy, "DIGEST": digest}
+    names = move_kernel.arg_names
+    signature = {name: TYPES.get(name, "constexpr") for name in names}
     attributes = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name in ALIGNED}
     compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attributes),
+        ASTSource(move_kernel, signature, constants, attributes),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": num_warps},
     )
@@ -66,14 +63,13 @@ def main() -> None:
     """Print the facts of the specializations that matter."""
     found = {
         f"{name} {from_size} {to_size}": facts(
-            from_size=from_size, to_size=to_size, copy=name != "digest", digest=name != "plain", fp8=name == "fp8"
+            from_size=from_size, to_size=to_size, copy=name != "digest", digest=name != "plain"
         )
         for name, from_size, to_size in (
             ("scatter", 16, 16),
             ("scatter", 16, 64),
             ("plain", 64, 64),
             ("digest", 16, 16),
-            ("fp8", 16, 16),
         )
     }
     json.dump({"triton": triton.__version__, "kernels": found}, sys.stdout)
