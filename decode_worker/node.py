@@ -193,6 +193,7 @@ class DecodeNode:
             clock_id=clock_id(),
             bundles=True,
             speculation=self._speculation(),
+            prefix_naming=self.worker.names.naming,
             max_num_seqs=self.config.max_num_seqs,
             can_prefill=True,
         )

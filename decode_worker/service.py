@@ -15,6 +15,7 @@ from baton.proto.bundle_wire import decode_frame
 from baton.proto.wire import abort_with, request_from_attend
 from baton.worker.bundle import Bundle
 from baton.worker.outbox import BundledStream
+from baton.worker.prefix_watch import serve_watch
 from baton.worker.stream import EventStream
 
 
@@ -49,6 +50,12 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
     async def AttendAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Stream all attempts of one router, a frame for each step. A call that ends cancels them."""
         await Bundle(_Attends(self._worker, self._clock), decode_frame, self._worker.cork, self._epoch).serve(context)
+
+    async def WatchPrefixes(
+        self, request: worker_pb2.WatchPrefixesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Tell a router which prefixes are here, and what becomes of them."""
+        await serve_watch(self._worker.block_log, self._epoch, request, context)
 
 
 class _Attends:

@@ -323,6 +323,9 @@ class DecodeWorker:
             return
         sequence.token_ids.append(first_token)
         sequence.resume = resume
+        assert sequence.table is not None
+        # Nothing writes these positions any more: prompts that begin alike and are computed here may share them.
+        self.engine.scheduler.name_blocks(sequence, sequence.table, 0, sequence.request.prompt_len)
         self.engine.scheduler.make_ready(sequence)
 
     def _landing_failed(self, request: DecodeRequest, event: LandingFailed) -> None:

@@ -1,27 +1,24 @@
 """The prefill worker's RPCs: bytes in, events out; every decision is the worker's."""
 
 import asyncio
-import contextlib
-from typing import Any, Final
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from baton.core.clock import Clock
-from baton.core.errors import WorkerLost, as_internal
+from baton.core.errors import as_internal
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.kvtransfer.push import DecodePeer
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.proto.block_wire import change_to_proto
 from baton.proto.bundle_wire import prefill_frame
 from baton.proto.wire import abort_with, request_from_prefill
 from baton.worker.bundle import Bundle
 from baton.worker.cork import Cork
 from baton.worker.outbox import BundledStream
+from baton.worker.prefix_watch import serve_watch
 from baton.worker.stream import EventStream
-
-GATHER_S: Final = 0.005  # changes of the prefix cache within so long are told together
 
 
 class PrefillService(worker_pb2_grpc.PrefillServicer):
@@ -59,27 +56,8 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     async def WatchPrefixes(
         self, request: worker_pb2.WatchPrefixesRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Tell a reader what it misses, now and whenever something changes; a slow one gets larger changes."""
-        if request.epoch != self._epoch:
-            await abort_with(context, WorkerLost("this worker was restarted", epoch=self._epoch))
-        loop, log, version = asyncio.get_running_loop(), self._worker.block_log, request.version
-        while True:
-            changed = asyncio.Event()
-
-            def wake(changed: asyncio.Event = changed) -> None:
-                with contextlib.suppress(RuntimeError):  # the host has closed its event loop: nobody reads any more
-                    loop.call_soon_threadsafe(changed.set)
-
-            forget = log.call_at_change(wake)
-            try:
-                for change in log.since(version):  # after the registration, so that no change is missed
-                    await context.write(change_to_proto(change))
-                    version = change.version
-                if log.version == version:
-                    await changed.wait()
-            finally:
-                forget()
-            await asyncio.sleep(GATHER_S)
+        """Tell a router which prefixes are here, and what becomes of them."""
+        await serve_watch(self._worker.block_log, self._epoch, request, context)
 
 
 class _Runs:

@@ -201,6 +201,7 @@ def attend_request(request: GenerationRequest, now_s: float, *, prefill_here: bo
         sampling=_sent_sampling(request.sampling),
         num_draft_tokens=request.num_draft_tokens,
         timeout_ms=_timeout_ms(request, now_s),
+        tenant=request.tenant,
         choice=request.choice,
         num_forced_tokens=request.num_forced,
         traceparent=of_attempt(request.trace, request.key.request_id, request.key.attempt),
@@ -222,7 +223,7 @@ def request_from_prefill(message: worker_pb2.PrefillRequest, now_s: float) -> Ge
     """
     if not message.decode.worker_id or not message.decode.kv_address:
         raise MalformedMessage("the message names no decode worker", field="decode")
-    return dataclasses.replace(_request(message, now_s), tenant=message.tenant)
+    return _request(message, now_s)
 
 
 def request_from_attend(message: worker_pb2.AttendRequest, now_s: float) -> GenerationRequest:
@@ -337,6 +338,7 @@ def _request(message: worker_pb2.PrefillRequest | worker_pb2.AttendRequest, now_
         sampling=sampling_from_proto(message.sampling),
         deadline_s=now_s + message.timeout_ms / 1e3,
         num_draft_tokens=message.num_draft_tokens,
+        tenant=message.tenant,
         choice=message.choice,
         num_forced=message.num_forced_tokens,
         trace=parse_sampled(message.traceparent),

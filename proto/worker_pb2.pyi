@@ -128,13 +128,14 @@ class PrefixNaming(_message.Message):
     def __init__(self, model: _Optional[str] = ..., block_size: _Optional[int] = ..., with_mtp: bool = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "sampling", "num_draft_tokens", "timeout_ms", "choice", "num_forced_tokens", "traceparent", "prefill_here")
+    __slots__ = ("attempt", "prompt_token_ids", "sampling", "num_draft_tokens", "timeout_ms", "choice", "tenant", "num_forced_tokens", "traceparent", "prefill_here")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     NUM_FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
@@ -144,10 +145,11 @@ class AttendRequest(_message.Message):
     num_draft_tokens: int
     timeout_ms: int
     choice: int
+    tenant: str
     num_forced_tokens: int
     traceparent: str
     prefill_here: bool
-    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., choice: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., prefill_here: bool = ...) -> None: ...
+    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., choice: _Optional[int] = ..., tenant: _Optional[str] = ..., num_forced_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., prefill_here: bool = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("attending", "tokens", "first_token", "prompt_logprobs")

@@ -206,6 +206,11 @@ class DecodeStub(object):
                 request_serializer=baton_dot_proto_dot_worker__pb2.DecodeCommands.SerializeToString,
                 response_deserializer=baton_dot_proto_dot_worker__pb2.DecodeFrame.FromString,
                 _registered_method=True)
+        self.WatchPrefixes = channel.unary_stream(
+                '/baton.v1.Decode/WatchPrefixes',
+                request_serializer=baton_dot_proto_dot_worker__pb2.WatchPrefixesRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_worker__pb2.PrefixChange.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer(object):
@@ -225,6 +230,13 @@ class DecodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchPrefixes(self, request, context):
+        """As Prefill.WatchPrefixes: prompts that were computed here, or whose KV was received.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -237,6 +249,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.AttendAll,
                     request_deserializer=baton_dot_proto_dot_worker__pb2.DecodeCommands.FromString,
                     response_serializer=baton_dot_proto_dot_worker__pb2.DecodeFrame.SerializeToString,
+            ),
+            'WatchPrefixes': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchPrefixes,
+                    request_deserializer=baton_dot_proto_dot_worker__pb2.WatchPrefixesRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_worker__pb2.PrefixChange.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -293,6 +310,33 @@ class Decode(object):
             '/baton.v1.Decode/AttendAll',
             baton_dot_proto_dot_worker__pb2.DecodeCommands.SerializeToString,
             baton_dot_proto_dot_worker__pb2.DecodeFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Decode/WatchPrefixes',
+            baton_dot_proto_dot_worker__pb2.WatchPrefixesRequest.SerializeToString,
+            baton_dot_proto_dot_worker__pb2.PrefixChange.FromString,
             options,
             channel_credentials,
             insecure,

@@ -216,8 +216,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def prefix_block_size(self) -> int:
         """Positions of a block of the prefix cache; 0 where no live worker names one."""
-        live = self._members.live(PREFILL)
-        return live[0].state.prefix_naming.block_size if live else 0
+        live = (*self._members.live(PREFILL), *self._members.live(DECODE))
+        return next((size for member in live if (size := member.state.prefix_naming.block_size)), 0)
 
     async def _admit(
         self,

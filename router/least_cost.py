@@ -6,7 +6,7 @@ The random source only decides between pairs that cost the same.
 import dataclasses
 import random
 from collections.abc import Sequence, Set
-from typing import Final
+from typing import Final, NamedTuple
 
 from baton.core.block_hash import block_hashes
 from baton.core.clock import Clock
@@ -21,7 +21,7 @@ from baton.router.cost import (
     edge_cost,
     prefill_cost,
 )
-from baton.router.load import Load, Loads, Sent
+from baton.router.load import Load, Loads, Pace, Sent
 from baton.router.local_cost import local_cost, split_cost
 from baton.router.local_prefill import LOCAL, SPLIT, LocalPrefill
 from baton.router.members import DECODE, PREFILL, Life, Member
@@ -32,6 +32,14 @@ TIE_S: Final = 1e-6
 MAX_PAIRS: Final = 256  # some 4 us each; beyond that only the cheapest of each role are paired
 SHORT_LIST: Final = 16
 EXPECT_S: Final = 1.0  # a prefix is expected for twice the time its prefill should take, and so much more
+
+
+class _Local(NamedTuple):
+    """A decode worker that may compute the prompt: what that costs, and how long it takes there."""
+
+    cost_s: float
+    busy_s: float
+    member: Member
 
 
 class LeastCost:
@@ -84,57 +92,87 @@ class LeastCost:
         self._loads.keep([*prefill, *decode])
         prompt_len = request.prompt_len if request is not None else 1
         asked = Asked(prompt_len=prompt_len, block_size=max(1, decode[0].state.block_size))
-        matched = self._match(prefill, request, now_s)
+        able = must or self._local.optional(decode, excluded, request)
+        matched = self._match([*prefill, *able], request, now_s)
         at_prefill = self._prefill_costs(prefill, asked, matched, now_s)
         at_decode = self._decode_costs(decode, asked)
-        able = must or self._local.optional(decode, excluded, request)
-        local = self._local_costs(able, at_decode, at_prefill, asked, now_s, is_must=bool(must))
+        paces = self._paces(at_decode, at_prefill)
+        local = self._local_costs(able, at_decode, paces, asked, matched, now_s, is_must=bool(must))
         if must:
-            return self._keep(min(local, key=lambda item: item[0])[1], asked, self._local.required_reason(prefill))
+            reason = self._local.required_reason(prefill)
+            return self._keep(self._least(local), asked, matched, now_s, request, reason)
         try:
             pair = self._cheapest(at_prefill, at_decode, asked, excluded)
         except WorkersIncompatible:
-            local = self._local_costs(able, at_decode, at_prefill, asked, now_s, is_must=True)
+            local = self._local_costs(able, at_decode, paces, asked, matched, now_s, is_must=True)
             if not local:
                 raise
-            return self._keep(min(local, key=lambda item: item[0])[1], asked, "incompatible")
+            return self._keep(self._least(local), asked, matched, now_s, request, "incompatible")
         if local:
-            least_s, member = min(local, key=lambda item: item[0])
-            if least_s < self._split_s(pair, at_prefill, at_decode, asked, matched):
-                return self._keep(member, asked, "cheaper")
+            least = self._least(local)
+            if least.cost_s < self._split_s(pair, at_prefill, at_decode, asked, matched):
+                return self._keep(least, asked, matched, now_s, request, "cheaper")
         self._local.chosen(SPLIT, self._local.split_reason(able, bool(local), request))
         self._send(pair, asked, at_prefill, matched, now_s, request)
         return dataclasses.replace(pair, expected_cached_len=matched.get(pair.prefill.life, 0))
 
-    def _keep(self, member: Member, asked: Asked, reason: str) -> Pair:
+    def _keep(
+        self,
+        chosen: _Local,
+        asked: Asked,
+        matched: dict[Life, int],
+        now_s: float,
+        request: GenerationRequest | None,
+        reason: str,
+    ) -> Pair:
         """A decode worker computes the prompt."""
         self._local.chosen(LOCAL, reason)
-        sent = Sent(self._clock.now_s(), asked.prompt_len, asked.num_blocks)
-        self._loads.of(member).sent.append(sent)
-        return Pair(member, member, routing=self.name)
+        member = chosen.member
+        cached_len = matched.get(member.life, 0)
+        self._loads.of(member).sent.append(Sent(now_s, asked.prompt_len - cached_len, asked.num_blocks))
+        self._expect(member, cached_len, chosen.busy_s, matched, now_s, request)
+        return Pair(member, member, expected_cached_len=cached_len, routing=self.name)
+
+    def _least(self, local: Sequence[_Local]) -> _Local:
+        least_s = min(item.cost_s for item in local)
+        return self._rng.choice([item for item in local if item.cost_s <= least_s + TIE_S])
+
+    def _paces(
+        self, at_decode: list[tuple[float, Member]], at_prefill: list[tuple[PrefillCost, Member, Load]]
+    ) -> list[Pace]:
+        """Those that were measured, of decode workers first."""
+        loads = [self._loads.of(member) for _, member in at_decode] + [load for _, _, load in at_prefill]
+        return [load.pace for load in loads if load.pace is not None]
 
     def _local_costs(
         self,
         able: Sequence[Member],
         at_decode: list[tuple[float, Member]],
-        at_prefill: list[tuple[PrefillCost, Member, Load]],
+        paces: Sequence[Pace],
         asked: Asked,
+        matched: dict[Life, int],
         now_s: float,
         *,
         is_must: bool,
-    ) -> list[tuple[float, Member]]:
+    ) -> list[_Local]:
         """Of those decode workers of which it is known; of all if it must be one of them."""
-        paces = [self._loads.of(member).pace for _, member in at_decode] + [load.pace for _, _, load in at_prefill]
-        assumed = next((pace for pace in paces if pace is not None), None)
         lives, costs = {member.life for member in able}, []
         for decode_s, member in at_decode:
             if member.life not in lives:
                 continue
             load = self._loads.of(member)
-            step_s = load.step_s or self._weights.step_s
-            cost = local_cost(load, asked, assumed=assumed, step_s=step_s, now_s=now_s, weights=self._weights)
-            if cost is not None or is_must:
-                costs.append((decode_s + (0.0 if cost is None else cost.total_s), member))
+            cost = local_cost(
+                load,
+                asked,
+                assumed=next(iter(paces), None),
+                cached_len=matched.get(member.life, 0),
+                step_s=load.step_s or self._weights.step_s,
+                now_s=now_s,
+                is_must=is_must,
+                weights=self._weights,
+            )
+            if cost is not None:
+                costs.append(_Local(decode_s + cost.total_s, cost.queue_s + cost.compute_s + cost.steps_s, member))
         return costs
 
     def _split_s(
@@ -165,17 +203,19 @@ class LeastCost:
             round_trip_s=edge.round_trip_s if edge is not None else 0.0,
         )
 
-    def cached_len(self, prefill: Sequence[Member], request: GenerationRequest) -> int:
-        """Prompt tokens that the worker which has most of them has cached, or is about to."""
-        return max(self._match(prefill, request, self._clock.now_s()).values(), default=0)
+    def cached_len(self, prefill: Sequence[Member], decode: Sequence[Member], request: GenerationRequest) -> int:
+        """How many of the prompt's tokens the worker with most of them has cached, of those that may compute it."""
+        must = self._local.required(prefill, decode, NOBODY, request)
+        members = must or [*prefill, *self._local.optional(decode, NOBODY, request)]
+        return max(self._match(members, request, self._clock.now_s()).values(), default=0)
 
-    def _match(self, prefill: Sequence[Member], request: GenerationRequest | None, now_s: float) -> dict[Life, int]:
+    def _match(self, members: Sequence[Member], request: GenerationRequest | None, now_s: float) -> dict[Life, int]:
         """Tokens of the prompt that each has cached, or is about to; the last one is always computed."""
         if self._prefixes is None or request is None or request.sampling.prompt_logprobs is not None:
             return {}
         found: dict[Life, int] = {}
         matches: dict[tuple[object, ...], dict[Life, int]] = {}  # by naming; as a rule there is one
-        for member in prefill:
+        for member in members:
             if not member.state.HasField("prefix_naming"):
                 continue
             naming = member.state.prefix_naming
@@ -290,12 +330,24 @@ class LeastCost:
         num_new = -(-own_len // asked.block_size)
         self._loads.of(pair.prefill).sent.append(Sent(now_s, own_len, num_new))
         self._loads.of(pair.decode).sent.append(Sent(now_s, 0, asked.num_blocks))
-        if self._prefixes is not None and request is not None and pair.prefill.life in matched:
-            cost = next(cost for cost, member, _ in at_prefill if member is pair.prefill)
-            until_s = now_s + EXPECT_S + 2 * (cost.queue_s + cost.compute_s)
-            first = cached_len // pair.prefill.state.prefix_naming.block_size
-            names = self._block_names(pair.prefill, request)
-            self._prefixes.expect(pair.prefill.life, names[first:], until_s)
+        cost = next(cost for cost, member, _ in at_prefill if member is pair.prefill)
+        self._expect(pair.prefill, cached_len, cost.queue_s + cost.compute_s, matched, now_s, request)
+
+    def _expect(
+        self,
+        member: Member,
+        cached_len: int,
+        busy_s: float,
+        matched: dict[Life, int],
+        now_s: float,
+        request: GenerationRequest | None,
+    ) -> None:
+        """A worker will hold the prompt's blocks when it has computed them."""
+        if self._prefixes is None or request is None or member.life not in matched:
+            return
+        first = cached_len // member.state.prefix_naming.block_size
+        names = self._block_names(member, request)
+        self._prefixes.expect(member.life, names[first:], now_s + EXPECT_S + 2 * busy_s)
 
 
 def _landing_of(decode: Member) -> tuple[str, int]:

@@ -1,6 +1,6 @@
 """What it would cost a request, in seconds, if the decode worker computed its prompt; and the other way. Pure.
 
-    local = prompts queued there + own prompt, in chunks between the steps of those that run
+    local = prompts queued there + uncached part of the prompt, in chunks between the steps of those that run
           + a share of it for those who come after, and for each that runs and waits meanwhile
     split = the prefill worker's queue + uncached part of the prompt + a share of it for those who come after
           + the hand-over: what workers measured between the end of a prefill and the seal, less the MTP pass that
@@ -47,7 +47,15 @@ class LocalCost:
 
 
 def local_cost(
-    load: Load, asked: Asked, *, assumed: Pace | None, step_s: float, now_s: float, weights: CostWeights = WEIGHTS
+    load: Load,
+    asked: Asked,
+    *,
+    assumed: Pace | None,
+    cached_len: int = 0,
+    step_s: float,
+    now_s: float,
+    is_must: bool = False,
+    weights: CostWeights = WEIGHTS,
 ) -> LocalCost | None:
     """What a decode worker would take; None if it is not known and must not be tried.
 
@@ -55,21 +63,26 @@ def local_cost(
         load: its own.
         asked: by the request.
         assumed: the pace of others, where it has measured none.
+        cached_len: prompt tokens that it need not compute.
         step_s: of its decode steps, measured or assumed.
         now_s: on the clock of `load.heartbeat_s`.
+        is_must: a decode worker computes it in any case, so one that has measured nothing is taken for one like others.
         weights: of what is not measured.
     """
     pace = load.pace
+    own_len = asked.prompt_len - cached_len
     queued = float(load.tokens_queued + load.tokens_sent)
-    if pace is None:
-        if assumed is None or asked.prompt_len > CAUTIOUS_LEN or queued:
+    if pace is None and is_must:
+        pace = assumed or Pace(0.0, 1.0 / weights.tokens_per_s, 0.0)
+    elif pace is None:
+        if assumed is None or own_len > CAUTIOUS_LEN or queued:
             return None
         pace = Pace(CAUTION * assumed.fixed_s, CAUTION * assumed.per_token_s, CAUTION * assumed.draft_s)
     if pace.per_token_s:
         queued = max(0.0, queued - max(0.0, now_s - load.heartbeat_s) / pace.per_token_s)
     num_running = load.num_running + sum(item.num_tokens == 0 for item in load.sent)
-    num_chunks = -(-asked.prompt_len // (load.local_chunk_len or FIRST_CHUNK_LEN)) if num_running else 1
-    compute_s = num_chunks * pace.fixed_s + asked.prompt_len * pace.per_token_s
+    num_chunks = -(-own_len // (load.local_chunk_len or FIRST_CHUNK_LEN)) if num_running else 1
+    compute_s = num_chunks * pace.fixed_s + own_len * pace.per_token_s
     return LocalCost(
         queue_s=pace.fixed_s + queued * pace.per_token_s if queued else 0.0,
         compute_s=compute_s,

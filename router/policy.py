@@ -20,7 +20,7 @@ class Pair:
 
     prefill: Member
     decode: Member
-    expected_cached_len: int = 0  # prompt tokens that the prefill worker is thought to have
+    expected_cached_len: int = 0  # prompt tokens that the worker which computes it is thought to have
     routing: str = ""  # the policy that chose it
 
     @property

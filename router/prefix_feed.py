@@ -1,4 +1,4 @@
-"""Keeps the prefix index fed: one stream from each live prefill worker that keeps prefixes, for as long as it lives.
+"""Keeps the prefix index fed: one stream from each live worker that keeps prefixes, for as long as it lives.
 
 What is a gap and what is known is the index's to say. A stream that breaks or skips something is opened again from the
 version that the index has; a life that is lost is dropped from it.
@@ -6,7 +6,7 @@ version that the index has; a life that is lost is dropped from it.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 import grpc
@@ -16,7 +16,7 @@ from baton.core.errors import MalformedMessage
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.block_wire import change_from_proto
 from baton.router.channels import Channels
-from baton.router.members import PREFILL, Life, Member, Members
+from baton.router.members import DECODE, PREFILL, Life, Member, Members
 from baton.router.prefix_index import PrefixIndex
 
 PAUSE_S: Final = 0.2
@@ -34,6 +34,7 @@ class PrefixFeed:
         members: who lives.
         channels: to them.
         spawn: runs a coroutine in the background and keeps hold of it.
+        roles: whose workers may compute prompts.
     """
 
     def __init__(
@@ -42,17 +43,19 @@ class PrefixFeed:
         members: Members,
         channels: Channels,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
+        roles: Sequence[str] = (PREFILL, DECODE),
     ) -> None:
         self._index = index
         self._members = members
         self._channels = channels
         self._spawn = spawn
+        self._roles = roles
         self._known: set[Life] = set()
         self._unheard: set[Life] = set()  # of those
 
     def follow(self) -> None:
-        """Watch every live prefill worker that is not watched yet."""
-        for member in self._members.live(PREFILL):
+        """Watch every live worker that keeps prefixes and is not watched yet."""
+        for member in (member for role in self._roles for member in self._members.live(role)):
             if member.life not in self._known and member.state.HasField("prefix_naming"):
                 self._known.add(member.life)
                 self._unheard.add(member.life)
@@ -102,7 +105,8 @@ class PrefixFeed:
 
     async def _read_once(self, member: Member, life: Life) -> None:
         request = worker_pb2.WatchPrefixesRequest(epoch=life.epoch, version=self._index.version(life))
-        call = worker_pb2_grpc.PrefillStub(self._channels.to(member)).WatchPrefixes(request)
+        stub = worker_pb2_grpc.DecodeStub if member.state.role == DECODE else worker_pb2_grpc.PrefillStub
+        call = stub(self._channels.to(member)).WatchPrefixes(request)
         try:
             async for message in call:
                 self._unheard.discard(life)

@@ -1,4 +1,4 @@
-"""Which prompt blocks each prefill worker's life holds, as far as the router has heard. Pure.
+"""Which prompt blocks each worker's life holds, as far as the router has heard. Pure.
 
 It is a hint: a name that is missing costs a recompute elsewhere, one that is stale a recompute there; the worker alone
 decides what it shares. A life is fed with changes in order of version (`core.block_change`); what was missed is noticed

@@ -136,7 +136,8 @@ class RouterServer:
         self.metrics.registry.register(PrefixCollector(self.prefixes))
         self._policy = make_policy(config.routing, self._clock, random.Random(), self.prefixes, self.local)
         self.canaries = self._make_canaries()
-        self._feed = PrefixFeed(self.prefixes, self.members, self._channels, self._background.spawn)
+        roles = (PREFILL,) if config.local_prefill == NEVER else (PREFILL, DECODE)
+        self._feed = PrefixFeed(self.prefixes, self.members, self._channels, self._background.spawn, roles)
         self._gate = self._make_gate()
         security = config.security
         self.security_metrics = SecurityMetrics(self.metrics.registry)
@@ -184,7 +185,9 @@ class RouterServer:
         policy = self._policy
 
         def cached_len(request: GenerationRequest) -> int:
-            return policy.cached_len(self.members.live(PREFILL), request) if isinstance(policy, LeastCost) else 0
+            if not isinstance(policy, LeastCost):
+                return 0
+            return policy.cached_len(self.members.live(PREFILL), self.members.live(DECODE), request)
 
         num = self.config.max_queue_len
         most = MAX_RUNNING if num is None else max(num, MAX_RUNNING)

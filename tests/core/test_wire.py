@@ -126,6 +126,7 @@ def request(timeout_s=2.5):
         prompt_token_ids=(1, 2),
         sampling=SamplingParams(max_tokens=4, seed=8, stop=("a",)),
         deadline_s=10.0 + timeout_s,
+        tenant="t",
         num_draft_tokens=2,
         choice=1,
         num_forced=1,

@@ -249,7 +249,7 @@ class Decode:
         self.allocator = self.scheduler.allocator
         self.requests, self.sinks = {}, {}
 
-    def attend(self, prompt, name=None, *, local=False, k=2, deadline_s=1e9, num_forced=0, **sampling):
+    def attend(self, prompt, name=None, *, local=False, k=2, deadline_s=1e9, num_forced=0, tenant="", **sampling):
         """A request comes from the router."""
         request = GenerationRequest(
             key=AttemptKey(name or f"r{len(self.requests)}", 1),
@@ -258,6 +258,7 @@ class Decode:
             deadline_s=deadline_s,
             num_draft_tokens=k,
             num_forced=num_forced,
+            tenant=tenant,
         )
         sink = Sink()
         self.worker.attend(request, sink, prefill_here=local)

@@ -852,3 +852,74 @@ def test_a_preempted_sequence_whose_whole_prompt_is_cached_goes_on(prompt_len, w
     decode.check_finished(request)
     assert decode.worker.inventory().num_prefix_hits == 1
     decode.check_nothing_left()
+
+
+def cached_len(decode, request):
+    """Of a prompt that was computed here: the tokens that were not."""
+    return next(event.first_token for event in decode.sinks[request.key].events).num_cached_tokens
+
+
+def test_a_tenants_prefix_is_never_anothers():
+    decode = Decode()
+    asked = []
+    for tenant in ("a", "b", "", "a"):
+        asked.append(decode.attend(PROMPT, local=True, tenant=tenant))
+        decode.turns()
+    assert [cached_len(decode, request) for request in asked] == [0, 0, 0, 8]
+    decode.check_nothing_left()
+
+
+@pytest.mark.parametrize("with_mtp", [False, True])
+def test_what_was_received_of_a_prompt_is_not_computed_again_here(with_mtp):
+    k = 2 if with_mtp else 0
+    decode = Decode(model=PREFILLERS[with_mtp].model, k=k)
+    received = decode.attend(PROMPT, k=k, tenant="a")
+    decode.hand_over(received)
+    assert not decode.worker.inventory().num_blocks_cached, "it is not complete before its transfer is sealed"
+    decode.turns()
+    held = decode.worker.inventory()
+    assert held.num_blocks_cached == len(decode.worker.names.of(received)) == 2
+    turns = (((9, 7, 9), "a"), ((9, 7, 9), "b"), ((6, 5), "a"))
+    asked = [decode.attend((*PROMPT[:8], *more), local=True, k=k, tenant=tenant) for more, tenant in turns]
+    decode.turns()
+    # With an MTP head the second block's last entry depends on the token behind it, which differs.
+    shared_len = 4 if with_mtp else 8
+    assert [cached_len(decode, request) for request in asked] == [shared_len, 0, shared_len]
+    for request in (received, *asked):
+        decode.check_finished(request)
+    decode.check_nothing_left()
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_of_a_transfer_that_fails_nothing_is_shared(sealed):
+    """It ends before it is complete, or its commit cannot be."""
+    decode = Decode()
+    received = decode.attend(PROMPT)
+    decode.landings.ask(received)
+    decode.turn()
+    if sealed:
+        decode.landings.land(received, first_token=10**6)
+    else:
+        decode.landings.fail(received.key)
+    decode.turns()
+    if not sealed:
+        decode.landings.drain(received.key)
+    assert isinstance(decode.sinks[received.key].error, TransferFailed)
+    assert not decode.worker.inventory().num_blocks_cached
+    request = decode.attend(PROMPT, local=True)
+    decode.turns()
+    assert cached_len(decode, request) == 0
+    decode.check_finished(request)
+    decode.check_nothing_left()
+
+
+def test_a_prompt_that_was_received_and_gave_way_finds_its_own_blocks():
+    decode = Decode(preempt_at=(2,))
+    received = decode.attend(PROMPT, max_tokens=8)
+    decode.hand_over(received)
+    decode.turns()
+    decode.check_finished(received)
+    held = decode.worker.inventory()
+    assert held.num_preemptions == 1
+    assert held.num_prefix_hit_tokens == 8
+    decode.check_nothing_left()

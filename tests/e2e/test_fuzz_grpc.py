@@ -74,9 +74,11 @@ def test_every_rpc_of_the_workers(fleet):
         ),
     }
     attend = {"/baton.v1.Decode/Attend": (worker_pb2.AttendRequest, worker_pb2.AttendRequest(**common))}
+    watch = worker_pb2.WatchPrefixesRequest(epoch=fleet.decode.epoch)
+    decode_only = admin | attend | {"/baton.v1.Decode/WatchPrefixes": (worker_pb2.WatchPrefixesRequest, watch)}
     known = (decode["worker_id"], decode["kv_address"], "fuzz", fleet.prefill.epoch ^ 1, fleet.decode.epoch ^ 1)
     addresses = {"prefill": fleet.prefill.host.address, "decode": fleet.decode.host.address}
-    kinds = [calls("prefill", prefill, known), calls("decode", admin | attend, known)]
+    kinds = [calls("prefill", prefill, known), calls("decode", decode_only, known)]
     both = pairs(prefill, attend, known)
     with grpc.insecure_channel(fleet.address) as channel:
         for number in rounds(SECONDS, "workers"):

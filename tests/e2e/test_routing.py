@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from baton.client import AsyncBatonClient
+from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
 from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
@@ -16,6 +17,8 @@ from baton.prefill_worker.node import PrefillNode
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.block_wire import change_from_proto
 from baton.proto.wire import error_from_rpc
+from baton.router.load import LAG_S, Load, Pace
+from baton.router.local_prefill import AUTO, NEVER
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.e2e.conftest import TINY
@@ -50,9 +53,11 @@ def worker_config(worker_id, router_address, **changes):
 
 
 @asynccontextmanager
-async def deployment(routing, num_prefill=2):
+async def deployment(routing, num_prefill=2, num_decode=1, **changes):
     """A router and workers that report to it."""
-    config = RouterConfig(host="127.0.0.1", port=0, max_queue_len=64, request_timeout_s=60.0, routing=routing)
+    config = RouterConfig(
+        host="127.0.0.1", port=0, max_queue_len=64, request_timeout_s=60.0, routing=routing, **changes
+    )
     router = RouterServer(config, ServedModel.from_directory("tiny", TINY, weights="checkpoint"))
     await router.start()
     fatal = []
@@ -62,9 +67,11 @@ async def deployment(routing, num_prefill=2):
         for at in range(num_prefill):
             node = await asyncio.to_thread(PrefillNode, worker_config(f"prefill-{at}", address), fatal.append)
             nodes.append(node)
-        nodes.append(await asyncio.to_thread(DecodeNode, worker_config("decode-0", address), fatal.append))
+        for at in range(num_decode):
+            node = await asyncio.to_thread(DecodeNode, worker_config(f"decode-{at}", address), fatal.append)
+            nodes.append(node)
         async with asyncio.timeout(20):
-            while len(router.members.live("prefill")) < num_prefill or not router.members.serving:
+            while len(router.members.live("prefill")) + len(router.members.live("decode")) < num_prefill + num_decode:
                 await asyncio.sleep(0.02)
         yield router, nodes, address
     finally:
@@ -74,20 +81,21 @@ async def deployment(routing, num_prefill=2):
         assert not fatal
 
 
-async def ask(address, token_ids):
+async def ask(address, token_ids, **options):
     """The stats of one answer."""
     async with AsyncBatonClient(address, timeout_s=60.0) as client:
-        async for chunk in client.generate(token_ids=token_ids, sampling=GREEDY):
+        async for chunk in client.generate(token_ids=token_ids, sampling=GREEDY, **options):
             if chunk.HasField("finish"):
                 return chunk.finish.stats
     raise AssertionError("no finish")
 
 
 async def heard(router, nodes):
-    """Wait until the router's index is what the prefill workers hold."""
+    """Wait until the router's index is what the workers that it watches hold."""
+    watched = [node for node in nodes if is_prefill(node) or router.config.local_prefill != NEVER]
     async with asyncio.timeout(10):
         while True:
-            held = {node.state().worker_id: node.worker.block_log.since(-1) for node in nodes if is_prefill(node)}
+            held = {node.state().worker_id: node.worker.block_log.since(-1) for node in watched}
             told = {life.worker_id: router.prefixes.names(life) for life in router.prefixes.lives()}
             if told == {name: {n for part in parts for n in part.stored} for name, parts in held.items()}:
                 return told
@@ -99,6 +107,29 @@ async def told_idle(router):
     async with asyncio.timeout(10):
         while any(m.state.inventory.num_prefill_tokens_queued for m in router.members.live("prefill")):
             await asyncio.sleep(0.01)
+
+
+async def told_all_idle(router):
+    """Wait until every worker has reported, after all that it was sent, that it has nothing to do."""
+    members, asked_s = router.members, MonotonicClock().now_s() + LAG_S
+    async with asyncio.timeout(10):
+        while any(
+            member.heartbeat_s <= asked_s or member.state.inventory.num_attends
+            for member in (*members.live("prefill"), *members.live("decode"))
+        ):
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def equal_workers(monkeypatch):
+    """To the router all workers are equally fast, whatever this machine does meanwhile."""
+    hear = Load.hear
+
+    def hear_equal(load, member):
+        hear(load, member)
+        load.pace, load.step_s = Pace(0.004, 0.0001, 0.0), 0.005
+
+    monkeypatch.setattr(Load, "hear", hear_equal)
 
 
 def is_prefill(node):
@@ -137,6 +168,56 @@ async def test_a_worker_that_is_gone_leaves_nothing_in_the_index():
         other = await ask(address, GROUPS[0])
         assert other.prefill_worker != stats[0].prefill_worker
         assert other.num_expected_cached_tokens == other.num_cached_tokens
+
+
+async def test_without_prefill_workers_requests_follow_their_prefix(equal_workers):
+    async with deployment("prefix", 0, 2, local_prefill=AUTO) as (router, nodes, address):
+        first = []
+        for prompt in GROUPS:
+            first.append(await ask(address, (*prompt, 7, 8, 9), tenant="a"))
+            await told_all_idle(router)
+        assert [(stats.num_cached_tokens, stats.num_expected_cached_tokens) for stats in first] == [(0, 0)] * 4
+        told = await heard(router, nodes)
+        assert sum(map(len, told.values())) == 4 * 5
+        for at, prompt in enumerate(GROUPS * 2):
+            stats = await ask(address, (*prompt, 10, 11, 12 + at), tenant="a")
+            assert stats.decode_worker == first[at % 4].decode_worker
+            assert (stats.num_cached_tokens, stats.num_expected_cached_tokens) == (80, 80)
+            assert (stats.routing, stats.path) == ("prefix", "local")
+            await told_all_idle(router)
+        for tenant in ("b", ""):
+            stats = await ask(address, (*GROUPS[0], 10, 11), tenant=tenant)
+            assert (stats.num_cached_tokens, stats.num_expected_cached_tokens) == (0, 0)
+
+
+async def test_another_life_of_a_decode_worker_holds_nothing(equal_workers):
+    async with deployment("prefix", 0, 2, local_prefill=AUTO) as (router, nodes, address):
+        stats = await ask(address, GROUPS[0])
+        assert any((await heard(router, nodes)).values())
+        gone = next(node for node in nodes if node.state().worker_id == stats.decode_worker)
+        nodes.remove(gone)
+        await asyncio.to_thread(gone.close)
+        reborn = await asyncio.to_thread(DecodeNode, worker_config(stats.decode_worker, address), pytest.fail)
+        nodes.append(reborn)
+        assert set((await heard(router, nodes)).values()) == {frozenset()}
+        assert {life.epoch for life in router.prefixes.lives()} == {node.epoch for node in nodes}
+        stats = await ask(address, GROUPS[0])
+        assert (stats.num_cached_tokens, stats.num_expected_cached_tokens) == (0, 0)
+
+
+async def test_what_a_decode_worker_received_is_found_when_the_prefill_worker_is_gone():
+    async with deployment("prefix", 1, 1, local_prefill=AUTO) as (router, nodes, address):
+        stats = await ask(address, (*GROUPS[0], 7), tenant="a", split_only=True)
+        assert (stats.path, stats.num_cached_tokens) == ("split", 0)
+        told = await heard(router, nodes)
+        assert told["prefill-0"] == told["decode-0"]
+        assert len(told["decode-0"]) == 5
+        await asyncio.to_thread(nodes.pop(0).close)
+        await heard(router, nodes)
+        stats = await ask(address, (*GROUPS[0], 8), tenant="a")
+        assert (stats.path, stats.num_cached_tokens, stats.num_expected_cached_tokens) == ("local", 80, 80)
+        stats = await ask(address, (*GROUPS[0], 8), tenant="b")
+        assert (stats.path, stats.num_cached_tokens, stats.num_expected_cached_tokens) == ("local", 0, 0)
 
 
 async def test_a_reader_who_thinks_of_another_life_is_refused():

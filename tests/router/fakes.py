@@ -124,6 +124,7 @@ class FakeWorker:
         self.inventory = {}  # more of it
         self.naming = None  # a PrefixNaming, if it keeps prefixes
         self.watch = None  # then what serves WatchPrefixes
+        self.num_cached_tokens = 0  # what it says of a prompt that it computes as a decode worker
 
     @property
     def script(self):
@@ -169,14 +170,18 @@ class FakeWorker:
             seen.ended.set()
 
 
+async def watched(role, worker, request, context):
+    if worker.role != role or worker.watch is None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no prefixes here")
+    await worker.watch(request, context)
+
+
 class Prefill(worker_pb2_grpc.PrefillServicer):
     def __init__(self, worker):
         self.worker = worker
 
     async def WatchPrefixes(self, request, context):
-        if self.worker.watch is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no prefixes here")
-        await self.worker.watch(request, context)
+        await watched("prefill", self.worker, request, context)
 
     async def RunAll(self, request_iterator, context):
         await serve_bundle(self.Run, prefill_frame, self.worker.epoch, context)
@@ -240,6 +245,9 @@ class Decode(worker_pb2_grpc.DecodeServicer):
     def __init__(self, worker):
         self.worker = worker
 
+    async def WatchPrefixes(self, request, context):
+        await watched("decode", self.worker, request, context)
+
     async def AttendAll(self, request_iterator, context):
         await serve_bundle(self.Attend, decode_frame, self.worker.epoch, context)
 
@@ -285,6 +293,7 @@ class Decode(worker_pb2_grpc.DecodeServicer):
             finish_reason=script.finish_at_first,
             received_ns=received_ns,
             sent_ns=now_ns(),
+            num_cached_tokens=self.worker.num_cached_tokens,
         )
         first.prefill_ms = (first.sent_ns - received_ns) / 1e6
         if script.logprobs is not None and request.sampling.HasField("logprobs"):

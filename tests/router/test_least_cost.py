@@ -67,8 +67,8 @@ class Table:
             kv_bytes_per_position=1000.0,
             inventory=worker_pb2.Inventory(**{"num_blocks": 100, "num_blocks_free": 100, **inventory}),
         )
+        message.prefix_naming.CopyFrom(worker_pb2.PrefixNaming(model="m", block_size=BLOCK))
         if role == "prefill":
-            message.prefix_naming.CopyFrom(worker_pb2.PrefixNaming(model="m", block_size=BLOCK))
             message.inventory.transfer.paths.extend(paths)
         for name, value in (state or {}).items():
             setattr(message, name, value)
@@ -81,8 +81,7 @@ class Table:
         else:
             known.state, known.heartbeat_s = message, self.clock.now_s()
         member = self.members._members[worker_id]
-        if role == "prefill":
-            self.index.join(member.life)
+        self.index.join(member.life)
         return member
 
     def life(self, worker_id):

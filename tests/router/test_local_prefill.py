@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from baton.client import AsyncBatonClient
+from baton.core.block_hash import block_hashes
 from baton.core.clock import VirtualClock
 from baton.core.errors import NoWorker, Overloaded, RequestDeadlineExceeded
 from baton.core.sampling import SamplingParams
@@ -19,8 +20,9 @@ from baton.router.members import Members
 from baton.router.policy import RoundRobin
 from baton.router.prefix_index import PrefixIndex
 from baton.router.routing import make_policy
-from baton.tests.router.fakes import cluster
+from baton.tests.router.fakes import TOKENIZER, cluster
 from baton.tests.router.test_least_cost import BLOCK, Table, names_of, request
+from baton.tests.router.test_prefix_feed import Cache, knows
 
 pytestmark = pytest.mark.fast
 
@@ -40,17 +42,23 @@ class Deployment(Table):
         for at in range(num_decode):
             self.say(f"d{at}")
 
-    def say(self, worker_id, *, pace=PACE, exposed=None, can_prefill=True, **inventory):
+    def say(self, worker_id, *, pace=PACE, exposed=None, can_prefill=True, after_s=1.0, **inventory):
         member = self.beat(worker_id, state={"can_prefill": can_prefill and worker_id[0] == "d"}, **inventory)
         if pace is not None:
             member.state.inventory.prefill_pace.CopyFrom(worker_pb2.PrefillPace(**pace))
         if exposed is not None:
             member.state.inventory.transfer.transfers, member.state.inventory.transfer.exposed_seconds = exposed
-        self.clock.advance(1.0)  # what was sent before is over
+        self.clock.advance(after_s)  # what was sent before is over
         return member
 
-    def pick(self, prompt=SHORT, excluded=frozenset()):
-        return self.policy.pick(self.members.live("prefill"), self.members.live("decode"), excluded, request(prompt))
+    def pick(self, prompt=SHORT, excluded=frozenset(), **asked):
+        asking = request(prompt, **asked)
+        return self.policy.pick(self.members.live("prefill"), self.members.live("decode"), excluded, asking)
+
+    def picked(self, *args, **asked):
+        """Who decodes, and how much of the prompt is expected to be cached."""
+        pair = self.pick(*args, **asked)
+        return pair.decode.state.worker_id, pair.expected_cached_len
 
 
 def test_an_idle_decode_worker_computes_what_it_would_take_longer_to_hand_over():
@@ -85,6 +93,107 @@ def test_a_prompt_that_is_mostly_cached_goes_to_where_it_is():
     pair = table.pick(prompt)
     assert not pair.is_local
     assert pair.expected_cached_len == 24 * BLOCK
+
+
+CHAT = tuple(range(1000, 1000 + 24 * BLOCK + 4))  # 24 blocks, and a little more
+
+
+@pytest.mark.parametrize("measured", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("mode", [AUTO, ALWAYS])
+def test_of_decode_workers_the_one_that_has_most_of_a_prompt_computes_it(mode, measured):
+    table = Deployment(mode, num_prefill=int(mode == ALWAYS), num_decode=2)
+    for at, has_pace in enumerate(measured):
+        table.say(f"d{at}", pace=PACE if has_pace else None)
+    table.cache("d1", names_of(CHAT)[:20])
+    table.cache("d0", names_of(CHAT)[:3])
+    for _ in range(4):
+        assert table.picked(CHAT) == ("d1", 20 * BLOCK)
+        for at, has_pace in enumerate(measured):
+            table.say(f"d{at}", pace=PACE if has_pace else None)
+        table.clock.advance(60.0)  # what was expected is forgotten
+
+
+def test_a_prefix_is_worth_its_time_and_no_more():
+    table = Deployment(num_prefill=0, num_decode=2)
+    table.cache("d1", names_of(CHAT)[:24])
+    table.say("d1", num_prefill_tokens_queued=24 * BLOCK - 100)
+    assert table.picked(CHAT) == ("d1", 24 * BLOCK)
+    table.say("d1", num_prefill_tokens_queued=24 * BLOCK + 20_000)
+    assert table.picked(CHAT) == ("d0", 0)
+
+
+def test_decode_workers_that_cost_the_same_take_turns_at_random():
+    table, found = Deployment(num_prefill=0, num_decode=2), set()
+    for at in range(20):
+        found.add(table.pick(tuple(range(5000 * at, 5000 * at + 40))).decode.state.worker_id)
+        for worker_id in ("d0", "d1"):
+            table.say(worker_id)
+    assert found == {"d0", "d1"}
+
+
+def test_a_prompt_at_a_decode_worker_is_its_tenants_and_the_last_token_is_computed():
+    table = Deployment(num_prefill=0, num_decode=2)
+    whole = CHAT[: 24 * BLOCK]
+    table.cache("d1", names_of(whole, "a"))
+    assert table.picked(whole, tenant="a") == ("d1", 23 * BLOCK)
+    table.clock.advance(60.0)
+    assert table.pick(whole, tenant="b").expected_cached_len == 0
+    assert table.pick(whole).expected_cached_len == 0
+    assert table.pick(whole, tenant="a", prompt_logprobs=1).expected_cached_len == 0
+
+
+def test_prompts_follow_one_that_is_on_its_way_to_a_decode_worker():
+    table = Deployment(num_prefill=0, num_decode=2)
+    first = table.pick((*CHAT, 1)).decode.state.worker_id
+    table.clock.advance(0.1)
+    for worker_id in ("d0", "d1"):  # it is counted there, and its blocks are not heard of yet
+        table.say(worker_id, num_prefill_tokens_queued=200 * (worker_id == first), after_s=0.0)
+    assert table.picked((*CHAT, 2)) == (first, 24 * BLOCK)
+    load = table.policy._loads.of(table.members._members[first])
+    assert [item.num_tokens for item in load.sent] == [len(CHAT) + 1 - 24 * BLOCK]
+    table.clock.advance(60.0)
+    assert table.pick((*CHAT, 3)).expected_cached_len == 0, "it never came"
+
+
+def test_a_decode_worker_that_has_most_of_a_prompt_keeps_it():
+    table = Deployment()
+    busy = {"num_requests_running": 4, "local_chunk_len": 32, "num_attends": 4}
+    table.say("d0", steps=(100, 0.5), **busy)
+    assert not table.pick(CHAT).is_local
+    table.cache("d0", names_of(CHAT)[:24])
+    table.say("d0", steps=(200, 1.0), **busy)
+    table.clock.advance(60.0)  # the prefill worker is not expected to have it any more
+    pair = table.pick(CHAT)
+    assert (pair.is_local, pair.expected_cached_len) == (True, 24 * BLOCK)
+    assert table.local.choices == {("split", "cheaper"): 1, ("local", "cheaper"): 1}
+
+
+def test_a_decode_worker_that_has_measured_nothing_gets_the_short_rest_of_a_prompt():
+    table = Deployment()
+    table.say("d0", pace=None)
+    table.say("p0", exposed=(20, 2.0))
+    assert not table.pick(CHAT).is_local
+    table.say("d0", pace=None)
+    table.say("p0", exposed=(30, 4.0))
+    table.clock.advance(60.0)
+    table.cache("d0", names_of(CHAT))
+    assert table.pick(CHAT).is_local
+
+
+def test_before_the_workers_only_what_no_worker_has_counts():
+    for mode, num_prefill, has_it, expected_len in (
+        (AUTO, 0, "d1", 24 * BLOCK),
+        (AUTO, 1, "d1", 24 * BLOCK),
+        (ALWAYS, 1, "d1", 24 * BLOCK),
+        (ALWAYS, 1, "p0", 0),
+        (NEVER, 1, "d1", 0),
+        (NEVER, 1, "p0", 24 * BLOCK),
+    ):
+        table = Deployment(mode, num_prefill=num_prefill, num_decode=2)
+        table.cache(has_it, names_of(CHAT))
+        live = table.members.live("prefill"), table.members.live("decode")
+        assert table.policy.cached_len(*live, request(CHAT)) == expected_len, (mode, has_it)
+        assert table.policy.cached_len(*live, request(CHAT, tenant="b")) == 0
 
 
 def test_a_long_queue_at_the_prefill_worker_moves_prompts_and_a_long_one_here_does_not():
@@ -124,6 +233,10 @@ def test_a_decode_worker_that_has_measured_nothing_is_counted_as_slower():
     assert assumed.compute_s == pytest.approx(2 * known.compute_s)
     assert local_cost(Load(), asked, assumed=None, **common) is None
     assert local_cost(Load(), Asked(prompt_len=CAUTIOUS_LEN + 1, block_size=16), assumed=pace, **common) is None
+    must = local_cost(Load(), asked, assumed=pace, is_must=True, **common)
+    assert must == known, "one of them has to: it is taken for one like the others"
+    nothing_known = local_cost(Load(), asked, assumed=None, is_must=True, **common)
+    assert nothing_known.compute_s == pytest.approx(CAUTIOUS_LEN / 10_000.0)
 
 
 def test_the_parts_of_a_local_cost():
@@ -134,6 +247,11 @@ def test_the_parts_of_a_local_cost():
     assert cost.steps_s == pytest.approx(4 * 0.01)
     assert cost.charged_s == pytest.approx((0.25 + 2 * 0.25) * cost.compute_s)
     assert cost.total_s == pytest.approx(cost.queue_s + cost.compute_s + cost.steps_s + cost.charged_s)
+    rest = local_cost(
+        load, Asked(prompt_len=100, block_size=16), assumed=None, cached_len=64, step_s=0.01, now_s=float("-inf")
+    )
+    assert rest.compute_s == pytest.approx(2 * 0.004 + 36 * 0.0001)
+    assert (rest.queue_s, rest.steps_s) == (cost.queue_s, pytest.approx(2 * 0.01))
     alone = Load(pace=load.pace, tokens_queued=0)
     cost = local_cost(alone, Asked(prompt_len=100, block_size=16), assumed=None, step_s=0.01, now_s=0.0)
     assert (cost.queue_s, cost.steps_s) == (0.0, 0.0)
@@ -219,10 +337,11 @@ def test_a_policy_that_was_told_nothing_of_it_never_chooses_it():
 # The router, over real gRPC.
 
 
-async def ask(running, text="ab", **sampling):
+async def ask(running, text="ab", tenant="", **sampling):
     tokens, finish, seen = [], None, []
     async with AsyncBatonClient(running.address, timeout_s=20.0) as client:
-        async for chunk in client.generate(text, sampling=SamplingParams(**{"temperature": 0.0, **sampling})):
+        params = SamplingParams(**{"temperature": 0.0, **sampling})
+        async for chunk in client.generate(text, sampling=params, tenant=tenant):
             assert chunk.index == len(tokens) or not chunk.token_ids
             tokens += chunk.token_ids
             seen.append(chunk)
@@ -254,6 +373,35 @@ async def test_an_answer_says_that_its_prompt_was_computed_where_it_was_decoded(
         assert status.local_prefill.mode == ALWAYS
         assert dict(status.local_prefill.num_choices) == {"local: always": 1}
         assert not status.local_prefill.only_way
+
+
+@pytest.mark.asyncio
+async def test_an_answer_says_what_its_decode_worker_had_of_the_prompt():
+    text = "a prompt of three blocks and a little mor"
+    token_ids = TOKENIZER.encode(text)
+    names = {who: block_hashes(token_ids, model="m", tenant=who, block_size=BLOCK, with_mtp=False) for who in "ab"}
+    async with cluster(0, 0, local_prefill=AUTO, routing="prefix") as running:
+        workers = [await running.add("decode", f"decode-{at}", can_prefill=True) for at in range(2)]
+        caches = [Cache(worker) for worker in workers]
+        await caches[1].store(*names["a"])
+        workers[1].num_cached_tokens = 32
+        await knows(running, workers[0], [])
+        await knows(running, workers[1], names["a"])
+        for tenant, expected in (("a", 32), ("b", 0)):
+            _, finish, _ = await ask(running, text, tenant=tenant, max_tokens=3)
+            assert finish.stats.num_expected_cached_tokens == expected
+            if tenant == "a":
+                assert (finish.stats.decode_worker, finish.stats.num_cached_tokens) == ("decode-1", 32)
+        _, seen = await running.idle()
+        assert {one.request.tenant for one in seen} == {"a", "b"}
+
+
+@pytest.mark.asyncio
+async def test_both_workers_of_a_split_request_hear_whose_it_is():
+    async with cluster() as running:
+        await ask(running, tenant="a")
+        prefill, decode = await running.idle()
+        assert [one.request.tenant for one in (*prefill, *decode)] == ["a", "a"]
 
 
 @pytest.mark.asyncio

@@ -10,6 +10,7 @@ from baton.kvcache.block_log import BlockLog
 from baton.proto import worker_pb2
 from baton.proto.block_wire import change_to_proto
 from baton.router import prefix_feed
+from baton.router.local_prefill import AUTO, NEVER
 from baton.tests.router.fakes import EPOCHS, cluster
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
@@ -70,9 +71,10 @@ def quick(monkeypatch):
     monkeypatch.setattr(prefix_feed, "MAX_PAUSE_S", 0.05)
 
 
-async def test_what_is_missed_is_asked_for_from_where_the_router_is():
-    async with cluster(routing="prefix") as running:
-        worker = running.of("prefill")[0]
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_what_is_missed_is_asked_for_from_where_the_router_is(role):
+    async with cluster(routing="prefix", local_prefill=AUTO) as running:
+        worker = running.of(role)[0]
         cache = Cache(worker)
         await cache.store(*NAMES[:2])
         await knows(running, worker, NAMES[:2])
@@ -85,7 +87,7 @@ async def test_what_is_missed_is_asked_for_from_where_the_router_is():
         await knows(running, worker, NAMES[:4])
         assert cache.asked == [(worker.epoch, 0), (worker.epoch, 2)]
         assert running.router.prefixes.num_gaps == 1
-        assert 'baton_prefix_index_blocks{worker="prefill-0"} 4.0' in running.router.metrics.render()
+        assert f'baton_prefix_index_blocks{{worker="{role}-0"}} 4.0' in running.router.metrics.render()
         assert "baton_prefix_index_gaps_total 1.0" in running.router.metrics.render()
 
 
@@ -100,9 +102,10 @@ async def test_a_stream_that_breaks_is_opened_again_and_what_is_forgotten_comes_
         assert cache.asked == [(worker.epoch, 0)] * 4
 
 
-async def test_another_life_begins_with_nothing():
-    async with cluster(routing="prefix") as running:
-        worker = running.of("prefill")[0]
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_another_life_begins_with_nothing(role):
+    async with cluster(routing="prefix", local_prefill=AUTO) as running:
+        worker = running.of(role)[0]
         await Cache(worker).store(NAMES[0])
         await knows(running, worker, NAMES[:1])
         before = worker.epoch
@@ -149,6 +152,19 @@ async def test_a_worker_that_cannot_say_it_is_left_alone_and_still_served(wrong)
         await asyncio.sleep(0.3)
         assert len(cache.asked) == (wrong == "length"), "it is not asked again and again"
         assert running.router.members.live("prefill")
+
+
+@pytest.mark.parametrize("mode", [NEVER, AUTO])
+async def test_decode_workers_are_watched_where_they_may_compute_prompts(mode):
+    async with cluster(routing="prefix", local_prefill=mode) as running:
+        caches = [Cache(worker) for worker in running.workers]
+        for cache in caches:
+            await cache.store(NAMES[0])
+        asked = [worker for worker in running.workers if mode == AUTO or worker.role == "prefill"]
+        for worker in asked:
+            await knows(running, worker, NAMES[:1])
+        running.router._feed.follow()
+        assert {life.worker_id for life in running.router.prefixes.lives()} == {worker.worker_id for worker in asked}
 
 
 @pytest.mark.long

@@ -24,6 +24,7 @@ from baton.core.errors import (
     PromptTooLong,
     RequestCancelled,
     TransferFailed,
+    WorkerLost,
 )
 from baton.core.numerics import Numerics
 from baton.core.request import AttemptKey, GenerationRequest
@@ -32,6 +33,7 @@ from baton.decode_worker.node import DecodeNode
 from baton.engine.local import LocalEngine
 from baton.prefill_worker.node import PrefillNode
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.proto.block_wire import change_from_proto
 from baton.proto.wire import attend_request, error_from_rpc, prefill_request
 from baton.tests.e2e.conftest import TINY
 from baton.tests.inside import node_channel
@@ -75,13 +77,14 @@ def worker_config(worker_id, router_address="", **changes):
     return WorkerConfig(**{**values, **changes})
 
 
-def request(name, max_tokens=12, prompt=PROMPT):
+def request(name, max_tokens=12, prompt=PROMPT, tenant=""):
     return GenerationRequest(
         key=AttemptKey(name, 1),
         prompt_token_ids=prompt,
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
         deadline_s=time.monotonic() + 60.0,
         num_draft_tokens=2,
+        tenant=tenant,
     )
 
 
@@ -230,6 +233,93 @@ def test_k_is_changed_while_a_sequence_runs(nodes, stubs, membership):
     plain = dataclasses.replace(wanted, num_draft_tokens=0)
     assert list(engine.generate([plain])[0].token_ids) == [first, *token_ids]
     wait_idle(nodes)
+
+
+def compute_here(decode_stub, name, **options):
+    """A decode worker computes a prompt: how much of it was cached, and the answer."""
+    asked = attend_request(request(name, **options), time.monotonic(), prefill_here=True)
+    events = list(decode_stub.Attend(asked))
+    first = next(event.first_token for event in events if event.HasField("first_token"))
+    return first.num_cached_tokens, [first.token, *itertools.chain(*(event.tokens.token_ids for event in events))]
+
+
+def names_told(stub, node, version=0):
+    """The first change that a worker tells a reader that has `version`."""
+    call = stub.WatchPrefixes(worker_pb2.WatchPrefixesRequest(epoch=node.epoch, version=version), timeout=10.0)
+    change = change_from_proto(next(call))
+    call.cancel()
+    return change
+
+
+def names_of(node, prompt, tenant):
+    return node.worker.names.of(request("named", prompt=prompt, tenant=tenant))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_tells_which_prefixes_it_holds_and_refuses_readers_of_another_life(nodes, stubs, role):
+    at = ["prefill", "decode"].index(role)
+    node, stub, prompt = nodes[at], stubs[at], tuple(range(2000 + 100 * at, 2040 + 100 * at))
+    assert node.state().prefix_naming == node.worker.names.naming
+    assert node.state().prefix_naming.block_size == 16
+    before = node.worker.block_log.version
+    call = stub.WatchPrefixes(worker_pb2.WatchPrefixesRequest(epoch=node.epoch, version=before), timeout=20.0)
+    wanted = request(f"watched by {role}", prompt=prompt, tenant="watched")
+    if role == "decode":
+        list(stub.Attend(attend_request(wanted, time.monotonic(), prefill_here=True)))
+    else:
+        attending = stubs[1].Attend(attend_request(wanted, time.monotonic()))
+        list(stub.Run(prefill_request(wanted, peer_of(nodes[1]), time.monotonic())))
+        list(attending)
+    told, version = set(), before
+    for message in call:
+        change = change_from_proto(message)
+        assert (change.after, change.cleared) == (version, False)
+        version = change.version
+        told |= set(change.stored)
+        if len(told) == 2:
+            break
+    call.cancel()
+    assert told == set(names_of(node, prompt, "watched"))
+    whole = names_told(stub, node, version=before + 10**6)
+    assert (whole.cleared, whole.version) == (True, node.worker.block_log.version)
+    assert told <= set(whole.stored)
+    with pytest.raises(grpc.RpcError) as refused:
+        next(stub.WatchPrefixes(worker_pb2.WatchPrefixesRequest(epoch=node.epoch ^ 1), timeout=10.0))
+    assert isinstance(error_from_rpc(refused.value), WorkerLost)
+    wait_idle(nodes)
+
+
+def test_prompts_computed_at_a_decode_worker_share_within_a_tenant_alone(nodes, stubs):
+    prompt = tuple(range(2300, 2340))
+    tenants = ("a", "b", "", "a", "b")
+    found = [compute_here(stubs[1], f"of {at}", prompt=prompt, tenant=who) for at, who in enumerate(tenants)]
+    assert [num_cached for num_cached, _ in found] == [0, 0, 0, 32, 32]
+    assert len({tuple(token_ids) for _, token_ids in found}) == 1
+    wait_idle(nodes)
+
+
+def test_a_prompt_that_was_received_is_not_computed_again(nodes, stubs):
+    prefill_stub, decode_stub = stubs
+    prompt = tuple(range(2400, 2440))
+    wanted = request("received", prompt=prompt, tenant="a")
+    attending = decode_stub.Attend(attend_request(wanted, time.monotonic()))
+    first = next(iter(prefill_stub.Run(prefill_request(wanted, peer_of(nodes[1]), time.monotonic()))))
+    token_ids = [first.first_token.token, *itertools.chain(*(event.tokens.token_ids for event in attending))]
+    assert compute_here(decode_stub, "received again", prompt=prompt, tenant="a") == (32, token_ids)
+    assert compute_here(decode_stub, "of another", prompt=prompt, tenant="b") == (0, token_ids)
+    wait_idle(nodes)
+
+
+def test_a_decode_worker_without_a_prefix_cache_names_nothing(membership):
+    decode = DecodeNode(worker_config("decode-2", prefix_cache=False), pytest.fail)
+    try:
+        assert not decode.state().HasField("prefix_naming")
+        with grpc.insecure_channel(decode.host.address) as plain:
+            stub = worker_pb2_grpc.DecodeStub(node_channel(plain, decode))
+            assert [compute_here(stub, f"alone {at}")[0] for at in range(2)] == [0, 0]
+        assert decode.worker.block_log.version == 0
+    finally:
+        decode.close()
 
 
 def test_a_prefill_worker_has_no_k(nodes):

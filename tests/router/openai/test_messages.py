@@ -110,6 +110,18 @@ async def test_what_a_prompt_leaves_in_the_prefix_cache():
         assert list(used.values())[:3] == [1, 1, 61]
 
 
+@pytest.mark.asyncio
+async def test_what_a_prompt_leaves_in_the_prefix_cache_of_a_decode_worker():
+    async with served(num_prefill=0, local_prefill="auto") as (running, _):
+        [worker] = running.of("decode")
+        worker.overrides["can_prefill"] = True
+        worker.naming = worker_pb2.PrefixNaming(block_size=1)
+        worker.num_cached_tokens = 61
+        running.router.members.heartbeat(worker.state())
+        used = (await ask(running, messages=[{"role": "user", "content": "x" * 45}]))["usage"]
+        assert list(used.values())[:3] == [1, 1, 61]
+
+
 @pytest.mark.parametrize(("read", "created", "others"), [(0, 48, 1), (16, 32, 1), (48, 0, 1)])
 def test_three_counts_of_a_prompt_add_up(read, created, others):
     used = {"prompt_tokens": 49, "prompt_tokens_details": {"cached_tokens": read}, "completion_tokens": 3}
