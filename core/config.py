@@ -48,7 +48,8 @@ DEFAULT_DRAFTS = 2  # a step, where the checkpoint has an MTP head and nothing e
 _model, _parallel = partial(config_key, panel="Model"), partial(config_key, panel="Parallelism")
 _drafts, _kv = partial(config_key, panel="Speculation"), partial(config_key, panel="KV cache")
 _schedule, _ports = partial(config_key, panel="Scheduling"), partial(config_key, panel="Ports and addresses")
-_limits, _logs = partial(config_key, panel="Limits and times"), partial(config_key, panel="Logging and tracing")
+_limits = partial(config_key, panel="Limits and times", router=True)
+_logs = partial(config_key, panel="Logging and tracing", router=True)
 _security = partial(config_key, panel="Security")
 
 
@@ -76,7 +77,9 @@ class ServeConfig(BaseModel):
         strict=False,
         max_length=64,
     )
-    load_format: LoadFormatName = _model("auto", "dummy draws random weights, for speed tests", vllm="--load-format")
+    load_format: LoadFormatName = _model(
+        "auto", "dummy draws random weights, for speed tests", vllm="--load-format", router=True
+    )
     dtype: DTypeName = _model("auto", "auto is bfloat16 on a GPU, float32 on a CPU", vllm="--dtype")
     quantization: Quantization = _model(
         Quantization.NONE, "of weights; fp8 is e4m3, made at load", vllm="--quantization", strict=False
@@ -192,13 +195,22 @@ class ServeConfig(BaseModel):
     cuda_graph_sizes: str = _schedule(
         "", "batch sizes to capture: 1,2,4", unset="by itself", metavar="sizes", vllm="--cudagraph-capture-sizes"
     )
-    routing: RoutingName = _schedule("prefix", "workers by cost with what is cached where, by load alone, or by turns")
+    routing: RoutingName = _schedule(
+        "prefix", "workers by cost with what is cached where, by load alone, or by turns", router=True
+    )
     local_prefill: LocalPrefillName = _schedule(
-        "auto", "whether decode workers compute prompts; auto: where that costs less, or no prefill worker can"
+        "auto",
+        "whether decode workers compute prompts; auto: where that costs less, or no prefill worker can",
+        router=True,
     )
 
     host: str = _ports(
-        "127.0.0.1", "address that the router's ports bind to", metavar="address", vllm="--host", min_length=1
+        "127.0.0.1",
+        "address that the router's ports bind to",
+        metavar="address",
+        vllm="--host",
+        router=True,
+        min_length=1,
     )
     grpc_port: int = _ports(50051, "gRPC; 0 picks a free one", metavar="port", ge=0, le=65535)
     http_port: int | None = _ports(
@@ -207,14 +219,20 @@ class ServeConfig(BaseModel):
         unset="none",
         metavar="port",
         vllm="--port",
+        router=True,
         ge=0,
         le=65535,
     )
     metrics_port: int | None = _ports(
-        None, "Prometheus metrics alone; 0 picks a free one", unset="none", metavar="port", ge=0, le=65535
+        None, "Prometheus metrics alone; 0 picks a free one", unset="none", metavar="port", router=True, ge=0, le=65535
     )
     chat_template: str = _ports(
-        "", "for HTTP: jinja file, or chatml", unset="the model's own", metavar="file", vllm="--chat-template"
+        "",
+        "for HTTP: jinja file, or chatml",
+        unset="the model's own",
+        metavar="file",
+        vllm="--chat-template",
+        router=True,
     )
     json_whitespace: bool = _ports(False, "let JSON answers have white space between tokens")
     allowed_origins: str = _ports(
@@ -223,6 +241,7 @@ class ServeConfig(BaseModel):
         unset="none",
         metavar="origins",
         vllm="--allowed-origins",
+        router=True,
     )
 
     max_queue_len: int | None = _limits(
@@ -252,7 +271,7 @@ class ServeConfig(BaseModel):
         le=MAX_TIMEOUT_S,
     )
     start_timeout_s: float = _limits(
-        600.0, "workers must report within this", metavar="seconds", gt=0, le=MAX_TIMEOUT_S
+        600.0, "workers must report within this", router=False, metavar="seconds", gt=0, le=MAX_TIMEOUT_S
     )
     canary_idle_s: float = _limits(
         30.0,
@@ -309,52 +328,62 @@ class ServeConfig(BaseModel):
     )
     kv_plaintext: bool = _security(False, "KV may go in clear beside TLS: its network is trusted")
     tls_cert_file: str = _security(
-        "", "certificate of this host's router and workers (PEM)", metavar="file", vllm="--ssl-certfile"
+        "", "certificate of this host's router and workers (PEM)", metavar="file", vllm="--ssl-certfile", router=True
     )
-    tls_key_file: str = _security("", "private key of --tls-cert-file (PEM)", metavar="file", vllm="--ssl-keyfile")
+    tls_key_file: str = _security(
+        "", "private key of --tls-cert-file (PEM)", metavar="file", vllm="--ssl-keyfile", router=True
+    )
     tls_ca_file: str = _security(
-        "", "CA of the certificates that router, workers and operators must present", metavar="file"
+        "", "CA of the certificates that router, workers and operators must present", metavar="file", router=True
     )
-    tls_server_name: str = _security("", "the name in the certificates, if it is not the address", metavar="name")
+    tls_server_name: str = _security(
+        "", "the name in the certificates, if it is not the address", metavar="name", router=True
+    )
     tls_client_ca_file: str = _security(
-        "", "with it, clients must present a certificate of this CA", metavar="file", vllm="--ssl-ca-certs"
+        "", "with it, clients must present a certificate of this CA", metavar="file", vllm="--ssl-ca-certs", router=True
     )
-    api_keys_file: str = _security("", "with it, clients must present a key of it: baton keys create", metavar="file")
+    api_keys_file: str = _security(
+        "", "with it, clients must present a key of it: baton keys create", metavar="file", router=True
+    )
     admin_port: int | None = _security(
         None,
         "of operators and workers; 0 picks a free one",
         unset="the gRPC port",
         metavar="port",
+        router=True,
         ge=0,
         le=65535,
     )
-    admin_keys_file: str = _security("", "with it, operators must present a key of it", metavar="file")
-    max_message_mib: int = _security(16, "size of a request; larger ones are refused", metavar="MiB", ge=1, le=1024)
+    admin_keys_file: str = _security("", "with it, operators must present a key of it", metavar="file", router=True)
+    max_message_mib: int = _security(
+        16, "size of a request; larger ones are refused", metavar="MiB", router=True, ge=1, le=1024
+    )
     max_prompt_tokens: int | None = _security(
         None,
         "longer prompts are refused",
         unset="what the model takes",
         metavar="tokens",
+        router=True,
         ge=1,
         le=1 << 30,
     )
     max_streams_per_connection: int | None = _security(
-        None, "answers over one connection at once", unset="no limit", ge=1, le=1 << 20
+        None, "answers over one connection at once", unset="no limit", router=True, ge=1, le=1 << 20
     )
     max_streams_per_tenant: int | None = _security(
-        None, "answers to one tenant at once, prompts times n", unset="no limit", ge=1, le=1 << 20
+        None, "answers to one tenant at once, prompts times n", unset="no limit", router=True, ge=1, le=1 << 20
     )
     max_queued_tokens_per_tenant: int | None = _security(
-        None, "of one tenant's prompts under way", unset="no limit", metavar="tokens", ge=1
+        None, "of one tenant's prompts under way", unset="no limit", metavar="tokens", router=True, ge=1
     )
     max_connections_per_tenant: int | None = _security(
-        None, "of one tenant: open over HTTP, in use over gRPC", unset="no limit", ge=1, le=1 << 20
+        None, "of one tenant: open over HTTP, in use over gRPC", unset="no limit", router=True, ge=1, le=1 << 20
     )
     max_header_bytes_per_tenant: int | None = _security(
-        None, "headers of one tenant's calls under way", unset="no limit", metavar="bytes", ge=1
+        None, "headers of one tenant's calls under way", unset="no limit", metavar="bytes", router=True, ge=1
     )
     max_connections: int | None = _security(
-        None, "of clients, over gRPC and HTTP each", unset="half the open-file limit", ge=1, le=1 << 20
+        None, "of clients, over gRPC and HTTP each", unset="half the open-file limit", router=True, ge=1, le=1 << 20
     )
 
     @classmethod

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, Field
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
 
@@ -24,6 +25,7 @@ class ConfigKey:
         default: what holds if it is not given; empty where nothing does.
         metavar: what stands for the value in help, such as its unit; empty: the kind's name.
         vllm: vLLM's name of the same setting; empty where vLLM has none.
+        is_for_router: whether the router has a flag of the same name, too.
     """
 
     name: str
@@ -34,6 +36,7 @@ class ConfigKey:
     panel: str
     metavar: str
     vllm: str
+    is_for_router: bool
 
     @property
     def flag(self) -> str:
@@ -48,7 +51,15 @@ class ConfigKey:
 
 
 def config_key(
-    default: Any, text: str, *, panel: str, unset: str = "", metavar: str = "", vllm: str = "", **checks: Any
+    default: Any,
+    text: str,
+    *,
+    panel: str,
+    unset: str = "",
+    metavar: str = "",
+    vllm: str = "",
+    router: bool = False,
+    **checks: Any,
 ) -> Any:
     """A field of `ServeConfig`; see `ConfigKey`.
 
@@ -59,11 +70,12 @@ def config_key(
         unset: what holds without a value, where the default is none; other defaults speak for themselves.
         metavar: what stands for the value in help.
         vllm: vLLM's name.
+        router: whether the router is started with it (`router.config_flags`).
         checks: bounds and the like, as pydantic's `Field` has them.
     """
     assert not unset or default in (None, "", ()), f"{text}: the default is {default!r}, and unset says {unset!r}"
-    shown = {"panel": panel, "unset": unset, "metavar": metavar, "vllm": vllm}
-    return Field(default, description=text, json_schema_extra=dict(shown), **checks)
+    shown: JsonDict = {"panel": panel, "unset": unset, "metavar": metavar, "vllm": vllm, "router": router}
+    return Field(default, description=text, json_schema_extra=shown, **checks)
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, ConfigKey]:
@@ -84,6 +96,7 @@ def _read(name: str, field: FieldInfo) -> ConfigKey:
         panel=str(shown["panel"]),
         metavar=str(shown["metavar"]),
         vllm=str(shown["vllm"]),
+        is_for_router=bool(shown["router"]),
     )
 
 

@@ -20,7 +20,7 @@ class Colour(Enum):
 class Declared(BaseModel):
     """Of every kind that `ServeConfig` has."""
 
-    count: int = config_key(3, "how many", panel="A", metavar="eggs", vllm="--eggs", ge=1)
+    count: int = config_key(3, "how many", panel="A", metavar="eggs", vllm="--eggs", router=True, ge=1)
     limit: int | None = config_key(None, "at most", panel="A", unset="no limit")
     share: float = config_key(30.0, "so much", panel="A")
     is_on: bool = config_key(True, "whether", panel="A")
@@ -65,6 +65,7 @@ def test_a_declaration_is_read_back():
     count = keys["count"]
     assert (count.flag, count.panel, count.metavar, count.vllm) == ("--count", "A", "eggs", "--eggs")
     assert keys["is_on"].flag == "--is-on"
+    assert [name for name, key in keys.items() if key.is_for_router] == ["count"]
 
 
 def test_bounds_hold_as_declared():
