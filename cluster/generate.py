@@ -11,19 +11,6 @@ from baton.cluster.resolve import read_config
 from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidSampling, InvalidText
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-LOCAL_OPTIONS = (
-    "model",
-    "num_speculative_tokens",
-    "speculative_method",
-    "batch_invariant",
-    "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "kernels",
-    "device",
-    "load_format",
-    "verification",
-)  # those that go with --local alone
 _NUMBERS = (
     "min_p",
     "min_tokens",

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,11 @@ from baton.core.tls_files import TlsFiles
 
 BUNDLED_MODELS = ("tiny", "tiny-pruned")
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
+# Of the names that both configurations have: what a worker gets is decided below, not copied.
+DECIDED = frozenset(
+    "dtype device gpu_memory_utilization max_num_seqs max_queue_len max_model_len host verification".split()
+)
+COPIED = tuple(field.name for field in fields(WorkerConfig) if field.name in {*ServeConfig.model_fields} - DECIDED)
 
 
 def read_config(path: Path | None, flags: dict[str, Any]) -> ServeConfig:
@@ -236,8 +241,6 @@ def resolve_worker(
         numerics=config.numerics,
         dtype=resolve_dtype(config.dtype, device),
         device=device,
-        block_size=config.block_size,
-        kv_memory_mib=config.kv_memory_mib,
         gpu_memory_utilization=config.gpu_memory_utilization / workers_per_gpu,
         max_num_seqs=config.max_num_seqs or 0,
         max_queue_len=max(config.max_queue_len or 0, WORKER_QUEUE_LEN),
@@ -247,21 +250,16 @@ def resolve_worker(
         router_address=router_address,
         num_threads=config.worker_threads,
         tls=config.tls,
-        prefix_cache=config.prefix_cache,
-        overcommit=config.overcommit,
-        json_whitespace=config.json_whitespace,
         host_kv_bytes=int(config.kv_offloading_size * (1 << 30)) // tp_size,
         weights="random" if config.is_dummy else "checkpoint",
-        quantization=config.quantization,
         kv_dtype=config.kv_cache_dtype,
-        kernels=config.kernels,
         tp_size=tp_size,
-        scheduling=config.scheduling,
         verification=config.verification_config(),
         graphs=graphs,
         telemetry=config.telemetry_config(),
         transfer=replace(transfer, key=kv_key.hex()) if kv_key else transfer,
         key=key.hex(),
+        **{name: getattr(config, name) for name in COPIED},
     )
 
 

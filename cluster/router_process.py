@@ -20,7 +20,7 @@ from baton.cluster.restarts import Restarts
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, MalformedMessage, RouterLost, WorkerStartFailed, from_wire
 from baton.core.inside import ENVIRONMENT, DeploymentSecret
-from baton.router.security_flags import flags_of
+from baton.router.config_flags import flags_of
 
 STOP_GRACE_S = 3.0
 EXIT_PRECONDITION = 3  # its last line on stderr is then an error as `to_wire` writes it
@@ -37,40 +37,10 @@ _logger = logging.getLogger(__name__)
 def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
     """How the router is started."""
     name, *aliases = served_names(config, model)
-    flags = {
-        "host": config.host,
-        "port": config.grpc_port,
-        "model-name": name,
-        "model-path": model.path,
-        "load-format": config.load_format,
-        "routing": config.routing,
-        "local-prefill": config.local_prefill,
-        "canary-idle-s": config.canary_idle_s,
-        "request-timeout-s": config.request_timeout_s,
-        "max-migrations": config.max_migrations if config.migration else 0,
-        "migration-wait-s": config.migration_wait_s,
-        "drain-grace-s": config.drain_grace_s,
-        "shutdown-grace-s": config.shutdown_grace_s,
-        "quarantine-deaths": config.quarantine_deaths,
-        "quarantine-s": config.quarantine_s,
-        "log-format": config.log_format,
-        "trace-file": config.telemetry_config().trace_file,
-        "trace-endpoint": config.trace_endpoint,
-        "trace-share": config.trace_share,
-    }
-    if config.max_queue_len is not None:
-        flags["max-queue-len"] = config.max_queue_len
-    if config.max_wait_s is not None:
-        flags["max-wait-s"] = config.max_wait_s
-    if config.http_port is not None:
-        flags |= {"http-port": config.http_port, "chat-template": config.chat_template}
-        flags["allowed-origins"] = config.allowed_origins
-    if config.metrics_port is not None:
-        flags["metrics-port"] = config.metrics_port
-    pairs = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    pairs += ["--log-requests"] * config.log_requests
-    pairs += [part for alias in aliases for part in ("--model-alias", alias)]
-    return [sys.executable, "-P", "-m", "baton.router", *pairs, *flags_of(config), "--exit-with-parent"]
+    own = ["--port", str(config.grpc_port), "--model-name", name, "--model-path", str(model.path)]
+    own += [part for alias in aliases for part in ("--model-alias", alias)]
+    keys = flags_of(config.model_copy(update={"trace_file": config.telemetry_config().trace_file}))
+    return [sys.executable, "-P", "-m", "baton.router", *own, *keys, "--exit-with-parent"]
 
 
 class RouterProcess:

@@ -6,14 +6,16 @@ dataclasses and trusts them.
 
 import difflib
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from baton.core.clock import MAX_TIMEOUT_S
+from baton.core.config_key import config_key
 from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
 from baton.core.errors import ConfigInvalid
 from baton.core.inside import DeploymentSecret
@@ -43,169 +45,346 @@ KernelsName = Literal["auto", "triton", "reference"]
 LoadFormatName = Literal["auto", "safetensors", "dummy"]
 DEFAULT_DRAFTS = 2  # a step, where the checkpoint has an MTP head and nothing else was asked
 
+_model, _parallel = partial(config_key, panel="Model"), partial(config_key, panel="Parallelism")
+_drafts, _kv = partial(config_key, panel="Speculation"), partial(config_key, panel="KV cache")
+_schedule, _ports = partial(config_key, panel="Scheduling"), partial(config_key, panel="Ports and addresses")
+_limits = partial(config_key, panel="Limits and times", router=True)
+_logs = partial(config_key, panel="Logging and tracing", router=True)
+_security = partial(config_key, panel="Security")
+
 
 class ServeConfig(BaseModel):
-    """Every key of `baton serve`, its flags and its `--config` file (same names, `-` as `_`)."""
+    """Every key of `baton serve`, its flags and its `--config` file (same names, `-` as `_`).
+
+    The flags, their help and docs/flags.md are made from these declarations, in this order.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    model: str = Field(
+    model: str = _model(
         "tiny",
+        "Hugging Face directory, or a bundled model: tiny, tiny-pruned",
+        metavar="dir",
+        vllm="--model",
         min_length=1,
-        description="a Hugging Face model directory, or a bundled model: `tiny`, `tiny-pruned`",
     )
-    prefill: int = Field(1, ge=0, le=1024, description="prefill workers; 0: decode workers compute the prompts")
-    decode: int = Field(1, ge=1, le=1024, description="decode workers")
-    tp_prefill: Literal[1, 2, 4, 8] = Field(1, description="ranks per prefill worker, each a GPU or a CPU process")
-    tp_decode: Literal[1, 2, 4, 8] = Field(1, description="ranks per decode worker, each a GPU or a CPU process")
-    tensor_parallel_size: Literal[1, 2, 4, 8] | None = Field(
-        None, description="sets both tp_prefill and tp_decode, where they are not given"
+    served_model_name: tuple[str, ...] = _model(
+        (),
+        "name for clients, the first in answers; may be given several times",
+        unset="the directory's",
+        metavar="name",
+        vllm="--served-model-name",
+        strict=False,
+        max_length=64,
     )
-    served_model_name: tuple[str, ...] = Field(
-        (), strict=False, max_length=64, description="names that clients may use, the first in answers"
+    load_format: LoadFormatName = _model(
+        "auto", "dummy draws random weights, for speed tests", vllm="--load-format", router=True
     )
-    speculative_method: Literal["auto", "mtp", "none"] = Field(
-        "auto", description="auto: by the checkpoint's MTP head if it has one; mtp requires one; none never drafts"
+    dtype: DTypeName = _model("auto", "auto is bfloat16 on a GPU, float32 on a CPU", vllm="--dtype")
+    quantization: Quantization = _model(
+        Quantization.NONE, "of weights; fp8 is e4m3, made at load", vllm="--quantization", strict=False
     )
-    num_speculative_tokens: int | Literal["auto"] | None = Field(
-        None, description="draft tokens per step, 0 to 4; auto adapts; unset: 2 where the checkpoint has an MTP head"
+    max_model_len: int | None = _model(
+        None,
+        "shorter than the model's own length saves memory",
+        unset="the model's own",
+        metavar="tokens",
+        vllm="--max-model-len",
+        ge=2,
+        le=1 << 30,
     )
-    speculative_config: str = Field("", description="vLLM's JSON: method and num_speculative_tokens in one value")
-    verification: Literal["coupled", "rejection"] = Field(
-        "coupled", description="coupled: tokens as without drafts; rejection: their law as without"
+    device: Literal["auto", "cpu", "cuda"] = _model("auto", "where workers compute")
+    kernels: KernelsName = _model("auto", "auto is triton on a GPU in bfloat16 where the model has kernels")
+    batch_invariant: bool = _model(
+        False, "a row's result depends on that row alone, bit for bit", vllm="VLLM_BATCH_INVARIANT"
     )
-    draft_sample_method: Literal["probabilistic", "greedy"] = Field(
-        "probabilistic", description="with rejection: drafts drawn from the MTP head's distribution, or its likeliest"
+
+    prefill: int = _parallel(1, "prefill workers; 0: decode workers compute the prompts", ge=0, le=1024)
+    decode: int = _parallel(1, "decode workers", ge=1, le=1024)
+    tensor_parallel_size: Literal[1, 2, 4, 8] | None = _parallel(
+        None, "ranks per worker, where --tp-prefill or --tp-decode says nothing else", vllm="--tensor-parallel-size"
     )
-    transport: TransportName = Field("auto", description="KV data path; auto takes the best that each pair proves")
-    kv_digest: bool = Field(True, description="digest KV end to end; off, sockets check crc32c instead")
-    secret_file: str = Field("", description="the deployment's secret; made if not there")
-    kv_curve_key_file: str = Field("", description="ZMQ key pair of the deployment: encrypts KV, admits nobody else")
-    kv_tls_cert_file: str = Field("", description="with --transport grpc: certificate of this host's workers")
-    kv_tls_key_file: str = Field("", description="and its private key")
-    kv_tls_ca_file: str = Field("", description="who signed the certificates; peers must present one")
-    kv_tls_server_name: str = Field("", description="the name in the certificates, if it is not the address")
-    kv_plaintext: bool = Field(False, description="KV may go in clear beside TLS: its network is trusted")
-    tls_cert_file: str = Field("", description="certificate of this host's router and workers (PEM)")
-    tls_key_file: str = Field("", description="and its private key")
-    tls_ca_file: str = Field("", description="who signed them; router, workers and operators must present one")
-    tls_server_name: str = Field("", description="the name in the certificates, if it is not the address")
-    tls_client_ca_file: str = Field("", description="with it, clients must present a certificate of this CA")
-    api_keys_file: str = Field("", description="with it, clients must present a key of it: `baton keys create`")
-    admin_port: int | None = Field(None, ge=0, le=65535, description="of operators and workers; 0 picks a free one")
-    admin_keys_file: str = Field("", description="with it, operators must present a key of it")
-    max_message_mib: int = Field(16, ge=1, le=1024, description="bytes of a request; longer ones are refused")
-    max_prompt_tokens: int | None = Field(None, ge=1, le=1 << 30, description="longer prompts are refused")
-    max_streams_per_connection: int | None = Field(None, ge=1, le=1 << 20, description="answers over one connection")
-    max_streams_per_tenant: int | None = Field(
-        None, ge=1, le=1 << 20, description="answers to one tenant at once, prompts times n"
+    tp_prefill: Literal[1, 2, 4, 8] = _parallel(1, "ranks per prefill worker, each a GPU or a CPU process")
+    tp_decode: Literal[1, 2, 4, 8] = _parallel(1, "ranks per decode worker, each a GPU or a CPU process")
+    worker_threads: int = _parallel(1, "torch threads per worker on a CPU", ge=1, le=256)
+    ray_address: str = _parallel("local", "local starts a private Ray; auto or HOST:PORT joins one", metavar="address")
+
+    speculative_method: Literal["auto", "mtp", "none"] = _drafts(
+        "auto",
+        "auto drafts by the checkpoint's MTP head if it has one, mtp requires one",
+        vllm="--speculative-config (method)",
     )
-    max_queued_tokens_per_tenant: int | None = Field(None, ge=1, description="of one tenant's prompts under way")
-    max_connections_per_tenant: int | None = Field(
-        None, ge=1, le=1 << 20, description="of one tenant: open over HTTP, in use over gRPC"
+    num_speculative_tokens: int | Literal["auto"] | None = _drafts(
+        None,
+        "draft tokens per step, 0 to 4, or auto: as measurements advise",
+        unset="2; 0 without an MTP head",
+        metavar="tokens",
+        vllm="--speculative-config (num_speculative_tokens)",
     )
-    max_header_bytes_per_tenant: int | None = Field(None, ge=1, description="of one tenant's calls under way")
-    max_connections: int | None = Field(None, ge=1, le=1 << 20, description="of clients, over gRPC and HTTP each")
-    scheduling: SchedulingName = Field("async", description="plan a decode step while the one before it runs, or not")
-    cuda_graphs: CudaGraphsName = Field("auto", description="auto: decode steps on a GPU are replayed from CUDA graphs")
-    cuda_graph_sizes: str = Field("", description="batch sizes to capture: 1,2,4; chosen by itself if empty")
-    batch_invariant: bool = Field(False, description="a row's result depends on that row alone, bit for bit")
-    dtype: DTypeName = Field("auto", description="auto: bfloat16 on a GPU, float32 on a CPU")
-    quantization: Quantization = Field(
-        Quantization.NONE, strict=False, description="none, or fp8: products by e4m3 weights, made at load"
+    speculative_config: str = _drafts(
+        "", 'as in vLLM: {"method": "mtp", "num_speculative_tokens": 2}', metavar="JSON", vllm="--speculative-config"
     )
-    kv_cache_dtype: KVDtype = Field(
-        KVDtype.AUTO, strict=False, description="auto: KV in the dtype; fp8: in e4m3, half of bfloat16's memory"
+    verification: Literal["coupled", "rejection"] = _drafts(
+        "coupled", "of drafts: the tokens as without drafts, or only their distribution"
     )
-    kernels: KernelsName = Field(
-        "auto", description="auto: Triton's on a GPU in bfloat16, where there are kernels for the model; else torch's"
+    draft_sample_method: Literal["probabilistic", "greedy"] = _drafts(
+        "probabilistic",
+        "under rejection: drafts drawn from the MTP head's distribution, or its likeliest",
+        vllm="--speculative-config (draft_sample_method)",
     )
-    load_format: LoadFormatName = Field("auto", description="auto: safetensors; dummy: random weights, for speed tests")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where workers compute")
-    host: str = Field("127.0.0.1", min_length=1, description="address that the router's ports bind to")
-    grpc_port: int = Field(50051, ge=0, le=65535, description="0 picks a free one")
-    http_port: int | None = Field(None, ge=0, le=65535, description="OpenAI-compatible HTTP; 0 picks a free one")
-    chat_template: str = Field("", description="for HTTP: jinja file, or chatml; else the model's own")
-    allowed_origins: str = Field("", description="web pages that may call by HTTP, by commas; * is any (CORS)")
-    json_whitespace: bool = Field(False, description="let answers that must be JSON have white space between tokens")
-    metrics_port: int | None = Field(None, ge=0, le=65535, description="Prometheus metrics alone; 0 picks a free one")
-    ray_address: str = Field("local", description="auto, local, or HOST:PORT of a running cluster")
-    block_size: Literal[16, 32, 64] = Field(16, description="positions per KV block")
-    kv_memory_mib: int = Field(
-        256, ge=1, le=1 << 24, description="KV pool per worker; on a GPU, see --gpu-memory-utilization"
+
+    gpu_memory_utilization: float = _kv(
+        0.9,
+        "of a GPU's memory for its workers: weights, KV, buffers",
+        metavar="share",
+        vllm="--gpu-memory-utilization",
+        gt=0,
+        le=0.98,
     )
-    kv_staging_mib: int = Field(
+    kv_memory_mib: int = _kv(256, "KV pool per worker on a CPU", metavar="MiB", ge=1, le=1 << 24)
+    kv_staging_mib: int = _kv(
         1024,
+        "host memory for KV on its way to a GPU by sockets; a prompt's KV must fit",
+        metavar="MiB",
         ge=1,
         le=1 << 20,
-        description="host memory before each decode worker's GPU pool; KV that comes by sockets fits in it",
     )
-    kv_offloading_size: float = Field(
+    kv_cache_dtype: KVDtype = _kv(
+        KVDtype.AUTO,
+        "auto is the dtype; fp8 is e4m3, half of bfloat16's memory",
+        vllm="--kv-cache-dtype",
+        strict=False,
+    )
+    block_size: Literal[16, 32, 64] = _kv(16, "positions per KV block", vllm="--block-size")
+    prefix_cache: bool = _kv(True, "keep the KV of prompts for those that begin alike", vllm="--enable-prefix-caching")
+    kv_offloading_size: float = _kv(
         0.0,
+        "host memory per decode worker for preempted KV; 0: recompute",
+        metavar="GiB",
+        vllm="--kv-offloading-size",
         ge=0,
         le=1 << 14,
-        description="GiB of host memory per decode worker for the KV of preempted requests; 0: recompute",
     )
-    overcommit: bool = Field(
-        True, description="run more requests than there is KV for to their ends, and preempt when it runs out"
-    )
-    gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=0.98, description="share of a GPU's memory that its workers may use in all: weights, KV, buffers"
-    )
-    max_num_seqs: int | None = Field(
-        None, ge=1, le=1024, description="sequences a worker runs at once; unset: by device, model and KV pool"
-    )
-    max_queue_len: int | None = Field(
-        None, ge=1, le=100_000, description="requests the router holds; more are refused; unset: deadlines and memory"
-    )
-    routing: RoutingName = Field(
-        "prefix", description="prefix: least cost with what is cached where; least_cost: by load alone; round_robin"
-    )
-    local_prefill: LocalPrefillName = Field(
-        "auto",
-        description="auto: decode workers compute prompts where that costs less, or nobody else can; never; always",
-    )
-    canary_idle_s: float = Field(
-        30.0, ge=0, le=MAX_TIMEOUT_S, description="workers from which nothing came for so long are asked; 0: never"
-    )
-    max_wait_s: float | None = Field(
+    overcommit: bool = _kv(True, "admit more than the KV cache can finish, preempting when it is full")
+    transport: TransportName = _kv("auto", "KV data path; auto takes the best that each pair proves")
+    kv_digest: bool = _kv(True, "digest KV end to end; off, sockets check crc32c instead")
+
+    max_num_seqs: int | None = _schedule(
         None,
+        "sequences a worker runs at once",
+        unset="by device, model and KV pool",
+        vllm="--max-num-seqs",
+        ge=1,
+        le=1024,
+    )
+    max_num_batched_tokens: int | None = _schedule(
+        None,
+        "prompt tokens per prefill step",
+        unset="GPU 4096, CPU 256",
+        metavar="tokens",
+        vllm="--max-num-batched-tokens",
+        ge=16,
+        le=1 << 24,
+    )
+    scheduling: SchedulingName = _schedule(
+        "async", "async plans a decode step while the one before it runs", vllm="--async-scheduling"
+    )
+    cuda_graphs: CudaGraphsName = _schedule(
+        "auto", "auto replays decode steps on a GPU from CUDA graphs", vllm="--enforce-eager (off)"
+    )
+    cuda_graph_sizes: str = _schedule(
+        "", "batch sizes to capture: 1,2,4", unset="by itself", metavar="sizes", vllm="--cudagraph-capture-sizes"
+    )
+    routing: RoutingName = _schedule(
+        "prefix", "workers by cost with what is cached where, by load alone, or by turns", router=True
+    )
+    local_prefill: LocalPrefillName = _schedule(
+        "auto",
+        "whether decode workers compute prompts; auto: where that costs less, or no prefill worker can",
+        router=True,
+    )
+
+    host: str = _ports(
+        "127.0.0.1",
+        "address that the router's ports bind to",
+        metavar="address",
+        vllm="--host",
+        router=True,
+        min_length=1,
+    )
+    grpc_port: int = _ports(50051, "gRPC; 0 picks a free one", metavar="port", ge=0, le=65535)
+    http_port: int | None = _ports(
+        None,
+        "HTTP, OpenAI's and Anthropic's APIs; 0 picks a free one",
+        unset="none",
+        metavar="port",
+        vllm="--port",
+        router=True,
+        ge=0,
+        le=65535,
+    )
+    metrics_port: int | None = _ports(
+        None, "Prometheus metrics alone; 0 picks a free one", unset="none", metavar="port", router=True, ge=0, le=65535
+    )
+    chat_template: str = _ports(
+        "",
+        "for HTTP: jinja file, or chatml",
+        unset="the model's own",
+        metavar="file",
+        vllm="--chat-template",
+        router=True,
+    )
+    json_whitespace: bool = _ports(False, "let JSON answers have white space between tokens")
+    allowed_origins: str = _ports(
+        "",
+        "web pages that may call by HTTP, by commas; * is any (CORS)",
+        unset="none",
+        metavar="origins",
+        vllm="--allowed-origins",
+        router=True,
+    )
+
+    max_queue_len: int | None = _limits(
+        None,
+        "requests the router holds; more are refused",
+        unset="by deadlines and memory",
+        ge=1,
+        le=100_000,
+    )
+    max_wait_s: float | None = _limits(
+        None,
+        "requests that would wait longer are refused",
+        unset="their deadline",
+        metavar="seconds",
         gt=0,
         le=MAX_TIMEOUT_S,
-        description="requests that would wait longer for their turn are refused; unset: than their deadline allows",
     )
-    max_num_batched_tokens: int | None = Field(
-        None, ge=16, le=1 << 24, description="prompt tokens per prefill step; unset: 4096 on a GPU, 256 on a CPU"
+    request_timeout_s: float = _limits(
+        600.0, "deadline of a request that has none", metavar="seconds", gt=0, le=MAX_TIMEOUT_S
     )
-    prefix_cache: bool = Field(True, description="prefill workers keep the KV of prompts for those that begin alike")
-    max_model_len: int | None = Field(
-        None, ge=2, le=1 << 30, description="shorter than the model's own length, to save memory"
+    shutdown_grace_s: float = _limits(
+        25.0,
+        "after SIGTERM open streams may finish within this",
+        metavar="seconds",
+        vllm="--shutdown-timeout",
+        ge=0,
+        le=MAX_TIMEOUT_S,
     )
-    request_timeout_s: float = Field(
-        600.0, gt=0, le=MAX_TIMEOUT_S, description="a request without a deadline gets this one"
+    start_timeout_s: float = _limits(
+        600.0, "workers must report within this", router=False, metavar="seconds", gt=0, le=MAX_TIMEOUT_S
     )
-    migration: bool = Field(True, description="streams that lose a worker go on at others")
-    max_migrations: int = Field(2, ge=1, le=8, description="times that one answer may move")
-    migration_wait_s: float = Field(
-        30.0, ge=0, le=MAX_TIMEOUT_S, description="a stream waits so long for workers to go on with"
+    canary_idle_s: float = _limits(
+        30.0,
+        "probe workers idle for this long with a request; 0: never",
+        metavar="seconds",
+        ge=0,
+        le=MAX_TIMEOUT_S,
     )
-    drain_grace_s: float = Field(
-        10.0, ge=0, le=MAX_TIMEOUT_S, description="streams of a drained worker may finish there within this, then move"
+    migration: bool = _limits(True, "streams that lose a worker go on at others")
+    max_migrations: int = _limits(2, "times that one answer may move", ge=1, le=8)
+    migration_wait_s: float = _limits(
+        30.0, "a stream waits this long for workers to go on with", metavar="seconds", ge=0, le=MAX_TIMEOUT_S
     )
-    shutdown_grace_s: float = Field(
-        25.0, ge=0, le=MAX_TIMEOUT_S, description="open streams may finish within this after SIGTERM, then they end"
+    drain_grace_s: float = _limits(
+        10.0,
+        "streams of a drained worker move after this",
+        metavar="seconds",
+        ge=0,
+        le=MAX_TIMEOUT_S,
     )
-    quarantine_deaths: int = Field(
-        2, ge=0, le=8, description="deaths of workers before a request that was there is refused; 0 refuses none"
+    quarantine_deaths: int = _limits(
+        2, "refuse a request that was at so many worker deaths, 2 or more; 0: none", ge=0, le=8
     )
-    quarantine_s: float = Field(600.0, gt=0, le=MAX_TIMEOUT_S, description="how long it is refused")
-    start_timeout_s: float = Field(600.0, gt=0, le=MAX_TIMEOUT_S, description="workers must report within this")
-    worker_threads: int = Field(1, ge=1, le=256, description="torch threads per worker on a CPU")
-    log_format: LogFormat = Field("text", description="of every process's log: text, or json, one object a line")
-    log_requests: bool = Field(False, description="log a line for each request: ids, counts and times, no content")
-    trace_file: str = Field("", description="append spans to this file, OTLP as JSON lines")
-    trace_endpoint: str = Field("", description="send spans to this OTLP/HTTP collector; needs baton-pd[otel]")
-    trace_share: float = Field(1.0, ge=0, le=1, description="trace so many of the requests whose clients leave it open")
+    quarantine_s: float = _limits(
+        600.0, "how long such a request is refused", metavar="seconds", gt=0, le=MAX_TIMEOUT_S
+    )
+
+    log_format: LogFormat = _logs("text", "of every process's log; json is one object a line")
+    log_requests: bool = _logs(
+        False, "a line for each request: ids, counts and times, no content", vllm="--enable-log-requests"
+    )
+    trace_file: str = _logs("", "append spans to this file: OTLP as JSON lines", metavar="file")
+    trace_endpoint: str = _logs(
+        "",
+        "send spans to this OTLP/HTTP collector; needs baton-pd[otel]",
+        metavar="URL",
+        vllm="--otlp-traces-endpoint",
+    )
+    trace_share: float = _logs(1.0, "of requests to trace, where clients leave it open", metavar="share", ge=0, le=1)
+
+    secret_file: str = _security(
+        "", "the deployment's secret; made if not there", unset="another one at each start", metavar="file"
+    )
+    kv_curve_key_file: str = _security(
+        "", "ZMQ key pair of the deployment: encrypts KV, admits no other peer", metavar="file"
+    )
+    kv_tls_cert_file: str = _security(
+        "", "with --transport grpc: certificate of this host's workers (PEM)", metavar="file"
+    )
+    kv_tls_key_file: str = _security("", "private key of --kv-tls-cert-file (PEM)", metavar="file")
+    kv_tls_ca_file: str = _security("", "CA of the certificates that peers must present", metavar="file")
+    kv_tls_server_name: str = _security(
+        "", "the name in the workers' certificates, if it is not the address", metavar="name"
+    )
+    kv_plaintext: bool = _security(False, "KV may go in clear beside TLS: its network is trusted")
+    tls_cert_file: str = _security(
+        "", "certificate of this host's router and workers (PEM)", metavar="file", vllm="--ssl-certfile", router=True
+    )
+    tls_key_file: str = _security(
+        "", "private key of --tls-cert-file (PEM)", metavar="file", vllm="--ssl-keyfile", router=True
+    )
+    tls_ca_file: str = _security(
+        "", "CA of the certificates that router, workers and operators must present", metavar="file", router=True
+    )
+    tls_server_name: str = _security(
+        "", "the name in the certificates, if it is not the address", metavar="name", router=True
+    )
+    tls_client_ca_file: str = _security(
+        "", "with it, clients must present a certificate of this CA", metavar="file", vllm="--ssl-ca-certs", router=True
+    )
+    api_keys_file: str = _security(
+        "", "with it, clients must present a key of it: baton keys create", metavar="file", router=True
+    )
+    admin_port: int | None = _security(
+        None,
+        "of operators and workers; 0 picks a free one",
+        unset="the gRPC port",
+        metavar="port",
+        router=True,
+        ge=0,
+        le=65535,
+    )
+    admin_keys_file: str = _security("", "with it, operators must present a key of it", metavar="file", router=True)
+    max_message_mib: int = _security(
+        16, "size of a request; larger ones are refused", metavar="MiB", router=True, ge=1, le=1024
+    )
+    max_prompt_tokens: int | None = _security(
+        None,
+        "longer prompts are refused",
+        unset="what the model takes",
+        metavar="tokens",
+        router=True,
+        ge=1,
+        le=1 << 30,
+    )
+    max_streams_per_connection: int | None = _security(
+        None, "answers over one connection at once", unset="no limit", router=True, ge=1, le=1 << 20
+    )
+    max_streams_per_tenant: int | None = _security(
+        None, "answers to one tenant at once, prompts times n", unset="no limit", router=True, ge=1, le=1 << 20
+    )
+    max_queued_tokens_per_tenant: int | None = _security(
+        None, "of one tenant's prompts under way", unset="no limit", metavar="tokens", router=True, ge=1
+    )
+    max_connections_per_tenant: int | None = _security(
+        None, "of one tenant: open over HTTP, in use over gRPC", unset="no limit", router=True, ge=1, le=1 << 20
+    )
+    max_header_bytes_per_tenant: int | None = _security(
+        None, "headers of one tenant's calls under way", unset="no limit", metavar="bytes", router=True, ge=1
+    )
+    max_connections: int | None = _security(
+        None, "of clients, over gRPC and HTTP each", unset="half the open-file limit", router=True, ge=1, le=1 << 20
+    )
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any]) -> "ServeConfig":

@@ -27,15 +27,15 @@ from baton.core.file_numbers import raise_file_limit
 from baton.core.fleet_metrics import SpanCollector
 from baton.core.logs import configure_logging
 from baton.core.telemetry import Telemetry, TelemetryConfig
-from baton.router import flag_values, shed_report
+from baton.router import shed_report
 from baton.router.canary import CanaryConfig
-from baton.router.local_prefill import AUTO, MODES
+from baton.router.config_flags import add_flags
+from baton.router.flag_values import count, port
 from baton.router.metrics_port import serve_metrics
 from baton.router.migration import MigrationConfig
 from baton.router.openai.chat_template import ChatTemplate
 from baton.router.openai.front import HttpConfig, advised_sampling
-from baton.router.routing import PREFIX, ROUTINGS
-from baton.router.security_flags import add_flags, security_of
+from baton.router.security_flags import security_of
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 
@@ -47,51 +47,15 @@ GC_THRESHOLD = 20_000  # objects made and not freed between two collections
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse exits with 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="python -m baton.router", description="Baton's front door.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=flag_values.port, default=50051, help="0 picks a free one")
+    add_flags(parser)
+    parser.add_argument("--port", type=port, default=50051, help="gRPC; 0 picks a free one")
     parser.add_argument("--model-name", required=True, help="what clients call the model")
     parser.add_argument("--model-alias", action="append", default=[], help="another name that clients may use")
     parser.add_argument("--model-path", type=Path, required=True, help="directory with tokenizer.json and config.json")
-    parser.add_argument(
-        "--load-format", choices=("auto", "safetensors", "dummy"), default="auto", help="dummy: workers load no weights"
-    )
-    parser.add_argument(
-        "--max-queue-len", type=flag_values.positive_int, help="requests in flight; more are refused; default: no limit"
-    )
-    parser.add_argument(
-        "--request-timeout-s", type=flag_values.positive_float, default=600.0, help="longest life of a request"
-    )
-    _add_migration(parser)
-    parser.add_argument("--log-requests", action="store_true", help="a line for each request: ids, counts, times")
-    parser.add_argument("--routing", choices=ROUTINGS, default=PREFIX, help="how workers are chosen")
-    parser.add_argument("--local-prefill", choices=MODES, default=AUTO, help="prompts on decode workers")
-    parser.add_argument(
-        "--canary-idle-s", type=flag_values.duration, default=30.0, help="ask workers idle for this; 0: never"
-    )
-    parser.add_argument(
-        "--max-wait-s", type=flag_values.positive_float, help="longest wait for a turn; default: the deadline"
-    )
-    parser.add_argument(
-        "--metrics-port", type=flag_values.port, help="serve Prometheus metrics here; 0 picks a free one"
-    )
-    add_flags(parser)
-    parser.add_argument(
-        "--http-port", type=flag_values.port, help="serve OpenAI's and Anthropic's HTTP APIs here; 0 picks a free one"
-    )
-    parser.add_argument("--chat-template", default="", help="jinja file, or chatml; else the model's own")
-    parser.add_argument("--allowed-origins", default="", help="web pages that may call, by commas; * is any (CORS)")
-    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log on stderr")
-    parser.add_argument("--trace-file", default="", help="append spans to this file: OTLP as JSON lines")
-    parser.add_argument("--trace-endpoint", default="", help="send spans to this OTLP/HTTP collector")
-    parser.add_argument(
-        "--trace-share", type=flag_values.share, default=1.0, help="of requests whose clients leave it open"
-    )
-    parser.add_argument(
-        "--shutdown-grace-s", type=flag_values.duration, default=25.0, help="for open streams, after a signal"
-    )
+    parser.add_argument("--operator-key-digest", default="", help="SHA-256 of one more key that operators may present")
     parser.add_argument(
         "--follows-workers",
-        type=flag_values.count,
+        type=count,
         default=0,
         help="of a router before this one: requests wait a moment until so many are heard",
     )
@@ -99,32 +63,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.chat_template and options.http_port is None:
         parser.error("argument --chat-template: only HTTP has chats: give --http-port, too")
+    if options.quarantine_deaths == 1:
+        parser.error("argument --quarantine-deaths: one death says nothing about who was there; 0, 2 or more")
     return options
-
-
-def _add_migration(parser: argparse.ArgumentParser) -> None:
-    own = MigrationConfig()
-    add = parser.add_argument
-    add(
-        "--max-migrations",
-        type=flag_values.count,
-        default=own.max_migrations,
-        help="of one answer; 0: a lost worker ends it",
-    )
-    add("--migration-wait-s", type=flag_values.duration, default=own.wait_s, help="for workers to go on with")
-    add(
-        "--drain-grace-s",
-        type=flag_values.duration,
-        default=own.drain_grace_s,
-        help="then a drained worker's streams move",
-    )
-    add(
-        "--quarantine-deaths",
-        type=flag_values.deaths,
-        default=own.quarantine_deaths,
-        help="blame a request after these; 0: never",
-    )
-    add("--quarantine-s", type=flag_values.positive_float, default=own.quarantine_s, help="how long it is refused")
 
 
 async def serve(options: argparse.Namespace, ending: "Ending") -> None:
@@ -142,7 +83,7 @@ async def serve(options: argparse.Namespace, ending: "Ending") -> None:
         max_queue_len=options.max_queue_len,
         request_timeout_s=options.request_timeout_s,
         migration=MigrationConfig(
-            max_migrations=options.max_migrations,
+            max_migrations=options.max_migrations if options.migration else 0,
             wait_s=options.migration_wait_s,
             drain_grace_s=options.drain_grace_s,
             quarantine_deaths=options.quarantine_deaths,

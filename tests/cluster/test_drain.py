@@ -115,7 +115,7 @@ def test_the_router_is_started_with_what_was_asked(tmp_path):
         return router_main.parse(command[4:])
 
     assert options().max_migrations == 2
-    assert options(migration=False).max_migrations == 0
+    assert (options().migration, options(migration=False).migration) == (True, False)
     given = options(max_migrations=1, migration_wait_s=3, drain_grace_s=0, quarantine_deaths=0, quarantine_s=5)
     assert (given.max_migrations, given.migration_wait_s, given.drain_grace_s) == (1, 3.0, 0.0)
     assert (given.quarantine_deaths, given.quarantine_s) == (0, 5.0)

@@ -7,6 +7,7 @@ import pytest
 from baton.cluster import resolve
 from baton.cluster.router_process import router_command
 from baton.core.config import ServeConfig
+from baton.core.config_key import keys_of
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing
 from baton.core.numerics import Numerics
 from baton.core.telemetry import TelemetryConfig
@@ -93,6 +94,20 @@ def test_a_worker_gets_resolved_values(model):
     assert (worker.device, worker.dtype, worker.max_model_len) == ("cpu", "float32", 512)
     assert (worker.numerics, worker.num_draft_tokens) == (Numerics.INVARIANT, 1)
     assert not worker.transfer.drop_pushes
+
+
+def test_a_worker_gets_each_key_that_its_own_configuration_has_too(model):
+    keys = keys_of(ServeConfig)
+    values = {"model": str(model), "device": "cpu"}
+    for name in resolve.COPIED:
+        key = keys[name]
+        values[name] = key.kind(key.choices[-1]) if key.choices else {bool: key.default == "off", int: 7}[key.kind]
+    values["kernels"] = "reference"  # triton's need a GPU
+    config = ServeConfig.from_mapping(values)
+    worker = resolve.resolve_worker(config, resolve.find_model(str(model)), worker_id="d")
+    for name in resolve.COPIED:
+        assert getattr(worker, name) == getattr(config, name) != getattr(ServeConfig(), name), name
+    assert {"block_size", "kv_memory_mib", "prefix_cache", "scheduling"} < set(resolve.COPIED)
 
 
 def test_every_process_is_told_what_to_log_and_trace(model, monkeypatch):

@@ -70,9 +70,3 @@ def test_every_flag_and_variable_exists():
     assert variables == {*access.VARIABLES.values(), access.KEY_VARIABLE, inside.ENVIRONMENT}
     assert security_flags.KEY_VARIABLE == access.KEY_VARIABLE
     assert {f"BATON_{name.upper()}" for name in security_flags._ACCESS} == {*access.VARIABLES.values()}
-
-
-def test_flags_say_what_the_configuration_says():
-    for name, (_, text) in security_flags._SERVE.items():
-        said = re.sub(r"  \[.*\]$", "", text)
-        assert said == (ServeConfig.model_fields[name].description or "").replace("`", ""), name
