@@ -55,6 +55,18 @@ def test_a_device_that_is_not_the_threads_current_one(made_synchronously):
     assert made(torch.device("cuda", 1), 2, "async") == made_synchronously[2]
 
 
+def six_steps(driver, slot, *, reads_each=False):
+    """Two chunks of a prompt and four decode steps of it."""
+    driver.place(slot, range(5, 45), SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=1))
+    tickets = []
+    for step in range(6):
+        chunks = [driver.chunk(slot, 20)] if step < 2 else []
+        tickets.append(driver.launch(() if chunks else (slot,), chunks=chunks))
+        if reads_each:
+            tickets[-1].result()
+    return tickets
+
+
 def test_a_prompt_ends_and_decodes_before_the_host_has_read_anything():
     """First token, draft and length are on the device; the tokens are those of a host that reads each step."""
     model = load_model(TINY, dtype=torch.float32, device=DEVICE, numerics=Numerics.INVARIANT, with_mtp=True)
@@ -62,15 +74,13 @@ def test_a_prompt_ends_and_decodes_before_the_host_has_read_anything():
     for reads_each in (True, False):
         pool = KVPool(model.kv_layout(16), 40, DEVICE)
         driver = Driver(Runner(model, pool, max_num_seqs=2, num_draft_tokens=2), pool)
-        driver.place(0, range(5, 45), SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=1))
-        tickets = []
+        for ticket in six_steps(driver, 1):  # host memory is pinned, which may wait for the device
+            ticket.result()
+        driver.release(1)
+        driver.runner.drain()
         if not reads_each:
             torch.cuda._sleep(LONG)
-        for step in range(6):
-            chunks = [driver.chunk(0, 20)] if step < 2 else []
-            tickets.append(driver.launch(() if chunks else (0,), chunks=chunks))
-            if reads_each:
-                tickets[-1].result()
+        tickets = six_steps(driver, 0, reads_each=reads_each)
         is_under_way = not tickets[0].is_sampled
         assert is_under_way or reads_each
         outputs = [ticket.result() for ticket in tickets]
