@@ -3,10 +3,12 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from unittest import mock
 
 from baton.core.clock import VirtualClock
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
+from baton.engine.lane import lane_for
 from baton.engine.runner import Runner
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
@@ -127,19 +129,21 @@ class Pushes:
 
 
 class Prefill:
-    """A prefill worker of a toy model."""
+    """A prefill worker of a toy model; with a `lane`, steps run there."""
 
-    def __init__(self, model, *, num_blocks=40, chunk_len=5, max_num_seqs=8, **options):
+    def __init__(self, model, *, num_blocks=40, chunk_len=5, max_num_seqs=8, lane=None, **options):
         self.model = model
         self.clock = VirtualClock()
         self.pool = KVPool(model.kv_layout(BLOCK_SIZE), num_blocks, model.device)
         self.pool.data_bytes.fill_(0xFF)  # what was never written reads as NaN
         self.pushes = Pushes()
         self.fatal = []
-        self.worker = PrefillWorker(
-            runner=Runner(
+        with mock.patch("baton.engine.runner.lane_for", (lambda device: lane) if lane else lane_for):
+            runner = Runner(
                 model, self.pool, max_num_seqs=max_num_seqs, num_draft_tokens=0, open_push=self.pushes.open_step
-            ),
+            )
+        self.worker = PrefillWorker(
+            runner=runner,
             pool=self.pool,
             tokenizer=letters_tokenizer(),
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=4),

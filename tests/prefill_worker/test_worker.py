@@ -22,6 +22,7 @@ from baton.proto import kv_pb2
 from baton.tests.engine import reference
 from baton.tests.engine.toy import ToyModel
 from baton.tests.prefill_worker.pushes import Prefill
+from baton.tests.worker.manual_lane import ManualLane
 
 pytestmark = pytest.mark.fast
 MODEL = ToyModel()
@@ -281,7 +282,10 @@ class Turns(RuleBasedStateMachine):
         scheduling=st.sampled_from(["async", "sync"]), chunk_len=st.sampled_from([2, 5, 20]), slots=st.integers(1, 4)
     )
     def begin(self, scheduling, chunk_len, slots):
-        self.prefill = Prefill(MODEL, num_blocks=12, chunk_len=chunk_len, max_num_seqs=slots, scheduling=scheduling)
+        self.lane = ManualLane()
+        self.prefill = Prefill(
+            MODEL, num_blocks=12, chunk_len=chunk_len, max_num_seqs=slots, scheduling=scheduling, lane=self.lane
+        )
         self.names = itertools.count()
         self.prompts = {}
 
@@ -299,6 +303,10 @@ class Turns(RuleBasedStateMachine):
     def turn(self, num):
         for _ in range(num):
             self.prefill.turn()
+
+    @rule(num=st.integers(1, 3))
+    def work_off(self, num):
+        self.lane.work_off(num)
 
     @rule()
     @precondition(lambda self: self.asking())
@@ -345,8 +353,11 @@ class Turns(RuleBasedStateMachine):
         allocator = self.prefill.scheduler.allocator
         for push in self.prefill.pushes.open.values():
             assert set(push.table.blocks) <= set(allocator._num_tables)
-        held = sum(item.num_blocks for item in self.prefill.worker._requests.values())
-        assert held >= allocator.num_reserved
+        tables = [item.sequence.table for item in self.prefill.worker._requests.values()]
+        held = [block for table in tables if table is not None for block in table.blocks]
+        # What has left keeps its blocks until the last step that runs it is over.
+        num_held = len(held) + self.prefill.scheduler._num_departing_blocks
+        assert len(set(held)) <= allocator.num_reserved <= num_held
 
     def teardown(self):
         if not hasattr(self, "prefill"):
