@@ -275,6 +275,21 @@ def test_closing_ends_what_is_here():
     assert all(isinstance(prefill.sinks[key].error, RequestCancelled) for key in keys)
 
 
+def test_blocks_outlast_the_step_that_writes_them():
+    lane = ManualLane()
+    prefill = Prefill(MODEL, chunk_len=2, lane=lane)
+    key = at(Phase.RUNNING, prefill)
+    table = prefill.sequence(key).table
+    prefill.worker.cancel(key)
+    prefill.pushes.abort(key, "the connection broke")
+    prefill.pushes.drain(key)
+    prefill.turn()
+    assert not prefill.worker._requests
+    assert set(table.blocks) <= set(prefill.scheduler.allocator._num_tables), "a step that runs writes them"
+    lane.drain()
+    check_nothing_left(prefill)
+
+
 class Turns(RuleBasedStateMachine):
     """Whatever the decode workers do, in whatever order, every request ends once and every block comes back."""
 
@@ -288,6 +303,16 @@ class Turns(RuleBasedStateMachine):
         )
         self.names = itertools.count()
         self.prompts = {}
+        self.steps = []  # that run, with the blocks that they write
+        launch = self.prefill.worker._runner.launch
+
+        def launched(step):
+            ticket = launch(step)
+            running = {item.slot: item.table.blocks for item in self.prefill.scheduler.running()}
+            self.steps.append((ticket, {block for chunk in step.chunks for block in running[chunk.slot]}))
+            return ticket
+
+        self.prefill.worker._runner.launch = launched
 
     def of(self, *phases):
         return [s.key for s in self.prefill.scheduler.sequences() if s.phase in phases]
@@ -358,6 +383,9 @@ class Turns(RuleBasedStateMachine):
         # What has left keeps its blocks until the last step that runs it is over.
         num_held = len(held) + self.prefill.scheduler._num_departing_blocks
         assert len(set(held)) <= allocator.num_reserved <= num_held
+        self.steps = [(ticket, blocks) for ticket, blocks in self.steps if not ticket.is_done]
+        for _, blocks in self.steps:
+            assert blocks <= set(allocator._num_tables), "a step writes blocks that are free"
 
     def teardown(self):
         if not hasattr(self, "prefill"):
