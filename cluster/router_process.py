@@ -28,6 +28,7 @@ MAX_STARTS: Final = 8  # after the first, within the window; one that needs more
 WINDOW_S: Final = 60.0
 FIRST_WAIT_S: Final = 0.1
 MAX_WAIT_S: Final = 5.0
+STEADY_S: Final = 5.0  # one that has listened for so long is in no crash loop: its earlier deaths are forgotten
 
 Ports = Mapping[str, int]
 
@@ -70,6 +71,7 @@ class RouterProcess:
         self._now_s = now_s
         self._ports: dict[str, int] = {}
         self._died_s: float | None = None  # and has not listened since
+        self._listens_s: float | None = None  # since when, after a death
         self._is_draining = False
         self._err_at = 0  # where the log of this life begins
         self._process: subprocess.Popen[bytes] | None = self._spawn()
@@ -115,7 +117,10 @@ class RouterProcess:
         if code is None:
             if self._died_s is not None and self._hear():
                 _logger.warning("the router listens again, %.1f s after its end", self._now_s() - self._died_s)
-                self._died_s = None
+                self._died_s, self._listens_s = None, self._now_s()
+            elif self._listens_s is not None and self._now_s() - self._listens_s >= STEADY_S:
+                self._restarts.forget("router")
+                self._listens_s = None
             return
         if self._is_draining:
             return
@@ -126,6 +131,7 @@ class RouterProcess:
 
     def _again(self, code: int, error: BatonError) -> None:
         assert self._process is not None
+        self._listens_s = None
         if self._died_s is None:
             self._died_s = self._now_s()
         if not self._restarts.died("router"):

@@ -109,6 +109,22 @@ def test_one_that_dies_now_and_then_is_never_given_up(make):
         process.clock.now_s += router_process.WINDOW_S
 
 
+def test_one_that_listens_for_a_while_between_deaths_comes_back_at_once(make):
+    process = make(SERVES)
+    process.wait_ports(30.0)
+    for _ in range(router_process.MAX_STARTS + 2):
+        os.kill(process.pid, signal.SIGKILL)
+        process._process.wait()
+        process.check()
+        died_s = process.clock.now_s
+        until(process, lambda: process.pid is not None)
+        assert process.clock.now_s - died_s < 0.3
+        until(process, process._hear)
+        process.check()
+        process.clock.now_s += router_process.STEADY_S
+        process.check()
+
+
 def test_one_that_was_told_to_drain_is_not_started_again(make):
     process = make(DRAINS)
     process.wait_ports(30.0)
