@@ -35,9 +35,12 @@ from baton.cluster.ray_session import RaySession
 from baton.cluster.resolve import (
     ModelDirectory,
     find_model,
+    num_prefill,
     require_port_free,
     resolve_device,
     resolve_worker,
+    visible_gpus,
+    worker_ids,
 )
 from baton.cluster.router_process import RouterProcess, router_command
 from baton.cluster.supervisor_process import Order, SupervisorProcess
@@ -269,13 +272,15 @@ class Deployment:
         model = find_model(config.model, is_dummy=config.is_dummy)
         resolve_worker(config, model, worker_id="check")
         device = resolve_device(config.device)
+        num_gpus = visible_gpus() if config.ray_address == "local" and device == "cuda" else None
+        config = self.config = config.model_copy(update={"prefill": num_prefill(config, num_gpus)})
         for port in (config.grpc_port, config.http_port, config.metrics_port):
             if port is not None:
                 require_port_free(config.host, port)
         security_of(config)
         SecureChannels(config.tls)
         deadline_s = time.monotonic() + config.start_timeout_s
-        num_total = config.prefill + config.decode + 2
+        num_total = len(worker_ids(config)) + 2
         leftovers.sweep()
         self._dir = private_files.make_folder()
         self._undertaker = Undertaker(self._dir)

@@ -141,6 +141,13 @@ def resolve_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def visible_gpus() -> int:
+    """GPUs that torch can use; counted without starting CUDA."""
+    import torch  # slow to import
+
+    return torch.cuda.device_count()
+
+
 def resolve_dtype(dtype: str, device: str) -> str:
     """`auto` becomes bfloat16 on a GPU and float32 on a CPU."""
     if dtype != "auto":
@@ -288,8 +295,25 @@ def num_drafts(config: ServeConfig, model: ModelDirectory) -> int:
     return MAX_DRAFTS if asked == "auto" else DEFAULT_DRAFTS
 
 
+def num_prefill(config: ServeConfig, num_gpus: int | None) -> int:
+    """Prefill workers to start.
+
+    Two processes that share a GPU take turns on it: one engine that computes prompts beside its decode rows is faster
+    from 16 clients on, and gives the first token sooner (benchmarks/results/engine-h200.json).
+
+    Args:
+        config: as it was given; what it asks for, it gets.
+        num_gpus: that the workers have; None: they compute on CPUs, or in a cluster whose operator places them.
+    """
+    if config.prefill is not None:
+        return config.prefill
+    num_wanted = config.tp_prefill + config.decode * config.tp_decode
+    return 0 if num_gpus is not None and num_gpus < num_wanted and config.local_prefill != "never" else 1
+
+
 def worker_ids(config: ServeConfig) -> dict[str, str]:
-    """Worker id to role, prefill workers first."""
+    """Worker id to role, prefill workers first; how many there are is known (`num_prefill`)."""
+    assert config.prefill is not None
     ids = {f"prefill-{index}": "prefill" for index in range(config.prefill)}
     return ids | {f"decode-{index}": "decode" for index in range(config.decode)}
 

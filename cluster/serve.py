@@ -75,11 +75,17 @@ def _announce(deployment: Deployment, output: Output, name: str) -> None:
         at += f", metrics at {deployment.metrics_url}"
     output.emit(
         data,
-        f"serving {config.model} at {at}: {config.prefill} prefill, {config.decode} decode\n"
+        f"serving {config.model} at {at}: {_crew(config)}\n"
         f"{_who_gets_in(deployment)}"
         f"{_curl(deployment, name)}"
         f"try: baton generate --address {deployment.address} --prompt 'def main():'",
     )
+
+
+def _crew(config: ServeConfig) -> str:
+    if config.prefill == 0:
+        return f"{config.decode} decode, which compute the prompts, too"
+    return f"{config.prefill} prefill, {config.decode} decode"
 
 
 def _curl(deployment: Deployment, name: str) -> str:

@@ -99,7 +99,14 @@ class ServeConfig(BaseModel):
         False, "a row's result depends on that row alone, bit for bit", vllm="VLLM_BATCH_INVARIANT"
     )
 
-    prefill: int = _parallel(1, "prefill workers; 0: decode workers compute the prompts", ge=0, le=1024)
+    prefill: int | None = _parallel(
+        None,
+        "prefill workers; 0: decode workers compute the prompts",
+        unset="1; 0 where GPUs are too few for one of its own",
+        metavar="workers",
+        ge=0,
+        le=1024,
+    )
     decode: int = _parallel(1, "decode workers", ge=1, le=1024)
     tensor_parallel_size: Literal[1, 2, 4, 8] | None = _parallel(
         None, "ranks per worker, where --tp-prefill or --tp-decode says nothing else", vllm="--tensor-parallel-size"
@@ -412,7 +419,7 @@ class ServeConfig(BaseModel):
         if config.draft_sample_method == "greedy" and config.verification == "coupled":
             message = "draft_sample_method: coupled verification knows no other drafts; it goes with rejection"
             raise ConfigInvalid(message, keys=["draft_sample_method", "verification"])
-        if not config.prefill and config.local_prefill == "never":
+        if config.prefill == 0 and config.local_prefill == "never":
             message = "prefill is 0, and local_prefill never lets decode workers compute prompts: nobody would"
             raise ConfigInvalid(message, keys=["prefill", "local_prefill"])
         config.graph_config()

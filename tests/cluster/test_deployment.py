@@ -66,6 +66,26 @@ def directory_of(processes):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(
+    ("ray_address", "device", "expected"), [("local", "cuda", 0), ("local", "cpu", 1), ("auto", "cuda", 1)]
+)
+def test_one_gpu_of_this_host_gets_one_worker(model, monkeypatch, ray_address, device, expected):
+    started = []
+    monkeypatch.setattr(deployment_module, "resolve_device", lambda asked: device)
+    monkeypatch.setattr(deployment_module, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(deployment_module.Deployment, "_start_private", lambda self, *rest: started.append(self.config))
+    monkeypatch.setattr(
+        deployment_module.Deployment, "_start_in_cluster", lambda self, *rest: started.append(self.config)
+    )
+    monkeypatch.setattr(deployment_module.Deployment, "_wait_known", lambda self, deadline_s: None)
+    monkeypatch.setattr(deployment_module, "SECRETS", model / "secrets")
+    with make(model, ray_address=ray_address):
+        pass
+    (config,) = started
+    assert config.prefill == expected
+
+
+@pytest.mark.fast
 def test_what_can_be_refused_is_refused_before_anything_starts(model, tmp_path):
     before = our_processes()
     with socket.socket() as listener:

@@ -187,6 +187,25 @@ def test_the_test_hook_drops_pushes_and_no_other_is_known(monkeypatch):
         resolve.transfer_config(ServeConfig())
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "values", "expected"),
+    [
+        (None, {}, 1),  # CPUs
+        (1, {}, 0),
+        (2, {}, 1),
+        (2, {"decode": 2}, 0),
+        (3, {"decode": 2}, 1),
+        (4, {"tp_decode": 4}, 0),
+        (8, {"tp_decode": 4, "tp_prefill": 4}, 1),
+        (1, {"prefill": 1}, 1),
+        (8, {"prefill": 0}, 0),
+        (1, {"local_prefill": "never"}, 1),
+    ],
+)
+def test_gpus_without_room_for_prefill_workers_have_none(num_gpus, values, expected):
+    assert resolve.num_prefill(ServeConfig.from_mapping(values), num_gpus) == expected
+
+
 def test_worker_ids_name_role_and_number():
     config = ServeConfig.from_mapping({"prefill": 2, "decode": 1})
     assert resolve.worker_ids(config) == {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
