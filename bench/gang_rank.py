@@ -110,7 +110,7 @@ class GangRank:
 
         works: dict[str, Callable[[], Any]] = {"decision": agree, "broadcast": broadcast}
         if self._device.type == "cuda":
-            from baton.kernels.decision import compare, pack  # CPUs have no use for it
+            from baton.kernels.sampling.decision import compare, pack  # CPUs have no use for it
 
             works["pack"] = partial(pack, values, state, 1)
             works["compare"] = partial(compare, packed, packed.clone(), values)

@@ -21,8 +21,8 @@ from baton.bench.nvlink_shape import (
     target_blocks,
 )
 from baton.bench.nvlink_step import DecodeStep
-from baton.kernels.kv_digest import kv_digest
-from baton.kernels.kv_scatter import Completion, Piece, PoolAddress, Tuning, Workspace
+from baton.kernels.kv.pool_digest import kv_digest
+from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace
 from baton.kvtransfer.cuda_ipc import PinnedMemory, device_uuid, export
 
 RESULT_SLOTS = 2048  # from here on: digests that this side computed

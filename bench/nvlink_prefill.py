@@ -23,7 +23,7 @@ from baton.bench.nvlink_shape import (
     target_blocks,
 )
 from baton.bench.nvlink_step import mark
-from baton.kernels.kv_scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
+from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
 from baton.kvtransfer.cuda_ipc import IpcPlace, PeerMemory, PinnedMemory, can_reach
 
 CYCLES_PER_US = 1800

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.kernels.attention.row_places import row_places
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation
-from baton.kernels.row_places import row_places
 from baton.kvcache.pool import KVPool
 from baton.model.inputs import DecodeBatch, PrefillBatch
 

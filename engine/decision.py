@@ -4,7 +4,7 @@ It holds the number of the decision, a digest of what was decided upon, and what
 the next draft). Every rank computes all of it by itself; they must be the same, and a rank whose differ must not go on:
 it would decode from KV that does not belong together. The digest covers what ranks know and do not exchange: slots,
 lengths, last tokens, drafts and block tables. It crosses with the communicator, so on a GPU nothing waits for the host
-until somebody reads the decision; there two kernels (`kernels.decision`) make it and compare it.
+until somebody reads the decision; there two kernels (`kernels.sampling.decision`) make it and compare it.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 import torch
 
 from baton.core.errors import WorkerLost
-from baton.kernels.decision_reference import DIVERGED, HEAD_LEN, digest_weights, message_number, pack_reference
+from baton.kernels.sampling.decision_reference import DIVERGED, HEAD_LEN, digest_weights, message_number, pack_reference
 from baton.model.parallel import Communicator
 
 _MAX_SHOWN: Final = 32
@@ -35,7 +35,9 @@ class Decisions:
         self._num_made = 0
         self._weights_N: torch.Tensor | None = None  # of digests on a CPU
         if communicator.size > 1 and device is not None and device.type != "cpu":
-            from baton.kernels.decision import warm_up  # Triton takes half a second to import, and CPUs do without
+            from baton.kernels.sampling.decision import (
+                warm_up,  # Triton takes half a second to import, and CPUs do without
+            )
 
             warm_up(device)
 
@@ -76,7 +78,7 @@ class Decisions:
         return values
 
     def _agree_on_gpu(self, values: torch.Tensor, state: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-        from baton.kernels.decision import compare, pack
+        from baton.kernels.sampling.decision import compare, pack
 
         own_N, decided_N = pack(values, state, number)
         return compare(own_N, self._communicator.broadcast(decided_N), values)

@@ -20,9 +20,9 @@ from baton.engine.kernel_choice import choice_rows, draw, later, likeliest
 from baton.engine.rejection import pick_among_ranks, probabilities
 from baton.engine.sampler import SamplingRows, choose, draw_noise, edit_logits, looks_ahead, process_logits, wide
 from baton.engine.verify import DraftLaw, DraftProbs
-from baton.kernels.choice import ChoiceRows
-from baton.kernels.draft_chances import pick
-from baton.kernels.noise import Purpose, uniform
+from baton.kernels.sampling.choice import ChoiceRows
+from baton.kernels.sampling.draft_chances import pick
+from baton.kernels.sampling.noise import Purpose, uniform
 from baton.model.draft_head import HeadIds
 from baton.model.model import Model
 from baton.model.vocab import CutVocab

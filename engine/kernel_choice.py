@@ -17,9 +17,9 @@ import torch
 from baton.engine.history import Lookahead
 from baton.engine.kernel_edits import edit, edited_by_torch
 from baton.engine.sampler import SamplingRows, sample
-from baton.kernels.choice import ChoiceRows, settled
 from baton.kernels.implementation import Implementation
-from baton.kernels.sample import sample as sample_by_kernels
+from baton.kernels.sampling.choice import ChoiceRows, settled
+from baton.kernels.sampling.sample import sample as sample_by_kernels
 from baton.model.model import Model
 
 

@@ -15,9 +15,9 @@ from baton.engine.history import Lookahead
 from baton.engine.logit_bias import LogitBias
 from baton.engine.logit_edits import LogitEdits
 from baton.engine.penalties import Penalties
-from baton.kernels.choice import EditedRows, settled
 from baton.kernels.implementation import Implementation
-from baton.kernels.logit_edits import Edits, edit_rows
+from baton.kernels.sampling.choice import EditedRows, settled
+from baton.kernels.sampling.logit_edits import Edits, edit_rows
 
 _NO_PENALTY = (1.0, 0.0, 0.0)
 

@@ -1,4 +1,4 @@
-"""Every mode of verification by the kernels of `kernels.verify`: sequences of a batch side by side, in four launches.
+"""Every mode of verification by `kernels.sampling.verify`: sequences of a batch side by side, in four launches.
 
 The modes are those of `engine.verify`, `engine.rejection` and `engine.synthetic`, with the same draws. The host reads
 nothing, and what no sequence asks costs no launch.
@@ -13,10 +13,10 @@ import torch
 from baton.engine.kernel_choice import with_every_cut
 from baton.engine.kernel_edits import edit
 from baton.engine.verify import DraftLaw, DraftProbs, Verified, VerifyInputs
-from baton.kernels.choice import Law, settled
-from baton.kernels.draft_rows import DraftRows
 from baton.kernels.implementation import Implementation
-from baton.kernels.verify import verify
+from baton.kernels.sampling.choice import Law, settled
+from baton.kernels.sampling.draft_rows import DraftRows
+from baton.kernels.sampling.verify import verify
 
 _BY_CHANCE = (Law.REJECT, Law.BLOCK)
 

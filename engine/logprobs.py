@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from baton.core.logprobs import TokenLogprobs
-from baton.kernels.choice import settled
 from baton.kernels.implementation import Implementation
-from baton.kernels.logprobs import finite_logprobs, logprobs_reference, logprobs_topk, top_ids
+from baton.kernels.sampling.choice import settled
+from baton.kernels.sampling.logprobs import finite_logprobs, logprobs_reference, logprobs_topk, top_ids
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 LOGITS_ROWS = 64  # of a prompt at once, where its logprobs are asked

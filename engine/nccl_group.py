@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from baton.core.errors import WorkerLost
 from baton.engine.tp_group import DEFAULT_TIMEOUT_S, lost_touch, nobody
-from baton.kernels.inner_sum import tree_sum
+from baton.kernels.gemm.inner_sum import tree_sum
 from baton.kernels.tiles import wide_dtype
 
 

@@ -10,7 +10,7 @@ rule of the last row (the bonus token), of rows past a cap, and of a draft head 
 The numbers of a step are keyed by its *first* position and numbered by draft. Keyed by each draft's own position they
 would come again in the next step, after a block's verdict had already depended on them, and bias it.
 
-The rules are those of `kernels.draft_chances`.
+The rules are those of `kernels.sampling.draft_chances`.
 
 Where ranks share a vocabulary, each has the probabilities of its own tokens, and what crosses are sums (of the softmax,
 of residual weights) and probabilities of drafts. Those sums are rounded otherwise than a whole row's, by some 1e-16 of
@@ -37,7 +37,7 @@ from baton.engine.verify import (
     emit,
     usable_drafts,
 )
-from baton.kernels.draft_chances import (
+from baton.kernels.sampling.draft_chances import (
     accept_chances,
     block_chances,
     block_reach,
@@ -45,7 +45,7 @@ from baton.kernels.draft_chances import (
     pick,
     residual_weights,
 )
-from baton.kernels.noise import Purpose, uniform
+from baton.kernels.sampling.noise import Purpose, uniform
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 

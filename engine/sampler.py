@@ -23,9 +23,9 @@ from baton.engine.history import Lookahead
 from baton.engine.logit_edits import LogitEdits
 from baton.engine.logprobs import LogprobRows
 from baton.engine.truncation import Limits, truncate, truncates
-from baton.kernels.choice import MIN_TEMPERATURE
 from baton.kernels.copies import to_device
-from baton.kernels.noise import Purpose, gumbel
+from baton.kernels.sampling.choice import MIN_TEMPERATURE
+from baton.kernels.sampling.noise import Purpose, gumbel
 from baton.model.vocab import WHOLE, Vocab
 
 

@@ -18,8 +18,8 @@ from baton.engine.logprobs import LogprobRows
 from baton.engine.sampler import SamplingRows, sampling_rows
 from baton.engine.truncation import Limits, truncates
 from baton.engine.verify import Verified
-from baton.kernels.choice import MIN_TEMPERATURE
 from baton.kernels.copies import to_device
+from baton.kernels.sampling.choice import MIN_TEMPERATURE
 from baton.model.vocab import WHOLE, Vocab
 
 

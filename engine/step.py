@@ -33,10 +33,10 @@ from baton.engine.passes import Passes
 from baton.engine.sampler import SamplingRows, looks_ahead
 from baton.engine.slots import DecodeState
 from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, Verified, Verifier, VerifyInputs
-from baton.kernels.choice import settled
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation
-from baton.kernels.verify import Verdict, post_verify
+from baton.kernels.sampling.choice import settled
+from baton.kernels.sampling.verify import Verdict, post_verify
 from baton.model.model import Model
 
 NOTHING = -1  # instead of an accepted length: the step emits nothing for this sequence

@@ -13,7 +13,7 @@ import torch
 
 from baton.engine.sampler import choose
 from baton.engine.verify import DraftLaw, Verified, VerifyInputs, emit, usable_drafts
-from baton.kernels.noise import SYNTHETIC_SEED, Purpose, uniform
+from baton.kernels.sampling.noise import SYNTHETIC_SEED, Purpose, uniform
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import distributed
 from torch._C._distributed_c10d import AllgatherOptions, Store, TCPStore
 
 from baton.core.errors import WorkerLost
-from baton.kernels.inner_sum import tree_sum
+from baton.kernels.gemm.inner_sum import tree_sum
 from baton.kernels.tiles import wide_dtype
 from baton.model.parallel import Communicator
 

@@ -1,4 +1,4 @@
-"""Top-k and top-p: the rule of `kernels.kept_tokens`, exactly, whether one process holds a row of logits or many.
+"""Top-k and top-p: exactly the rule of `kernels.sampling.kept_tokens`, whether one process holds a row or many.
 
 Where ranks share a row, each sorts its own columns. If all rows of a batch have a top-k, and none beyond
 `MAX_CANDIDATES`, each rank tells its so many likeliest, and all put them in order: one small all-gather. Else the token
@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from baton.core.sampling import SamplingParams
-from baton.kernels.kept_tokens import kept, masses
+from baton.kernels.sampling.kept_tokens import kept, masses
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 MAX_CANDIDATES = 256

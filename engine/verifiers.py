@@ -7,8 +7,8 @@ from baton.engine.kernel_verifier import KernelVerifier
 from baton.engine.rejection import RejectionVerifier
 from baton.engine.synthetic import ForceVerifier, SyntheticVerifier, conditional_rates
 from baton.engine.verify import CoupledVerifier, GreedyVerifier, Verifier
-from baton.kernels.choice import Law
 from baton.kernels.implementation import Implementation
+from baton.kernels.sampling.choice import Law
 from baton.model.model import Model
 
 

@@ -25,7 +25,7 @@ import torch
 
 from baton.engine.grammar_masks import GrammarMasks
 from baton.engine.sampler import SamplingRows, choose
-from baton.kernels.choice import ChoiceRows
+from baton.kernels.sampling.choice import ChoiceRows
 from baton.model.vocab import WHOLE, Vocab
 
 

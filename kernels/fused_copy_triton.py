@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """`fused_copy` in Triton: a few programs for each copy, each as wide as the two addresses allow.
 
 Where source and target lie alike within 16 bytes, all but the edges moves in vectors of 16; alike within 4, in words of

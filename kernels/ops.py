@@ -13,25 +13,30 @@ from typing import Any
 import torch
 
 from baton.core.numerics import Numerics
-from baton.kernels import attention, attention_invariant, float8_kv, linear, moe, rms_norm, silu_mul
-from baton.kernels.attention_decode import attention_decode
-from baton.kernels.attention_ordered import (
+from baton.kernels.attention import invariant as attention_invariant
+from baton.kernels.attention import paged as attention
+from baton.kernels.attention.decode import attention_decode
+from baton.kernels.attention.ordered import (
     attention_ordered_decode,
     attention_ordered_prefill,
     attention_ordered_prefill_lens,
 )
-from baton.kernels.attention_prefill import HEAD_DIMS, attention_prefill, attention_prefill_lens
-from baton.kernels.attention_shares import SharePlans
-from baton.kernels.fp8_weight import Fp8Weight
-from baton.kernels.gemm_fp8 import linear_fp8
+from baton.kernels.attention.prefill import HEAD_DIMS, attention_prefill, attention_prefill_lens
+from baton.kernels.attention.shares import SharePlans
+from baton.kernels.gemm import linear
+from baton.kernels.gemm.fp8 import linear_fp8
+from baton.kernels.gemm.fp8_weight import Fp8Weight
+from baton.kernels.gemm.inner_sum import ALONE, InnerSum
+from baton.kernels.gemm.linear_ordered import linear_ordered
 from baton.kernels.implementation import Implementation
-from baton.kernels.inner_sum import ALONE, InnerSum
-from baton.kernels.kv_write import kv_write
-from baton.kernels.linear_ordered import linear_ordered
-from baton.kernels.moe_gemm import Fp8ExpertWeights, experts_grouped
-from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
-from baton.kernels.rope import rope
-from baton.kernels.select_topk import MAX_CHOSEN, MAX_EXPERTS, select_topk
+from baton.kernels.kv import float8 as float8_kv
+from baton.kernels.kv.write import kv_write
+from baton.kernels.moe import moe
+from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_grouped
+from baton.kernels.moe.select_topk import MAX_CHOSEN, MAX_EXPERTS, select_topk
+from baton.kernels.pointwise import rms_norm, silu_mul
+from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
+from baton.kernels.pointwise.rope import rope
 
 AttentionDecode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 Weight = torch.Tensor | Fp8Weight

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Have memory on its way to the L2 cache: what a kernel does while it waits for the one before it.
 
 Weights depend on nothing, so a product that is there early (`kernels.dependent_launch`) asks for the first of them. It

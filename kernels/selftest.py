@@ -17,11 +17,11 @@ import torch
 from baton.core.errors import NumericsUnsupported
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
-from baton.kernels.fp8_weight import quantize_weight
+from baton.kernels.gemm.fp8_weight import quantize_weight
+from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
 from baton.kernels.implementation import Implementation
-from baton.kernels.kv_write import kv_write
+from baton.kernels.kv.write import kv_write
 from baton.kernels.ops import Ops
-from baton.kernels.quantize_fp8 import GROUP_LEN
 from baton.kernels.tiles import OUTPUT_TILE
 
 _NUM_ROWS = 512

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from baton.core.config import KVTransferConfig
-from baton.kernels.kv_scatter import PoolAddress
+from baton.kernels.kv.scatter import PoolAddress
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.kernels.kv_digest import kv_digest
-from baton.kernels.kv_scatter import Completion, Piece, PoolAddress, kv_scatter
+from baton.kernels.kv.pool_digest import kv_digest
+from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, kv_scatter
 from baton.kvcache.geometry import LayerGeometry
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.device_stream import DeviceStream, tuning_for

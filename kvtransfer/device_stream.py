@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from baton.kernels.copies import to_device
-from baton.kernels.digest import PERIOD
-from baton.kernels.kv_scatter import Tuning, Workspace
+from baton.kernels.kv.digest import PERIOD
+from baton.kernels.kv.scatter import Tuning, Workspace
 
 MAX_KEPT_TABLES = 64
 FIRST_REACH_LEN = 1 << 15

@@ -3,7 +3,7 @@
 A frame is a header and the rows of consecutive positions of a head range of one layer. The payload follows the header,
 or lies in the receiver's pool already (`is_written`). Every number is little endian. The header has a checksum of its
 own, so that it can be believed before the payload is there; the payload has exactly one check: its digest
-(`kernels.digest`), or its crc32c where digests are off.
+(`kernels.kv.digest`), or its crc32c where digests are off.
 
 A length on the wire is never trusted: `FrameShape.check` compares all of them with the layout. This module refuses to
 know about landings; fencing is `landing_protocol`'s.

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from baton.core.errors import ProtocolError
-from baton.kernels.kv_scatter import Completion, Piece, PoolAddress, kv_scatter
+from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, kv_scatter
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMemory, can_reach

@@ -5,7 +5,7 @@ It knows neither dtypes nor torch, so that a process that maps the pool's memory
 Order of a payload: for each block of the *sender's* size that the span touches, [head][part][position in it][row]. So
 with blocks of one size on both sides, whole blocks of a head range are one contiguous piece of either pool.
 
-Words: what a digest is made of, eight bytes each (`kernels.digest`).
+Words: what a digest is made of, eight bytes each (`kernels.kv.digest`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from baton.kernels.digest import MASK, Words, WordWeights, layer_weight
+from baton.kernels.kv.digest import MASK, Words, WordWeights, layer_weight
 from baton.kvcache.geometry import LayerGeometry, PoolGeometry
 from baton.kvcache.layout import WORD_BYTES
 from baton.kvtransfer.frame import Bytes

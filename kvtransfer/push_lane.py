@@ -37,7 +37,7 @@ class Written(Protocol):
 
     @property
     def digest(self) -> int | None:
-        """The span's digest (`kernels.digest`) as read from the source; None if none was wanted. Only when done."""
+        """The span's digest (`kernels.kv.digest`) as read from the source; None if none was wanted. Only when done."""
         ...
 
 

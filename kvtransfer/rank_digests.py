@@ -7,7 +7,7 @@ rank is as wrong as a damaged original, since that rank computes with it.
 
 from collections.abc import Sequence
 
-from baton.kernels.digest import MASK
+from baton.kernels.kv.digest import MASK
 from baton.kvcache.layout import HeadRange, KVLayout
 
 

@@ -8,8 +8,8 @@ all calls are made with the rank's own stream current.
 import torch
 
 from baton.core.request import AttemptKey
-from baton.kernels.kv_digest import kv_digest
-from baton.kernels.kv_scatter import Completion, Piece, PoolAddress, Tuning, kv_scatter
+from baton.kernels.kv.pool_digest import kv_digest
+from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, kv_scatter
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.device_jobs import SCRATCH_SLOT, SLOT_WORDS
 from baton.kvtransfer.device_stream import DeviceStream

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from baton.core.errors import WorkerStartFailed
-from baton.kernels.kv_scatter import PoolAddress
+from baton.kernels.kv.scatter import PoolAddress
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, can_reach, device_uuid, export
 from baton.kvtransfer.landing_setup import DevicePool

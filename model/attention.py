@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from baton.kernels.attention_shares import SharePlans
+from baton.kernels.attention.shares import SharePlans
 from baton.kernels.ops import Ops
-from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool
+from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
 from baton.model.inputs import AttentionBatch, DecodeBatch, MixedBatch, PrefillBatch

@@ -12,11 +12,11 @@ import torch
 from baton.core.errors import ModelUnsupported
 from baton.core.kv_dtype import KVDtype
 from baton.core.quantization import Quantization
-from baton.kernels.fp8_weight import Fp8Weight, quantize_weight
-from baton.kernels.moe import ExpertWeights
-from baton.kernels.moe_gemm import Fp8ExpertWeights
+from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
+from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
+from baton.kernels.moe.gemm import Fp8ExpertWeights
+from baton.kernels.moe.moe import ExpertWeights
 from baton.kernels.ops import Experts, Ops, Weight
-from baton.kernels.quantize_fp8 import GROUP_LEN
 from baton.model.random_weights import RandomTensor
 from baton.model.tensor_spec import KV_SCALES
 from baton.model.weights import Cut, StoredTensor

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 
 from baton.core.numerics import Numerics
+from baton.kernels.gemm.inner_sum import ALONE, InnerSum
 from baton.kernels.implementation import Implementation
-from baton.kernels.inner_sum import ALONE, InnerSum
 from baton.kernels.ops import Ops
-from baton.kernels.rope import rope_angles, rope_inverse_frequencies
+from baton.kernels.pointwise.rope import rope_angles, rope_inverse_frequencies
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import DTYPE_NAMES, KVPool
 from baton.model.attention import AttentionInputs

@@ -17,7 +17,7 @@ import torch
 
 from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
-from baton.kernels.inner_sum import InnerSum
+from baton.kernels.gemm.inner_sum import InnerSum
 from baton.model.config import ModelConfig
 from baton.model.tp_fit import require_cut
 from baton.model.vocab import WHOLE, CutVocab, Vocab

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from baton.kernels.inner_sum import tree_sum
+from baton.kernels.gemm.inner_sum import tree_sum
 from baton.kernels.tiles import OUTPUT_TILE
 
 

@@ -64,7 +64,8 @@ def stub_launches() -> None:
 
 
 def _stub_library() -> None:
-    from baton.kernels import gemm_fp8, scaled_mm
+    from baton.kernels.gemm import fp8 as gemm_fp8
+    from baton.kernels.gemm import scaled_mm
 
     def product(a: torch.Tensor, b: torch.Tensor, *scales: Any, output_dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(len(a), b.shape[1], dtype=output_dtype)
@@ -92,9 +93,9 @@ def _bfloat16(device: torch.device, *shape: int) -> torch.Tensor:
 
 def _rows(device: torch.device) -> Iterator[tuple[str, str, Call]]:
     from baton.kernels.implementation import Implementation
-    from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
-    from baton.kernels.rms_norm import rms_norm_fused
-    from baton.kernels.silu_mul import silu_mul_fused
+    from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
+    from baton.kernels.pointwise.rms_norm import rms_norm_fused
+    from baton.kernels.pointwise.silu_mul import silu_mul_fused
 
     how = Implementation.TRITON
     x_TD, weight_D = _bfloat16(device, 64, 512), _bfloat16(device, 512)
@@ -126,8 +127,8 @@ def _rows(device: torch.device) -> Iterator[tuple[str, str, Call]]:
 
 
 def _attention(device: torch.device) -> Iterator[tuple[str, str, Call]]:
-    from baton.kernels.attention_decode import attention_decode
-    from baton.kernels.attention_prefill import attention_prefill
+    from baton.kernels.attention.decode import attention_decode
+    from baton.kernels.attention.prefill import attention_prefill
     from baton.kernels.implementation import Implementation
 
     how = Implementation.TRITON
@@ -154,12 +155,12 @@ def _attention(device: torch.device) -> Iterator[tuple[str, str, Call]]:
 
 
 def _products(device: torch.device) -> Iterator[tuple[str, str, Call]]:
-    from baton.kernels import scaled_mm
-    from baton.kernels.fp8_weight import quantize_weight
-    from baton.kernels.gemm_fp8 import linear_fp8
-    from baton.kernels.gemm_fp8_plan import Plan
+    from baton.kernels.gemm import scaled_mm
+    from baton.kernels.gemm.fp8 import linear_fp8
+    from baton.kernels.gemm.fp8_plan import Plan
+    from baton.kernels.gemm.fp8_weight import quantize_weight
+    from baton.kernels.gemm.quantize_fp8 import quantize_fp8
     from baton.kernels.implementation import Implementation
-    from baton.kernels.quantize_fp8 import quantize_fp8
 
     how = Implementation.TRITON
     weight = quantize_weight(_bfloat16(device, 512, 512))
@@ -186,9 +187,9 @@ def _products(device: torch.device) -> Iterator[tuple[str, str, Call]]:
 
 def _experts(device: torch.device) -> Iterator[tuple[str, str, Call]]:
     from baton.kernels.implementation import Implementation
-    from baton.kernels.moe import ExpertWeights
-    from baton.kernels.moe_gemm import experts_grouped
-    from baton.kernels.select_topk import select_topk
+    from baton.kernels.moe.gemm import experts_grouped
+    from baton.kernels.moe.moe import ExpertWeights
+    from baton.kernels.moe.select_topk import select_topk
 
     how = Implementation.TRITON
     logits_TE = _bfloat16(device, 64, 16)

@@ -11,8 +11,8 @@ from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.kernels import tuning
 from baton.kernels.compiles import COMPILES
+from baton.kernels.gemm.scaled_mm import LIBRARY
 from baton.kernels.implementation import Implementation
-from baton.kernels.scaled_mm import LIBRARY
 from baton.model.model import Model
 from baton.proto import worker_pb2
 

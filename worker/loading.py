@@ -16,9 +16,9 @@ from baton.core.validate import RequestLimits
 from baton.engine.chunk_budget import MIN_LEN
 from baton.engine.grammar import GrammarCompiler
 from baton.engine.kernel_warm_up import Reach
-from baton.kernels import kv_widen
 from baton.kernels.compiles import COMPILES
 from baton.kernels.implementation import Implementation
+from baton.kernels.kv import widen as kv_widen
 from baton.kernels.selftest import check_invariance
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout

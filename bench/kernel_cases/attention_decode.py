@@ -13,11 +13,11 @@ import torch
 
 from baton.bench.kernel_baselines_attention import PagedAttention, fa3, vllm_attention
 from baton.bench.kernel_case import Call, KernelCase, Systems
-from baton.kernels import attention
-from baton.kernels.attention_decode import attention_decode
-from baton.kernels.attention_ordered import attention_ordered_decode
-from baton.kernels.attention_plan import default_options
-from baton.kernels.attention_shares import SharePlans
+from baton.kernels.attention import paged as attention
+from baton.kernels.attention.decode import attention_decode
+from baton.kernels.attention.decode_plan import default_options
+from baton.kernels.attention.ordered import attention_ordered_decode
+from baton.kernels.attention.shares import SharePlans
 
 BLOCK_SIZE = 16
 _TORCH_MAX_BYTES = 3 << 30  # of KV: it copies and masks all of it

@@ -13,7 +13,7 @@ import torch
 
 from baton.bench.kernel_case import Call, TuningPoint
 from baton.bench.kernel_cases.attention_decode import HEADS, Shape, make
-from baton.kernels.attention_plan import Options, rows_of_program, table_shape
+from baton.kernels.attention.decode_plan import Options, rows_of_program, table_shape
 
 _MANY = 16  # sequences from which on lengths may be ragged
 _RAGGED_LEN = 4096  # and contexts

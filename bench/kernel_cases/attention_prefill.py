@@ -13,10 +13,13 @@ import torch
 
 from baton.bench.kernel_baselines_attention import PagedAttention, fa3, vllm_attention
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels import attention, attention_prefill_hopper_triton, attention_prefill_triton, attention_short_chunks
-from baton.kernels.attention_ordered import attention_ordered_prefill
-from baton.kernels.attention_plan import Options, rows_of_program
-from baton.kernels.attention_prefill import NAME, attention_prefill, shape_of
+from baton.kernels.attention import paged as attention
+from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
+from baton.kernels.attention import prefill_triton as attention_prefill_triton
+from baton.kernels.attention import short_chunks as attention_short_chunks
+from baton.kernels.attention.decode_plan import Options, rows_of_program
+from baton.kernels.attention.ordered import attention_ordered_prefill
+from baton.kernels.attention.prefill import NAME, attention_prefill, shape_of
 
 _BLOCK_SIZE = 16
 _FP8 = torch.float8_e4m3fn

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from baton.bench.kernel_case import KernelCase, Systems, TuningPoint
-from baton.kernels.choice import ChoiceRows, Law
-from baton.kernels.draft_rows import DraftRows
-from baton.kernels.logit_edits import Edits, edit_rows
-from baton.kernels.logprobs import logprobs_topk
-from baton.kernels.sample import sample
-from baton.kernels.verify import Verdict, post_verify, verify
+from baton.kernels.sampling.choice import ChoiceRows, Law
+from baton.kernels.sampling.draft_rows import DraftRows
+from baton.kernels.sampling.logit_edits import Edits, edit_rows
+from baton.kernels.sampling.logprobs import logprobs_topk
+from baton.kernels.sampling.sample import sample
+from baton.kernels.sampling.verify import Verdict, post_verify, verify
 
 QWEN3, QWEN35 = 151_936, 248_320
 HEAD = 32_000

@@ -14,12 +14,12 @@ from torch.nn import functional
 
 from baton.bench.kernel_baselines_gemm import BlockScaled, deep_gemm
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels.fp8_weight import Fp8Weight
-from baton.kernels.gemm_fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
-from baton.kernels.gemm_fp8_hopper_triton import is_form
-from baton.kernels.gemm_fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB, plan_of
-from baton.kernels.quantize_fp8 import GROUP_LEN, quantize_fp8
-from baton.kernels.scaled_mm import Library
+from baton.kernels.gemm.fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
+from baton.kernels.gemm.fp8_hopper_triton import is_form
+from baton.kernels.gemm.fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB, plan_of
+from baton.kernels.gemm.fp8_weight import Fp8Weight
+from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, quantize_fp8
+from baton.kernels.gemm.scaled_mm import Library
 
 SHAPES = (
     (4096, 4096), (6144, 4096), (24576, 4096), (4096, 12288),

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels.linear_ordered import linear_ordered
-from baton.kernels.linear_ordered_triton import NAME
+from baton.kernels.gemm.linear_ordered import linear_ordered
+from baton.kernels.gemm.linear_ordered_triton import NAME
 
 # Outputs, inputs and slices: of an 8B model with Q, K and V, of their output, gate and up, down, the head; of a 30B's
 # attention and router.

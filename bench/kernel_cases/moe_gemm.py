@@ -14,12 +14,13 @@ import torch
 
 from baton.bench.kernel_baselines_gemm import BlockScaled, Experts, deep_gemm_masked, vllm_moe
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels import moe_gemm, moe_gemm_masked
-from baton.kernels.inner_sum import ALONE
-from baton.kernels.moe import ExpertWeights, experts
-from baton.kernels.moe_align import quantize_reference
-from baton.kernels.moe_gemm import Fp8ExpertWeights, Tiles, experts_grouped
-from baton.kernels.moe_gemm_masked import MaskedTiles
+from baton.kernels.gemm.inner_sum import ALONE
+from baton.kernels.moe import gemm as moe_gemm
+from baton.kernels.moe import gemm_masked as moe_gemm_masked
+from baton.kernels.moe.align import quantize_reference
+from baton.kernels.moe.gemm import Fp8ExpertWeights, Tiles, experts_grouped
+from baton.kernels.moe.gemm_masked import MaskedTiles
+from baton.kernels.moe.moe import ExpertWeights, experts
 
 FP8 = torch.float8_e4m3fn
 

@@ -10,13 +10,13 @@ import torch
 from baton.bench.kept_result import kept
 from baton.bench.kernel_baselines import torch_compiled
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels import qk_norm_rope_write_triton as in_triton
-from baton.kernels.head_halves_triton import half_len
-from baton.kernels.kv_write import kv_write
-from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
-from baton.kernels.rms_norm import rms_norm
-from baton.kernels.rope import rope, rope_angles, rope_inverse_frequencies
-from baton.kernels.rope_angles_triton import BY_TOKEN
+from baton.kernels.kv.write import kv_write
+from baton.kernels.pointwise import qk_norm_rope_write_triton as in_triton
+from baton.kernels.pointwise.head_halves_triton import half_len
+from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
+from baton.kernels.pointwise.rms_norm import rms_norm
+from baton.kernels.pointwise.rope import rope, rope_angles, rope_inverse_frequencies
+from baton.kernels.pointwise.rope_angles_triton import BY_TOKEN
 
 _ROWS = (1, 8, 64, 512, 2048, 8192)
 _EPS = 1e-6

@@ -8,8 +8,8 @@ import torch
 
 from baton.bench.kernel_baselines import torch_compiled
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels.quantize_fp8 import GROUP_LEN, quantize_fp8, quantize_fp8_reference
-from baton.kernels.quantize_fp8_triton import SIZES, launch
+from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, quantize_fp8, quantize_fp8_reference
+from baton.kernels.gemm.quantize_fp8_triton import SIZES, launch
 
 _ROWS = (1, 8, 64, 512, 2048, 8192)
 

@@ -10,9 +10,9 @@ from torch.nn import functional
 from baton.bench.kept_result import kept
 from baton.bench.kernel_baselines import torch_compiled
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels import rms_norm_triton
-from baton.kernels.fp8_groups import GROUP_LEN, quantize_groups
-from baton.kernels.rms_norm import rms_norm_fused
+from baton.kernels.gemm.fp8_groups import GROUP_LEN, quantize_groups
+from baton.kernels.pointwise import rms_norm_triton
+from baton.kernels.pointwise.rms_norm import rms_norm_fused
 
 _ROWS = (1, 8, 64, 512, 2048, 8192)
 _EPS = 1e-6

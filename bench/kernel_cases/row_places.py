@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from baton.bench.kernel_case import KernelCase, Systems
+from baton.kernels.attention.row_places import row_places
 from baton.kernels.implementation import Implementation
-from baton.kernels.row_places import row_places
 
 
 def _prepare(num_sequences: int, num_rows: int, num_entries: int, device: torch.device, num_sets: int) -> Systems:

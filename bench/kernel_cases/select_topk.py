@@ -5,10 +5,10 @@ from functools import partial
 import torch
 
 from baton.bench.kernel_case import Call, KernelCase, Systems
-from baton.kernels.fake_balance import ACKNOWLEDGEMENT, fake_balance_experts
 from baton.kernels.implementation import Implementation
-from baton.kernels.moe_align import moe_align
-from baton.kernels.select_topk import Scoring, select_topk
+from baton.kernels.moe.align import moe_align
+from baton.kernels.moe.fake_balance import ACKNOWLEDGEMENT, fake_balance_experts
+from baton.kernels.moe.select_topk import Scoring, select_topk
 
 NUM_CHOSEN = 8
 NUM_TOKENS = (1, 16, 64, 256, 1024, 8192)

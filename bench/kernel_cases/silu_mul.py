@@ -9,9 +9,9 @@ from torch.nn import functional
 from baton.bench.kept_result import kept
 from baton.bench.kernel_baselines import torch_compiled
 from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels import silu_mul_triton
-from baton.kernels.fp8_groups import GROUP_LEN, quantize_groups
-from baton.kernels.silu_mul import silu_mul_fused
+from baton.kernels.gemm.fp8_groups import GROUP_LEN, quantize_groups
+from baton.kernels.pointwise import silu_mul_triton
+from baton.kernels.pointwise.silu_mul import silu_mul_fused
 
 _ROWS = (1, 8, 64, 512, 2048, 8192)
 _NUM_EXPERTS, _EXPERT_ROWS = 128, 64  # of a masked batch, which is filled to an eighth

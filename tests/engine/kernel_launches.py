@@ -33,16 +33,14 @@ from baton.engine import kernel_warm_up, slots
 from baton.engine.pass_warm_up import Reach
 from baton.engine.runner import Runner
 from baton.engine.step_plan import Chunk, Release, Resume
-from baton.kernels import (
-    attention_prefill_hopper_triton,
-    fused_copy_triton,
-    gemm_fp8_hopper_triton,
-    gemm_fp8_plan,
-    kv_widen,
-)
+from baton.kernels import fused_copy_triton
+from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.fused_copy import RunningCopies
-from baton.kernels.gemm_fp8_plan import Plan
+from baton.kernels.gemm import fp8_hopper_triton as gemm_fp8_hopper_triton
+from baton.kernels.gemm import fp8_plan as gemm_fp8_plan
+from baton.kernels.gemm.fp8_plan import Plan
 from baton.kernels.implementation import Implementation
+from baton.kernels.kv import widen as kv_widen
 from baton.kernels.launcher import Launcher
 from baton.kernels.tuning import find
 from baton.kvcache.allocator import BlockTable

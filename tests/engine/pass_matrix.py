@@ -6,7 +6,7 @@ from baton.engine.batch import DecodeRows
 from baton.engine.graph_key import GraphKey, GraphKind
 from baton.engine.passes import EagerPasses
 from baton.engine.static_pass import StaticPass
-from baton.kernels.float8_kv import as_bytes
+from baton.kernels.kv.float8 import as_bytes
 from baton.kvcache.pool import KVPool
 
 BLOCK_SIZE, WIDTH, SIZE = 16, 8, 4

@@ -25,7 +25,7 @@ from baton.engine.sampling_table import SamplingTable, rows_of
 from baton.engine.truncation import Limits, order_keys, truncate
 from baton.engine.verifiers import make_verifier
 from baton.engine.verify import DraftProbs, Verified
-from baton.kernels.noise import Purpose, gumbel
+from baton.kernels.sampling.noise import Purpose, gumbel
 from baton.model.vocab import WHOLE
 from baton.tests.engine import reference_sampler as reference
 from baton.tests.engine.test_sampling_parameters import EOS_IDS, VOCAB, any_params, random_logits, sequences

@@ -14,7 +14,7 @@ from baton.engine.grammar import GrammarCompiler
 from baton.engine.lead import FollowRunner, LeadRunner
 from baton.engine.runner import Runner
 from baton.engine.step_plan import Chunk, Place, Release, Step
-from baton.kernels.decision_reference import digest, digest_weights
+from baton.kernels.sampling.decision_reference import digest, digest_weights
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model

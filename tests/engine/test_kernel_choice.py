@@ -19,9 +19,9 @@ from baton.engine.sampler import draw_noise, sampling_rows
 from baton.engine.sampling_table import SamplingTable, rows_of
 from baton.engine.verifiers import make_kernel_verifier, verifier_for
 from baton.engine.verify import CoupledVerifier, DraftIds, VerifyInputs
-from baton.kernels import bounds_triton, choose_triton, logit_edits_triton, logprobs_triton, sample, verify
-from baton.kernels.choice import EditedRows, settled
 from baton.kernels.implementation import Implementation
+from baton.kernels.sampling import bounds_triton, choose_triton, logit_edits_triton, logprobs_triton, sample, verify
+from baton.kernels.sampling.choice import EditedRows, settled
 from baton.model.loader import load_model
 from baton.tests.engine import host_guard, test_step_report
 from baton.tests.engine.test_host_reads import steps_guarded  # noqa: F401

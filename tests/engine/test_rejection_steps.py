@@ -13,7 +13,7 @@ from baton.engine import drafting, rejection
 from baton.engine.drafting import DraftSource
 from baton.engine.sampler import SamplingRows
 from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, VerifyInputs
-from baton.kernels.noise import Purpose, uniform
+from baton.kernels.sampling.noise import Purpose, uniform
 from baton.model.vocab import WHOLE
 from baton.tests.engine import rejection_reference as reference
 

@@ -16,7 +16,7 @@ from baton.engine.runner import Runner
 from baton.engine.sampler import choose, draw_noise, edit_logits, process_logits
 from baton.engine.sampling_table import SamplingTable, rows_of
 from baton.engine.verify import Verified
-from baton.kernels.logprobs import top_ids
+from baton.kernels.sampling.logprobs import top_ids
 from baton.kvcache.pool import KVPool
 from baton.tests.engine import reference_sampler as reference
 from baton.tests.engine.driver import Driver

@@ -13,7 +13,7 @@ from baton.engine.sampler import draw_noise, sampling_rows
 from baton.engine.synthetic import conditional_rates
 from baton.engine.verifiers import make_verifier
 from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, VerifyInputs
-from baton.kernels.noise import Purpose
+from baton.kernels.sampling.noise import Purpose
 from baton.tests.engine import reference
 from baton.tests.engine import rejection_reference as rejection
 

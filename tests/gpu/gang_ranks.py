@@ -14,8 +14,8 @@ from baton.engine.nccl_group import NcclGroup
 from baton.engine.plan import PlanChannel, plan_codec
 from baton.engine.tp_group import open_store
 from baton.engine.truncation import truncate
-from baton.kernels.decision import pack
-from baton.kernels.decision_reference import pack_reference
+from baton.kernels.sampling.decision import pack
+from baton.kernels.sampling.decision_reference import pack_reference
 from baton.model.loader import load_model
 from baton.model.vocab import CutVocab
 from baton.tests.engine.test_gang import generate, runner_of

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels.attention_decode import attention_decode
-from baton.kernels.attention_float8_triton import widen_pairs
-from baton.kernels.attention_plan import default_options
+from baton.kernels.attention.decode import attention_decode
+from baton.kernels.attention.decode_plan import default_options
+from baton.kernels.attention.float8_triton import widen_pairs
 from baton.kernels.implementation import Implementation
 
 pytestmark = pytest.mark.gpu

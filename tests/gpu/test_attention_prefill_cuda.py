@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from baton.bench.kernel_cases.attention_prefill import Batch, Work, tuning
-from baton.kernels import attention_prefill_hopper_triton as hopper
-from baton.kernels.attention_prefill import attention_prefill, attention_prefill_lens
+from baton.kernels.attention import prefill_hopper_triton as hopper
+from baton.kernels.attention.prefill import attention_prefill, attention_prefill_lens
 from baton.kernels.implementation import Implementation
 
 pytestmark = pytest.mark.gpu

@@ -7,12 +7,13 @@ import torch
 
 from baton.bench.kernel_cases.attention_decode import Shape, by_work, make
 from baton.bench.kernel_cases.attention_prefill import Batch, Work
-from baton.kernels import attention_short_chunks, kv_widen
-from baton.kernels.attention_decode import attention_decode
-from baton.kernels.attention_plan import default_options
-from baton.kernels.attention_prefill import attention_prefill
-from baton.kernels.attention_shares import SharePlans
+from baton.kernels.attention import short_chunks as attention_short_chunks
+from baton.kernels.attention.decode import attention_decode
+from baton.kernels.attention.decode_plan import default_options
+from baton.kernels.attention.prefill import attention_prefill
+from baton.kernels.attention.shares import SharePlans
 from baton.kernels.implementation import Implementation
+from baton.kernels.kv import widen as kv_widen
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

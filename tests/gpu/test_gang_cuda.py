@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.kernels.decision_reference import DIVERGED
+from baton.kernels.sampling.decision_reference import DIVERGED
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
 from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runner_of

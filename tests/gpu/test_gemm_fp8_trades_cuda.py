@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from baton.bench.kernel_cases import gemm_fp8 as cases
-from baton.kernels import gemm_fp8_hopper_triton as hopper
-from baton.kernels.fp8_weight import quantize_weight
-from baton.kernels.gemm_fp8 import Workspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
-from baton.kernels.gemm_fp8_plan import FEW_ROWS, TABLES, Plan
-from baton.kernels.quantize_fp8 import quantize_fp8
+from baton.kernels.gemm import fp8_hopper_triton as hopper
+from baton.kernels.gemm.fp8 import Workspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
+from baton.kernels.gemm.fp8_plan import FEW_ROWS, TABLES, Plan
+from baton.kernels.gemm.fp8_weight import quantize_weight
+from baton.kernels.gemm.quantize_fp8 import quantize_fp8
 from baton.kernels.tuning import table
 from baton.tests.kernels.harness import Guards, relative_error, same_bits, strided
 
@@ -132,7 +132,7 @@ def test_a_chain_in_a_graph_has_the_bits_of_eager_launches(plan):
 
 def test_what_cannot_be_copied_by_descriptors_takes_the_rules_form(monkeypatch):
     row = Plan(swap=False, BM=64, BN=32, stages=8, workers=2).row()
-    monkeypatch.setattr("baton.kernels.gemm_fp8_plan.find", lambda *_: row)
+    monkeypatch.setattr("baton.kernels.gemm.fp8_plan.find", lambda *_: row)
     launched = []
     launch = hopper.launch
     monkeypatch.setattr(hopper, "launch", lambda *arguments: launched.append(launch(*arguments)))

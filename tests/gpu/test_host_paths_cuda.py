@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from baton.engine.slots import SlotTable
-from baton.kernels.fp8_weight import quantize_weight
-from baton.kernels.gemm_fp8 import default_workspace, linear_fp8
+from baton.kernels.attention.row_places import row_places
+from baton.kernels.gemm.fp8 import default_workspace, linear_fp8
+from baton.kernels.gemm.fp8_weight import quantize_weight
 from baton.kernels.implementation import Implementation
-from baton.kernels.rms_norm import rms_norm_fused
-from baton.kernels.row_places import row_places
-from baton.kernels.silu_mul import silu_mul_fused
+from baton.kernels.pointwise.rms_norm import rms_norm_fused
+from baton.kernels.pointwise.silu_mul import silu_mul_fused
 from baton.tests.gpu.test_row_kernels_cuda import assert_same, replayed
 from baton.tests.kernels.harness import same_bits
 from baton.tests.kernels.test_row_places import SCRATCH, drawn

@@ -13,17 +13,17 @@ import torch
 from baton.bench.kernel_cases import linear_ordered as linear_ordered_cases
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
-from baton.kernels.attention_ordered import attention_ordered_decode, attention_ordered_prefill_lens
-from baton.kernels.fp8_weight import quantize_weight
-from baton.kernels.gemm_fp8 import linear_fp8
+from baton.kernels.attention.ordered import attention_ordered_decode, attention_ordered_prefill_lens
+from baton.kernels.gemm.fp8 import linear_fp8
+from baton.kernels.gemm.fp8_weight import quantize_weight
+from baton.kernels.gemm.inner_sum import InnerSum, tree_sum
+from baton.kernels.gemm.linear_ordered import linear_ordered
+from baton.kernels.gemm.linear_ordered_triton import rule
 from baton.kernels.implementation import Implementation
-from baton.kernels.inner_sum import InnerSum, tree_sum
-from baton.kernels.linear_ordered import linear_ordered
-from baton.kernels.linear_ordered_triton import rule
-from baton.kernels.moe import ExpertWeights
-from baton.kernels.moe_gemm import Fp8ExpertWeights
+from baton.kernels.moe.gemm import Fp8ExpertWeights
+from baton.kernels.moe.moe import ExpertWeights
 from baton.kernels.ops import Ops
-from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool
+from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool
 from baton.kernels.selftest import check_invariance
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from baton.kernels.attention_invariant import attention_decode_invariant
-from baton.kernels.inner_sum import InnerSum
-from baton.kernels.moe import ExpertWeights, experts_invariant
+from baton.kernels.attention.invariant import attention_decode_invariant
+from baton.kernels.gemm.inner_sum import InnerSum
+from baton.kernels.moe.moe import ExpertWeights, experts_invariant
 from baton.kernels.tiles import product_rows, product_slices
 
 pytestmark = pytest.mark.gpu

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from baton.kernels.kv_digest import kv_digest
-from baton.kernels.kv_reference import kv_digest_reference
-from baton.kernels.kv_scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
+from baton.kernels.kv.pool_digest import kv_digest
+from baton.kernels.kv.reference import kv_digest_reference
+from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
 from baton.kvtransfer.cuda_ipc import PinnedMemory

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from baton.kernels.fake_balance import ACKNOWLEDGEMENT, fake_balance_experts
 from baton.kernels.implementation import Implementation
-from baton.kernels.moe_align import moe_align
-from baton.kernels.moe_gemm import Fp8ExpertWeights, dequantize, experts_grouped
-from baton.kernels.moe_gemm_masked import moe_gemm_masked
-from baton.kernels.select_topk import Scoring, select_topk
+from baton.kernels.moe.align import moe_align
+from baton.kernels.moe.fake_balance import ACKNOWLEDGEMENT, fake_balance_experts
+from baton.kernels.moe.gemm import Fp8ExpertWeights, dequantize, experts_grouped
+from baton.kernels.moe.gemm_masked import moe_gemm_masked
+from baton.kernels.moe.select_topk import Scoring, select_topk
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -65,7 +65,7 @@ def weights_of(num_experts, inner_size, hidden, kind):
     down, down_scale = blocks((num_experts, hidden, inner_size))
     if kind == "fp8":
         return Fp8ExpertWeights(gate_up, gate_up_scale, down, down_scale)
-    from baton.kernels.moe import ExpertWeights
+    from baton.kernels.moe.moe import ExpertWeights
 
     wide = torch.empty(gate_up.shape, dtype=torch.bfloat16, device=CUDA)
     wide_down = torch.empty(down.shape, dtype=torch.bfloat16, device=CUDA)

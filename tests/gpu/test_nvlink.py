@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.kernels.kv_digest import kv_digest
-from baton.kernels.kv_scatter import Completion, PoolAddress, Tuning, Workspace, kv_scatter
+from baton.kernels.kv.pool_digest import kv_digest
+from baton.kernels.kv.scatter import Completion, PoolAddress, Tuning, Workspace, kv_scatter
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMemory, device_uuid, export
 from baton.kvtransfer.pool_io import PoolIO

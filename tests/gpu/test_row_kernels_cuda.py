@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from baton.kernels import fused_copy_triton, qk_norm_rope_write_triton, rms_norm_triton, silu_mul_triton
-from baton.kernels.fp8_groups import quantize_groups
+from baton.kernels import fused_copy_triton
 from baton.kernels.fused_copy import fused_copy
+from baton.kernels.gemm.fp8_groups import quantize_groups
 from baton.kernels.implementation import Implementation
-from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
-from baton.kernels.rms_norm import rms_norm_fused
-from baton.kernels.rope import rope_angles, rope_inverse_frequencies
-from baton.kernels.silu_mul import silu_mul_fused
+from baton.kernels.pointwise import qk_norm_rope_write_triton, rms_norm_triton, silu_mul_triton
+from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
+from baton.kernels.pointwise.rms_norm import rms_norm_fused
+from baton.kernels.pointwise.rope import rope_angles, rope_inverse_frequencies
+from baton.kernels.pointwise.silu_mul import silu_mul_fused
 from baton.tests.kernels.harness import Guards, poison, same_bits
 from baton.tests.kernels.test_fused_copy import noise
 

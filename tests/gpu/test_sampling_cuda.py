@@ -17,7 +17,7 @@ from baton.engine.grammar_walk import Lookahead
 from baton.engine.local import LocalEngine
 from baton.engine.runner import Runner
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
-from baton.kernels.logprobs import top_ids
+from baton.kernels.sampling.logprobs import top_ids
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from baton.kernels import choose_triton
-from baton.kernels.choice import ChoiceRows, Law
-from baton.kernels.draft_rows import DraftRows
 from baton.kernels.implementation import Implementation
-from baton.kernels.logit_edits import Edits, edit_rows
-from baton.kernels.logprobs import logprobs_topk
-from baton.kernels.sample import sample
-from baton.kernels.verify import post_verify, verify
+from baton.kernels.sampling import choose_triton
+from baton.kernels.sampling.choice import ChoiceRows, Law
+from baton.kernels.sampling.draft_rows import DraftRows
+from baton.kernels.sampling.logit_edits import Edits, edit_rows
+from baton.kernels.sampling.logprobs import logprobs_topk
+from baton.kernels.sampling.sample import sample
+from baton.kernels.sampling.verify import post_verify, verify
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

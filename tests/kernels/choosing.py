@@ -7,8 +7,8 @@ from baton.engine.rejection import RejectionVerifier
 from baton.engine.sampler import SamplingRows, draw_noise
 from baton.engine.synthetic import ForceVerifier, SyntheticVerifier
 from baton.engine.verify import CoupledVerifier, DraftIds, DraftProbs, VerifyInputs
-from baton.kernels import bounds_triton, choose_triton, residual_triton
-from baton.kernels.choice import ChoiceRows, Law
+from baton.kernels.sampling import bounds_triton, choose_triton, residual_triton
+from baton.kernels.sampling.choice import ChoiceRows, Law
 
 
 @pytest.fixture(autouse=True)

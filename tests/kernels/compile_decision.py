@@ -16,7 +16,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from baton.kernels import decision
+from baton.kernels.sampling import decision
 from baton.tests.kernels.compile_kv_move import CUOBJDUMP
 
 TARGET = GPUTarget("cuda", 90, 32)

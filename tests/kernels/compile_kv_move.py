@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton.kernels.kv_scatter import Tuning
-from baton.kernels.kv_scatter_triton import ALIGNED, TYPES, move_kernel, tile_of
+from baton.kernels.kv.scatter import Tuning
+from baton.kernels.kv.scatter_triton import ALIGNED, TYPES, move_kernel, tile_of
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 

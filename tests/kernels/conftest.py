@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
-from baton.kernels import attention_decode, attention_prefill
+from baton.kernels.attention import decode as attention_decode
+from baton.kernels.attention import prefill as attention_prefill
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from baton.kernels.moe import ExpertWeights
-from baton.kernels.moe_gemm import Fp8ExpertWeights
+from baton.kernels.moe.gemm import Fp8ExpertWeights
+from baton.kernels.moe.moe import ExpertWeights
 from baton.tests.kernels.harness import Guards
 
 

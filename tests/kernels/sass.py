@@ -48,7 +48,8 @@ COUNTED = ("HGMMA", "QGMMA", "HMMA", "LDGSTS", "UTMALDG", "UBLKCP", "USETMAXREG"
 def all_variants():
     """Of every module of the room that has any, in order of names."""
     room = Path(baton.__file__).parent / "kernels"
-    modules = [importlib.import_module(f"baton.kernels.{path.stem}") for path in sorted(room.glob("*_triton.py"))]
+    paths = [path.relative_to(room.parent).with_suffix("") for path in sorted(room.rglob("*_triton.py"))]
+    modules = [importlib.import_module(".".join(("baton", *path.parts))) for path in paths]
     variants = [variant for module in modules for variant in module.variants()]
     names = [variant.name for variant in variants]
     assert len(names) == len(set(names)), "two variants have one name"

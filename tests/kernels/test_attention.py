@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.kernels.kv_write import kv_write
+from baton.kernels.kv.write import kv_write
 from baton.kernels.ops import Ops
 
 pytestmark = pytest.mark.fast

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import attention_plan
-from baton.kernels.attention_decode import attention_decode
-from baton.kernels.attention_float8_triton import widen_pairs
-from baton.kernels.attention_plan import Options, default_options, num_parts, rows_of_program
+from baton.kernels.attention import decode_plan as attention_plan
+from baton.kernels.attention.decode import attention_decode
+from baton.kernels.attention.decode_plan import Options, default_options, num_parts, rows_of_program
+from baton.kernels.attention.float8_triton import widen_pairs
 from baton.kernels.implementation import Implementation
 from baton.tests.kernels.harness import Guards, assert_deterministic, poison, relative_error, same_bits, strided
 

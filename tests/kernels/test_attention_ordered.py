@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import attention_ordered_triton
-from baton.kernels.attention_ordered import (
+from baton.kernels.attention import ordered_triton as attention_ordered_triton
+from baton.kernels.attention.ordered import (
     attention_ordered_decode,
     attention_ordered_prefill,
     attention_ordered_prefill_lens,

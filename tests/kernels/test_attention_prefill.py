@@ -9,8 +9,10 @@ import torch
 from baton.bench.kernel_cases.attention_prefill import cases, works
 from baton.bench.kernel_cases.attention_prefill import tuning as tuning_points
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import attention_prefill_hopper_triton, attention_prefill_triton, tuning
-from baton.kernels.attention_prefill import attention_prefill, attention_prefill_lens
+from baton.kernels import tuning
+from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
+from baton.kernels.attention import prefill_triton as attention_prefill_triton
+from baton.kernels.attention.prefill import attention_prefill, attention_prefill_lens
 from baton.kernels.implementation import Implementation
 from baton.tests.kernels.harness import Guards, assert_deterministic, relative_error, same_bits, strided
 

@@ -7,17 +7,15 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import (
-    attention_prefill,
-    attention_share_plan_triton,
-    attention_shares,
-    attention_short_chunks,
-    kv_widen,
-)
-from baton.kernels.attention_plan import rows_of_program
-from baton.kernels.attention_share_plan_triton import PIECE_LEN, begins_at, most_pieces
-from baton.kernels.attention_shares import SharePlans
+from baton.kernels.attention import prefill as attention_prefill
+from baton.kernels.attention import share_plan_triton as attention_share_plan_triton
+from baton.kernels.attention import shares as attention_shares
+from baton.kernels.attention import short_chunks as attention_short_chunks
+from baton.kernels.attention.decode_plan import rows_of_program
+from baton.kernels.attention.share_plan_triton import PIECE_LEN, begins_at, most_pieces
+from baton.kernels.attention.shares import SharePlans
 from baton.kernels.implementation import Implementation
+from baton.kernels.kv import widen as kv_widen
 from baton.kernels.memo import Memo
 from baton.tests.kernels.harness import Guards, assert_deterministic, relative_error, same_bits
 from baton.tests.kernels.test_attention_decode import DIRECT, FLOAT8, MOVED_APART, PLAIN, SWAPPED, Problem

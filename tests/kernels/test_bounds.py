@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from baton.kernels import bounds_triton, choose_triton, logprobs_triton
-from baton.kernels.choice import ChoiceRows, EditedRows, Law
-from baton.kernels.draft_rows import DraftRows
 from baton.kernels.implementation import Implementation
-from baton.kernels.logprobs import logprobs_topk
-from baton.kernels.sample import sample
-from baton.kernels.verify import verify
+from baton.kernels.sampling import bounds_triton, choose_triton, logprobs_triton
+from baton.kernels.sampling.choice import ChoiceRows, EditedRows, Law
+from baton.kernels.sampling.draft_rows import DraftRows
+from baton.kernels.sampling.logprobs import logprobs_topk
+from baton.kernels.sampling.sample import sample
+from baton.kernels.sampling.verify import verify
 from baton.tests.kernels.choosing import drawn_rows, small_tiles  # noqa: F401
 from baton.tests.kernels.harness import poison, same_bits
 

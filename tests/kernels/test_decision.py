@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.kernels import decision
-from baton.kernels.decision import compare, pack, warm_up
-from baton.kernels.decision_reference import (
+from baton.kernels.sampling import decision
+from baton.kernels.sampling.decision import compare, pack, warm_up
+from baton.kernels.sampling.decision_reference import (
     DIVERGED,
     HEAD_LEN,
     compare_reference,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.kernels.digest import (
+from baton.kernels.kv.digest import (
     MASK,
     PERIOD,
     WordWeights,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels.fake_balance import ACKNOWLEDGEMENT, fake_balance_experts
 from baton.kernels.implementation import Implementation
+from baton.kernels.moe.fake_balance import ACKNOWLEDGEMENT, fake_balance_experts
 from baton.tests.kernels.harness import Guards, same_bits
 
 pytestmark = pytest.mark.fast

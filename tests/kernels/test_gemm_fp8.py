@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import gemm_fp8 as module
-from baton.kernels import gemm_fp8_triton, tuning
-from baton.kernels.fp8_weight import Fp8Weight, quantize_weight
-from baton.kernels.gemm_fp8 import Workspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
-from baton.kernels.gemm_fp8_hopper_triton import is_form, num_counters, programs_at_once
-from baton.kernels.gemm_fp8_plan import TABLES, Plan, SwapAB, invariant_plan, plan_of, rule, splits_of
+from baton.kernels import tuning
+from baton.kernels.gemm import fp8 as module
+from baton.kernels.gemm import fp8_triton as gemm_fp8_triton
+from baton.kernels.gemm.fp8 import Workspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
+from baton.kernels.gemm.fp8_hopper_triton import is_form, num_counters, programs_at_once
+from baton.kernels.gemm.fp8_plan import TABLES, Plan, SwapAB, invariant_plan, plan_of, rule, splits_of
+from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
+from baton.kernels.gemm.quantize_fp8 import dequantize_fp8, quantize_fp8
 from baton.kernels.implementation import Implementation
-from baton.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from baton.tests.kernels.harness import Guards, assert_deterministic, bits, poison, relative_error, same_bits, strided
 
 TRITON = Implementation.TRITON
@@ -233,7 +234,7 @@ def test_swapping_is_refused_where_no_instruction_gains_by_it():
 @pytest.mark.fast
 def test_the_table_decides_and_may_name_the_library(monkeypatch):
     rows = {"gemm_fp8": {"512x256": {"16": Plan(splits=2).row(), "64": {"library": True}}}}
-    monkeypatch.setattr("baton.kernels.gemm_fp8_plan.find", lambda kernel, shape, size, _: (
+    monkeypatch.setattr("baton.kernels.gemm.fp8_plan.find", lambda kernel, shape, size, _: (
         rows.get(kernel, {}).get(shape, {}).get("16" if size <= 16 else "64")
     ))  # fmt: skip
 
@@ -254,7 +255,7 @@ def test_the_table_decides_and_may_name_the_library(monkeypatch):
 @pytest.mark.fast
 def test_plans_with_workers_are_for_hopper_and_rows_that_it_can_copy(monkeypatch):
     plan = Plan(swap=False, BM=64, BN=32, stages=8, workers=2)
-    monkeypatch.setattr("baton.kernels.gemm_fp8_plan.find", lambda *_: plan.row())
+    monkeypatch.setattr("baton.kernels.gemm.fp8_plan.find", lambda *_: plan.row())
     launched = []
     monkeypatch.setattr(module.gemm_fp8_triton, "launch", lambda *arguments, **_: launched.append(arguments[4]))
     monkeypatch.setattr(module.gemm_fp8_hopper_triton, "launch", lambda *arguments: launched.append(arguments[4]))

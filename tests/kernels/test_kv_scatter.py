@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels import kv_scatter_triton
-from baton.kernels.kv_digest import kv_digest
-from baton.kernels.kv_reference import kv_digest_reference, kv_scatter_reference
-from baton.kernels.kv_scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
+from baton.kernels.kv import scatter_triton as kv_scatter_triton
+from baton.kernels.kv.pool_digest import kv_digest
+from baton.kernels.kv.reference import kv_digest_reference, kv_scatter_reference
+from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
 from baton.kvtransfer import device_stream, rank_kernels

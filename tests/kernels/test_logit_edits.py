@@ -8,9 +8,9 @@ from baton.engine.grammar_masks import apply_bitmask
 from baton.engine.history import Lookahead
 from baton.engine.logit_bias import LogitBias
 from baton.engine.penalties import Penalties
-from baton.kernels import logit_edits_triton
 from baton.kernels.implementation import Implementation
-from baton.kernels.logit_edits import Edits, edit_rows
+from baton.kernels.sampling import logit_edits_triton
+from baton.kernels.sampling.logit_edits import Edits, edit_rows
 
 pytestmark = pytest.mark.fast
 

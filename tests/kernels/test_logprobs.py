@@ -5,9 +5,9 @@ import torch
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.engine.logprobs import logprobs_of
-from baton.kernels import logprobs_triton
 from baton.kernels.implementation import Implementation
-from baton.kernels.logprobs import logprobs_topk
+from baton.kernels.sampling import logprobs_triton
+from baton.kernels.sampling.logprobs import logprobs_topk
 from baton.tests.kernels.harness import strided
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels.attention_decode import attention_decode
-from baton.kernels.attention_prefill import attention_prefill
-from baton.kernels.fp8_weight import Fp8Weight, quantize_weight
-from baton.kernels.gemm_fp8 import gemm_fp8, linear_fp8
+from baton.kernels.attention.decode import attention_decode
+from baton.kernels.attention.prefill import attention_prefill
+from baton.kernels.gemm.fp8 import gemm_fp8, linear_fp8
+from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
+from baton.kernels.gemm.quantize_fp8 import quantize_fp8
 from baton.kernels.implementation import Implementation
 from baton.kernels.memo import Memo, open_signature, signature
-from baton.kernels.moe import ExpertWeights
-from baton.kernels.moe_gemm import experts_grouped
-from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
-from baton.kernels.quantize_fp8 import quantize_fp8
-from baton.kernels.rms_norm import rms_norm_fused
-from baton.kernels.select_topk import select_topk
-from baton.kernels.silu_mul import silu_mul_fused
+from baton.kernels.moe.gemm import experts_grouped
+from baton.kernels.moe.moe import ExpertWeights
+from baton.kernels.moe.select_topk import select_topk
+from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
+from baton.kernels.pointwise.rms_norm import rms_norm_fused
+from baton.kernels.pointwise.silu_mul import silu_mul_fused
 
 pytestmark = pytest.mark.fast
 REFERENCE = Implementation.REFERENCE
@@ -69,7 +69,7 @@ def test_chunks_of_any_length_are_decided_alike():
         rows["block_tables_BM"] = torch.zeros(count, columns, dtype=torch.int64)
         rows["query_starts_E"] = torch.arange(count + 1) * length
         rows["context_lens_B"] = torch.full((count,), 16)
-        attention_prefill_module = importlib.import_module("baton.kernels.attention_prefill")
+        attention_prefill_module = importlib.import_module("baton.kernels.attention.prefill")
         attention_prefill(**{**right, **rows}, implementation=REFERENCE)
         assert len(attention_prefill_module._KINDS) == 1
     wrong = rows | {"context_lens_B": torch.full((3,), 16)}
@@ -203,8 +203,8 @@ def bent(value):
         yield value.repeat_interleave(2)[::2]
 
 
-MODULES = ("attention_decode", "attention_prefill", "gemm_fp8", "moe_gemm", "qk_norm_rope_write", "rms_norm",
-           "select_topk", "silu_mul")  # fmt: skip
+MODULES = ("attention.decode", "attention.prefill", "gemm.fp8", "moe.gemm", "moe.select_topk",
+           "pointwise.qk_norm_rope_write", "pointwise.rms_norm", "pointwise.silu_mul")  # fmt: skip
 
 
 def forget():

@@ -5,7 +5,7 @@ import torch
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.implementation import Implementation
-from baton.kernels.moe_align import max_blocks, moe_align, moe_align_quantize
+from baton.kernels.moe.align import max_blocks, moe_align, moe_align_quantize
 from baton.tests.kernels.harness import same_bits, strided
 from baton.tests.kernels.moe_inputs import Draw, guarded_empty, wide_rows  # noqa: F401
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import moe_gemm
+from baton.kernels.gemm.inner_sum import ALONE
 from baton.kernels.implementation import Implementation
-from baton.kernels.inner_sum import ALONE
-from baton.kernels.moe import ExpertWeights, experts
-from baton.kernels.moe_gemm import Fp8ExpertWeights, Tiles, choose_tiles, experts_grouped, tiles_of
+from baton.kernels.moe import gemm as moe_gemm
+from baton.kernels.moe.gemm import Fp8ExpertWeights, Tiles, choose_tiles, experts_grouped, tiles_of
+from baton.kernels.moe.moe import ExpertWeights, experts
 from baton.tests.kernels.harness import assert_deterministic, relative_error, same_bits, strided
 from baton.tests.kernels.moe_inputs import Draw, guarded_empty, wide_blocks, wide_rows  # noqa: F401
 

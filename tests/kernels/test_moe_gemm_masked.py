@@ -5,8 +5,8 @@ import torch
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.implementation import Implementation
-from baton.kernels.moe_gemm_masked import MaskedTiles, choose_tiles, moe_gemm_masked
-from baton.kernels.moe_gemm_masked_triton import QUANTIZE_GROUPS, QUANTIZE_ROWS, _quantize_masked_kernel
+from baton.kernels.moe.gemm_masked import MaskedTiles, choose_tiles, moe_gemm_masked
+from baton.kernels.moe.gemm_masked_triton import QUANTIZE_GROUPS, QUANTIZE_ROWS, _quantize_masked_kernel
 from baton.tests.kernels.harness import Guards, assert_deterministic, poison, relative_error, same_bits
 from baton.tests.kernels.moe_inputs import Draw, guarded_empty, quantize_blocks, wide_blocks, wide_rows  # noqa: F401
 

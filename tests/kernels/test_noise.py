@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from baton.kernels.noise import Purpose, gumbel, philox4x32, uniform
+from baton.kernels.sampling.noise import Purpose, gumbel, philox4x32, uniform
 from baton.tests.engine.reference import gumbel_noise, philox
 
 pytestmark = pytest.mark.fast
@@ -54,7 +54,7 @@ def test_a_row_does_not_depend_on_its_neighbours(monkeypatch):
     for row in (0, 13, 39):
         alone = gumbel(seeds[row : row + 1], tensor(0), positions[row : row + 1], Purpose.SAMPLE, 50, torch.float32)
         assert torch.equal(alone[0], together[row])
-    monkeypatch.setattr("baton.kernels.noise._MAX_ELEMENTS", 120)  # rows drawn two at a time
+    monkeypatch.setattr("baton.kernels.sampling.noise._MAX_ELEMENTS", 120)  # rows drawn two at a time
     assert torch.equal(gumbel(seeds, positions * 0, positions, Purpose.SAMPLE, 50, torch.float32), together)
 
 

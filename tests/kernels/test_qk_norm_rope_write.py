@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import qk_norm_rope_write_triton as in_triton
 from baton.kernels import tuning
-from baton.kernels.head_halves_triton import half_len
 from baton.kernels.implementation import Implementation
-from baton.kernels.kv_write import kv_write
-from baton.kernels.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
-from baton.kernels.rms_norm import rms_norm
-from baton.kernels.rope import rope, rope_angles, rope_inverse_frequencies
+from baton.kernels.kv.write import kv_write
+from baton.kernels.pointwise import qk_norm_rope_write_triton as in_triton
+from baton.kernels.pointwise.head_halves_triton import half_len
+from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
+from baton.kernels.pointwise.rms_norm import rms_norm
+from baton.kernels.pointwise.rope import rope, rope_angles, rope_inverse_frequencies
 from baton.tests.kernels.harness import Guards, assert_deterministic, poison, same_bits, strided
 
 CPU = torch.device("cpu")

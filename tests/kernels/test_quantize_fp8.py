@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import quantize_fp8_triton
-from baton.kernels.fp8_weight import Fp8Weight, quantize_weight
+from baton.kernels.gemm import quantize_fp8_triton
+from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
+from baton.kernels.gemm.quantize_fp8 import dequantize_fp8, quantize_fp8
 from baton.kernels.implementation import Implementation
-from baton.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from baton.tests.kernels.harness import Guards, assert_deterministic, same_bits, strided
 
 TRITON = Implementation.TRITON
@@ -179,7 +179,7 @@ def test_a_weight_is_scaled_by_blocks():
 def test_a_weight_in_pieces_is_the_weight_at_once(monkeypatch):
     weight = torch.randn(300, 256, generator=torch.Generator().manual_seed(3))
     whole = quantize_weight(weight)
-    monkeypatch.setattr("baton.kernels.fp8_weight._ROWS_AT_ONCE", 128)
+    monkeypatch.setattr("baton.kernels.gemm.fp8_weight._ROWS_AT_ONCE", 128)
     parts = quantize_weight(weight)
     assert same_bits(whole.values_NK, parts.values_NK)
     assert torch.equal(whole.scales_BG, parts.scales_BG)

@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels import choose_triton, race_triton
-from baton.kernels.choice import ChoiceRows, EditedRows, Law
-from baton.kernels.draft_rows import DraftRows
 from baton.kernels.implementation import Implementation
-from baton.kernels.noise import Purpose, gumbel
-from baton.kernels.race_triton import tokens_of_group
-from baton.kernels.sample import sample
-from baton.kernels.verify import verify
+from baton.kernels.sampling import choose_triton, race_triton
+from baton.kernels.sampling.choice import ChoiceRows, EditedRows, Law
+from baton.kernels.sampling.draft_rows import DraftRows
+from baton.kernels.sampling.noise import Purpose, gumbel
+from baton.kernels.sampling.race_triton import tokens_of_group
+from baton.kernels.sampling.sample import sample
+from baton.kernels.sampling.verify import verify
 from baton.tests.kernels.choosing import small_tiles  # noqa: F401
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE

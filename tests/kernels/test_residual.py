@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from baton.kernels import residual_triton
-from baton.kernels.choice import Law
-from baton.kernels.draft_rows import DraftRows
 from baton.kernels.implementation import Implementation
-from baton.kernels.verify import verify
+from baton.kernels.sampling import residual_triton
+from baton.kernels.sampling.choice import Law
+from baton.kernels.sampling.draft_rows import DraftRows
+from baton.kernels.sampling.verify import verify
 from baton.tests.kernels.choosing import drawn_rows, engine_verdict, small_tiles  # noqa: F401
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import rms_norm_triton
-from baton.kernels.fp8_groups import quantize_groups
+from baton.kernels.gemm.fp8_groups import quantize_groups
 from baton.kernels.implementation import Implementation
-from baton.kernels.rms_norm import rms_norm, rms_norm_fused
+from baton.kernels.pointwise import rms_norm_triton
+from baton.kernels.pointwise.rms_norm import rms_norm, rms_norm_fused
 from baton.tests.kernels.harness import Guards, assert_deterministic, poison, relative_error, same_bits, strided
 
 ROWS = [1, 2, 7, 8, 15, 16, 63, 64, 65, 128]

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.kernels.kv_write import kv_write
-from baton.kernels.moe import ExpertWeights
+from baton.kernels.kv.write import kv_write
+from baton.kernels.moe.moe import ExpertWeights
 from baton.kernels.ops import Ops
-from baton.kernels.rope import rope, rope_angles, rope_inverse_frequencies
+from baton.kernels.pointwise.rope import rope, rope_angles, rope_inverse_frequencies
 from baton.kernels.tiles import ordered_sum
 
 pytestmark = pytest.mark.fast

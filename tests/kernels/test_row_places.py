@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
+from baton.kernels.attention.row_places import row_places
 from baton.kernels.implementation import Implementation
-from baton.kernels.row_places import row_places
 from baton.tests.kernels.harness import assert_deterministic, poison, strided
 
 pytestmark = pytest.mark.fast

@@ -5,10 +5,10 @@ import torch
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.engine.sampler import sample as engine_sample
-from baton.kernels import bounds_triton
-from baton.kernels.choice import ChoiceRows, EditedRows
 from baton.kernels.implementation import Implementation
-from baton.kernels.sample import sample
+from baton.kernels.sampling import bounds_triton
+from baton.kernels.sampling.choice import ChoiceRows, EditedRows
+from baton.kernels.sampling.sample import sample
 from baton.tests.kernels.choosing import drawn_rows, sampling_of, small_tiles  # noqa: F401
 from baton.tests.kernels.harness import Guards, assert_deterministic, strided
 

@@ -7,7 +7,7 @@ import torch
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.implementation import Implementation
-from baton.kernels.select_topk import Scoring, select_topk
+from baton.kernels.moe.select_topk import Scoring, select_topk
 from baton.tests.kernels.harness import assert_deterministic, same_bits, strided
 from baton.tests.kernels.moe_inputs import Draw, guarded_empty  # noqa: F401
 

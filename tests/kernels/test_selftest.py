@@ -8,7 +8,8 @@ import torch
 
 from baton.core.errors import NumericsUnsupported
 from baton.core.quantization import Quantization
-from baton.kernels import linear, selftest
+from baton.kernels import selftest
+from baton.kernels.gemm import linear
 from baton.kernels.implementation import Implementation
 from baton.kernels.selftest import check_invariance
 
@@ -57,7 +58,8 @@ def test_a_product_that_depends_on_its_batch_is_named(monkeypatch):
 
 @pytest.mark.fast
 def test_attention_that_depends_on_its_chunk_is_named(monkeypatch):
-    from baton.kernels import attention, attention_invariant
+    from baton.kernels.attention import invariant as attention_invariant
+    from baton.kernels.attention import paged as attention
 
     monkeypatch.setattr(attention_invariant, "attention_decode_invariant", attention.attention_decode)
     with pytest.raises(NumericsUnsupported, match="attention_decode"):
@@ -67,7 +69,7 @@ def test_attention_that_depends_on_its_chunk_is_named(monkeypatch):
 @pytest.mark.slow
 def test_it_checks_the_kernels_where_they_compute(monkeypatch):
     import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
-    from baton.kernels import attention_ordered_triton
+    from baton.kernels.attention import ordered_triton as attention_ordered_triton
 
     options = {"implementation": Implementation.TRITON, "quantization": Quantization.FP8}
     check = partial(check_invariance, [(48, 128)], torch.bfloat16, CPU, **options)

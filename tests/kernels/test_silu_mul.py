@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import silu_mul_triton
-from baton.kernels.fp8_groups import quantize_groups
+from baton.kernels.gemm.fp8_groups import quantize_groups
 from baton.kernels.implementation import Implementation
-from baton.kernels.silu_mul import silu_mul, silu_mul_fused
+from baton.kernels.pointwise import silu_mul_triton
+from baton.kernels.pointwise.silu_mul import silu_mul, silu_mul_fused
 from baton.tests.kernels.harness import Guards, assert_deterministic, poison, relative_error, same_bits, strided
 
 ROWS = [1, 2, 7, 8, 15, 16, 63, 64, 65, 128]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels import verify_reference
-from baton.kernels.choice import Law
-from baton.kernels.draft_rows import DraftRows
 from baton.kernels.implementation import Implementation
-from baton.kernels.verify import Verdict, post_verify, verify
+from baton.kernels.sampling import verify_reference
+from baton.kernels.sampling.choice import Law
+from baton.kernels.sampling.draft_rows import DraftRows
+from baton.kernels.sampling.verify import Verdict, post_verify, verify
 from baton.tests.kernels.choosing import drawn_rows, engine_verdict, small_tiles  # noqa: F401
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE

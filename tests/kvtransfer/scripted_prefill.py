@@ -7,7 +7,7 @@ import numpy as np
 
 from baton.core.clock import MonotonicClock
 from baton.core.request import AttemptKey
-from baton.kernels.digest import MASK
+from baton.kernels.kv.digest import MASK
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.frame import VERSION, FrameHeader, crc_of, encode_header

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from baton.kernels.digest import MASK
+from baton.kernels.kv.digest import MASK
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import LayerLayout, PayloadKind
 from baton.kvtransfer.pool_io import PoolIO

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from baton.kernels.digest import MASK, layer_weight, weight
+from baton.kernels.kv.digest import MASK, layer_weight, weight
 from baton.kvtransfer.frame import FrameHeader, FrameShape, decode_header, encode_header
 from baton.kvtransfer.span import Span
 from baton.tests.kvtransfer.reshard import (

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.kernels import attention_decode, attention_prefill
+from baton.kernels.attention import decode as attention_decode
+from baton.kernels.attention import prefill as attention_prefill
 from baton.model.loader import load_model
 from baton.tests.model.reference import Reference
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.kernels import inner_sum, linear, moe
+from baton.kernels.gemm import inner_sum, linear
+from baton.kernels.moe import moe
 from baton.kernels.selftest import check_invariance
 from baton.tests.model.harness import Paged, prompt
 

@@ -13,7 +13,7 @@ from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.engine.drafting import over_vocabulary
 from baton.engine.tp_group import GlooGroup, open_store
-from baton.kernels.linear import linear_invariant
+from baton.kernels.gemm.linear import linear_invariant
 from baton.kernels.selftest import check_invariance
 from baton.model.config import ModelConfig
 from baton.model.draft_head import HeadIds

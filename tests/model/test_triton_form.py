@@ -14,8 +14,10 @@ from baton.core.errors import ModelUnsupported
 from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
-from baton.kernels import attention_decode, attention_shares, attention_short_chunks
-from baton.kernels.attention_plan import Options
+from baton.kernels.attention import decode as attention_decode
+from baton.kernels.attention import shares as attention_shares
+from baton.kernels.attention import short_chunks as attention_short_chunks
+from baton.kernels.attention.decode_plan import Options
 from baton.kernels.implementation import Implementation
 from baton.kernels.memo import Memo
 from baton.model import loader

@@ -6,11 +6,12 @@ from triton import knobs
 
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
-from baton.kernels import scaled_mm, tuning
+from baton.kernels import tuning
 from baton.kernels.compiles import Compiles
-from baton.kernels.fp8_weight import quantize_weight
+from baton.kernels.gemm import scaled_mm
+from baton.kernels.gemm.fp8_weight import quantize_weight
+from baton.kernels.gemm.quantize_fp8 import quantize_fp8
 from baton.kernels.implementation import Implementation
-from baton.kernels.quantize_fp8 import quantize_fp8
 from baton.worker import compute_form
 from baton.worker.compute_form import compute_report, form_of
 

@@ -7,8 +7,9 @@ import torch
 
 from baton.core.numerics import Numerics
 from baton.core.step_sizes import StepSizes
-from baton.kernels import attention_prefill_hopper_triton, kv_widen
+from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.implementation import Implementation
+from baton.kernels.kv import widen as kv_widen
 from baton.kvcache.layout import KVLayout
 from baton.model.parallel import Alone
 from baton.worker import kv_budget, loading

@@ -1,0 +1,1 @@
+"""Attention over paged KV: of decode rows, of chunks of prompts, in every numerics."""

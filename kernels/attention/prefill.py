@@ -1,0 +1,392 @@
+"""Causal attention of chunks of prompts over paged KV, lengths on the device: fit for CUDA graphs.
+
+Row i of a sequence's chunk stands at position context_len - query_len + i and sees the keys from position 0 to its own,
+all of them already in the blocks. Slots past a sequence's last position may hold anything, NaN included. On GPUs one
+Triton kernel (`kernels.attention.prefill_triton`, or on Hopper `kernels.attention.prefill_hopper_triton` where that was
+found faster), for few short chunks over long prefixes those of `kernels.attention.short_chunks`, elsewhere the torch
+reference, which is `kernels.attention.paged` and `kernels.attention.invariant`. Long chunks over float8 have their KV
+widened first where that pays (`kernels.kv.widen`). It refuses to write KV, and to wait for the device.
+
+Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3: products and softmax overlapped); blocks: Kwon
+et al. 2023. Legend: T tokens, B sequences, E = B + 1, A query heads, H KV heads, G = A / H, D head size, N blocks,
+S positions per block, M entries of a block table.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from baton.kernels import tuning
+from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.attention import paged as attention
+from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
+from baton.kernels.attention import prefill_triton as attention_prefill_triton
+from baton.kernels.attention import short_chunks as attention_short_chunks
+from baton.kernels.attention.block_tables import require_columns, require_lens, within
+from baton.kernels.attention.invariant import attention_prefill_invariant
+from baton.kernels.attention.shares import SharePlans
+from baton.kernels.copies import to_device
+from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.kv import widen as kv_widen
+from baton.kernels.memo import Memo, open_signature, signature
+
+NAME = "attention_prefill"
+HEAD_DIMS = (16, 32, 64, 128, 256)
+MAX_BLOCK_SIZE = 64
+_ANY_LEN = 1 << 30
+_FP8 = torch.float8_e4m3fn
+_INDICES = (torch.int32, torch.int64)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_REFERENCE_DTYPES = (*_KERNEL_DTYPES, torch.float32, torch.float64)
+
+
+def attention_prefill(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_starts_E: torch.Tensor,
+    context_lens_B: torch.Tensor,
+    *,
+    max_query_len: int,
+    scale: float | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    invariant: bool = False,
+    plans: SharePlans | None = None,
+    options: Mapping[str, Any] | None = None,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """Attention of chunks laid one after the other -> [T, A, D]; never waits for the device on a GPU.
+
+    Args:
+        query_TAD: rows of all chunks, contiguous in D; rows past the last start belong to nobody, and what is returned
+            for them is not defined. Over float8 the kernels make float16 of it (magnitudes up to 65,504).
+        key_NHSD: K of a layer, contiguous in D, in the dtype of the queries or float8_e4m3fn.
+        value_NHSD: V, the same in shape, strides and dtype.
+        block_tables_BM: int32 or int64, contiguous in M.
+        query_starts_E: int32 or int64; sequence b has the rows from starts[b] up to starts[b + 1]. Sequences without
+            rows may be anywhere; those that pad a batch repeat the total.
+        context_lens_B: int32 or int64, keys that a sequence's last row sees; at least its rows. Not read without rows.
+        max_query_len: host bound of rows of one sequence.
+        scale: of scores, above 0; D ** -0.5 if None.
+        key_scale: float32 [1] or [H], what stored keys are to be multiplied by; 1 if None.
+        value_scale: the same for V; both or neither.
+        invariant: a row's result depends on that row and its KV alone, bit for bit, whatever the chunks and the batch.
+        plans: of the pass that this layer is of, whose layers share the starts and lengths; None if there is but this
+            one.
+        options: a row as in the tuned table, in place of what that or the kernel's rule says; for the tuner and tests.
+        implementation: which form computes.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit; nothing was launched.
+    """
+    key = (
+        signature(query_TAD), signature(key_NHSD), signature(value_NHSD), signature(block_tables_BM),
+        signature(query_starts_E), signature(context_lens_B), signature(key_scale), signature(value_scale),
+        max_query_len, scale, invariant, None if options is None else tuple(options.items()), implementation,
+    )  # fmt: skip
+    places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B
+    how = _FORMS.find(key)
+    if how is None:
+        kind = _checked(places, scale, key_scale, value_scale, implementation)
+        require(0 <= max_query_len <= _ANY_LEN, "max_query_len", f"is {max_query_len}")
+        require_columns(query_TAD.shape[0], block_tables_BM)
+        how = _FORMS.keep(key, _form(places, kind, max_query_len, invariant, options))
+    if how is _Form.TORCH:
+        lens = [end - start for start, end in pairwise(query_starts_E.tolist())]
+        if scale is not None:  # theirs is D ** -0.5
+            query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
+        kv = _widened(key_NHSD, key_scale, query_TAD.dtype), _widened(value_NHSD, value_scale, query_TAD.dtype)
+        tables_BM = within(block_tables_BM.long(), context_lens_B - 1, key_NHSD.shape[2])
+        return _reference(query_TAD, *kv, tables_BM, lens, context_lens_B.tolist(), invariant)
+    if how is _Form.NOTHING:
+        return torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    softmax_scale = float(query_TAD.shape[2] ** -0.5 if scale is None else scale)
+    if how is _Form.SHORT:
+        return attention_short_chunks.attend(
+            *places, max_query_len=max_query_len, scale=softmax_scale, key_scale=key_scale, value_scale=value_scale,
+            plans=plans or SharePlans(), options=options,
+        )  # fmt: skip
+    return _by_triton(places, how, max_query_len, softmax_scale, (key_scale, value_scale), invariant, options)
+
+
+class _Form(Enum):
+    """How a call that was checked is computed."""
+
+    TORCH = auto()
+    NOTHING = auto()  # there are no rows
+    SHORT = auto()  # positions are divided as well as rows
+    WIDENED = auto()  # float8 is widened before
+    AS_IT_IS = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What is kept of calls that were checked, whatever their numbers of rows, sequences and positions.
+
+    Attributes:
+        in_triton: not by torch's reference.
+        can_divide: the form for short chunks takes them.
+        can_widen: the form for Hopper takes what comes of their KV if that is widened.
+        on_hopper: that form takes them as they are.
+    """
+
+    in_triton: bool
+    can_divide: bool = False
+    can_widen: bool = False
+    on_hopper: bool = False
+
+
+_FORMS: Memo[_Form] = Memo()  # of the layers of one step
+_KINDS: Memo[_Kind] = Memo()  # of all steps: each has another number of rows
+
+
+def attention_prefill_lens(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    invariant: bool = False,
+    options: Mapping[str, Any] | None = None,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """`attention_prefill` with lengths on the host, as `kernels.attention.paged.attention_prefill` takes them.
+
+    They cross in one copy that the host does not wait for.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit, or the lengths do not to the queries; nothing was launched.
+    """
+    require_lens(query_TAD, key_NHSD, block_tables_BM, query_lens, context_lens)
+    numbers = torch.tensor([0, *accumulate(query_lens), *context_lens], dtype=torch.int32)
+    numbers = to_device(numbers, query_TAD.device)
+    return attention_prefill(
+        query_TAD, key_NHSD, value_NHSD, block_tables_BM,
+        numbers[: len(query_lens) + 1], numbers[len(query_lens) + 1 :],
+        max_query_len=max(query_lens, default=0), key_scale=key_scale, value_scale=value_scale,
+        invariant=invariant, options=options, implementation=implementation,
+    )  # fmt: skip
+
+
+_Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _checked(
+    places: _Places, scale: float | None, key_scale: torch.Tensor | None, value_scale: torch.Tensor | None,
+    implementation: Implementation,
+) -> _Kind:  # fmt: skip
+    """What is kept of calls like this one, or found out now."""
+    query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B = places
+    require(block_tables_BM.dim() == 2, "block_tables_BM", f"has shape {list(block_tables_BM.shape)}, not [B, M]")
+    for name, tensor in (("query_starts_E", query_starts_E), ("context_lens_B", context_lens_B)):
+        require(tensor.dim() == 1, name, f"has shape {list(tensor.shape)}, not one dimension")
+    num_sequences = block_tables_BM.shape[0]
+    key = (
+        open_signature(query_TAD), signature(key_NHSD), signature(value_NHSD), open_signature(block_tables_BM, 2),
+        open_signature(query_starts_E), query_starts_E.shape[0] - num_sequences,
+        open_signature(context_lens_B), context_lens_B.shape[0] - num_sequences,
+        signature(key_scale), signature(value_scale), scale, implementation,
+    )  # fmt: skip
+    kind = _KINDS.find(key)
+    if kind is None:
+        uses = uses_triton(query_TAD.device, implementation)
+        _check(*places, uses)
+        _check_scales(key_NHSD, scale, key_scale, value_scale)
+        kind = _KINDS.keep(key, _kind(*places[:3], key_scale) if uses else _Kind(in_triton=False))
+    return kind
+
+
+def _kind(
+    query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, key_scale: torch.Tensor | None
+) -> _Kind:
+    """By dtypes, strides and sizes that calls have in common."""
+    head_dim, block_size = query_TAD.shape[2], key_NHSD.shape[2]
+    can_widen = (
+        key_NHSD.stride()[2:] == (head_dim, 1)
+        and kv_widen.most_bytes(key_NHSD.dtype, query_TAD.device.index, head_dim, block_size) > 0
+    )
+    can_divide = attention_short_chunks.fits(query_TAD, key_NHSD, value_NHSD, key_scale)
+    on_hopper = attention_prefill_hopper_triton.fits(query_TAD, key_NHSD, value_NHSD)
+    return _Kind(in_triton=True, can_divide=can_divide, can_widen=can_widen, on_hopper=on_hopper)
+
+
+def _form(
+    places: _Places, kind: _Kind, max_query_len: int, invariant: bool, options: Mapping[str, Any] | None
+) -> _Form:
+    """By which kernels, of queries, K, V, tables, starts and lengths: what the numbers of these decide."""
+    if not kind.in_triton:
+        return _Form.TORCH
+    query_TAD, key_NHSD, block_tables_BM = places[0], places[1], places[3]
+    if not query_TAD.numel() or not block_tables_BM.shape[0] or not max_query_len:
+        return _Form.NOTHING
+    if _is_short(query_TAD, key_NHSD, block_tables_BM, kind, max_query_len, invariant, options):
+        return _Form.SHORT
+    widens = (
+        kind.can_widen
+        and options is None
+        and not invariant
+        and max_query_len >= kv_widen.MIN_QUERY_LEN
+        and kv_widen.num_bytes(block_tables_BM, key_NHSD, query_TAD.dtype) <= kv_widen.MAX_BYTES
+    )
+    return _Form.WIDENED if widens else _Form.AS_IT_IS
+
+
+def _by_triton(
+    places: _Places,
+    how: _Form,
+    max_query_len: int,
+    scale: float,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    invariant: bool,
+    options: Mapping[str, Any] | None,
+) -> torch.Tensor:
+    """By the kernels that walk over all positions."""
+    query_TAD = places[0]
+    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    if how is _Form.WIDENED:
+        places = query_TAD, *kv_widen.widen_kv(*places[1:], *scales, query_TAD.dtype), *places[4:]
+        scales = None, None
+    # One configuration for all sizes if a row may not depend on how long its chunk is.
+    options = options or _find_options(*places[:3], _ANY_LEN if invariant else max_query_len)
+    if attention_prefill_hopper_triton.is_ours(options):
+        require(scales[0] is None, "key_scale", "is not for the form that the options are of")
+        attention_prefill_hopper_triton.launch(*places, output_TAD, scale=scale, options=options)
+    else:
+        attention_prefill_triton.launch(
+            *places, output_TAD, scale=scale, key_scale=scales[0], value_scale=scales[1], options=options
+        )
+    return output_TAD
+
+
+def _is_short(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    kind: _Kind,
+    max_query_len: int,
+    invariant: bool,
+    options: Mapping[str, Any] | None,
+) -> bool:
+    """Whether positions are divided as well as rows: as the options say, or where that is better."""
+    if invariant or (options is not None and not attention_short_chunks.is_ours(options)):
+        return False
+    if options is not None:
+        require(kind.can_divide, "options", "divide positions, for which this KV or its strides do not fit")
+        return True
+    num_sequences, num_columns = block_tables_BM.shape
+    bound = num_columns * key_NHSD.shape[2]
+    if not kind.can_divide:
+        return False
+    return attention_short_chunks.is_better(query_TAD, key_NHSD, num_sequences, bound, max_query_len, kind.on_hopper)
+
+
+def _find_options(
+    query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, max_query_len: int
+) -> Mapping[str, Any]:
+    """How a kernel is launched for chunks of up to so many rows: of the tuned table if it fits, else by rule."""
+    group, head_dim = query_TAD.shape[1] // key_NHSD.shape[1], query_TAD.shape[2]
+    num_bytes = key_NHSD.element_size()
+    found = tuning.find(NAME, shape_of(group, head_dim, num_bytes), max_query_len, query_TAD.device.index)
+    hopper = attention_prefill_hopper_triton
+    if found and (not hopper.is_ours(found) or hopper.fits(query_TAD, key_NHSD, value_NHSD)):
+        return found
+    return attention_prefill_triton.rule(group * max_query_len, head_dim, num_bytes)
+
+
+def shape_of(group: int, head_dim: int, num_bytes: int) -> str:
+    """The name of a shape in the tuned table."""
+    return f"{group}x{head_dim}x{8 * num_bytes}"
+
+
+def _check(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_starts_E: torch.Tensor,
+    context_lens_B: torch.Tensor,
+    with_triton: bool,
+) -> None:
+    device = query_TAD.device
+    require_tensor("query_TAD", query_TAD, [None, None, None], _KERNEL_DTYPES if with_triton else _REFERENCE_DTYPES)
+    require_rows("query_TAD", query_TAD)
+    num_heads, head_dim = query_TAD.shape[1:]
+    require_tensor("key_NHSD", key_NHSD, [None, None, None, head_dim], (query_TAD.dtype, _FP8), device)
+    require_rows("key_NHSD", key_NHSD)
+    require_tensor("value_NHSD", value_NHSD, key_NHSD.shape, (key_NHSD.dtype,), device)
+    same = key_NHSD.stride() == value_NHSD.stride()
+    require(same, "value_NHSD", f"has strides {value_NHSD.stride()}, not {key_NHSD.stride()}")
+    num_kv_heads, block_size = key_NHSD.shape[1:3]
+    fits = num_kv_heads > 0 and num_heads % num_kv_heads == 0
+    require(fits, "query_TAD", f"has {num_heads} heads, no multiple of {num_kv_heads}")
+    fits = 0 < block_size <= MAX_BLOCK_SIZE and MAX_BLOCK_SIZE % block_size == 0
+    require(fits, "key_NHSD", f"has blocks of {block_size}, no divisor of {MAX_BLOCK_SIZE}")
+    require(not with_triton or head_dim in HEAD_DIMS, "query_TAD", f"has head size {head_dim}, none of {HEAD_DIMS}")
+    require_tensor("block_tables_BM", block_tables_BM, [None, None], _INDICES, device)
+    require_rows("block_tables_BM", block_tables_BM)
+    num_sequences = block_tables_BM.shape[0]
+    require_tensor("query_starts_E", query_starts_E, [num_sequences + 1], _INDICES, device)
+    require_rows("query_starts_E", query_starts_E)
+    require_tensor("context_lens_B", context_lens_B, [num_sequences], _INDICES, device)
+    require_rows("context_lens_B", context_lens_B)
+
+
+def _check_scales(
+    key_NHSD: torch.Tensor, scale: float | None, key_scale: torch.Tensor | None, value_scale: torch.Tensor | None
+) -> None:
+    require(scale is None or 0 < scale < math.inf, "scale", f"is {scale}, not above 0")
+    both = (key_scale is None) == (value_scale is None)
+    require(both, "value_scale", "goes with key_scale: give both or neither")
+    for name, given in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if given is not None:
+            require_tensor(name, given, [None], (torch.float32,), key_NHSD.device)
+            fits = given.shape[0] in (1, key_NHSD.shape[1])
+            require(fits, name, f"has {given.shape[0]} values, not 1 or one for each of {key_NHSD.shape[1]} heads")
+            require_rows(name, given)
+    if key_scale is not None and value_scale is not None:
+        require(key_scale.shape == value_scale.shape, "value_scale", "must have as many values as key_scale")
+
+
+def _widened(kv_NHSD: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Stored K or V in the dtype of the queries, contiguous."""
+    if scale is None:
+        return kv_NHSD.to(dtype).contiguous()
+    wide_NHSD = kv_NHSD.to(torch.float32) * scale[:, None, None]
+    return wide_NHSD.to(dtype)
+
+
+def _reference(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_lens: list[int],
+    context_lens: list[int],
+    invariant: bool,
+) -> torch.Tensor:
+    """By the functions that take lengths on the host, which know no sequence without rows."""
+    live = [sequence for sequence, query_len in enumerate(query_lens) if query_len > 0]
+    output_TAD = torch.zeros_like(query_TAD)
+    if live:
+        compute = attention_prefill_invariant if invariant else attention.attention_prefill
+        num_rows = sum(query_lens)
+        output_TAD[:num_rows] = compute(
+            query_TAD[:num_rows],
+            key_NHSD,
+            value_NHSD,
+            block_tables_BM[live],
+            [query_lens[sequence] for sequence in live],
+            [context_lens[sequence] for sequence in live],
+        )
+    return output_TAD

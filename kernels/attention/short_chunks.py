@@ -1,0 +1,138 @@
+"""Short chunks of prompts over long prefixes: `attention_prefill` where tiles of rows are too few to fill a GPU.
+
+A chunk of 16 rows over 8,192 positions is one tile of rows for each KV head, and one program would walk over all
+positions. Here the positions are divided, too (`attention_shares`), at the price of two more small launches: by the
+loops of decode steps, or where the table says so by the form for Hopper, whose products are faster. It refuses to
+divide where a row's result must not depend on the batch: shares follow from the lengths of all sequences.
+
+Legend: as in `attention_prefill`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from baton.kernels import tuning
+from baton.kernels.arguments import require
+from baton.kernels.attention import decode_plan as attention_plan
+from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
+from baton.kernels.attention import shares as attention_shares
+from baton.kernels.attention import shares_triton as attention_shares_triton
+from baton.kernels.attention.decode_plan import Options
+from baton.kernels.attention.decode_triton import STRIDE_UNIT
+from baton.kernels.attention.shares import SharePlans
+
+NAME = "attention_prefill_shares"  # in the tuned table
+_FP8 = torch.float8_e4m3fn
+_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", _FP8: "fp8"}
+_TILE_ROWS = 128  # of the forms that do not divide positions
+_MAX_PROGRAMS = 96  # of those, up to which most multiprocessors stand idle or wait for memory that others could ask for
+_MAX_WIDE_PROGRAMS = 33  # the same for chunks of several tiles of ours, whose products are not as fast as theirs
+_MAX_HOPPER_PROGRAMS = 66  # the same where the form for Hopper divides: two shares for each of them
+_OUR_ROWS = 64
+_MIN_BLOCK_SIZE = 16  # of decode steps, whose loops these are
+_MIN_CONTEXT_LEN = 1024  # bound from which on the division's launches, and what is written between them, pay
+_MIN_WIDE_CONTEXT_LEN = 4096  # the same for chunks of several tiles, which write more
+
+
+def is_ours(options: Mapping[str, Any]) -> bool:
+    """Whether a row of the tuned table is for this form."""
+    return "slots" in options
+
+
+def is_better(
+    query_TAD: torch.Tensor, key_NHSD: torch.Tensor, num_sequences: int, bound: int, longest: int, on_hopper: bool
+) -> bool:
+    """Whether undivided programs would be few, by what the host knows: sequences, positions and rows of one."""
+    num_tokens, num_heads, _ = query_TAD.shape
+    num_kv_heads = key_NHSD.shape[1]
+    group = num_heads // num_kv_heads
+    num_tiles = min(num_tokens * group // _TILE_ROWS + num_sequences, num_sequences * -(-longest * group // _TILE_ROWS))
+    is_wide = longest * group > _OUR_ROWS
+    least, most = (_MIN_WIDE_CONTEXT_LEN, _MAX_WIDE_PROGRAMS) if is_wide else (_MIN_CONTEXT_LEN, _MAX_PROGRAMS)
+    num_programs = num_tiles * num_kv_heads
+    if bound < least or not is_wide or not on_hopper or not most < num_programs <= _MAX_HOPPER_PROGRAMS:
+        return bound >= least and num_programs <= most
+    return _is_for_hopper(_row(longest, group, query_TAD.shape[2], key_NHSD))
+
+
+def fits(
+    query_TAD: torch.Tensor, key_NHSD: torch.Tensor, value_NHSD: torch.Tensor, key_scale: torch.Tensor | None
+) -> bool:
+    """Whether the kernel can take these: rows of 16 bytes, and float8 with scales alone."""
+    unit = STRIDE_UNIT
+    aligned = all(
+        tensor.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in tensor.stride()[:-1])
+        for tensor in (query_TAD, key_NHSD, value_NHSD)
+    )
+    is_dense = key_NHSD.stride()[2:] == (query_TAD.shape[2], 1)
+    is_scaled = (key_NHSD.dtype == _FP8) == (key_scale is not None)
+    is_served = key_NHSD.shape[2] >= _MIN_BLOCK_SIZE
+    return aligned and is_dense and is_scaled and is_served and key_NHSD.stride(0) < 1 << 32
+
+
+def attend(
+    query_TAD: torch.Tensor,
+    key_NHSD: torch.Tensor,
+    value_NHSD: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_starts_E: torch.Tensor,
+    context_lens_B: torch.Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+    plans: SharePlans,
+    options: Mapping[str, Any] | None = None,
+) -> torch.Tensor:
+    """`attention_prefill` of what fits; all arguments were checked."""
+    num_heads, head_dim = query_TAD.shape[1:]
+    num_kv_heads, block_size = key_NHSD.shape[1:3]
+    group = num_heads // num_kv_heads
+    row = _row(max_query_len, group, head_dim, key_NHSD) if options is None else options
+    hopper = attention_prefill_hopper_triton
+    on_hopper = _is_for_hopper(row) and hopper.fits(query_TAD, key_NHSD, value_NHSD)
+    is_possible = options is None or on_hopper or not _is_for_hopper(options)
+    require(is_possible, "options", "are of the form for Hopper, which cannot take these tensors here")
+    how = None if on_hopper else _options(max_query_len * group, head_dim, key_NHSD, row)
+    tile_rows, tile = (hopper.ROWS * row["GROUPS"], row["BN"]) if how is None else (how.rows, how.tile)
+    wanted = attention_shares.division(
+        slots=row["slots"] if how is None else how.slots,
+        num_programs=num_kv_heads * -(-max_query_len * group // tile_rows),
+        tile=tile,
+        max_context_len=block_tables_BM.shape[1] * block_size,
+    )
+    plan = plans.find(context_lens_B, query_starts_E, wanted)
+    if how is None:
+        return hopper.launch_shares(
+            query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, plan,
+            num_queries=max_query_len, scale=scale, num_shares=wanted.num_shares, options=row,
+        )  # fmt: skip
+    return attention_shares_triton.launch(
+        query_TAD, key_NHSD, value_NHSD, block_tables_BM, None, query_starts_E, key_scale, value_scale, plan,
+        num_queries=max_query_len, scale=scale, num_shares=wanted.num_shares, how=how,
+    )  # fmt: skip
+
+
+def shape_of(max_query_len: int, group: int, head_dim: int, kv_dtype: torch.dtype) -> str:
+    """The name of a shape in the tuned table."""
+    return f"{attention_plan.table_shape(max_query_len * group, head_dim, _KINDS[kv_dtype])} G={group}"
+
+
+def _row(max_query_len: int, group: int, head_dim: int, key_NHSD: torch.Tensor) -> Mapping[str, Any]:
+    """Of the tuned table; empty if it has none."""
+    shape = shape_of(max_query_len, group, head_dim, key_NHSD.dtype)
+    return tuning.find(NAME, shape, max_query_len, key_NHSD.device.index) or {}
+
+
+def _is_for_hopper(row: Mapping[str, Any]) -> bool:
+    return attention_prefill_hopper_triton.is_ours(row)
+
+
+def _options(num_rows: int, head_dim: int, key_NHSD: torch.Tensor, row: Mapping[str, Any]) -> Options:
+    """Of the loops of decode steps: as the row says, or by rule."""
+    if row and not _is_for_hopper(row):
+        return attention_plan.options_of_row(row)
+    return attention_plan.default_options(num_rows, head_dim, key_NHSD.element_size())

@@ -1,0 +1,1 @@
+"""Products with a weight, and what makes their operands float8."""

@@ -1,0 +1,347 @@
+"""Products with a float8 weight: C = A W^T in bfloat16, with 1 x 128 scales of A and 128 x 128 scales of W.
+
+    C[m, n] = sum over groups g of  scale_A[g, m] * scale_W[n / 128, g] * (A[m, g] . W[n, g])
+
+each group's product in the tensor cores, scaled and added in float32. `gemm_fp8` takes activations that are quantized,
+`linear_fp8` takes them in bfloat16 and quantizes in the same call, to the same bits. For few rows the operands change
+sides (`swap_ab`); where the table or the rule says so, many rows go to the library's product
+(`kernels.gemm.scaled_mm`). On Hopper few rows may take a form of their own (`kernels.gemm.fp8_hopper_triton`).
+
+With `invariant` a row's result depends on that row alone, bit for bit: tile, splits and order are the weight's.
+
+Launches that share a `Workspace` must come one after the other: it belongs to a stream. It refuses shapes that do not
+fit, before anything is launched. Legend: M rows, N outputs, K inputs, G groups of 128 inputs.
+
+Source: DeepSeek-V3 (section 3.3) for the scheme; swapping operands for small M as DeepGEMM and cuBLAS do.
+"""
+
+import functools
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.gemm import fp8_hopper_triton as gemm_fp8_hopper_triton
+from baton.kernels.gemm import fp8_triton as gemm_fp8_triton
+from baton.kernels.gemm.fp8_plan import FEW_ROWS, Plan, SwapAB, invariant_plan, plan_of, rule
+from baton.kernels.gemm.fp8_weight import Fp8Weight
+from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, dequantize_fp8, quantize_fp8_reference, quantize_unchecked
+from baton.kernels.gemm.scaled_mm import LIBRARY, ROWS_MULTIPLE
+from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, signature
+from baton.kernels.tiles import product_rows
+
+log = logging.getLogger(__name__)
+
+_HOPPER = (9, 0)
+_OLDEST = (8, 9)  # with instructions for float8
+
+
+class Workspace:
+    """Counters of splits that have arrived; every launch leaves zeros. Of one stream, and made before its capture."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(gemm_fp8_triton.MAX_TILES, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def default_workspace(device: torch.device) -> Workspace:
+    """The one of the stream that computes on a device, for callers that bring none.
+
+    Raises:
+        KernelArgumentInvalid: it is first asked for while a graph is captured, to which it would belong.
+    """
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    require(not captured, "workspace", "must be made before a graph is captured: call once before")
+    return Workspace(device)
+
+
+def gemm_fp8(
+    a_MK: torch.Tensor,
+    scales_GM: torch.Tensor,
+    weight: Fp8Weight,
+    *,
+    out_MN: torch.Tensor | None = None,
+    swap_ab: SwapAB | str = SwapAB.AUTO,
+    num_sms: int | None = None,
+    invariant: bool = False,
+    workspace: Workspace | None = None,
+    plan: Plan | None = None,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """[M, N] bfloat16 of quantized activations.
+
+    Args:
+        a_MK: float8; rows may be strided.
+        scales_GM: float32 [K / 128, M], as `quantize_fp8` gives them; rows may be strided.
+        weight: what they are multiplied with.
+        out_MN: where the result is put, rows may be strided; None: it is allocated.
+        swap_ab: "auto": as measured; "on" and "off" force it, "on" only on sm_90.
+        num_sms: programs at most, each of which takes a part of a multiprocessor; None: as many as there are. The form
+            for Hopper cannot be held to it, and is not taken then.
+        invariant: a row's result is independent of the other rows.
+        workspace: of the current stream; None: the device's, which is then used on one stream only.
+        plan: how to compute, for tuning; None: as tuned.
+        implementation: which form computes.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit.
+    """
+    key = (
+        signature(a_MK), signature(scales_GM), signature(weight.values_NK), signature(out_MN), swap_ab, num_sms,
+        invariant, plan, implementation,
+    )  # fmt: skip
+    way = _PRODUCTS.find(key)
+    if way is None:
+        require_tensor("a_MK", a_MK, [None, weight.num_inputs], [torch.float8_e4m3fn], weight.values_NK.device)
+        require_rows("a_MK", a_MK)
+        groups = weight.num_inputs // GROUP_LEN
+        require_tensor("scales_GM", scales_GM, [groups, len(a_MK)], [torch.float32], a_MK.device)
+        require_rows("scales_GM", scales_GM)
+        _check_others(out_MN, len(a_MK), weight, num_sms, swap_ab)
+        can_tma = gemm_fp8_hopper_triton.fits(weight, a_MK)
+        way = _way("gemm_fp8", len(a_MK), weight, swap_ab, num_sms, invariant, plan, implementation, can_tma)
+        _PRODUCTS.keep(key, way)
+    if way.is_empty:
+        return _out(out_MN, 0, weight)
+    if not way.in_triton:
+        out_MN = _out(out_MN, len(a_MK), weight)
+        return out_MN.copy_(gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant))
+    return _multiplied(a_MK, scales_GM, weight, len(a_MK), out_MN, way.plan, num_sms, workspace)
+
+
+def linear_fp8(
+    x_MK: torch.Tensor,
+    weight: Fp8Weight,
+    *,
+    out_MN: torch.Tensor | None = None,
+    ue8m0: bool = False,
+    swap_ab: SwapAB | str = SwapAB.AUTO,
+    num_sms: int | None = None,
+    invariant: bool = False,
+    workspace: Workspace | None = None,
+    plan: Plan | None = None,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """[M, N] bfloat16 of bfloat16 activations: quantizes, pads and multiplies; bits as of the two calls.
+
+    Args:
+        x_MK: bfloat16; rows may be strided.
+        weight: as of `gemm_fp8`, as are the other arguments.
+        out_MN: where the result is put.
+        ue8m0: activations' scales are powers of two.
+        swap_ab: whether operands change sides.
+        num_sms: programs at most, of the product.
+        invariant: a row's result is independent of the other rows.
+        workspace: of the current stream.
+        plan: how to compute, for tuning.
+        implementation: which form computes.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit.
+    """
+    key = (
+        signature(x_MK), signature(weight.values_NK), signature(out_MN), swap_ab, num_sms, invariant, plan,
+        implementation,
+    )  # fmt: skip
+    way = _LINEARS.find(key)
+    if way is None:
+        require_tensor("x_MK", x_MK, [None, weight.num_inputs], [torch.bfloat16], weight.values_NK.device)
+        require_rows("x_MK", x_MK)
+        _check_others(out_MN, len(x_MK), weight, num_sms, swap_ab)
+        can_tma = gemm_fp8_hopper_triton.fits(weight)
+        way = _way("linear_fp8", len(x_MK), weight, swap_ab, num_sms, invariant, plan, implementation, can_tma)
+        _LINEARS.keep(key, way)
+    if way.is_empty:
+        return _out(out_MN, 0, weight)
+    num_rows, plan = len(x_MK), way.plan
+    if not way.in_triton:
+        a_MK, scales_GM = quantize_fp8_reference(x_MK, ue8m0=ue8m0)
+        out_MN = _out(out_MN, num_rows, weight)
+        return out_MN.copy_(gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant))
+    if plan is not None and plan.fused:
+        out_MN = _out(out_MN, num_rows, weight)
+        counters = (workspace or default_workspace(x_MK.device)).counters
+        gemm_fp8_triton.launch(x_MK, None, weight, out_MN, plan, counters, ue8m0=ue8m0, num_sms=num_sms)
+        return out_MN
+    pad_to = ROWS_MULTIPLE if plan is None else 1
+    a_MK, scales_GM = quantize_unchecked(x_MK, ue8m0=ue8m0, pad_to=pad_to)
+    return _multiplied(a_MK, scales_GM, weight, num_rows, out_MN, plan, num_sms, workspace)
+
+
+def gemm_fp8_reference(
+    a_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight, *, invariant: bool = False
+) -> torch.Tensor:
+    """What `gemm_fp8` computes, in torch: the product of what the values stand for, in float32."""
+    wide_MK, weight_NK = dequantize_fp8(a_MK, scales_GM), weight.dequantize()
+    product = product_rows(wide_MK, weight_NK) if invariant else wide_MK @ weight_NK.t()
+    return product.to(torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a product that was checked is computed.
+
+    Attributes:
+        is_empty: nothing is.
+        in_triton: not by torch's reference.
+        plan: of the launch; None: the library's product.
+    """
+
+    is_empty: bool
+    in_triton: bool
+    plan: Plan | None
+
+
+_PRODUCTS: Memo[_Way] = Memo()
+_LINEARS: Memo[_Way] = Memo()
+
+
+def _way(
+    table: str,
+    num_rows: int,
+    weight: Fp8Weight,
+    swap_ab: SwapAB | str,
+    num_sms: int | None,
+    invariant: bool,
+    plan: Plan | None,
+    implementation: Implementation,
+    can_tma: bool,
+) -> _Way:
+    """By sizes, device and what the caller wants; the rest of the checks."""
+    device = weight.values_NK.device
+    if num_rows == 0 or not _uses_triton(device, implementation):
+        return _Way(num_rows == 0, False, None)
+    if plan is not None:
+        _check_plan(plan, weight)
+        is_able = not plan.workers or _has_trades(plan, num_rows, weight, num_sms, can_tma)
+        require(is_able, "plan", "has workers: on sm_90 only, of aligned rows, without num_sms, splits of few rows")
+    else:
+        plan = _chosen(table, num_rows, weight, swap_ab, num_sms, invariant, can_tma)
+    return _Way(False, True, plan)
+
+
+def _has_trades(plan: Plan, num_rows: int, weight: Fp8Weight, num_sms: int | None, can_tma: bool) -> bool:
+    """Whether a plan with workers can be carried out here."""
+    num_counters = gemm_fp8_hopper_triton.num_counters(plan, num_rows, weight.num_outputs)
+    return can_tma and num_sms is None and num_counters <= gemm_fp8_triton.MAX_TILES
+
+
+def _check_others(
+    out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight, num_sms: int | None, swap_ab: SwapAB | str
+) -> None:
+    """What both products take beside activations."""
+    require(num_sms is None or num_sms > 0, "num_sms", f"is {num_sms}, not positive")
+    names = [item.value for item in SwapAB]
+    is_known = isinstance(swap_ab, SwapAB) or swap_ab in names
+    require(is_known, "swap_ab", f"is {swap_ab!r}, not one of {names}")
+    if out_MN is not None:
+        shape = [num_rows, weight.num_outputs]
+        require_tensor("out_MN", out_MN, shape, [torch.bfloat16], weight.values_NK.device)
+        require_rows("out_MN", out_MN)
+
+
+def _out(out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight) -> torch.Tensor:
+    """The output that was given, or a new one."""
+    if out_MN is not None:
+        return out_MN
+    return torch.empty(num_rows, weight.num_outputs, dtype=torch.bfloat16, device=weight.values_NK.device)
+
+
+def _check_plan(plan: Plan, weight: Fp8Weight) -> None:
+    """That the plan that was given computes all of K."""
+    num_groups = weight.num_inputs // GROUP_LEN
+    is_step = plan.groups in ((1, 2, 4) if plan.copied else (1, 2))
+    divides = is_step and num_groups % plan.groups == 0 and plan.splits <= num_groups // plan.groups
+    require(divides, "plan", f"cuts {num_groups} groups into {plan.splits} parts, steps of {plan.groups}")
+    widths = (16, 32, 64, GROUP_LEN) if plan.swap else (32, 64, GROUP_LEN)
+    require(plan.BN in widths, "plan", f"has tiles of {plan.BN} rows of the weight, not one of {widths}")
+    is_form = not plan.workers or gemm_fp8_hopper_triton.is_form(plan)
+    require(is_form, "plan", f"has {plan.workers} workers for tiles, stages, depth or splits that are not for them")
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; that of Hopper for the interpreter, which has none."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _HOPPER
+
+
+def _uses_triton(device: torch.device, implementation: Implementation) -> bool:
+    """Left open, GPUs too old for float8 compute the reference."""
+    if implementation is Implementation.AUTO and device.type == "cuda" and _capability(device) < _OLDEST:
+        return False
+    return uses_triton(device, implementation)
+
+
+def _chosen(
+    table: str,
+    num_rows: int,
+    weight: Fp8Weight,
+    swap_ab: SwapAB | str,
+    num_sms: int | None,
+    invariant: bool,
+    can_tma: bool,
+) -> Plan | None:
+    """The plan; None: the library's product, which can be neither capped nor invariant."""
+    num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
+    device = weight.values_NK.device
+    can_swap = _capability(device)[0] == _HOPPER[0]
+    plan = plan_of(
+        table,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        SwapAB(swap_ab),
+        can_swap=can_swap,
+        device_index=device.index,
+    )
+    if invariant:
+        return invariant_plan(num_outputs, num_inputs)
+    if plan is not None and plan.workers and not _has_trades(plan, num_rows, weight, num_sms, can_tma):
+        if can_swap and num_sms is None:
+            _tell_of_rule(num_outputs, num_inputs)
+        is_swapped = can_swap and num_rows <= FEW_ROWS and SwapAB(swap_ab) is not SwapAB.OFF
+        return rule(num_rows, num_outputs, num_inputs, swap=is_swapped)
+    if plan is None and (num_sms is not None or device.type != "cuda"):
+        return rule(num_rows, num_outputs, num_inputs, swap=False)
+    return plan
+
+
+@functools.cache
+def _tell_of_rule(num_outputs: int, num_inputs: int) -> None:
+    log.warning(
+        "a float8 product of %d outputs and %d inputs is computed by rule, not as tuned: its rows do not begin at "
+        "multiples of 16 bytes, or it has more tiles than counters",
+        num_outputs,
+        num_inputs,
+    )
+
+
+def _multiplied(
+    a_MK: torch.Tensor,
+    scales_GM: torch.Tensor,
+    weight: Fp8Weight,
+    num_rows: int,
+    out_MN: torch.Tensor | None,
+    plan: Plan | None,
+    num_sms: int | None,
+    workspace: Workspace | None,
+) -> torch.Tensor:
+    """Of quantized rows, which may be more than those wanted: what is padded is not stored, or cut off."""
+    if plan is None:
+        product_MN = LIBRARY.product(a_MK, scales_GM, weight)
+        if product_MN is not None:
+            if len(product_MN) != num_rows:
+                product_MN = product_MN[:num_rows]
+            return product_MN if out_MN is None else out_MN.copy_(product_MN)
+        plan = rule(num_rows, weight.num_outputs, weight.num_inputs, swap=False)
+    if len(a_MK) != num_rows:
+        a_MK, scales_GM = a_MK[:num_rows], scales_GM[:, :num_rows]
+    out_MN = _out(out_MN, num_rows, weight)
+    counters = (workspace or default_workspace(a_MK.device)).counters
+    if plan.workers:
+        gemm_fp8_hopper_triton.launch(a_MK, scales_GM, weight, out_MN, plan, counters)
+    else:
+        gemm_fp8_triton.launch(a_MK, scales_GM, weight, out_MN, plan, counters, num_sms=num_sms)
+    return out_MN

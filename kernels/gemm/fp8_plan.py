@@ -1,0 +1,140 @@
+"""How a float8 product is computed at a shape: which operand is which side, tiles, splits. Tuned, else by rule; pure.
+
+Two tables of `kernels.tuning`: "gemm_fp8" for quantized activations and "linear_fp8" for those that are quantized in
+the same call. A row is the fields of a `Plan`, or `{"library": true}` where cuBLASLt is faster.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from baton.kernels.arguments import require
+from baton.kernels.tuning import find
+
+TABLES = ("gemm_fp8", "linear_fp8")
+SIZES = (8, 16, 32, 64, 128, 1024, 4096)  # rows that are tuned for
+FEW_ROWS = 128  # up to here both tables are tuned, beyond it only that of the product
+_NUM_PROGRAMS = 264  # two for each multiprocessor of an H200
+_MIN_STEPS = 4  # groups of 128 columns of a split
+_MAX_SPLITS = 16
+
+
+class SwapAB(Enum):
+    """Whether rows of the weight take the side of the tensor cores that has at least 64."""
+
+    AUTO = "auto"  # as measured
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One way to compute.
+
+    Attributes:
+        swap: whether the weight's rows are the rows of the tensor cores' tiles.
+        BM: tokens of a tile.
+        BN: rows of the weight of a tile, 32, 64 or 128; with swapped operands also 16.
+        groups: of 128 columns in a step, 1 or 2, or 4 if scales are copied; must divide those of K.
+        stages: steps under way at once.
+        warps: of a program.
+        copied: whether scales pass through shared memory as tiles do, many steps ahead, or are loaded when needed.
+        splits: parts that the columns are cut into.
+        tma: whether the weight is read by the copy engine of a multiprocessor (descriptors).
+        fused: whether activations in bfloat16 are quantized as they are loaded, not by a launch of its own.
+        pdl: whether the product's programs start before the launch before it has ended.
+        workers: warpgroups that multiply while other warps copy (`kernels.gemm.fp8_hopper_triton`), 1 or 2; 0: all
+            warps do everything.
+        depth: groups whose products a worker has in the tensor cores at once.
+    """
+
+    swap: bool = True
+    BM: int = 16
+    BN: int = 64
+    groups: int = 1
+    stages: int = 6
+    warps: int = 4
+    copied: bool = False
+    splits: int = 1
+    tma: bool = False
+    fused: bool = False
+    pdl: bool = True
+    workers: int = 0
+    depth: int = 2
+
+    def row(self) -> dict[str, Any]:
+        """As it stands in a table."""
+        return asdict(self)
+
+
+INVARIANT_TILE = 64  # tokens; the smallest power of two that costs no more than the narrower ones at any batch
+
+
+def splits_of(num_outputs: int, num_inputs: int, BN: int, num_row_tiles: int = 1) -> int:
+    """Splits that give every multiprocessor something to read, none of them too short to be worth its sum."""
+    num_tiles = -(-num_outputs // BN) * num_row_tiles
+    return max(1, min(_NUM_PROGRAMS // num_tiles, num_inputs // 128 // _MIN_STEPS, _MAX_SPLITS))
+
+
+def rule(num_rows: int, num_outputs: int, num_inputs: int, *, swap: bool) -> Plan:
+    """What is used where nothing was tuned."""
+    if not swap:
+        BM = 64 if num_rows <= 64 else 128
+        splits = splits_of(num_outputs, num_inputs, 128, -(-num_rows // BM))
+        return Plan(swap=False, BM=BM, BN=128, stages=4, warps=8 if BM == 128 else 4, splits=splits)
+    BM = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    wide = BM == 64
+    BN = 128 if wide else 64
+    splits = splits_of(num_outputs, num_inputs, BN, -(-num_rows // BM))
+    return Plan(BM=BM, BN=BN, stages=5 if wide else 6, warps=8 if wide else 4, splits=splits, fused=num_rows <= 16)
+
+
+def invariant_plan(num_outputs: int, num_inputs: int) -> Plan:
+    """One for every number of rows: tile, splits and order are the weight's alone."""
+    splits = splits_of(num_outputs, num_inputs, 64)
+    return Plan(BM=INVARIANT_TILE, BN=64, stages=5, warps=4, splits=splits)
+
+
+def _row(table: str, num_rows: int, shape: str, device_index: int | None) -> Mapping[str, Any] | None:
+    """The row of a table; what was tuned for few rows says nothing of many."""
+    if num_rows <= FEW_ROWS:
+        return find(table, shape, num_rows, device_index)
+    row = find("gemm_fp8", shape, num_rows, device_index)
+    return row if row is not None and (row.get("library") or row["BM"] >= FEW_ROWS) else None
+
+
+def plan_of(
+    table: str,
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    swap_ab: SwapAB,
+    *,
+    can_swap: bool,
+    device_index: int | None,
+) -> Plan | None:
+    """The plan for a shape; None: the library's product.
+
+    Args:
+        table: "gemm_fp8" or "linear_fp8".
+        num_rows: of the activations.
+        num_outputs: N.
+        num_inputs: K.
+        swap_ab: what the caller wants.
+        can_swap: whether the device gains by it.
+        device_index: of the GPU, whose table is asked.
+
+    Raises:
+        KernelArgumentInvalid: it shall be swapped and cannot.
+    """
+    require(can_swap or swap_ab is not SwapAB.ON, "swap_ab", "is on, but the device has no instructions for it (sm_90)")
+    row = _row(table, num_rows, f"{num_outputs}x{num_inputs}", device_index)
+    if swap_ab is SwapAB.AUTO and can_swap:
+        if row is None:
+            return rule(num_rows, num_outputs, num_inputs, swap=True) if num_rows <= FEW_ROWS else None
+        return None if row.get("library") else Plan(**row)
+    swap = swap_ab is SwapAB.ON
+    if row is not None and row.get("swap") is swap:
+        return Plan(**row)
+    return rule(num_rows, num_outputs, num_inputs, swap=swap)

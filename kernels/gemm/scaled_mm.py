@@ -1,0 +1,97 @@
+"""The library's float8 product with 1 x 128 by 128 x 128 scales: cuBLASLt through torch, for many rows.
+
+Not every version of torch and CUDA has it, and it refuses some shapes. What refuses once is not asked again for that
+shape; each product that was computed otherwise is counted, and the first is logged. Legend: M rows, N, K, G groups.
+"""
+
+import functools
+import logging
+
+import torch
+from torch.nn import functional
+
+from baton.kernels.gemm.fp8_weight import Fp8Weight
+
+log = logging.getLogger(__name__)
+
+ROWS_MULTIPLE = 4
+_MIN_CUDA = (12, 9)
+
+
+class Library:
+    """What the library has refused so far.
+
+    Attributes:
+        num_refused: products that something else had to compute.
+    """
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+        self._refused: set[tuple[int, int]] = set()
+
+    @property
+    def refused(self) -> frozenset[tuple[int, int]]:
+        """Outputs and inputs of the weights that it cannot multiply with."""
+        return frozenset(self._refused)
+
+    def product(self, q_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight) -> torch.Tensor | None:
+        """[M, N] bfloat16; None if the library cannot. M is padded here if it is no multiple of four."""
+        shape = (weight.num_outputs, weight.num_inputs)
+        if not _has_blockwise(q_MK.device):
+            self._refuse(shape, "torch, CUDA or the device has none")
+            return None
+        if shape in self._refused:
+            self.num_refused += 1
+            return None
+        try:
+            return _product(q_MK, scales_GM, weight)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the device, not of the shape
+            raise
+        except (RuntimeError, ValueError) as error:  # what torch and cuBLASLt say of shapes they do not take
+            self._refuse(shape, str(error).splitlines()[0])
+            return None
+
+    def _refuse(self, shape: tuple[int, int], reason: str) -> None:
+        if not self._refused:
+            log.warning("float8 products of the library are replaced by Baton's own, first at %s: %s", shape, reason)
+        self._refused.add(shape)
+        self.num_refused += 1
+
+
+LIBRARY = Library()
+
+
+@functools.cache
+def _has_blockwise(device: torch.device) -> bool:
+    if device.type != "cuda" or not hasattr(functional, "scaled_mm") or torch.version.cuda is None:
+        return False
+    major, minor = torch.version.cuda.split(".")[:2]
+    return torch.cuda.get_device_capability(device) == (9, 0) and (int(major), int(minor)) >= _MIN_CUDA
+
+
+def _product(q_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+    num_rows = len(q_MK)
+    missing = -num_rows % ROWS_MULTIPLE
+    if missing:
+        q_MK = torch.cat([q_MK, q_MK.new_zeros(missing, q_MK.shape[1])])
+        scales_GM = functional.pad(scales_GM, (0, missing), value=1.0)
+    # Scales of A: [M, G] with M contiguous. Of W: [G, blocks of N] with G contiguous, rows padded to four.
+    values_KN, scales_GB = _turned(weight)
+    out_MN = functional.scaled_mm(
+        q_MK.contiguous(),
+        values_KN,
+        scales_GM.contiguous().t(),
+        functional.ScalingType.BlockWise1x128,
+        scales_GB,
+        functional.ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+    return out_MN[:num_rows] if missing else out_MN
+
+
+def _turned(weight: Fp8Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight as the library reads it: views, made once."""
+    found: tuple[torch.Tensor, torch.Tensor] | None = weight.prepared.get(_turned)
+    if found is None:
+        found = weight.prepared[_turned] = weight.values_NK.t(), weight.scales_BG.t()
+    return found

@@ -1,0 +1,1 @@
+"""A mixture of experts: who computes which rows, and the grouped products."""

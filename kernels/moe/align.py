@@ -1,0 +1,148 @@
+"""Which rows each expert computes: a batch's choices sorted by expert into blocks of one expert each, on the device.
+
+A row is a choice, numbered token * K + choice. Every expert's rows keep their order and are padded to whole blocks, so
+that a program of a product has one expert's weights and a fixed number of rows. The number of blocks is a bound from
+the lengths alone: nobody waits for the device, and a captured graph serves any choice. Ids of no expert (negative, or
+too large) have no row: that is how padded tokens, and experts that others hold, are left out.
+
+It refuses to know what is multiplied. Legend: T tokens, K choices of each, E experts, R rows of a block.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.moe import align_triton as moe_align_triton
+
+GROUP = moe_align_triton.GROUP  # columns that share a float8 scale
+_LARGEST = 448.0  # of float8_e4m3fn
+_SMALLEST = 1e-10  # a group of zeros gets a scale, too
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Blocks of rows.
+
+    Attributes:
+        rows: int32 [blocks * R], the rows of block after block; -1 pads a block. Of blocks without expert: anything.
+        block_expert: int32 [blocks]; -1 from the first block on that has none.
+        block_len: R.
+    """
+
+    rows: torch.Tensor
+    block_expert: torch.Tensor
+    block_len: int
+
+
+def max_blocks(num_rows: int, num_experts: int, block_len: int) -> int:
+    """The most blocks that so many rows can need."""
+    num_hit = min(num_rows, num_experts)
+    return num_hit + (num_rows - num_hit) // block_len
+
+
+def moe_align(
+    expert_TK: torch.Tensor,
+    num_experts: int,
+    block_len: int = 16,
+    *,
+    implementation: Implementation = Implementation.AUTO,
+) -> Alignment:
+    """Sort choices by expert: one launch, no host sync, the same blocks for the same choices.
+
+    Args:
+        expert_TK: int32 or int64 [T, K].
+        num_experts: of the layer.
+        block_len: a power of two.
+        implementation: Triton's or torch's.
+
+    Raises:
+        KernelArgumentInvalid: `expert_TK`, `num_experts` or `block_len` is not that.
+    """
+    _check(expert_TK, num_experts, block_len)
+    return _align(expert_TK, num_experts, block_len, None, implementation)
+
+
+def moe_align_quantize(
+    x_TD: torch.Tensor,
+    expert_TK: torch.Tensor,
+    num_experts: int,
+    block_len: int = 16,
+    *,
+    implementation: Implementation = Implementation.AUTO,
+) -> tuple[Alignment, torch.Tensor, torch.Tensor]:
+    """The same and, in the same launch, x as float8_e4m3fn [T, D] with its scales, float32 [T, D / 128].
+
+    Raises:
+        KernelArgumentInvalid: as above, or `x_TD` has other tokens or a D that is no multiple of 128.
+    """
+    _check(expert_TK, num_experts, block_len)
+    require_tensor("x_TD", x_TD, (expert_TK.shape[0], None), (torch.bfloat16, torch.float16, torch.float32))
+    require_rows("x_TD", x_TD)
+    require(x_TD.shape[1] % GROUP == 0, "x_TD", f"has {x_TD.shape[1]} columns, no multiple of {GROUP}")
+    require(x_TD.device == expert_TK.device, "x_TD", f"is on {x_TD.device}, not {expert_TK.device}")
+    if not uses_triton(x_TD.device, implementation):
+        values_TD, scale_TG = quantize_reference(x_TD)
+        return _align(expert_TK, num_experts, block_len, None, implementation), values_TD, scale_TG
+    values_TD = torch.empty(x_TD.shape, dtype=torch.float8_e4m3fn, device=x_TD.device)
+    scale_TG = torch.empty(len(x_TD), x_TD.shape[1] // GROUP, dtype=torch.float32, device=x_TD.device)
+    alignment = _align(expert_TK, num_experts, block_len, (x_TD, values_TD, scale_TG), implementation)
+    return alignment, values_TD, scale_TG
+
+
+def _check(expert_TK: torch.Tensor, num_experts: int, block_len: int) -> None:
+    require_tensor("expert_TK", expert_TK, (None, None), (torch.int32, torch.int64))
+    require(0 < num_experts <= 4096, "num_experts", f"is {num_experts}, not 1 to 4096")
+    is_power = block_len > 0 and block_len & (block_len - 1) == 0
+    require(is_power, "block_len", f"is {block_len}, no power of two")
+    require(expert_TK.numel() < 1 << 30, "expert_TK", f"has {expert_TK.numel()} choices, 2^30 and more")
+
+
+def _align(
+    expert_TK: torch.Tensor,
+    num_experts: int,
+    block_len: int,
+    quantized: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    implementation: Implementation,
+) -> Alignment:
+    """Of choices that were checked."""
+    if not uses_triton(expert_TK.device, implementation):
+        return moe_align_reference(expert_TK, num_experts, block_len)
+    num_blocks = max_blocks(expert_TK.numel(), num_experts, block_len)
+    rows = torch.empty(num_blocks * block_len, dtype=torch.int32, device=expert_TK.device)
+    block_expert = torch.empty(num_blocks, dtype=torch.int32, device=expert_TK.device)
+    if expert_TK.numel() > 0 or (quantized is not None and len(quantized[0]) > 0):
+        moe_align_triton.launch(expert_TK.contiguous(), rows, block_expert, num_experts, block_len, quantized)
+    return Alignment(rows, block_expert, block_len)
+
+
+def moe_align_reference(expert_TK: torch.Tensor, num_experts: int, block_len: int) -> Alignment:
+    """In torch; never waits for the device. Rows of blocks without expert are -1."""
+    flat_N = expert_TK.flatten().long()
+    num_blocks = max_blocks(len(flat_N), num_experts, block_len)
+    id_N = torch.where((flat_N >= 0) & (flat_N < num_experts), flat_N, num_experts)
+    order_N = torch.argsort(id_N, stable=True)
+    sorted_N = id_N[order_N]
+    ones_N = torch.ones_like(id_N)
+    count_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=id_N.device).scatter_add_(0, id_N, ones_N)
+    blocks_E = (count_E + block_len - 1) // block_len
+    end_E = blocks_E[:num_experts].cumsum(0)
+    first_E = torch.cumsum(blocks_E, 0) - blocks_E
+    rank_N = torch.arange(len(id_N), device=id_N.device) - (count_E.cumsum(0) - count_E)[sorted_N]
+    place_N = first_E[sorted_N] * block_len + rank_N
+    # What is no expert's goes to one place behind all blocks.
+    place_N = torch.where(sorted_N < num_experts, place_N, num_blocks * block_len)
+    rows = torch.full((num_blocks * block_len + 1,), -1, dtype=torch.int32, device=id_N.device)
+    rows.scatter_(0, place_N, order_N.int())
+    block_expert = torch.searchsorted(end_E, torch.arange(num_blocks, device=id_N.device), right=True)
+    block_expert = torch.where(block_expert < num_experts, block_expert, -1)
+    return Alignment(rows[:-1], block_expert.int(), block_len)
+
+
+def quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., C] -> float8_e4m3fn and float32 scales [..., C / 128]: the group's largest magnitude becomes 448."""
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    scale = groups.abs().amax(dim=-1).clamp(min=_SMALLEST) / _LARGEST
+    values = (groups / scale[..., None]).clamp(-_LARGEST, _LARGEST)
+    return values.flatten(-2).to(torch.float8_e4m3fn), scale

@@ -1,0 +1,212 @@
+# mypy: ignore-errors
+"""Rows sorted by expert in one launch, without a program that waits for another; and, beside it, rows made float8.
+
+Each expert has a program (beyond 256 several share one): it counts the ids of all experts, so it knows where its blocks
+begin, then writes its rows in the order they came. That reads the ids once (more often above one tile of them) for
+each program, all in the L2 cache, and needs neither atomics in memory nor a second launch. Programs beyond the
+experts' quantize one token each, which costs nothing while the others count.
+
+Shapes: N = T * K ids, B of them at a time, E experts, F bins, R rows of a block.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.variant import Variant
+
+GROUP = 128
+MAX_TILE = 4096  # ids at a time
+_GROUP = tl.constexpr(GROUP)
+_LARGEST = tl.constexpr(448.0)
+_SMALLEST = tl.constexpr(1e-10)
+
+
+@triton.jit
+def _load_ids(ids, start, num_ids, E: tl.constexpr, B: tl.constexpr):
+    """int32, E for what is no expert."""
+    place_B = start + tl.arange(0, B)
+    id_B = tl.load(ids + place_B, mask=place_B < num_ids, other=-1)
+    return tl.where((id_B >= 0) & (id_B < E), id_B, E).to(tl.int32)
+
+
+@triton.jit
+def _quantize_token(x, x_stride, values, scales, token, D: tl.constexpr, G: tl.constexpr):
+    group_G = tl.arange(0, G)
+    mask_G1 = (group_G < D // _GROUP)[:, None]
+    at_GK = group_G[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    value_GK = tl.load(x + token.to(tl.int64) * x_stride + at_GK, mask=mask_G1, other=0.0).to(tl.float32)
+    scale_G = tl.maximum(tl.max(tl.abs(value_GK), axis=1), _SMALLEST) / _LARGEST
+    value_GK = value_GK / scale_G[:, None]
+    tl.store(values + token.to(tl.int64) * D + at_GK, value_GK.to(values.dtype.element_ty), mask=mask_G1)
+    tl.store(scales + token.to(tl.int64) * (D // _GROUP) + group_G, scale_G, mask=group_G < D // _GROUP)
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_blocks", "x_stride"])
+def _align_kernel(
+    ids,
+    num_ids: tl.int32,
+    rows,
+    block_expert,
+    num_blocks: tl.int32,
+    x,
+    x_stride: tl.int64,
+    values,
+    scales,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    OWN: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+    MANY: tl.constexpr,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The blocks of OWN experts, or behind them a token. MANY: there are more than B ids, so several tiles."""
+    NUM_COUNTING: tl.constexpr = (E + OWN - 1) // OWN
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if QUANTIZE:
+        if tl.program_id(0) >= NUM_COUNTING:
+            _quantize_token(x, x_stride, values, scales, tl.program_id(0) - NUM_COUNTING, D, G)
+            return
+    bin_F = tl.arange(0, F)
+    id_B = _load_ids(ids, 0, num_ids, E, B)
+    count_F = tl.histogram(id_B, F, mask=id_B < E)
+    if MANY:
+        for start in range(B, num_ids, B):
+            more_B = _load_ids(ids, start, num_ids, E, B)
+            count_F += tl.histogram(more_B, F, mask=more_B < E)
+    blocks_F = (count_F + R - 1) // R
+    pad_R = tl.arange(0, R)
+    for own in tl.static_range(OWN):
+        expert = tl.program_id(0) * OWN + own
+        block = tl.sum(tl.where(bin_F < expert, blocks_F, 0))
+        count = tl.sum(tl.where(bin_F == expert, count_F, 0))
+        num_own = (count + R - 1) // R
+        _scatter_tile(id_B, 0, expert, rows, block * R, E, B)
+        if MANY:
+            before = block * R + tl.sum((id_B == expert).to(tl.int32))
+            for start in range(B, num_ids, B):
+                more_B = _load_ids(ids, start, num_ids, E, B)
+                _scatter_tile(more_B, start, expert, rows, before, E, B)
+                before += tl.sum((more_B == expert).to(tl.int32))
+        tl.store(rows + block * R + count + pad_R, -1, mask=count + pad_R < num_own * R)
+        for index in range(0, num_own, R):
+            tl.store(block_expert + block + index + pad_R, expert, mask=index + pad_R < num_own)
+        if expert == E - 1:  # what no expert needs
+            for index in range(block + num_own, num_blocks, R):
+                tl.store(block_expert + index + pad_R, -1, mask=index + pad_R < num_blocks)
+
+
+@triton.jit
+def _scatter_tile(id_B, start, expert, rows, first, E: tl.constexpr, B: tl.constexpr):
+    """The places of the expert's ids, in their order, from `first` on."""
+    is_B = (id_B == expert) & (id_B < E)
+    rank_B = tl.cumsum(is_B.to(tl.int32), axis=0) - 1
+    tl.store(rows + first + rank_B, start + tl.arange(0, B), mask=is_B)
+
+
+def launch(
+    expert_TK: torch.Tensor,
+    rows: torch.Tensor,
+    block_expert: torch.Tensor,
+    num_experts: int,
+    block_len: int,
+    quantized: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """One launch; `quantized` is (x, its float8 values, their scales), where that is wanted."""
+    num_ids = expert_TK.numel()
+    tile = tile_of(num_ids)
+    x, values, scales = quantized if quantized is not None else (rows, rows, rows)
+    hidden = x.shape[-1] if quantized is not None else GROUP
+    num_programs = triton.cdiv(num_experts, own_of(num_experts)) + (x.shape[0] if quantized is not None else 0)
+    arguments = (
+        expert_TK, num_ids, rows, block_expert, block_expert.numel(), x, x.stride(0), values, scales,
+    )  # fmt: skip
+    size = tile if num_ids <= tile else tile + 1  # all that is read of how many there are
+    kept = _constants(num_experts, block_len, size, hidden, quantized is not None, expert_TK.device)
+    with torch.cuda.device_of(expert_TK):
+        _launch_align((num_programs,), arguments, kept)
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(
+    num_experts: int, block_len: int, num_ids: int, hidden: int, quantizes: bool, device: torch.device
+) -> Constants:
+    warps = warps_of(tile_of(num_ids))
+    by_name = constants(num_experts, block_len, num_ids, hidden, quantizes) | {"num_warps": warps}
+    return Constants(by_name | dependent_launch(device))
+
+
+_launch_align = Launcher(_align_kernel)
+
+
+def tile_of(num_ids: int) -> int:
+    """Ids at a time: one of four lengths, so that few specializations exist."""
+    return next((tile for tile in (256, 1024, 2048) if num_ids <= tile), MAX_TILE)
+
+
+def own_of(num_experts: int) -> int:
+    """Experts of one program: one, until two programs count on a multiprocessor."""
+    return triton.cdiv(num_experts, 256)
+
+
+def warps_of(tile: int) -> int:
+    """Of a program that has so many ids at a time."""
+    return 4 if tile <= 256 else 8
+
+
+def constants(num_experts: int, block_len: int, num_ids: int, hidden: int, quantizes: bool) -> dict[str, object]:
+    """The constants of a launch."""
+    tile = tile_of(num_ids)
+    return {
+        "E": num_experts,
+        "F": triton.next_power_of_2(num_experts),
+        "OWN": own_of(num_experts),
+        "R": block_len,
+        "B": tile,
+        "MANY": num_ids > tile,
+        "D": hidden,
+        "G": triton.next_power_of_2(max(1, hidden // GROUP)),
+        "QUANTIZE": quantizes,
+    }
+
+
+def variants() -> list[Variant]:
+    """The lengths of tiles, at the experts of the shapes that are measured, and a form for other GPUs."""
+    found = []
+    for num_experts, num_ids, hidden, early in (
+        (128, 8, 2048, True),
+        (128, 512, 2048, True),
+        (256, 2048, 2048, True),
+        (256, 65536, 2048, True),
+        (128, 2048, 0, True),
+        (128, 2048, 0, False),
+    ):
+        quantizes = hidden > 0
+        types = {"num_ids": "i32", "num_blocks": "i32", "x_stride": "i64", "scales": "*fp32", "rows": "*i32"}
+        types |= {"ids": "*i32", "block_expert": "*i32", "x": "*bf16", "values": "*fp8e4nv"}
+        if not quantizes:
+            types |= {"x": "*i32", "values": "*i32", "scales": "*i32"}
+        found.append(
+            Variant(
+                name=f"moe_align E={num_experts} ids={num_ids}{' fp8' if quantizes else ''}{'' if early else ' late'}",
+                kernel=_align_kernel,
+                types=types,
+                constants=constants(num_experts, 16, num_ids, hidden or GROUP, quantizes) | {"EARLY": early},
+                aligned=("ids", "rows", "block_expert", "x", "values", "scales"),
+                num_warps=warps_of(tile_of(num_ids)),
+                max_registers=128,
+                max_shared_bytes=49_152,
+                on_amd=not early,  # and gfx942 has another float8
+            )
+        )
+    return found

@@ -1,0 +1,265 @@
+"""A mixture of experts in three products' launches: rows gathered by expert, so that only chosen experts are read.
+
+Four launches without a host sync: choices are sorted into blocks (and x is quantized, where weights are float8); gate
+and up projections with silu(gate) * up, quantized again; the down projection times the choice's weight; the sum over a
+token's choices in the order they were chosen. No float is added atomically, a row is computed with one expert's
+weights and zeros beside it: what a token becomes depends on it alone for one set of tiles, and `invariant` fixes the
+set.
+
+Unlike `kernels.moe.moe`, which rounds the gate's and the up projection's results to the dtype of x, what lies between
+the products is float32 until it is stored: silu(gate) * up once, rounded to the dtype of x or to float8. The order of
+the sum over choices is that of `kernels.moe.moe.experts`.
+
+Weights in float8_e4m3fn have a scale for each 128 x 128 of them, activations one for each 128 columns of a row
+(DeepSeek-V3, section 3.3.2); products are added to float32 every 128.
+
+It refuses to know who else holds a part of the experts: with slices of the intermediate size ask for float32 and add
+the ranks' results. Legend: T tokens, K choices of each, E experts, D hidden size, I intermediate size, J = 2 I.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.kernels import tuning
+from baton.kernels.arguments import require, require_tensor
+from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, signature
+from baton.kernels.moe import gemm_triton as moe_gemm_triton
+from baton.kernels.moe.align import GROUP, moe_align, moe_align_quantize, quantize_reference
+from baton.kernels.moe.moe import ExpertWeights
+
+_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
+KERNEL = "moe_gemm"  # in the table of tuned configurations
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8ExpertWeights:
+    """Stacked experts in float8_e4m3fn: gate above up [E, 2 I, D] and down [E, D, I], both of I and D multiples of 128.
+
+    Attributes:
+        gate_up_EJD: the values.
+        gate_up_scale: float32 [E, 2 I / 128, D / 128].
+        down_EDI: the values.
+        down_scale: float32 [E, D / 128, I / 128].
+    """
+
+    gate_up_EJD: torch.Tensor
+    gate_up_scale: torch.Tensor
+    down_EDI: torch.Tensor
+    down_scale: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How the two products are cut and spread; `block_len` and the `outputs` only can change a result's bits.
+
+    Attributes:
+        block_len: rows of one expert that are computed together, 16 or more.
+        gated_outputs: columns of the intermediate size of one program; 128 for float8.
+        gated_warps: of such a program.
+        gated_stages: tiles on the way, of the gate and of the up projection each.
+        down_outputs: columns of the hidden size of one program.
+        down_warps: of such a program.
+        down_stages: tiles on the way.
+    """
+
+    block_len: int
+    gated_outputs: int
+    gated_warps: int
+    gated_stages: int
+    down_outputs: int
+    down_warps: int
+    down_stages: int
+
+
+def experts_grouped(
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    weights: ExpertWeights | Fp8ExpertWeights,
+    *,
+    out_dtype: torch.dtype | None = None,
+    invariant: bool = False,
+    tiles: Tiles | None = None,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """The mixture [T, D]; never waits for the host, so it may be captured.
+
+    Args:
+        x_TD: bfloat16 or float16; the reference takes float32 and float64, too.
+        weight_TK: float32 (float64 for the reference).
+        expert_TK: int32 or int64; an id that is none of 0 to E - 1 adds nothing.
+        weights: of x's dtype, or float8. Contiguous.
+        out_dtype: of the result, x's unless said; float32 where ranks' results are to be added.
+        invariant: whether tiles may not depend on how many tokens there are.
+        tiles: in place of the tuned ones, for the tuner.
+        implementation: Triton's or torch's.
+
+    Raises:
+        KernelArgumentInvalid: an argument is not that; the message names it.
+    """
+    scales = (weights.gate_up_scale, weights.down_scale) if isinstance(weights, Fp8ExpertWeights) else (None, None)
+    key = (
+        signature(x_TD), signature(weight_TK), signature(expert_TK), signature(weights.gate_up_EJD),
+        signature(weights.down_EDI), signature(scales[0]), signature(scales[1]), out_dtype, implementation,
+    )  # fmt: skip
+    uses = _FORMS.find(key)
+    if uses is None:
+        uses = uses_triton(x_TD.device, implementation)
+        _check(x_TD, weight_TK, expert_TK, weights, uses)
+        dtypes = (x_TD.dtype, torch.float32)
+        require(out_dtype is None or out_dtype in dtypes, "out_dtype", f"is {out_dtype}, neither x's nor float32")
+        _FORMS.keep(key, uses)
+    dtype = out_dtype or x_TD.dtype
+    if not uses:
+        return experts_grouped_reference(x_TD, weight_TK, expert_TK, weights, dtype)
+    if expert_TK.numel() == 0:
+        return torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
+    is_fp8 = isinstance(weights, Fp8ExpertWeights)
+    num_experts, hidden, inner_size = weights.down_EDI.shape
+    if tiles is None:
+        rows = None if invariant else expert_TK.numel()
+        device_index = x_TD.device.index if x_TD.device.type == "cuda" else None
+        tiles = choose_tiles(num_experts, inner_size, hidden, is_fp8, rows, expert_TK.shape[1], device_index)
+    if is_fp8:  # a program quantizes whole groups, and multiplies with one scale at a time
+        fits = tiles.gated_outputs == GROUP and GROUP % tiles.down_outputs == 0
+        require(fits, "tiles", f"do not go with groups of {GROUP}: {tiles}")
+    values_TD, scale_TG = x_TD, None
+    if is_fp8:
+        alignment, values_TD, scale_TG = moe_align_quantize(
+            x_TD, expert_TK, num_experts, tiles.block_len, implementation=implementation
+        )
+    else:
+        alignment = moe_align(expert_TK, num_experts, tiles.block_len, implementation=implementation)
+    product = moe_gemm_triton.Product(
+        alignment, weights, tiles, expert_TK.contiguous(), weight_TK.contiguous(), x_TD.dtype
+    )
+    out_TD = torch.empty(x_TD.shape, dtype=dtype, device=x_TD.device)
+    moe_gemm_triton.launch(product, values_TD.contiguous(), scale_TG, out_TD)
+    return out_TD
+
+
+def _check(
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    weights: ExpertWeights | Fp8ExpertWeights,
+    uses: bool,
+) -> None:
+    half = (torch.bfloat16, torch.float16)
+    require_tensor("x_TD", x_TD, (None, None), half if uses else (*half, torch.float32, torch.float64))
+    num_tokens, hidden = x_TD.shape
+    device = x_TD.device
+    require_tensor("expert_TK", expert_TK, (num_tokens, None), (torch.int32, torch.int64), device)
+    dtypes = (torch.float32,) if uses else (torch.float32, torch.float64)
+    require_tensor("weight_TK", weight_TK, expert_TK.shape, dtypes, device)
+    is_fp8 = isinstance(weights, Fp8ExpertWeights)
+    wanted = (torch.float8_e4m3fn,) if is_fp8 else (x_TD.dtype,)
+    require_tensor("weights.down_EDI", weights.down_EDI, (None, hidden, None), wanted, device)
+    num_experts, _, inner_size = weights.down_EDI.shape
+    shape = (num_experts, 2 * inner_size, hidden)
+    require_tensor("weights.gate_up_EJD", weights.gate_up_EJD, shape, wanted, device)
+    named = {"gate_up_EJD": weights.gate_up_EJD, "down_EDI": weights.down_EDI}
+    if isinstance(weights, Fp8ExpertWeights):
+        require(hidden % GROUP == 0, "x_TD", f"has {hidden} columns, no multiple of {GROUP}")
+        require(inner_size % GROUP == 0, "weights.down_EDI", f"has {inner_size} columns, no multiple of {GROUP}")
+        groups = (num_experts, 2 * inner_size // GROUP, hidden // GROUP)
+        require_tensor("weights.gate_up_scale", weights.gate_up_scale, groups, (torch.float32,), device)
+        groups = (num_experts, hidden // GROUP, inner_size // GROUP)
+        require_tensor("weights.down_scale", weights.down_scale, groups, (torch.float32,), device)
+        named |= {"gate_up_scale": weights.gate_up_scale, "down_scale": weights.down_scale}
+    for name, tensor in named.items():
+        require(tensor.is_contiguous(), f"weights.{name}", "must be contiguous")
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tiles(
+    num_experts: int,
+    inner_size: int,
+    hidden: int,
+    is_fp8: bool,
+    num_rows: int | None,
+    num_chosen: int,
+    device_index: int | None = None,
+) -> Tiles:
+    """The tuned tiles, else the rule's; `num_rows` None asks for those that serve any number of rows."""
+    if num_rows is None:
+        return Tiles(16, 128, 4, 3, 128, 4, 4) if is_fp8 else Tiles(16, 64, 4, 4, 128, 4, 4)
+    found = tuning.find(
+        KERNEL, shape_name(num_experts, inner_size, hidden, is_fp8), -(-num_rows // num_chosen), device_index
+    )
+    if found is not None:
+        return tiles_of(found)
+    mean = num_rows / num_experts
+    block_len = 16 if mean <= 8 else 32 if mean <= 24 else 64
+    warps = 8 if block_len == 64 else 4
+    # With fewer programs than multiprocessors each must have more of its weights on the way.
+    outputs = 128 if is_fp8 else 64
+    is_few = min(num_rows, num_experts) * -(-inner_size // outputs) <= 132
+    stages = (5 if is_few else 3) if is_fp8 else (6 if is_few else 4)
+    return Tiles(block_len, outputs, warps, stages, 128, warps, 4)
+
+
+def shape_name(num_experts: int, inner_size: int, hidden: int, is_fp8: bool) -> str:
+    """As the table of tuned configurations has it."""
+    return f"{'fp8' if is_fp8 else 'bf16'} {num_experts}x{inner_size}x{hidden}"
+
+
+def tiles_of(options: Mapping[str, Any]) -> Tiles:
+    """A row of the table as tiles."""
+    return Tiles(**{name: int(options[name]) for name in Tiles.__slots__})
+
+
+def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Weights [..., N, K] with scales [..., N / 128 rounded up, K / 128] -> float32."""
+    wide = scale.repeat_interleave(GROUP, dim=-2)[..., : values.shape[-2], :].repeat_interleave(GROUP, dim=-1)
+    return values.float() * wide
+
+
+def experts_grouped_reference(
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    weights: ExpertWeights | Fp8ExpertWeights,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """In torch, expert after expert; on a GPU every expert for every token, so that nobody waits."""
+    wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+    num_experts = weights.down_EDI.shape[0]
+    is_cpu = x_TD.device.type == "cpu"
+    hit = [its for its in expert_TK.unique().tolist() if 0 <= its < num_experts] if is_cpu else range(num_experts)
+    part_TKD = torch.zeros(*expert_TK.shape, x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
+    input_TD = _rounded(x_TD, weights).to(wide)
+    for expert in hit:
+        gate_up_JD, down_DI = _weights_of(weights, expert, wide)
+        gate_TI, up_TI = (input_TD @ gate_up_JD.T).chunk(2, dim=-1)
+        inner_TI = gate_TI / (1 + torch.exp(-gate_TI)) * up_TI
+        inner_TI = _rounded(inner_TI if isinstance(weights, Fp8ExpertWeights) else inner_TI.to(x_TD.dtype), weights)
+        its_TD = inner_TI.to(wide) @ down_DI.T
+        weighted_TKD = (its_TD[:, None] * weight_TK[..., None].to(wide)).to(x_TD.dtype)
+        part_TKD = torch.where((expert_TK == expert)[..., None], weighted_TKD, part_TKD)
+    sum_TD = torch.zeros_like(x_TD, dtype=wide)
+    for choice in range(expert_TK.shape[1]):
+        sum_TD = sum_TD + part_TKD[:, choice]
+    return sum_TD.to(out_dtype)
+
+
+def _rounded(x: torch.Tensor, weights: ExpertWeights | Fp8ExpertWeights) -> torch.Tensor:
+    """What a product with these weights sees of x."""
+    if not isinstance(weights, Fp8ExpertWeights):
+        return x
+    values, scale = quantize_reference(x)
+    return values.float() * scale.repeat_interleave(GROUP, dim=-1)
+
+
+def _weights_of(
+    weights: ExpertWeights | Fp8ExpertWeights, expert: int, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up_JD, down_DI = weights.gate_up_EJD[expert], weights.down_EDI[expert]
+    if not isinstance(weights, Fp8ExpertWeights):
+        return gate_up_JD.to(wide), down_DI.to(wide)
+    return dequantize(gate_up_JD, weights.gate_up_scale[expert]), dequantize(down_DI, weights.down_scale[expert])

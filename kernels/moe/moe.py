@@ -1,0 +1,179 @@
+"""A sparse mixture of experts: softmax router, top-k, SwiGLU experts, weighted sum.
+
+Source: Shazeer et al. 2017; transformers `Qwen3MoeSparseMoeBlock`. The router's softmax is float32 (float64 for
+float64). Among equal probabilities the lower expert wins. A token's experts are summed in descending order of
+probability, in the wide dtype, whatever rows are computed beside it.
+
+Ranks that share the experts hold a part of every expert's intermediate dimension each; what is added over ranks is the
+mixture, once a layer (`kernels.gemm.inner_sum`).
+
+Legend: T tokens, E experts, K experts of a token, D hidden size, I intermediate size of an expert (of this rank),
+C slices of it, i of them one slice.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from baton.kernels import tiles
+from baton.kernels.gemm.inner_sum import InnerSum, tree_sum
+from baton.kernels.pointwise.silu_mul import silu_mul, silu_mul_invariant
+from baton.kernels.tiles import pad_rows, product_rows, product_slices, row_tile, wide_dtype
+
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+GateUp = Callable[[torch.Tensor], torch.Tensor]
+Slices = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+# Up to this many rows, computing every expert for every row costs less than telling them apart.
+_MAX_DENSE_WORK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Stacked experts: gate above up [E, 2 I, D], and down [E, D, I]."""
+
+    gate_up_EJD: torch.Tensor
+    down_EDI: torch.Tensor
+
+
+def route(logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [T, K] in the wide dtype, and experts [T, K] int64, most probable first."""
+    wide = wide_dtype(logits_TE.dtype)
+    probability_TE = torch.softmax(logits_TE.to(wide), dim=-1)
+    return _choose(probability_TE, num_chosen, renormalise)
+
+
+def route_invariant(logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with sums in fixed order."""
+    # In three steps: the library's sum over E is ordered by shape.
+    logits_TE = logits_TE.to(wide_dtype(logits_TE.dtype))
+    weight_TE = torch.exp(logits_TE - logits_TE.amax(dim=-1, keepdim=True))
+    total_T1 = _sum_columns(weight_TE)
+    return _choose(weight_TE / total_T1, num_chosen, renormalise)
+
+
+def _choose(probability_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    sorted_TE, expert_TE = torch.sort(probability_TE, dim=-1, descending=True, stable=True)
+    weight_TK, expert_TK = sorted_TE[:, :num_chosen], expert_TE[:, :num_chosen]
+    if renormalise:
+        weight_TK = weight_TK / _sum_columns(weight_TK)
+    return weight_TK, expert_TK
+
+
+def _sum_columns(x_TE: torch.Tensor) -> torch.Tensor:
+    """[T, 1], column after column."""
+    total_T1 = x_TE[:, :1].clone()
+    for column in range(1, x_TE.shape[1]):
+        total_T1 += x_TE[:, column : column + 1]
+    return total_T1
+
+
+def _combine(output_CTKD: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over a token's experts, the most probable first, then over slices: [T, D] in the wide dtype."""
+    weighted_CTKD = output_CTKD.to(weight_TK.dtype) * weight_TK[..., None]
+    mixed_CTD = weighted_CTKD[:, :, 0]
+    for choice in range(1, weight_TK.shape[1]):
+        mixed_CTD = mixed_CTD + weighted_CTKD[:, :, choice]
+    return tree_sum(mixed_CTD.unbind())
+
+
+def _run_sorted(
+    x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, up: Linear, gate: GateUp, down: Slices
+) -> torch.Tensor:
+    """Each expert on its own rows -> [C, T, K, D], C as `down` makes it.
+
+    Counts go to the host: on CUDA this waits for the device.
+    """
+    num_experts, num_chosen = weights.down_EDI.shape[0], expert_TK.shape[1]
+    order_R = torch.argsort(expert_TK.flatten(), stable=True)
+    counts = torch.bincount(expert_TK.flatten(), minlength=num_experts).tolist()
+    input_RD = x_TD[order_R // num_chosen]
+    output_CRD: torch.Tensor | None = None
+    row = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        inner_RI = gate(up(input_RD[row : row + count], weights.gate_up_EJD[expert]))
+        part_CRD = down(inner_RI, weights.down_EDI[expert])
+        if output_CRD is None:
+            output_CRD = part_CRD.new_empty(len(part_CRD), *input_RD.shape)
+        output_CRD[:, order_R[row : row + count]] = part_CRD
+        row += count
+    if output_CRD is None:  # no token at all
+        output_CRD = input_RD[None]
+    return output_CRD.view(len(output_CRD), *expert_TK.shape, -1)
+
+
+def _run_dense(x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp) -> torch.Tensor:
+    """Every expert on every row, then the chosen ones -> [1, T, K, D]; never waits for the device."""
+    all_ETI = gate(torch.matmul(x_TD, weights.gate_up_EJD.transpose(1, 2)))
+    token_T1 = torch.arange(x_TD.shape[0], device=x_TD.device)[:, None]
+    return torch.bmm(all_ETI, weights.down_EDI.transpose(1, 2))[expert_TK, token_T1][None]
+
+
+def _run_dense_sliced(
+    x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp, num_slices: int
+) -> torch.Tensor:
+    """The same by slices of the intermediate dimension -> [C, T, K, D].
+
+    Every product has the shape and the layout it has at any other number of ranks, so that it is rounded alike.
+    """
+    num_experts = weights.down_EDI.shape[0]
+    x_ETD = x_TD.expand(num_experts, -1, -1).contiguous()
+    ups_EiD = [part_EiD.contiguous() for part_EiD in weights.gate_up_EJD.chunk(2 * num_slices, dim=1)]
+    all_ETI = gate(torch.cat([torch.bmm(x_ETD, up_EiD.transpose(1, 2)) for up_EiD in ups_EiD], dim=-1))
+    token_T1 = torch.arange(x_TD.shape[0], device=x_TD.device)[:, None]
+    chosen_TKD = []
+    for part_ETi, down_EDi in zip(all_ETI.chunk(num_slices, -1), weights.down_EDI.chunk(num_slices, -1), strict=True):
+        all_ETD = torch.bmm(part_ETi.contiguous(), down_EDi.contiguous().transpose(1, 2))
+        chosen_TKD.append(all_ETD[expert_TK, token_T1])
+    return torch.stack(chosen_TKD)
+
+
+def _whole(inner_RI: torch.Tensor, down_DI: torch.Tensor) -> torch.Tensor:
+    return functional.linear(inner_RI, down_DI)[None]
+
+
+def experts(
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    weights: ExpertWeights,
+    may_wait: bool,
+    inner: InnerSum,
+) -> torch.Tensor:
+    """The mixture, [T, D]. Only where `may_wait` may the host wait for a CUDA device."""
+    may_sort = x_TD.device.type == "cpu" or may_wait
+    if may_sort and x_TD.shape[0] * weights.down_EDI.shape[0] > _MAX_DENSE_WORK:
+        output_1TKD = _run_sorted(x_TD, expert_TK, weights, functional.linear, silu_mul, _whole)
+    else:
+        output_1TKD = _run_dense(x_TD, expert_TK, weights, silu_mul)
+    return inner.add_ranks(_combine(output_1TKD, weight_TK)).to(x_TD.dtype)
+
+
+def experts_invariant(
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    weights: ExpertWeights,
+    may_wait: bool,
+    inner: InnerSum,
+) -> torch.Tensor:
+    """The same, a row independent of the others: padded rows on a CPU, tiles of fixed shape on CUDA (no waiting)."""
+    del may_wait
+    num_slices = inner.num_slices(weights.down_EDI.shape[2])
+    if tiles.has_cpu_rules(x_TD.device):
+        down = partial(product_slices, num_slices=num_slices)
+        output_CTKD = _run_sorted(x_TD, expert_TK, weights, product_rows, silu_mul_invariant, down)
+        return inner.add_ranks(_combine(output_CTKD, weight_TK)).to(x_TD.dtype)
+    tile = row_tile(x_TD.device)
+    padded_TD, padded_TK = pad_rows(x_TD, tile), pad_rows(expert_TK, tile)
+    outputs = [
+        _run_dense_sliced(rows_TD, rows_TK, weights, silu_mul_invariant, num_slices)
+        for rows_TD, rows_TK in zip(padded_TD.split(tile), padded_TK.split(tile), strict=True)
+    ]
+    output_CTKD = torch.cat(outputs, dim=1)[:, : x_TD.shape[0]]
+    return inner.add_ranks(_combine(output_CTKD, weight_TK)).to(x_TD.dtype)

@@ -1,0 +1,151 @@
+"""Which experts a token is sent to, and how much each weighs.
+
+Three routers: softmax over all experts (Shazeer et al. 2017), the same renormalised over the chosen (Qwen3 MoE), and
+sigmoid scores with a bias that takes part in the choice alone and groups of experts of which only the best take part
+(DeepSeek-V3, section 2.1.2). Among equals the lowest index wins; a logit that is NaN counts as -inf and +inf as the
+largest finite; all is computed in float32, from the token's own logits alone.
+
+It refuses to change a choice once made: that is `kernels.moe.fake_balance`, for benchmarks.
+
+Legend: T tokens, E experts, K chosen, G groups.
+"""
+
+from enum import Enum
+
+import torch
+
+from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, signature
+from baton.kernels.moe import select_topk_triton
+
+MAX_EXPERTS = 1024
+MAX_CHOSEN = 32
+_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class Scoring(Enum):
+    """What becomes of logits."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+def select_topk(
+    logits_TE: torch.Tensor,
+    num_chosen: int,
+    *,
+    scoring: Scoring = Scoring.SOFTMAX,
+    renormalise: bool = False,
+    bias_E: torch.Tensor | None = None,
+    num_groups: int = 1,
+    num_kept_groups: int = 1,
+    scaling: float = 1.0,
+    expert_dtype: torch.dtype = torch.int64,
+    implementation: Implementation = Implementation.AUTO,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights, float32 [T, K], and experts [T, K], best first; one launch.
+
+    Softmax chooses by logit, sigmoid by score, and both by score + bias where there is a bias; the weights are scores
+    without it. With groups, a group's rank is the sum of its two best, and experts of groups that are not kept count as
+    -inf. Weights that are renormalised are divided by their sum (0 stays 0), then all are multiplied by `scaling`.
+
+    Args:
+        logits_TE: bfloat16, float16 or float32, rows contiguous.
+        num_chosen: K.
+        scoring: of a logit.
+        renormalise: whether a token's weights are made to sum to 1.
+        bias_E: float32, contiguous.
+        num_groups: equal groups of neighbouring experts.
+        num_kept_groups: groups that take part.
+        scaling: of the weights.
+        expert_dtype: int32 or int64.
+        implementation: Triton's or torch's.
+
+    Raises:
+        KernelArgumentInvalid: an argument is not that; the message names it.
+    """
+    groups = (num_groups, num_kept_groups)
+    key = signature(logits_TE), signature(bias_E), num_chosen, groups, expert_dtype, implementation
+    uses = _FORMS.find(key)
+    if uses is None:
+        _check(logits_TE, num_chosen, bias_E, groups, expert_dtype)
+        uses = _FORMS.keep(key, uses_triton(logits_TE.device, implementation))
+    is_sigmoid = scoring is Scoring.SIGMOID
+    if not uses:
+        weight_TK, expert_TK = select_topk_reference(
+            logits_TE, num_chosen, is_sigmoid, renormalise, bias_E, groups, scaling
+        )
+        return weight_TK, expert_TK.to(expert_dtype).contiguous()
+    shape = (logits_TE.shape[0], num_chosen)
+    weight_TK = torch.empty(shape, dtype=torch.float32, device=logits_TE.device)
+    expert_TK = torch.empty(shape, dtype=expert_dtype, device=logits_TE.device)
+    if logits_TE.shape[0] > 0:
+        constants = select_topk_triton.prepared(
+            logits_TE.device, logits_TE.shape[1], num_chosen, groups, is_sigmoid, bias_E is not None, renormalise
+        )
+        select_topk_triton.launch(logits_TE, bias_E, weight_TK, expert_TK, scaling, constants)
+    return weight_TK, expert_TK
+
+
+def _check(
+    logits_TE: torch.Tensor,
+    num_chosen: int,
+    bias_E: torch.Tensor | None,
+    groups: tuple[int, int],
+    expert_dtype: torch.dtype,
+) -> None:
+    num_groups, num_kept_groups = groups
+    require_tensor("logits_TE", logits_TE, (None, None), (torch.bfloat16, torch.float16, torch.float32))
+    require_rows("logits_TE", logits_TE)
+    num_experts = logits_TE.shape[1]
+    require(0 < num_experts <= MAX_EXPERTS, "logits_TE", f"has {num_experts} experts, not 1 to {MAX_EXPERTS}")
+    is_divisor = num_groups > 0 and num_experts % num_groups == 0
+    require(is_divisor, "num_groups", f"is {num_groups}, no divisor of {num_experts} experts")
+    size = num_experts // num_groups
+    require(num_groups == 1 or size >= 2, "num_groups", f"is {num_groups}, so groups have less than two experts")
+    require(0 < num_kept_groups <= num_groups, "num_kept_groups", f"is {num_kept_groups}, not 1 to {num_groups}")
+    most = min(MAX_CHOSEN, num_kept_groups * size)
+    require(0 < num_chosen <= most, "num_chosen", f"is {num_chosen}, not 1 to {most}")
+    require(expert_dtype in (torch.int32, torch.int64), "expert_dtype", f"is {expert_dtype}, not int32 or int64")
+    if bias_E is not None:
+        require_tensor("bias_E", bias_E, (num_experts,), (torch.float32,), logits_TE.device)
+        require_rows("bias_E", bias_E)
+
+
+def select_topk_reference(
+    logits_TE: torch.Tensor,
+    num_chosen: int,
+    is_sigmoid: bool,
+    renormalise: bool,
+    bias_E: torch.Tensor | None,
+    groups: tuple[int, int],
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In torch; experts are int64."""
+    negative = float("-inf")
+    logits_TE = logits_TE.float().nan_to_num(nan=negative, posinf=_LARGEST, neginf=negative)
+    if is_sigmoid:
+        score_TE = choice_TE = 1.0 / (1.0 + torch.exp(-logits_TE))
+    else:
+        largest_T1 = logits_TE.amax(dim=-1, keepdim=True).clamp(min=-_LARGEST)
+        score_TE, choice_TE = torch.exp(logits_TE - largest_T1), logits_TE
+        whole_T1 = score_TE.sum(dim=-1, keepdim=True)
+        score_TE = score_TE / torch.where(whole_T1 > 0, whole_T1, 1.0)
+    if bias_E is not None:
+        choice_TE = score_TE + bias_E
+        choice_TE = torch.where(choice_TE.isnan(), negative, choice_TE)
+    num_groups, num_kept = groups
+    if num_kept < num_groups:
+        choice_TGe = choice_TE.unflatten(-1, (num_groups, -1))
+        rank_TG = choice_TGe.topk(2, dim=-1).values.sum(dim=-1)
+        order_TG = torch.sort(rank_TG, dim=-1, descending=True, stable=True).indices
+        is_kept_TG = torch.zeros_like(rank_TG, dtype=torch.bool).scatter_(1, order_TG[:, :num_kept], True)
+        choice_TE = torch.where(is_kept_TG[..., None], choice_TGe, negative).flatten(-2)
+    expert_TK = torch.sort(choice_TE, dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    weight_TK = score_TE.gather(1, expert_TK)
+    if renormalise:
+        total_T1 = weight_TK.sum(dim=-1, keepdim=True)
+        weight_TK = weight_TK / torch.where(total_T1 > 0, total_T1, 1.0)
+    return weight_TK * scaling, expert_TK

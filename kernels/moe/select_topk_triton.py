@@ -1,0 +1,190 @@
+# mypy: ignore-errors
+"""Which experts a token is sent to, as a Triton kernel: one program of one warp for a token, nothing but registers.
+
+Chosen by repeated maximum, the lowest index among equals. Maxima are of integers that are in the order of the numbers:
+one instruction of the warp's, where a maximum of floats takes five exchanges, one after the other. Shapes: E experts in
+G groups of S (padded to powers of two), K chosen.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.variant import Variant
+
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+_NONE = tl.constexpr(float("-inf"))
+_LAST = tl.constexpr(-(1 << 31))  # comes after all numbers
+
+
+@triton.jit
+def _ordered(x):
+    """Float32 without NaN as int32 of the same order; both zeros are one."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _number(order):
+    """The float32 that `_ordered` made this of."""
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _keep_groups(choice_GS, GROUPS: tl.constexpr, KEPT: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
+    """-inf in all but the KEPT groups with the largest sums of their two largest."""
+    its_S = tl.arange(0, S)
+    first_G, place_G = tl.max(choice_GS, axis=1, return_indices=True)
+    second_G = tl.max(tl.where(its_S[None, :] == place_G[:, None], _NONE, choice_GS), axis=1)
+    score_G = first_G + second_G
+    its_G = tl.arange(0, G)
+    kept_G = tl.zeros([G], dtype=tl.int32)
+    # A group that is none, or that is kept already, comes after all others, those at -inf, too.
+    order_G = tl.where(its_G < GROUPS, _ordered(score_G), _LAST)
+    for _ in tl.static_range(KEPT):
+        place = tl.min(tl.where(order_G == tl.max(order_G, axis=0), its_G, G), axis=0)
+        kept_G = tl.where(its_G == place, 1, kept_G)
+        order_G = tl.where(its_G == place, _LAST, order_G)
+    return tl.where(kept_G[:, None] > 0, choice_GS, _NONE)
+
+
+@triton.jit(do_not_specialize=["logit_stride"])
+def _select_kernel(
+    logits,
+    logit_stride: tl.int64,
+    bias,
+    weights,
+    experts,
+    scaling,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    SIZE: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    KP: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    its_G, its_S = tl.arange(0, G), tl.arange(0, S)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    is_expert_GS = (its_G < GROUPS)[:, None] & (its_S < SIZE)[None, :]
+    expert_GS = its_G[:, None] * SIZE + its_S[None, :]
+    logit_GS = tl.load(logits + token * logit_stride + expert_GS, mask=is_expert_GS, other=_NONE).to(tl.float32)
+    logit_GS = tl.minimum(tl.where(logit_GS == logit_GS, logit_GS, _NONE), _LARGEST)
+    if SIGMOID:
+        score_GS = 1.0 / (1.0 + tl.exp(-logit_GS))
+        choice_GS = score_GS
+    else:
+        largest = tl.maximum(_number(tl.max(_ordered(logit_GS))), -_LARGEST)  # finite, whatever the row holds
+        score_GS = tl.exp(logit_GS - largest)
+        whole = tl.sum(score_GS)
+        score_GS = score_GS / tl.where(whole > 0.0, whole, 1.0)
+        choice_GS = logit_GS
+    if BIAS:
+        choice_GS = score_GS + tl.load(bias + expert_GS, mask=is_expert_GS, other=0.0)
+        choice_GS = tl.where(choice_GS == choice_GS, choice_GS, _NONE)
+    if KEPT < GROUPS:
+        choice_GS = _keep_groups(tl.where(is_expert_GS, choice_GS, _NONE), GROUPS, KEPT, G, S)
+    # What is no expert comes after an expert at -inf; so does one that is chosen already.
+    order_N = tl.reshape(tl.where(is_expert_GS, _ordered(choice_GS), _LAST), [G * S])
+    score_N = tl.reshape(tl.where(is_expert_GS, score_GS, 0.0), [G * S]).to(tl.int32, bitcast=True)
+    its_N = tl.arange(0, G * S)
+    its_K = tl.arange(0, KP)
+    weight_K = tl.zeros([KP], dtype=tl.float32)
+    chosen_K = tl.zeros([KP], dtype=tl.int32)
+    total = 0.0
+    for choice in tl.static_range(K):
+        best = tl.max(order_N, axis=0)
+        place = tl.min(tl.where(order_N == best, its_N, G * S), axis=0)
+        # No score is negative, so the bits of all are in order, too.
+        score = tl.max(tl.where(its_N == place, score_N, 0), axis=0).to(tl.float32, bitcast=True)
+        total += score
+        weight_K = tl.where(its_K == choice, score, weight_K)
+        chosen_K = tl.where(its_K == choice, place // S * SIZE + place % S, chosen_K)
+        order_N = tl.where(its_N == place, _LAST, order_N)
+    if RENORMALISE:
+        weight_K = weight_K / tl.where(total > 0.0, total, 1.0)
+    at_K = token * K + its_K
+    tl.store(weights + at_K, weight_K * scaling, mask=its_K < K)
+    tl.store(experts + at_K, chosen_K.to(experts.dtype.element_ty), mask=its_K < K)
+
+
+def launch(
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    scaling: float,
+    constants: Constants,
+) -> None:
+    """One program for each token."""
+    arguments = (
+        logits_TE, logits_TE.stride(0), weight_TK if bias_E is None else bias_E, weight_TK, expert_TK, scaling,
+    )  # fmt: skip
+    with torch.cuda.device_of(logits_TE):
+        _launch_select((logits_TE.shape[0],), arguments, constants)
+
+
+_launch_select = Launcher(_select_kernel)
+
+
+def constants_of(
+    num_experts: int, num_chosen: int, groups: tuple[int, int], is_sigmoid: bool, has_bias: bool, renormalises: bool
+) -> dict[str, object]:
+    """The constants of a launch; `groups` is how many there are, and how many are kept."""
+    size = num_experts // groups[0]
+    return {
+        "K": num_chosen,
+        "GROUPS": groups[0],
+        "KEPT": groups[1],
+        "SIZE": size,
+        "G": triton.next_power_of_2(groups[0]),
+        "S": triton.next_power_of_2(size),
+        "KP": triton.next_power_of_2(num_chosen),
+        "SIGMOID": is_sigmoid,
+        "BIAS": has_bias,
+        "RENORMALISE": renormalises,
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def prepared(device: torch.device, *router: Any) -> Constants:
+    """The same for a launch; the other arguments are those of `constants_of`."""
+    return Constants({**constants_of(*router), "num_warps": 1, **dependent_launch(device)})
+
+
+def variants() -> list[Variant]:
+    """The routers of the models that are measured, and the form for other GPUs."""
+    routers = {
+        "softmax E=128": (128, 8, (1, 1), False, False, True),
+        "softmax E=256": (256, 8, (1, 1), False, False, True),
+        "sigmoid E=256 groups=8": (256, 8, (8, 4), True, True, True),
+    }
+    types = {"logits": "*bf16", "logit_stride": "i64", "bias": "*fp32", "weights": "*fp32", "experts": "*i64"}
+    types |= {"scaling": "fp32"}
+    return [
+        Variant(
+            name=f"select_topk {name}{'' if early else ' late'}",
+            kernel=_select_kernel,
+            types=types,
+            constants=constants_of(*router) | {"EARLY": early},
+            aligned=("logits", "bias", "weights", "experts"),
+            num_warps=1,
+            max_registers=128,
+            max_shared_bytes=4096,
+            on_amd=not early,
+        )
+        for name, router in routers.items()
+        for early in ((True, False) if name == "softmax E=128" else (True,))
+    ]

@@ -1,0 +1,224 @@
+# mypy: ignore-errors
+"""`rms_norm_fused` in Triton: a program holds whole rows in registers, and reads and writes memory once.
+
+How many warps share a row is chosen by its length alone, never by how many rows there are: the order in which a row's
+squares are added, and so its result, is the same in every batch. Thread by thread 8 neighbouring values (16 bytes) are
+loaded, and all loads are under way together.
+
+Shapes: R rows of a program, N groups, C columns of a group.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from baton.kernels import tuning
+from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.gemm.fp8_groups import DTYPE, GROUP_LEN, LARGEST, SMALLEST
+from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.prefetch_triton import prefetch_vector
+from baton.kernels.variant import Variant
+
+_LARGEST = tl.constexpr(LARGEST)
+_SMALLEST = tl.constexpr(SMALLEST)
+_PROGRAM_LEN = 1024  # values that make a program worth its launch
+_THREAD_LEN = 8  # 16 bytes of bfloat16
+_MAX_WARPS = 16
+
+
+def rule(length: int) -> dict[str, Any]:
+    """Options for rows of a length that no table has: one vector for each thread, as far as threads go."""
+    block = triton.next_power_of_2(length)
+    rows = max(_PROGRAM_LEN // block, 1)
+    values = rows * block // (32 * _THREAD_LEN)
+    return {"rows": rows, "num_warps": min(max(values, 1), _MAX_WARPS)}
+
+
+def options_of(length: int, device: torch.device) -> Mapping[str, Any]:
+    """By the length alone; 0 rows are asked for, since every number must get the same."""
+    return tuning.find("rms_norm_fused", str(length), 0, device.index) or rule(length)
+
+
+def launch(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    residual_TD: torch.Tensor | None,
+    gate_TD: torch.Tensor | None,
+    num_padded: int,
+    *,
+    plus_one: bool,
+    wide_sum: bool,
+    quantize: bool,
+    options: Mapping[str, Any] | None = None,
+    early: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Rows, sum and scales; see `rms_norm_fused`, which has checked the arguments."""
+    num_rows, length = x_TD.shape
+    out_RD = torch.empty(num_padded, length, dtype=DTYPE if quantize else x_TD.dtype, device=x_TD.device)
+    sum_TD = None if residual_TD is None else torch.empty(num_rows, length, dtype=x_TD.dtype, device=x_TD.device)
+    scale_GR = None
+    if quantize:
+        scale_GR = torch.empty(length // GROUP_LEN, num_padded, dtype=torch.float32, device=x_TD.device)
+    if num_padded == 0:
+        return out_RD, sum_TD, scale_GR
+    if options is None:
+        rows, constants = _tuned(
+            length, x_TD.device, residual_TD is not None, gate_TD is not None, plus_one, wide_sum, quantize, early
+        )
+    else:
+        rows, constants = _constants(
+            options, length, x_TD.device, residual_TD is not None, gate_TD is not None, plus_one, wide_sum, quantize,
+            early,
+        )  # fmt: skip
+    arguments = (
+        x_TD,
+        x_TD.stride(0),
+        weight_D,
+        x_TD if residual_TD is None else residual_TD,
+        0 if residual_TD is None else residual_TD.stride(0),
+        x_TD if gate_TD is None else gate_TD,
+        0 if gate_TD is None else gate_TD.stride(0),
+        out_RD,
+        out_RD if sum_TD is None else sum_TD,
+        out_RD if scale_GR is None else scale_GR,
+        num_rows,
+        num_padded,
+        eps,
+    )
+    _launch_norm((-(-num_padded // rows),), arguments, constants)
+    return out_RD, sum_TD, scale_GR
+
+
+def _constants(
+    options: Mapping[str, Any], length: int, device: torch.device, residual: bool, gate: bool, plus_one: bool,
+    wide_sum: bool, quantize: bool, early: bool,
+) -> tuple[int, Constants]:  # fmt: skip
+    """Rows of a program, and the constants of a launch."""
+    block = triton.next_power_of_2(length)
+    group = min(GROUP_LEN, block)
+    by_name = {"D": length, "R": options["rows"], "N": block // group, "C": group, "RESIDUAL": residual, "GATE": gate}
+    by_name |= {"PLUS_ONE": plus_one, "WIDE_SUM": wide_sum, "QUANTIZE": quantize, "num_warps": options["num_warps"]}
+    return options["rows"], Constants(by_name | dependent_launch(device, early))
+
+
+@functools.lru_cache(maxsize=256)
+def _tuned(length: int, device: torch.device, *rest: bool) -> tuple[int, Constants]:
+    return _constants(options_of(length, device), length, device, *rest)
+
+
+@triton.jit
+def store_groups(value, out, at, scale, at_scale, is_there, is_group_there, is_group_real):
+    """Store groups, which lie along the last dimension, in float8 and their scales; what is not real with scale 1."""
+    AXIS: tl.constexpr = len(value.shape) - 1
+    largest = tl.maximum(tl.max(tl.abs(value), axis=AXIS), _SMALLEST)
+    scales = largest * (1.0 / _LARGEST)
+    inverse = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
+    # The conversion saturates, and keeps NaN.
+    quantized = (value * tl.expand_dims(inverse, AXIS)).to(tl.float8e4nv)
+    tl.store(out + at, quantized, mask=is_there)
+    tl.store(scale + at_scale, tl.where(is_group_real, scales, 1.0), mask=is_group_there)
+
+
+# What differs from step to step, and from tensor to tensor of one shape, must not compile anything.
+@triton.jit(do_not_specialize=["num_rows", "num_padded"])
+def _norm_kernel(
+    x, x_stride, weight, residual, residual_stride, gate, gate_stride, out, sums, scale, num_rows: tl.int32,
+    num_padded: tl.int32, eps, D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    RESIDUAL: tl.constexpr, GATE: tl.constexpr, PLUS_ONE: tl.constexpr, WIDE_SUM: tl.constexpr,
+    QUANTIZE: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    row_R11 = row_R[:, None, None]
+    column_1NC = (tl.arange(0, N)[:, None] * C + tl.arange(0, C)[None, :])[None]
+    is_column = column_1NC < D
+    is_real = (row_R11 < num_rows) & is_column
+    if EARLY:
+        prefetch_vector(weight, D)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x_RNC = tl.load(x + row_R11 * x_stride + column_1NC, mask=is_real, other=0.0)
+    # Loaded by every row's threads, from the cache: handing it from thread to thread would cost a barrier.
+    at_weight_RNC = tl.broadcast_to(weight + column_1NC, [R, N, C])
+    weight_RNC = tl.load(at_weight_RNC, mask=is_column, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        residual_RNC = tl.load(residual + row_R11 * residual_stride + column_1NC, mask=is_real, other=0.0)
+    if GATE:
+        gate_RNC = tl.load(gate + row_R11 * gate_stride + column_1NC, mask=is_real, other=0.0).to(tl.float32)
+    if EARLY:
+        # Said twice only to keep the compiler from moving loads behind it, to where their values are used.
+        tl.extra.cuda.gdc_launch_dependents()
+    wide_RNC = x_RNC.to(tl.float32)
+    if RESIDUAL:
+        wide_RNC += residual_RNC.to(tl.float32)
+        rounded_RNC = wide_RNC.to(x_RNC.dtype)
+        tl.store(sums + row_R11 * D + column_1NC, rounded_RNC, mask=is_real)
+        if not WIDE_SUM:
+            wide_RNC = rounded_RNC.to(tl.float32)
+    square_R = tl.sum(tl.sum(wide_RNC * wide_RNC, axis=2), axis=1)
+    wide_RNC *= tl.rsqrt(square_R / D + eps)[:, None, None]
+    if PLUS_ONE:
+        value_RNC = (wide_RNC * (1.0 + weight_RNC)).to(x_RNC.dtype)
+    else:
+        value_RNC = (wide_RNC.to(x_RNC.dtype).to(tl.float32) * weight_RNC).to(x_RNC.dtype)
+    if GATE:
+        value_RNC = (value_RNC.to(tl.float32) * (gate_RNC / (1.0 + tl.exp(-gate_RNC)))).to(x_RNC.dtype)
+    at_RNC = row_R11 * D + column_1NC
+    if QUANTIZE:
+        row_R1 = row_R[:, None]
+        group_1N = tl.arange(0, N)[None, :]
+        is_group = (row_R1 < num_padded) & (group_1N < D // C)
+        is_there = (row_R11 < num_padded) & is_column
+        at_RN = group_1N.to(tl.int64) * num_padded + row_R1
+        wide_RNC = tl.where(is_real, value_RNC.to(tl.float32), 0.0)  # 0 times a weight may be -0
+        # Vectors of 16 bytes of float8 would take values from thread to thread, through shared memory.
+        at_RNC = tl.max_contiguous(at_RNC, [1, 1, 8])
+        store_groups(wide_RNC, out, at_RNC, scale, at_RN, is_there, is_group, row_R1 < num_rows)
+    else:
+        tl.store(out + at_RNC, value_RNC, mask=is_real)
+
+
+_launch_norm = Launcher(_norm_kernel)
+
+
+def _variant(name: str, length: int, *, early: bool = True, **flags: bool) -> Variant:
+    chosen = options_of(length, torch.device("cpu"))
+    block = triton.next_power_of_2(length)
+    group = min(GROUP_LEN, block)
+    names = ("RESIDUAL", "GATE", "PLUS_ONE", "WIDE_SUM", "QUANTIZE")
+    flags = {name: flags.get(name, False) for name in names}
+    pointers = dict.fromkeys(("x", "weight", "residual", "gate", "sums"), "*bf16")
+    quantize = flags["QUANTIZE"]
+    types = pointers | {"out": "*fp8e4nv" if quantize else "*bf16", "scale": "*fp32" if quantize else "*bf16"}
+    types |= dict.fromkeys(("x_stride", "residual_stride", "gate_stride", "num_rows", "num_padded"), "i32")
+    return Variant(
+        name=f"rms_norm_fused {length}{name}{'' if early else ' late'}",
+        kernel=_norm_kernel,
+        types=types | {"eps": "fp32"},
+        constants=flags | {"D": length, "R": chosen["rows"], "N": block // group, "C": group, "EARLY": early},
+        aligned=(*pointers, "out", "scale", "x_stride", "residual_stride", "gate_stride"),
+        num_warps=chosen["num_warps"],
+        max_registers=128,
+        max_shared_bytes=8192,
+        on_amd=not early,
+    )
+
+
+def variants() -> list[Variant]:
+    """Norms of the anchors' shapes, as they stand in a layer."""
+    return [
+        _variant("", 4096),
+        _variant("", 4096, early=False),
+        _variant(" residual", 4096, RESIDUAL=True),
+        _variant(" residual fp8", 4096, RESIDUAL=True, QUANTIZE=True),
+        _variant(" residual fp8", 4096, early=False, RESIDUAL=True, QUANTIZE=True),
+        _variant(" residual", 2048, RESIDUAL=True),
+        _variant(" residual fp8", 2048, RESIDUAL=True, QUANTIZE=True),
+        _variant(" residual", 5120, RESIDUAL=True),
+        _variant(" gated", 128, GATE=True),
+        _variant(" residual plus one", 2048, RESIDUAL=True, PLUS_ONE=True),
+    ]

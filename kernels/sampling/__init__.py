@@ -1,0 +1,1 @@
+"""From logits to tokens: edits, cuts, noise, verification of drafts, log-probabilities."""

@@ -1,0 +1,64 @@
+"""The decision message and its digest in torch, on any device: what `kernels.sampling.decision` must give.
+
+A message is int32: the number of the decision, the digest's low and high word, and the values. The digest is the sum,
+modulo 2**64, of the words of all tensors, one after the other, each times an odd number that depends on its place
+alone; so any single change shows, and a swap for all but a vanishing share of content. It guards against mistakes, not
+against somebody who wants a collision.
+
+Shapes: N words.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+HEAD_LEN: Final = 3  # number, digest in two words
+DIVERGED: Final = -1  # neither a token nor a count
+WEIGHT: Final = -7046029254386353131  # 2^64 / golden ratio, odd
+_NUMBERS: Final = 0x7FFFFFFF
+
+
+def message_number(count: int) -> int:
+    """The number of the decision that is the `count`th, as messages hold it: 31 bits."""
+    return count & _NUMBERS
+
+
+def pack_reference(
+    values: torch.Tensor, state: Sequence[torch.Tensor], number: int, weights_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The message, int32 [3 + values].
+
+    Args:
+        values: int64 that fit in 31 bits.
+        state: integer tensors.
+        number: of the decision, 31 bits.
+        weights_N: as in `digest`.
+    """
+    number_1 = torch.full((1,), number, dtype=torch.int32, device=values.device)
+    digest_2 = digest(state, values.device, weights_N).view(torch.int32)
+    return torch.cat([number_1, digest_2, values.flatten().to(torch.int32)])
+
+
+def compare_reference(own_N: torch.Tensor, decided_N: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The values where the messages are the same, `DIVERGED` in every place where they are not."""
+    return torch.where((decided_N == own_N).all(), values, DIVERGED)
+
+
+def digest(state: Sequence[torch.Tensor], device: torch.device, weights_N: torch.Tensor | None = None) -> torch.Tensor:
+    """64 bits, int64 [1], that change with any element of any tensor, or when two change places.
+
+    `weights_N` are those of `digest_weights`, if they are there already; more than needed do no harm.
+    """
+    if not state:
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    words_N = torch.cat([tensor.flatten().to(torch.int64) for tensor in state])
+    if weights_N is None:
+        weights_N = digest_weights(len(words_N), device)
+    return (words_N * weights_N[: len(words_N)]).sum(dim=0, keepdim=True)
+
+
+def digest_weights(count: int, device: torch.device) -> torch.Tensor:
+    """Of the places of so many words: odd, int64 [count]; each depends on its place alone."""
+    weights_N = torch.arange(1, count + 1, dtype=torch.int64, device=device) * WEIGHT
+    return (weights_N ^ (weights_N >> 31)) * WEIGHT | 1
