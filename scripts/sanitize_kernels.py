@@ -64,7 +64,9 @@ def commands(only: Sequence[str], max_mib: float, with_tests: bool) -> dict[str,
     found = {name: ["-m", "baton.bench.kernel_once", "--module", name, "--max-mib", f"{max_mib:g}"] for name in names}
     if with_tests:
         paths = list((ROOT / "kernels").rglob("*_triton.py"))
-        kernels = {path.stem.removesuffix("_triton") for path in paths} | {path.parent.name for path in paths} | set(names)
+        kernels = {name for path in paths for name in (path.stem.removesuffix("_triton"), path.parent.name)} | set(
+            names
+        )
         for path in sorted((ROOT / "tests" / "gpu").glob("test_*_cuda.py")):
             stem = path.stem.removeprefix("test_").removesuffix("_cuda")
             if any(stem in kernel or kernel in stem for kernel in kernels) and (

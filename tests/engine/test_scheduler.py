@@ -772,38 +772,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for turn in itertools.count():
+            while self.draining:  # blocks that a writer keeps for ever are nobody's
+                self.drain()
             if not self.scheduler.sequences():
                 break
             assert turn < 1000, "these starve"
-            while self.draining:  # blocks that a writer keeps for ever are nobody's
-                self.drain()
-            for item in self.here(Phase.EXPECTED):
-                self.scheduler.expect_now(item)
-            for item in self.here(Phase.SENDING, Phase.ABORTING):
-                self.end_one(item)
-            for item in self.here(Phase.WAITING, pushed=True):
-                if not self.allocator.num_missing(item.capacity_len):
-                    self.scheduler.hold(item, ())
-                    self.note_hits(item)
-                    self.scheduler.make_ready(item)
-            self.give_blocks(0)
-            for item in self.here(Phase.RECEIVING, Phase.RESERVING):
-                if item.is_received:
-                    item.token_ids.append(0)
-                    item.resume = NOTHING
-                self.scheduler.make_ready(item)
-            self.give_slots()
-            self.step(16)
-            self.over()
-            for item in self.scheduler.leaving():
-                item.num_preemptions += 1
-                self.scheduler.preempt(item)()
+            self.go_on()
         self.over()
         while self.draining:
             self.drain()
         self.scheduler.check_empty()
         assert self.allocator.num_free == self.allocator.num_blocks
         assert not self.scheduler.waiting()
+
+    def go_on(self):
+        """One turn in which everybody does their part."""
+        for item in self.here(Phase.EXPECTED):
+            self.scheduler.expect_now(item)
+        for item in self.here(Phase.SENDING, Phase.ABORTING):
+            self.end_one(item)
+        for item in self.here(Phase.WAITING, pushed=True):
+            if not self.allocator.num_missing(item.capacity_len):
+                self.scheduler.hold(item, ())
+                self.note_hits(item)
+                self.scheduler.make_ready(item)
+        self.give_blocks(0)
+        for item in self.here(Phase.RECEIVING, Phase.RESERVING):
+            if item.is_received:
+                item.token_ids.append(0)
+                item.resume = NOTHING
+            self.scheduler.make_ready(item)
+        self.give_slots()
+        self.step(16)
+        self.over()
+        for item in self.scheduler.leaving():
+            item.num_preemptions += 1
+            self.scheduler.preempt(item)()
 
 
 @pytest.mark.long
