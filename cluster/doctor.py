@@ -320,12 +320,12 @@ def check_wire(wire: Wire) -> Finding:
     if wire.problem or (wire.expires_s is not None and wire.expires_s - time.time() < RENEW_S):
         return Finding(name, "warn", detail, "replace the certificate's files; they are read again by themselves")
     if wire.roles == ():
-        return Finding(name, "warn", detail, "name its roles in its certificate, as docs/security.md does")
+        return Finding(name, "warn", detail, "name its roles in its certificate, as docs/security-setup.md does")
     if wire.is_encrypted:
         return Finding(name, "ok", detail)
     if is_loopback(wire.address):
         return Finding(name, "ok", f"{detail}, on this host only")
-    return Finding(name, "warn", detail, "docs/security.md says how to encrypt it")
+    return Finding(name, "warn", detail, "docs/security-setup.md says how to encrypt it")
 
 
 def check_numerics() -> Finding:

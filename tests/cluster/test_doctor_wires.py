@@ -116,7 +116,7 @@ def test_every_live_port_is_asked_and_a_clear_one_on_a_network_is_a_warning(serv
     assert [wire.name for wire in seen] == ["router", "decode-0", "KV to decode-0"]
     assert {check_wire(wire).level for wire in seen} == {"ok"}  # loopback
     far = check_wire(Wire("router", "10.0.0.1:50051", False, "in clear"))
-    assert far.level == "warn" and "docs/security.md" in far.next
+    assert far.level == "warn" and "docs/security-setup.md" in far.next
     assert check_wire(Wire("router", "10.0.0.1:50051", None, "?")).level == "warn"
     assert check_wire(Wire("router", "10.0.0.1:50051", True, "TLS")).level == "ok"
     places = ("127.0.0.1:1", "[::1]:1", "localhost:1", "10.0.0.1:1", "host:1")

@@ -1,4 +1,4 @@
-"""docs/security.md: its commands do what it says, and every flag and variable in it exists."""
+"""docs/security.md and docs/security-setup.md: commands do what is said of them, flags and variables exist."""
 
 import os
 import re
@@ -19,8 +19,10 @@ from baton.tests.core.test_tls_files import Echo, ask
 
 pytestmark = pytest.mark.fast
 
-TEXT = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
-BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
+SETUP = (DOCS / "security-setup.md").read_text()
+TEXT = (DOCS / "security.md").read_text() + SETUP
+BLOCKS = re.findall(r"```sh\n(.*?)```", SETUP, re.DOTALL)
 COMMON = {"--tls-ca-file", "--tls-cert-file", "--tls-key-file", "--tls-server-name", "--api-key-file", "--address"}
 
 

@@ -35,7 +35,7 @@ class Authority:
         return files
 
     def _issue_by_openssl(self, name, names, roles, days):
-        """As docs/security.md does it: trustme knows no names that are URIs."""
+        """As docs/security-setup.md does it: trustme knows no names that are URIs."""
         key = self.folder / "ca.key"
         key.write_bytes(self.ca.private_key_pem.bytes())
         alternatives = [f"{'IP' if at[0].isdigit() else 'DNS'}:{at}" for at in names]
