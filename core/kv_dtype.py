@@ -1,4 +1,4 @@
-"""How K and V are kept in the pool (docs/architecture.md, "The kernels")."""
+"""How K and V are kept in the pool (docs/kernels.md, "Float8")."""
 
 from enum import Enum
 

@@ -1,4 +1,4 @@
-"""The numerics modes a deployment can promise (README, "Same tokens everywhere")."""
+"""The numerics modes a deployment can promise (docs/sampling.md, "What is exact")."""
 
 from enum import Enum
 

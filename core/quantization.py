@@ -1,4 +1,4 @@
-"""How weights of products are kept (docs/architecture.md, "The kernels")."""
+"""How weights of products are kept (docs/kernels.md, "Float8")."""
 
 from enum import Enum
 

@@ -12,7 +12,7 @@ from baton.cluster.runbooks import ROOM, runbook_names
 
 pytestmark = pytest.mark.fast
 
-README = Path(__file__).parents[2] / "README.md"
+INDEX = Path(__file__).parents[2] / "docs" / "runbooks.md"
 
 
 def baton(*arguments):
@@ -29,7 +29,7 @@ def test_all_are_listed():
 
 
 @pytest.mark.parametrize("name", runbook_names())
-def test_each_is_executable_and_has_a_page_that_the_readme_names(name):
+def test_each_is_executable_and_has_a_page_that_the_docs_name(name):
     script = ROOM / f"{name.replace('-', '_')}.py"
     assert os.access(script, os.X_OK)
     assert script.read_text().startswith("#!/usr/bin/env -S python3 -P\n")
@@ -38,7 +38,7 @@ def test_each_is_executable_and_has_a_page_that_the_readme_names(name):
     assert f"baton runbook {name}" in page
     for part in ("**When.**", "**When it fails.**", "**Back.**"):
         assert part in page
-    assert f"[{name}](runbook/{script.stem}.md)" in README.read_text()
+    assert f"[{name}](../runbook/{script.stem}.md)" in INDEX.read_text()
 
 
 def test_no_page_is_without_its_runbook():

@@ -1,6 +1,6 @@
 """One checker for every fault: it writes down what clients were given, and replays each request where nothing fails.
 
-The invariants, of whatever fault (`docs/architecture.md` promises them; the numbers are those that the tests print):
+The invariants, of whatever fault (`docs/concepts.md` promises them; the numbers are those that the tests print):
 
     I1  the tokens delivered are those of the run without a fault, or their beginning and then a typed error
     I2  every token once, in order, none left out
