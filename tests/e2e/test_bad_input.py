@@ -362,7 +362,7 @@ def test_serve_without_ray_or_with_another(monkeypatch, capsys, module, error):
         "prefill: [1]",
         "prefill: many",
         "prefill: 1.5",
-        "prefill: null",
+        "decode: null",
         "host: 5",
         "5: 3",
         "- a",
