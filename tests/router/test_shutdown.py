@@ -82,14 +82,20 @@ async def health_of(address):
         return reply.status
 
 
+async def until_health(address, status):
+    """The health service looks at workers now and then."""
+    async with asyncio.timeout(PATIENCE_S):
+        while await health_of(address) != status:
+            await asyncio.sleep(0.01)
+
+
 async def test_what_runs_finishes_and_what_is_new_is_refused():
     async with served() as (running, client):
         streams = Streams(hanging(running), client)
         await streams.under_way()
-        assert await health_of(running.address) == health_pb2.HealthCheckResponse.SERVING
+        await until_health(running.address, health_pb2.HealthCheckResponse.SERVING)
         drain = asyncio.create_task(running.router.drain(PATIENCE_S))
-        await asyncio.sleep(0.05)
-        assert await health_of(running.address) == health_pb2.HealthCheckResponse.NOT_SERVING
+        await until_health(running.address, health_pb2.HealthCheckResponse.NOT_SERVING)
         status, headers, body = await raw(running.url, ["GET /ready HTTP/1.1"])
         assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
         assert int(headers["retry-after"]) >= 1
