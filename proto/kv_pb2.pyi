@@ -81,18 +81,20 @@ class LayerLayout(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., num_heads: _Optional[int] = ..., num_parts: _Optional[int] = ..., row_len: _Optional[int] = ...) -> None: ...
 
 class LaneOffer(_message.Message):
-    __slots__ = ("lane", "raw", "shm", "nvlink", "nixl")
+    __slots__ = ("lane", "raw", "shm", "nvlink", "nixl", "details")
     LANE_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
     NVLINK_FIELD_NUMBER: _ClassVar[int]
     NIXL_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
     lane: str
     raw: RawOffer
     shm: ShmOffer
     nvlink: NvlinkOffer
     nixl: NixlOffer
-    def __init__(self, lane: _Optional[str] = ..., raw: _Optional[_Union[RawOffer, _Mapping]] = ..., shm: _Optional[_Union[ShmOffer, _Mapping]] = ..., nvlink: _Optional[_Union[NvlinkOffer, _Mapping]] = ..., nixl: _Optional[_Union[NixlOffer, _Mapping]] = ...) -> None: ...
+    details: bytes
+    def __init__(self, lane: _Optional[str] = ..., raw: _Optional[_Union[RawOffer, _Mapping]] = ..., shm: _Optional[_Union[ShmOffer, _Mapping]] = ..., nvlink: _Optional[_Union[NvlinkOffer, _Mapping]] = ..., nixl: _Optional[_Union[NixlOffer, _Mapping]] = ..., details: _Optional[bytes] = ...) -> None: ...
 
 class RawOffer(_message.Message):
     __slots__ = ("address", "token")
