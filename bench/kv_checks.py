@@ -6,10 +6,12 @@ Limits are ratios between systems of the same run, so they hold or fail on any m
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from baton.core.kv_transports import KV_TRANSPORTS
+
 Row = dict[str, Any]
 Check = dict[str, Any]
 Find = Callable[..., Row | None]
-OWN = ("shm", "zmq", "zmq-inline", "grpc")
+OWN = tuple(name for name, declared in KV_TRANSPORTS.items() if declared.memory != "GPU")
 PEERS = ("nixl-tcp", "mooncake-tcp")
 ONE_LAYER_MORE = 1.2
 GRACE_MS = 0.5
@@ -41,13 +43,13 @@ def _rates(find: Find) -> Iterator[Check]:
         yield from _ratio(f"shm{_with(digest)} to memcpy on a", find("shm", "a", digest=digest), ceiling, limit)
     for workload in ("a", "b"):
         for peer in PEERS:
-            row = find("zmq", workload, digest=False)
-            yield from _ratio(f"zmq to {peer} on {workload}", row, find(peer, workload), 2.5)
+            row = find("tcp", workload, digest=False)
+            yield from _ratio(f"tcp to {peer} on {workload}", row, find(peer, workload), 2.5)
         row = find("grpc", workload, digest=False)
         yield from _ratio(f"grpc to grpc-plain on {workload}", row, find("grpc-plain", workload), 1.3)
-        row = find("zmq", workload, digest=True)
+        row = find("tcp", workload, digest=True)
         if row is not None and "cpu_s_per_gb" in row:
-            yield _at_most(f"zmq +digest CPU s/GB on {workload}", row["cpu_s_per_gb"], 0.75)
+            yield _at_most(f"tcp +digest CPU s/GB on {workload}", row["cpu_s_per_gb"], 0.75)
 
 
 def _loaded(find: Find) -> Iterator[Check]:
@@ -61,7 +63,7 @@ def _loaded(find: Find) -> Iterator[Check]:
 
 
 def _exposed(find: Find) -> Iterator[Check]:
-    for system in ("shm", "zmq"):
+    for system in ("shm", "tcp"):
         for workload in ("a", "b"):
             for digest in (False, True):
                 row = find(system, workload, digest=digest)

@@ -30,7 +30,7 @@ from baton.cluster.worker_watch import WorkerWatch
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, WorkerStartFailed
 from baton.core.inside import DeploymentSecret, worker_name
-from baton.kvtransfer.malloc import COPY_ENVIRONMENT
+from baton.core.kv_transports import sender_environment
 
 MAX_RESTARTS = 3  # by Ray itself, of one actor
 SHUTDOWN_CALL_S = 2.0
@@ -334,8 +334,8 @@ class Crew:
             "NCCL_NVLS_ENABLE": "0",
             SEE_ALL_GPUS: "1",
         }
-        if role == "prefill" and config.transport in ("auto", "shm"):  # its writers may copy into pools
-            environment |= COPY_ENVIRONMENT
+        if role == "prefill":
+            environment |= sender_environment(config.transport)
         name = self._actor_name(worker_id)
         if self._num_revived and not self._is_detached:
             name += f"-{self._num_revived}"  # Ray keeps the name of one that is dead as long as its driver lives

@@ -31,6 +31,7 @@ from baton.cluster.resolve import require_port_free
 from baton.cluster.status import ranks_cell
 from baton.cluster.table import format_table
 from baton.core.errors import NumericsUnsupported, PortInUse
+from baton.core.kv_transports import KV_TRANSPORTS
 from baton.proto import admin_pb2
 
 TESTED = {
@@ -116,7 +117,7 @@ def check_all(grpc_port: int) -> Iterator[Finding]:
     yield from (check_name(name) for name in FOREIGN_NAMES)
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_shm(Path("/dev/shm"))
-    yield check_lanes(Path("/dev/shm"))
+    yield check_transports()
 
 
 def check_python() -> Finding:
@@ -212,16 +213,12 @@ def check_shm(path: Path) -> Finding:
     return Finding("shared memory", "ok", f"{free >> 20} MiB free")
 
 
-def check_lanes(shm: Path) -> Finding:
+def check_transports() -> Finding:
     """Which ways KV can take between workers of this machine; what is missing is no fault."""
-    absent = {
-        "nvlink": "" if any(Path("/dev").glob("nvidia[0-9]*")) else "no GPU",
-        "shm": "" if os.access(shm, os.W_OK) else f"{shm} is not writable",
-        "nixl": "" if importlib.util.find_spec("nixl") is not None else "install baton-pd[nixl]",
-    }
-    usable = [lane for lane, why in absent.items() if not why] + ["raw", "inline"]
-    reasons = [f"{lane}: {why}" for lane, why in absent.items() if why]
-    return Finding("KV lanes", "ok", ", ".join(usable) + (f" ({'; '.join(reasons)})" if reasons else ""))
+    problems = {name: declared.problem for name, declared in KV_TRANSPORTS.items()}
+    reasons = [f"{name}: {problem}" for name, problem in problems.items() if problem]
+    usable = ", ".join(name for name, problem in problems.items() if not problem)
+    return Finding("KV transports", "ok", usable + (f" ({'; '.join(reasons)})" if reasons else ""))
 
 
 def check_ranks(status: admin_pb2.StatusReply) -> list[Finding]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from baton.core.kv_transports import CONTROL_CHANNELS
 from baton.proto import admin_pb2
 from baton.proto.roles import roles_in
 
@@ -53,7 +54,7 @@ class Wire:
 def wires(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> Iterator[Wire]:
     """The port that was asked for `status`, and those of every live worker.
 
-    The lanes of KV between processes of one host (shm, nvlink) are no wires, and nixl's are not known here.
+    KV that stays on its host takes no wire, and what one-sided lanes use between hosts is not known here.
 
     Args:
         address: of that port.
@@ -66,10 +67,10 @@ def wires(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> Ite
             name = worker.state.worker_id
             yield probe_tls(name, worker.state.address, ca_file)
             scheme, _, place = worker.state.kv_address.partition("://")
-            if scheme == "grpc":
-                yield probe_tls(f"KV to {name}", place, ca_file)
-            elif scheme == "tcp":
-                yield probe_zmq(f"KV to {name}", place)
+            for channel in CONTROL_CHANNELS.values():
+                if channel.scheme == scheme:
+                    kv = f"KV to {name}"
+                    yield probe_tls(kv, place, ca_file) if channel.encrypted_by == "tls" else probe_zmq(kv, place)
 
 
 def probe_tls(name: str, address: str, ca_file: str = "") -> Wire:

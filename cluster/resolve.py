@@ -23,6 +23,7 @@ from baton.core.config import (
     WorkerConfig,
 )
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PortInUse
+from baton.core.kv_transports import control_channel, one_sided_lanes
 from baton.core.tls_files import TlsFiles
 
 BUNDLED_MODELS = ("tiny", "tiny-pruned")
@@ -191,19 +192,21 @@ def kv_tls(config: ServeConfig) -> TlsFiles:
         ca_file=config.kv_tls_ca_file,
         server_name=config.kv_tls_server_name,
     )
-    if own != TlsFiles() and config.transport != "grpc":
+    takes_tls = control_channel(config.transport).encrypted_by == "tls"
+    if own != TlsFiles() and not takes_tls:
         message = "kv_tls_*: only transport grpc takes certificates; ZMQ is encrypted by kv_curve_key_file"
         raise ConfigInvalid(message, keys=["transport", "kv_curve_key_file"])
-    if config.kv_curve_key_file and config.transport == "grpc":
-        message = "kv_curve_key_file: transport grpc knows no CURVE; it takes certificates, tls_* or kv_tls_*"
+    if config.kv_curve_key_file and takes_tls:
+        knows = f"transport {config.transport} knows no CURVE; it takes certificates, tls_* or kv_tls_*"
+        message = f"kv_curve_key_file: {knows}"
         raise ConfigInvalid(message, keys=["transport", "kv_curve_key_file"])
     if own.is_on or config.kv_plaintext or not config.tls.is_on:
         return own
-    if config.transport == "grpc":
+    if takes_tls:
         return config.tls
-    if not config.kv_curve_key_file or config.transport == "nixl":  # which knows no encryption
+    if not config.kv_curve_key_file or any(lane.is_clear for lane in one_sided_lanes(config.transport)):
         message = (
-            "tls_cert_file is set, but KV would travel in clear: give kv_curve_key_file (zmq), or transport grpc, or "
+            "tls_cert_file is set, but KV would travel in clear: give kv_curve_key_file (ZMQ), or transport grpc, or "
             "say with kv_plaintext that its network is trusted"
         )
         raise ConfigInvalid(message, keys=["kv_curve_key_file", "transport", "kv_plaintext"])

@@ -8,7 +8,7 @@ import difflib
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -21,6 +21,7 @@ from baton.core.errors import ConfigInvalid
 from baton.core.inside import DeploymentSecret
 from baton.core.key_spellings import RENAMED, expanded
 from baton.core.kv_dtype import KVDtype
+from baton.core.kv_transports import TRANSPORT_NAMES
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.core.telemetry import LogFormat, TelemetryConfig
@@ -37,7 +38,10 @@ LOOPBACK: Final = ("127.0.0.1", "localhost", "::1", "[::1]")
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
 WORKER_QUEUE_LEN = 1 << 16  # requests at one worker, against floods: what waits, waits at the router
 MAX_DRAFTS = 4  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many
-TransportName = Literal["auto", "zmq", "grpc", "shm", "nvlink", "nixl"]
+if TYPE_CHECKING:
+    TransportName = str  # one of TRANSPORT_NAMES
+else:
+    TransportName = Literal[TRANSPORT_NAMES]
 SchedulingName = Literal["async", "sync"]
 RoutingName = Literal["prefix", "least_cost", "round_robin"]
 LocalPrefillName = Literal["auto", "never", "always"]
@@ -548,7 +552,7 @@ class KVTransferConfig:
     max_resends: int = 2
     commit_timeout_s: float = 5.0
     max_landing_deaths: int = 8  # of a landing process within a minute; with the last one the worker gives up
-    raw_streams: int = 1  # TCP connections of the raw lane to each peer; 0: payloads go inline
+    raw_streams: int = 1  # TCP connections of the raw lane to each peer
     curve_key_file: str = ""  # zmq: encrypt with this key pair, admit nobody else; then there is no raw lane
     tls_cert_file: str = ""  # grpc: this worker's certificate
     tls_key_file: str = ""  # and its private key

@@ -16,6 +16,7 @@ from baton.core.clock import MonotonicClock
 from baton.core.clock_id import clock_id
 from baton.core.config import WorkerConfig
 from baton.core.errors import InvalidRequest
+from baton.core.kv_transports import control_channel, one_sided_lanes
 from baton.core.logs import know
 from baton.core.telemetry import Telemetry
 from baton.decode_worker.service import DecodeService
@@ -26,9 +27,8 @@ from baton.engine.speculation import Speculation
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.landing import LandingService, landing_region
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
-from baton.kvtransfer.lanes import NIXL, NVLINK, SHM
 from baton.kvtransfer.shared_region import SharedRegion
-from baton.kvtransfer.transports import bind_address, control_channel
+from baton.kvtransfer.transports import bind_address
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.compute_form import compute_report
 from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
@@ -146,10 +146,8 @@ class DecodeNode:
         try:
             group = None if self._channel is None else self._channel.communicator
             loaded = load_worker(config, pool_memory=pool_memory, communicator=group)
-            kind = control_channel(config.transfer)
-            lanes = tuple(lane for lane in (NVLINK, SHM) if config.transfer.transport in ("auto", lane))
-            if config.transfer.transport == NIXL:
-                lanes = (NIXL,)
+            kind = control_channel(config.transfer.transport).name
+            lanes = tuple(declared.lane for declared in one_sided_lanes(config.transfer.transport))
             setup = LandingSetup(
                 epoch=self.epoch,
                 layout=loaded.layout,

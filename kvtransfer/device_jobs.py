@@ -13,6 +13,7 @@ a kernel may still read the one and write the other.
 from collections import deque
 from dataclasses import dataclass, field
 
+from baton.core.kv_transports import is_one_sided
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockAllocator, BlockTable, OutOfBlocks
 from baton.kvcache.geometry import LayerGeometry, PoolGeometry
@@ -20,7 +21,6 @@ from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.flag_page import Flag, FlagPage
 from baton.kvtransfer.landing_actions import DigestWanted
 from baton.kvtransfer.landing_table import Landing
-from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.rank_digests import RankDigests
 
 FLAGS_POOL = 1  # of the shared region; staging memory is pool 0

@@ -4,9 +4,9 @@ import functools
 from collections.abc import Iterable
 from pathlib import Path
 
+from baton.core.kv_transports import is_same_host
 from baton.kvtransfer.landing_peers import Life
 from baton.kvtransfer.landing_setup import Legacy
-from baton.kvtransfer.lanes import SAME_HOST
 from baton.kvtransfer.life_file import DIRECTORY, is_over, life_path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -32,7 +32,7 @@ class Evidence:
     """
 
     def __init__(self, legacies: Iterable[Legacy]) -> None:
-        self._of_this_host = {legacy.p_epoch for legacy in legacies if legacy.lane in SAME_HOST}
+        self._of_this_host = {legacy.p_epoch for legacy in legacies if is_same_host(legacy.lane)}
 
     def is_over(self, life: Life) -> bool:
         """Whether this rank is proven dead. False also if nothing can prove it here."""

@@ -16,6 +16,7 @@ import numpy as np
 from baton.core.clock import Clock
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ProtocolError
+from baton.core.kv_transports import is_one_sided
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
@@ -35,7 +36,6 @@ from baton.kvtransfer.landing_host import LandingHost
 from baton.kvtransfer.landing_link import LandingLink
 from baton.kvtransfer.landing_setup import DeviceSetup, LandingSetup, Legacy, Listen
 from baton.kvtransfer.landing_thread import LandingThread
-from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.messages import shorten
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.records import (

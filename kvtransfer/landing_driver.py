@@ -13,6 +13,7 @@ from dataclasses import asdict, fields, replace
 
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, ProtocolError
+from baton.core.kv_transports import is_one_sided
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.device_jobs import DeviceJobs
@@ -35,7 +36,6 @@ from baton.kvtransfer.landing_protocol import LandingProtocol
 from baton.kvtransfer.landing_rules import LandingCounts
 from baton.kvtransfer.landing_setup import LandingSetup
 from baton.kvtransfer.landing_table import LandingState
-from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.messages import encode_control, parse_control
 from baton.kvtransfer.pool_io import RankedPoolIO
 from baton.kvtransfer.records import (

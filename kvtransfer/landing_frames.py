@@ -6,12 +6,12 @@ what is missing is dropped: its sender was told to write that range again, and o
 """
 
 from baton.core.errors import ProtocolError
+from baton.core.kv_transports import is_one_sided
 from baton.kvtransfer.frame import FrameHeader, FrameShape
 from baton.kvtransfer.landing_actions import DigestLayer, LandingAction, WriteFrame
 from baton.kvtransfer.landing_peers import LandingPeer
 from baton.kvtransfer.landing_rules import MASK, LandingRules
 from baton.kvtransfer.landing_table import Landing, LandingState, Part, write_key
-from baton.kvtransfer.lanes import is_one_sided
 
 Actions = list[LandingAction]
 

@@ -6,12 +6,12 @@ A message that contradicts what is known is refused and changes nothing; a repea
 from collections.abc import Callable
 
 from baton.core.errors import ProtocolError
+from baton.core.kv_transports import INLINE, is_one_sided
 from baton.core.request import AttemptKey
 from baton.kvtransfer.landing_actions import LandingAction, ReserveWanted
 from baton.kvtransfer.landing_peers import MAX_PEERS, LandingPeer
 from baton.kvtransfer.landing_rules import LandingRules
 from baton.kvtransfer.landing_table import Landing, LandingState, Part, Tombstone
-from baton.kvtransfer.lanes import INLINE, is_one_sided
 from baton.kvtransfer.last_sign import LastSign
 from baton.kvtransfer.messages import DIGEST, attempt_of, hello_problem, ranks_problem
 from baton.proto import kv_pb2

@@ -20,21 +20,17 @@ from typing import Final
 import numpy as np
 
 from baton.core.clock import MonotonicClock
-from baton.core.errors import BatonError, PackageMissing, PortInUse
+from baton.core.errors import BatonError, PortInUse
 from baton.core.logs import configure_inherited
 from baton.kvtransfer.device_jobs import FLAGS_POOL, DeviceJobs, flag_page
 from baton.kvtransfer.landing_driver import LandingDriver
+from baton.kvtransfer.landing_lane import ReceiverSide, ServedLane, receiver_lanes
 from baton.kvtransfer.landing_link import LandingLink
-from baton.kvtransfer.landing_setup import DeviceSetup, LandingSetup
-from baton.kvtransfer.lanes import NIXL, NVLINK, SHM
+from baton.kvtransfer.landing_setup import LandingSetup
 from baton.kvtransfer.malloc import tune_malloc
-from baton.kvtransfer.nixl_pools import NixlPools
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
-from baton.kvtransfer.push_lane import LaneRefused
-from baton.kvtransfer.shared_region import NONCE_AT, NONCE_BYTES, SharedRegion
 from baton.kvtransfer.transport import Transport
 from baton.kvtransfer.transports import listening_transport
-from baton.proto import kv_pb2
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +66,7 @@ class _Life:
         self._notify = notify
         self._nudge = nudge
         self._stopping = False
-        self._nixl: NixlPools | None = None
+        self._lanes: list[ServedLane] = []
 
     def begin(self) -> None:
         """Take hold of memory and port.
@@ -92,6 +88,7 @@ class _Life:
         if setup.device is not None:
             flags = flag_page(self._region.pool(FLAGS_POOL))
             jobs = DeviceJobs(setup.layout, setup.device.num_staging_blocks, flags, setup.tp_size)
+        self._lanes = receiver_lanes(ReceiverSide(setup, self._region))
         self._driver = LandingDriver(
             setup=setup,
             io=RankedPoolIO(pools),
@@ -99,7 +96,7 @@ class _Life:
             clock=MonotonicClock(),
             link=link,
             notify=lambda: os.eventfd_write(self._notify, 1),
-            offers=self._offers(),
+            offers=[lane.offer for lane in self._lanes],
             jobs=jobs,
         )
         threading.Thread(target=self._listen_to_parent, name="kv-parent", daemon=True).start()
@@ -111,33 +108,8 @@ class _Life:
                 self._driver.turn()
         finally:
             self._driver.close()
-            if self._nixl is not None:
-                self._nixl.close()
-
-    def _offers(self) -> list[kv_pb2.LaneOffer]:
-        """Lanes on which senders write the pools.
-
-        Raises:
-            PackageMissing: one of them needs a package that is not there, or does not work.
-        """
-        lanes, device = self._setup.listen.lanes, self._setup.device
-        if device is not None:
-            is_open = NVLINK in lanes and device.pools
-            return [_nvlink_offer(self._setup, device, self._region)] if is_open else []
-        places = _places(self._setup, self._region)
-        offers = []
-        if SHM in lanes:
-            nonce = self._region.nonce.to_bytes(NONCE_BYTES, "little")
-            shm = kv_pb2.ShmOffer(path=str(self._region.path), nonce=nonce, nonce_offset_bytes=NONCE_AT, pools=places)
-            offers.append(kv_pb2.LaneOffer(lane=SHM, shm=shm))
-        if NIXL in lanes:
-            memories = [np.frombuffer(self._region.pool(rank), dtype=np.uint8) for rank in range(len(places))]
-            try:
-                self._nixl = NixlPools(self._setup.epoch, memories, places)
-            except LaneRefused as error:
-                raise PackageMissing(f"the lane nixl cannot be served: {error}", lane=NIXL) from error
-            offers.append(self._nixl.offer())
-        return offers
+            for lane in self._lanes:
+                lane.close()
 
     def _leave_with_parent(self) -> None:
         signal.signal(signal.SIGTERM, self._on_stop)
@@ -186,41 +158,6 @@ def _listen(setup: LandingSetup) -> Transport:
 
 def _transport(setup: LandingSetup, bind: str) -> Transport:
     return listening_transport(setup.listen.transport, bind, setup.config)
-
-
-def _nvlink_offer(setup: LandingSetup, device: DeviceSetup, region: SharedRegion) -> kv_pb2.LaneOffer:
-    pools = [
-        kv_pb2.NvlinkPool(
-            place=kv_pb2.PoolPlace(
-                offset_bytes=pool.ipc_offset_bytes,
-                num_bytes=geometry.num_bytes,
-                num_blocks=setup.num_blocks,
-                block_size=setup.layout.block_size,
-                tp_rank=geometry.rank,
-                tp_size=geometry.size,
-            ),
-            ipc_handle=bytes.fromhex(pool.ipc_handle),
-            device_uuid=pool.device_uuid,
-        )
-        for pool, geometry in zip(device.pools, setup.geometries, strict=True)
-    ]
-    nonce = region.nonce.to_bytes(NONCE_BYTES, "little")
-    nvlink = kv_pb2.NvlinkOffer(pools=pools, flags_path=str(region.path), nonce=nonce)
-    return kv_pb2.LaneOffer(lane=NVLINK, nvlink=nvlink)
-
-
-def _places(setup: LandingSetup, region: SharedRegion) -> list[kv_pb2.PoolPlace]:
-    return [
-        kv_pb2.PoolPlace(
-            offset_bytes=place.offset_bytes,
-            num_bytes=place.num_bytes,
-            num_blocks=setup.num_blocks,
-            block_size=setup.layout.block_size,
-            tp_rank=rank,
-            tp_size=setup.tp_size,
-        )
-        for rank, place in enumerate(region.pools)
-    ]
 
 
 def _say(greeting: dict[str, str]) -> None:

@@ -18,6 +18,7 @@ stopped, in that life, or be proven dead.
 from collections.abc import Iterable, Sequence
 
 from baton.core.config import KVTransferConfig
+from baton.core.kv_transports import is_one_sided
 from baton.core.request import AttemptKey
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.frame import FrameHeader, FrameShape
@@ -27,7 +28,6 @@ from baton.kvtransfer.landing_inbox import LandingInbox
 from baton.kvtransfer.landing_peers import Life
 from baton.kvtransfer.landing_rules import LandingCounts, LandingRules
 from baton.kvtransfer.landing_table import Inherited, Landing, LandingState, Part
-from baton.kvtransfer.lanes import NIXL, is_one_sided
 from baton.kvtransfer.last_sign import LastSign
 from baton.kvtransfer.transfer_times import TransferTimes
 from baton.proto import kv_pb2
@@ -197,7 +197,7 @@ class LandingProtocol:
             epoch=inherited.epoch,
             peer="",
             p_epoch=inherited.p_epoch,
-            lane=NIXL,
+            lane=inherited.lane,
             prompt_len=1,
             capacity_len=1,
             deadline_s=now_s,

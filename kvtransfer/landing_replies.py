@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from baton.core.config import KVTransferConfig
+from baton.core.kv_transports import INLINE, is_same_host
 from baton.core.request import AttemptKey
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.coverage import Gap
@@ -10,7 +11,6 @@ from baton.kvtransfer.frame import VERSION
 from baton.kvtransfer.landing_actions import SendControl
 from baton.kvtransfer.landing_peers import LandingPeers
 from baton.kvtransfer.landing_table import Landing, LandingState, Part
-from baton.kvtransfer.lanes import INLINE, SAME_HOST
 from baton.kvtransfer.messages import DIGEST, control_of, layout_message, wire_attempt
 from baton.kvtransfer.proof import KvProofs
 from baton.proto import kv_pb2
@@ -58,7 +58,7 @@ class LandingReplies:
         """HELLO_REPLY; `refused` says why the two must not talk, or is empty."""
         same_host = bool(self._host_id) and hello.host_id == self._host_id
         offers = [
-            offer for offer in self._offers if offer.lane in hello.lanes and (same_host or offer.lane not in SAME_HOST)
+            offer for offer in self._offers if offer.lane in hello.lanes and (same_host or not is_same_host(offer.lane))
         ]
         reply = kv_pb2.HelloReply(
             version=VERSION,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.core.config import KVTransferConfig
+from baton.core.kv_transports import is_one_sided
 from baton.kvcache.layout import HeadRange, KVLayout
 from baton.kvtransfer.coverage import Coverage, Gap
 from baton.kvtransfer.frame import FrameHeader
@@ -14,7 +15,6 @@ from baton.kvtransfer.landing_actions import DiscardWrites, Drained, LandingActi
 from baton.kvtransfer.landing_peers import LandingPeers
 from baton.kvtransfer.landing_replies import LandingReplies
 from baton.kvtransfer.landing_table import Landing, LandingState, LandingTable, Part
-from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.proof import KvProofs
 from baton.kvtransfer.transfer_times import TransferTimes
 from baton.proto import kv_pb2

@@ -21,7 +21,7 @@ class Listen:
     """Where and how prefill workers reach a landing.
 
     Attributes:
-        transport: of the control channel, "zmq" or "grpc".
+        transport: name of the control channel.
         bind: address, as that transport writes it; port 0 takes a free one.
         lanes: that are served beside it.
     """
@@ -54,7 +54,7 @@ class Legacy:
     @property
     def inherited(self) -> Inherited:
         """What the protocol has to know of it."""
-        return Inherited(self.attempt, self.epoch, self.p_epoch, self.tp_size, self.is_sealed)
+        return Inherited(self.attempt, self.epoch, self.p_epoch, self.tp_size, self.lane, self.is_sealed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,7 @@ class Inherited:
         epoch: the life that granted it.
         p_epoch: the life of the prefill worker, from `ReserveWanted`.
         tp_size: its ranks.
+        lane: a one-sided one.
         is_sealed: the sequence runs; else its blocks are held back until there is evidence that nobody writes them.
     """
 
@@ -142,6 +143,7 @@ class Inherited:
     epoch: int
     p_epoch: int
     tp_size: int
+    lane: str
     is_sealed: bool
 
 

@@ -6,10 +6,10 @@ be opened is not chosen. It refuses to speak to peers; offers come from the prot
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.kvtransfer.lanes import INLINE, NIXL, NVLINK, RAW, SHM
+from baton.core.kv_transports import INLINE, RAW, lane_order
 from baton.kvtransfer.push_lane import LaneOpener, LaneRefused, PushLane
 from baton.kvtransfer.transport import Transport
 from baton.proto import kv_pb2
@@ -18,17 +18,6 @@ MAX_REASON_LEN = 200
 MAX_TOLD = 1024
 
 log = logging.getLogger(__name__)
-
-# What each value of the option `transport` may use, best first.
-POLICIES: Mapping[str, tuple[str, ...]] = {
-    "auto": (NVLINK, SHM, RAW, INLINE),
-    "zmq": (RAW, INLINE),
-    "grpc": (INLINE,),
-    "loopback": (INLINE,),
-    "shm": (SHM,),
-    "nvlink": (NVLINK,),
-    "nixl": (NIXL,),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +46,14 @@ class LaneChooser:
     """All lanes of one prefill rank. Driven by one thread, but for `lanes`.
 
     Args:
-        policy: a key of POLICIES.
-        openers: of one-sided lanes.
+        policy: the option `transport`.
+        openers: of every one-sided lane that it allows.
         transport: opens the two-sided ones.
     """
 
     def __init__(self, policy: str, openers: Sequence[LaneOpener], transport: Transport) -> None:
         self.num_fallbacks = 0
-        self._order = POLICIES[policy]
+        self._order = lane_order(policy)
         self._openers = {opener.name: opener for opener in openers}
         self._transport = transport
         self._choices: dict[str, LaneChoice] = {}
@@ -145,8 +134,7 @@ class LaneChooser:
     def _own_problem(self, lane: str) -> str:
         if lane in (INLINE, RAW):
             return ""  # whether the transport has it, shows when it is opened
-        opener = self._openers.get(lane)
-        return "not built into this worker" if opener is None else opener.problem
+        return self._openers[lane].problem
 
     def _open(
         self, lane: str, address: str, epoch: int, host_id: str, offer: kv_pb2.LaneOffer | None

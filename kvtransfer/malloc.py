@@ -19,12 +19,6 @@ KEPT_BYTES: Final = 1 << 30
 TOP_PAD_BYTES: Final = 64 << 20
 MAX_MMAP_THRESHOLD_BYTES: Final = 32 << 20  # the most that older versions of glibc take
 
-# For processes that copy KV blocks into other pools, at their start: copies of this size on are written past the cache,
-# as nobody reads them there. glibc does that only for copies of the size of the last-level cache; for 64 KiB blocks at
-# random places it is 1.2 to 1.4 times the rate (`docs/log.md`). Other C libraries and processors ignore it.
-PAST_CACHE_BYTES: Final = 32 << 10
-COPY_ENVIRONMENT: Final = {"GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}"}
-
 log = logging.getLogger(__name__)
 
 

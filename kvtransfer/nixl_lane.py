@@ -19,15 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from baton.core.errors import ConfigInvalid
 from baton.kvcache.layout import HeadRange
-from baton.kvcache.pool import KVPool
-from baton.kvtransfer.lanes import NIXL
 from baton.kvtransfer.nixl_agent import NixlAgent, Transfers
 from baton.kvtransfer.nixl_pools import MEMORY, REGISTER_LIMIT_S, Target, agent_name, read_offer, register
 from baton.kvtransfer.nixl_ranges import block_table, common_heads, span_ranges
 from baton.kvtransfer.pool_io import PoolIO, PoolMemory
-from baton.kvtransfer.push_lane import LaneFailed, LaneOpener, LaneRefused, PushLane, Written
+from baton.kvtransfer.push_lane import LaneFailed, LaneRefused, PushLane, SenderSide, Written
 from baton.kvtransfer.span import Span
 from baton.proto import kv_pb2
 
@@ -46,7 +43,7 @@ class NixlOpener:
         rank: in the tensor-parallel group.
     """
 
-    name = NIXL
+    name = "nixl"
 
     def __init__(self, epoch: int, pool: PoolIO, memory: PoolMemory, rank: int = 0) -> None:
         self._pool = pool
@@ -81,23 +78,10 @@ class NixlOpener:
             self._agent.close()
 
 
-def nixl_openers(transport: str, epoch: int, pool: KVPool) -> list[LaneOpener]:
-    """The lane, if the operator asked for it; where it cannot work, the opener says why.
-
-    Args:
-        transport: the option of that name.
-        epoch: of this life.
-        pool: of this rank.
-
-    Raises:
-        ConfigInvalid: the pool is on a GPU.
-    """
-    if transport != NIXL:
-        return []
-    if pool.device.type != "cpu":
-        raise ConfigInvalid("the lane nixl is built for pools in host memory only", keys=["transport"])
-    memory = pool.bytes_view
-    return [NixlOpener(epoch, PoolIO(memory, pool.geometry), memory, pool.geometry.rank)]
+def sender_lane(side: SenderSide) -> NixlOpener:
+    """The lane of a prefill rank whose pool is in host memory; where NIXL cannot work, the opener says why."""
+    assert side.io is not None
+    return NixlOpener(side.epoch, side.io, side.pool.bytes_view, side.pool.geometry.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +96,7 @@ class _Prepared:
 class NixlLane:
     """The lane to one life of one peer; see `push_lane.PushLane`."""
 
-    name = NIXL
+    name = "nixl"
 
     def __init__(
         self, agent: NixlAgent, pool: PoolIO, base: int, offer: kv_pb2.NixlOffer, targets: Sequence[Target]

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
-from baton.kvtransfer.lanes import NIXL
+from baton.kvtransfer.landing_lane import ReceiverSide, ServedLane
 from baton.kvtransfer.nixl_agent import NixlAgent
 from baton.kvtransfer.pool_io import PoolMemory
 from baton.kvtransfer.push_lane import LaneRefused
@@ -52,7 +52,7 @@ class NixlPools:
 
     def offer(self) -> kv_pb2.LaneOffer:
         """What a peer needs to open the lane."""
-        offer = kv_pb2.LaneOffer(lane=NIXL)
+        offer = kv_pb2.LaneOffer(lane="nixl")
         offer.nixl.agent = self._agent.name
         offer.nixl.metadata = self._metadata
         for address, place in zip(self._addresses, self._places, strict=True):
@@ -65,6 +65,16 @@ class NixlPools:
         """End: nothing is written any more once this has returned."""
         self._agent.call(lambda agent: agent.deregister_memory(self._registered), REGISTER_LIMIT_S)
         self._agent.close()
+
+
+def receiver_lane(side: ReceiverSide) -> ServedLane:
+    """The offer of a decode worker whose pools are in host memory.
+
+    Raises:
+        LaneRefused: NIXL is missing or does not take them.
+    """
+    pools = NixlPools(side.setup.epoch, side.memories, side.places)
+    return ServedLane(pools.offer(), pools.close)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,8 @@ from baton.kvcache.pool import KVPool
 from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMemory, can_reach
 from baton.kvtransfer.device_stream import DeviceStream, tuning_for
 from baton.kvtransfer.flag_page import Flag, FlagPage
-from baton.kvtransfer.lanes import NVLINK
 from baton.kvtransfer.nvlink_write import NvlinkWrite
-from baton.kvtransfer.push_lane import LaneFailed, LaneRefused
+from baton.kvtransfer.push_lane import LaneFailed, LaneRefused, SenderSide
 from baton.kvtransfer.shared_region import DIRECTORY, PREFIX, SharedRegion
 from baton.kvtransfer.shm_lane import geometries_of
 from baton.kvtransfer.span import Span
@@ -84,7 +83,7 @@ class NvlinkLane:
         flags_address: the same for the device.
     """
 
-    name = NVLINK
+    name = "nvlink"
 
     def __init__(
         self,
@@ -228,7 +227,7 @@ class NvlinkOpener:
         host_id: of this host.
     """
 
-    name = NVLINK
+    name = "nvlink"
 
     def __init__(self, pool: KVPool, host_id: str) -> None:
         self._pool = pool
@@ -289,6 +288,11 @@ class NvlinkOpener:
             flags=self._flags,
             flags_address=self._pinned.address,
         )
+
+
+def sender_lane(side: SenderSide) -> NvlinkOpener:
+    """The lane of a prefill rank whose pool is on a GPU."""
+    return NvlinkOpener(side.pool, side.host_id)
 
 
 def _attach(offer: kv_pb2.NvlinkOffer, epoch: int) -> SharedRegion:

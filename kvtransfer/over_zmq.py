@@ -14,8 +14,8 @@ import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse
-from baton.kvtransfer.lanes import INLINE, is_one_sided
-from baton.kvtransfer.raw_lane import RAW, TOKEN_BYTES, parse_place
+from baton.core.kv_transports import INLINE, RAW, is_one_sided, lane_order
+from baton.kvtransfer.raw_lane import TOKEN_BYTES, parse_place
 from baton.kvtransfer.raw_lane_receiver import RawReceiver
 from baton.kvtransfer.raw_lane_sender import RawSender
 from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts, deliveries_of
@@ -208,9 +208,11 @@ class ZmqTransport:
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode()
         self._poller.register(self._router, zmq.POLLIN)
+        if RAW not in lane_order(self._config.transport):
+            return
         if self._sockets.is_encrypted:
             log.info("no raw lane: it is not encrypted, and curve_key_file asks for encryption")
-        elif self._config.raw_streams:
+        else:
             host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
             is_known = self._known.__contains__
             self._receiver = RawReceiver(host, self._config, self._poller, self.counts, is_known)

@@ -41,14 +41,13 @@ from baton.kvtransfer.push_actions import (
 )
 from baton.kvtransfer.push_driver import PushDriver
 from baton.kvtransfer.push_frames import FrameSender
-from baton.kvtransfer.push_lane import LaneOpener
+from baton.kvtransfer.push_lane import LaneOpener, SenderSide, sender_lanes
 from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.push_route import Route
 from baton.kvtransfer.push_routes import PushRoutes
 from baton.kvtransfer.push_source import PushSource, SourcePool
 from baton.kvtransfer.push_totals import PathCounts
-from baton.kvtransfer.shm_lane import ShmOpener
 from baton.kvtransfer.transport import Transport
 from baton.proto import kv_pb2
 
@@ -85,7 +84,7 @@ class PushService:
         transport: the connecting side; owned from here on.
         config: limits and times; `transport` is the policy for lanes.
         clock: the worker's.
-        openers: of one-sided lanes beside `shm`.
+        openers: of one-sided lanes; without them, those that `core.kv_transports` declares.
 
     Raises:
         ConfigInvalid: the layout cannot be pushed, or no lane that the policy allows can be used here.
@@ -100,7 +99,7 @@ class PushService:
         transport: Transport,
         config: KVTransferConfig,
         clock: Clock,
-        openers: Sequence[LaneOpener] = (),
+        openers: Sequence[LaneOpener] | None = None,
     ) -> None:
         assert pool.layout == layout
         self.wakeup: Callable[[], None] = _do_nothing
@@ -113,7 +112,9 @@ class PushService:
         self._is_closing = False
         self._broken: BaseException | None = None
         io = PoolIO(pool.bytes_view, pool.geometry) if pool.device.type == "cpu" else None
-        self._chooser = LaneChooser(config.transport, [ShmOpener(io, host_id()), *openers], transport)
+        if openers is None:
+            openers = sender_lanes(config.transport, SenderSide(pool, io, epoch, host_id()))
+        self._chooser = LaneChooser(config.transport, openers, transport)
         problem = layout.problem or self._chooser.problem
         if problem:
             transport.close()

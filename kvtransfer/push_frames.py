@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from baton.core.clock import Clock
 from baton.core.config import KVTransferConfig
+from baton.core.kv_transports import is_one_sided
 from baton.kvtransfer.frame import crc_of, encode_header
-from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.push_actions import PushAction, SendFrame
 from baton.kvtransfer.push_lane import LaneFailed, Written
 from baton.kvtransfer.push_protocol import PushProtocol

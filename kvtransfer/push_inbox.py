@@ -6,7 +6,7 @@ A message that contradicts what is known is refused and changes nothing.
 from collections.abc import Callable
 
 from baton.core.errors import ProtocolError
-from baton.kvtransfer.lanes import is_one_sided
+from baton.core.kv_transports import is_one_sided
 from baton.kvtransfer.messages import DIGEST, attempt_of, hello_problem, shorten
 from baton.kvtransfer.proof import NUMBER_BYTES
 from baton.kvtransfer.push_actions import Acked, Denied, Granted, GrantInfo, OpenLane, PushAction, SendControl

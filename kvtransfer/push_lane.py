@@ -1,15 +1,22 @@
 """A way to write straight into a peer's pools: what a one-sided lane is to the push side.
 
 `LaneOpener` is a lane as this process has it, made once; `PushLane` is that lane opened towards one life of one peer.
+`sender_lanes` makes the openers that `core.kv_transports` declares.
 Two-sided lanes are the transport's (`Transport.open_lane`). Whether a write is allowed is not asked here: `push` calls
 `write` only while a transfer is granted and not given up, and answers for the window.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
+from baton.core.kv_transports import load, one_sided_lanes
+from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.span import Span
 from baton.proto import kv_pb2
+
+if TYPE_CHECKING:
+    from baton.kvcache.pool import KVPool  # the landing process imports this module, and no torch
 
 
 class LaneRefused(Exception):
@@ -117,3 +124,51 @@ class LaneOpener(Protocol):
             LaneRefused: and why.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSide:
+    """What the lanes of a prefill rank are made of.
+
+    Attributes:
+        pool: this rank's.
+        io: the same, if it is in host memory.
+        epoch: of this life.
+        host_id: of this host.
+    """
+
+    pool: "KVPool"
+    io: PoolIO | None
+    epoch: int
+    host_id: str
+
+
+@dataclass(slots=True)
+class NoLane:
+    """The opener of a lane that this process cannot use."""
+
+    name: str
+    problem: str
+
+    def open(self, offer: kv_pb2.LaneOffer, epoch: int, host_id: str) -> PushLane:
+        """Refused.
+
+        Raises:
+            LaneRefused: always.
+        """
+        raise LaneRefused(self.problem)
+
+
+def sender_lanes(transport: str, side: SenderSide) -> list[LaneOpener]:
+    """An opener for each one-sided lane that a worker may use which was told this transport.
+
+    What a lane needs is imported only where its pools are: Triton comes with one, which CPUs have no use for.
+    """
+    memory = "host" if side.pool.device.type == "cpu" else "GPU"
+    openers: list[LaneOpener] = []
+    for declared in one_sided_lanes(transport):
+        if declared.memory in ("", memory):
+            openers.append(load(declared.sender)(side))
+        else:
+            openers.append(NoLane(declared.lane, f"the pool is not in {declared.memory} memory"))
+    return openers

@@ -7,9 +7,9 @@ protocol is returned as actions.
 from collections.abc import Iterator
 
 from baton.core.clock import Clock
+from baton.core.kv_transports import RAW, is_one_sided
 from baton.core.request import AttemptKey
 from baton.kvtransfer.lane_choice import LaneChooser
-from baton.kvtransfer.lanes import RAW, is_one_sided
 from baton.kvtransfer.push_actions import Denied, GrantInfo, OpenLane, PushAction, PushFailed
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.push_route import Route

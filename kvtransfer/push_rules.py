@@ -6,11 +6,11 @@ Who calls them decides which rule applies.
 from collections.abc import Iterable
 
 from baton.core.config import KVTransferConfig
+from baton.core.kv_transports import INLINE, is_one_sided
 from baton.core.request import AttemptKey
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.coverage import Gap
 from baton.kvtransfer.frame import FRAME_OVERHEAD_BYTES, FrameShape
-from baton.kvtransfer.lanes import INLINE, is_one_sided
 from baton.kvtransfer.proof import KvProofs
 from baton.kvtransfer.push_actions import (
     Acked,

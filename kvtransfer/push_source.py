@@ -10,9 +10,9 @@ from typing import Protocol
 
 from baton.core.clock import Clock
 from baton.core.config import KVTransferConfig
+from baton.core.kv_transports import is_one_sided
 from baton.kvcache.layout import KVLayout, PayloadKind
 from baton.kvtransfer.frame import FrameShape, crc_of
-from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.push_lane import LaneFailed, Written
 from baton.kvtransfer.push_route import Frame, KeptBytes, Route
 from baton.kvtransfer.span import Span

@@ -7,9 +7,9 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from baton.core.kv_transports import is_one_sided
 from baton.core.request import AttemptKey
 from baton.kvtransfer.coverage import Coverage, Gap
-from baton.kvtransfer.lanes import is_one_sided
 from baton.kvtransfer.last_sign import LastSign
 from baton.kvtransfer.push_actions import DecodePeer, GrantInfo
 from baton.kvtransfer.window import Window

@@ -11,7 +11,6 @@ import struct
 
 from baton.core.config import KVTransferConfig
 
-RAW = "raw"
 MAGIC = b"KVR1"
 READY = b"KVR1 ok\n"
 TOKEN_BYTES = 16

@@ -15,7 +15,8 @@ import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse, ProtocolError
-from baton.kvtransfer.raw_lane import PREFACE_BYTES, RAW, decode_preface, new_token
+from baton.core.kv_transports import RAW
+from baton.kvtransfer.raw_lane import PREFACE_BYTES, decode_preface, new_token
 from baton.kvtransfer.raw_lane_connection import RawConnection, RawPayload
 from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts
 from baton.proto import kv_pb2

@@ -15,10 +15,10 @@ import numpy as np
 from baton.core.errors import ProtocolError
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
-from baton.kvtransfer.lanes import SHM
+from baton.kvtransfer.landing_lane import ReceiverSide, ServedLane
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.push_lane import LaneFailed, LaneRefused, WrittenAtOnce
-from baton.kvtransfer.shared_region import DIRECTORY, PREFIX, SharedRegion
+from baton.kvtransfer.push_lane import LaneFailed, LaneRefused, SenderSide, WrittenAtOnce
+from baton.kvtransfer.shared_region import DIRECTORY, NONCE_AT, NONCE_BYTES, PREFIX, SharedRegion
 from baton.kvtransfer.span import Span
 from baton.proto import kv_pb2
 
@@ -36,7 +36,7 @@ class ShmLane:
         targets: the decode worker's, of each rank.
     """
 
-    name = SHM
+    name = "shm"
 
     def __init__(self, region: SharedRegion, epoch: int, source: PoolIO, targets: Sequence[PoolIO]) -> None:
         self.num_blocks = targets[0].geometry.num_blocks
@@ -82,21 +82,19 @@ class ShmOpener:
     """The `shm` lane as one prefill rank has it.
 
     Args:
-        source: its pool; None if that is not on the CPU.
+        source: its pool.
         host_id: of this host.
     """
 
-    name = SHM
+    name = "shm"
 
-    def __init__(self, source: PoolIO | None, host_id: str) -> None:
+    def __init__(self, source: PoolIO, host_id: str) -> None:
         self._source = source
         self._host_id = host_id
 
     @property
     def problem(self) -> str:
-        """Only a pool in this host's memory can be copied from."""
-        if self._source is None:
-            return "the pool is not in host memory"
+        """Without the folder there is nothing to map."""
         return "" if DIRECTORY.is_dir() else f"there is no {DIRECTORY}"
 
     def open(self, offer: kv_pb2.LaneOffer, epoch: int, host_id: str) -> ShmLane:
@@ -105,8 +103,6 @@ class ShmOpener:
         Raises:
             LaneRefused: it is not here, not that life's, or its pools are not what the layout says.
         """
-        if self._source is None:
-            raise LaneRefused(self.problem)
         if host_id != self._host_id:
             raise LaneRefused("the peer is on another host")
         layout = self._source.geometry.layout
@@ -123,6 +119,19 @@ class ShmOpener:
         except LaneRefused:
             region.close()
             raise
+
+
+def sender_lane(side: SenderSide) -> ShmOpener:
+    """The lane of a prefill rank whose pool is in host memory."""
+    assert side.io is not None
+    return ShmOpener(side.io, side.host_id)
+
+
+def receiver_lane(side: ReceiverSide) -> ServedLane:
+    """The offer of a decode worker whose pools are in a shared region."""
+    nonce = side.region.nonce.to_bytes(NONCE_BYTES, "little")
+    shm = kv_pb2.ShmOffer(path=str(side.region.path), nonce=nonce, nonce_offset_bytes=NONCE_AT, pools=side.places)
+    return ServedLane(kv_pb2.LaneOffer(lane="shm", shm=shm))
 
 
 def geometries_of(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> list[PoolGeometry]:

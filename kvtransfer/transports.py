@@ -1,18 +1,13 @@
-"""Which transport carries the control channel: gRPC if the operator asks for it, else ZMQ. Lanes are another matter."""
+"""Makes the control channels that `core.kv_transports` declares. Lanes are made by `push_lane` and `landing_lane`."""
 
 from baton.core.config import KVTransferConfig
+from baton.core.kv_transports import CONTROL_CHANNELS, control_channel, load
 from baton.kvtransfer.transport import Transport
 
 
-def control_channel(config: KVTransferConfig) -> str:
-    """The kind: "zmq" or "grpc"."""
-    return "grpc" if config.transport == "grpc" else "zmq"
-
-
 def bind_address(kind: str, host: str, port: int = 0) -> str:
-    """Where a transport of that kind is to listen; port 0 takes a free one."""
-    scheme = "grpc" if kind == "grpc" else "tcp"
-    return f"{scheme}://{host}:{port}"
+    """Where a control channel of that name is to listen; port 0 takes a free one."""
+    return f"{CONTROL_CHANNELS[kind].scheme}://{host}:{port}"
 
 
 def connecting_transport(config: KVTransferConfig) -> Transport:
@@ -21,11 +16,16 @@ def connecting_transport(config: KVTransferConfig) -> Transport:
     Raises:
         ConfigInvalid: keys or certificates cannot be used.
     """
-    return _make(control_channel(config), None, config)
+    return _make(control_channel(config.transport).name, None, config)
 
 
 def listening_transport(kind: str, bind: str, config: KVTransferConfig) -> Transport:
     """The side where landings are.
+
+    Args:
+        kind: name of the control channel.
+        bind: see `bind_address`.
+        config: of the worker.
 
     Raises:
         PortInUse: the address cannot be bound.
@@ -35,12 +35,6 @@ def listening_transport(kind: str, bind: str, config: KVTransferConfig) -> Trans
 
 
 def _make(kind: str, bind: str | None, config: KVTransferConfig) -> Transport:
-    # Only one of the two libraries is wanted, and gRPC takes its time.
-    if kind == "grpc":
-        from baton.kvtransfer.over_grpc import GrpcTransport
-
-        return GrpcTransport(bind, config)
-    assert kind == "zmq", kind
-    from baton.kvtransfer.over_zmq import ZmqTransport
-
-    return ZmqTransport(bind, config)
+    # Only one of the libraries is wanted, and gRPC takes its time.
+    transport: Transport = load(CONTROL_CHANNELS[kind].made_by)(bind, config)
+    return transport

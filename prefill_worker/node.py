@@ -17,12 +17,8 @@ from baton.core.logs import know
 from baton.core.telemetry import Telemetry
 from baton.engine.lead import FollowRunner, LeadRunner
 from baton.engine.runner import Runner
-from baton.kvcache.pool import KVPool
-from baton.kvtransfer.evidence import host_id
-from baton.kvtransfer.lanes import NIXL
 from baton.kvtransfer.life_file import sweep_lives
 from baton.kvtransfer.push import PushService
-from baton.kvtransfer.push_lane import LaneOpener
 from baton.kvtransfer.transports import connecting_transport
 from baton.prefill_worker.gang import GangPush, PrefillFollower
 from baton.prefill_worker.gang_messages import prefill_codec
@@ -212,18 +208,4 @@ def _push(config: WorkerConfig, loaded: LoadedWorker, epoch: int) -> PushService
         transport=connecting_transport(config.transfer),
         config=config.transfer,
         clock=MonotonicClock(),
-        openers=_openers(loaded.pool, config.transfer.transport, epoch),
     )
-
-
-def _openers(pool: KVPool, transport: str, epoch: int) -> list[LaneOpener]:
-    """One-sided lanes beside shm; what each needs is imported only where it is used."""
-    if pool.device.type == "cuda":
-        from baton.kvtransfer.nvlink_lane import NvlinkOpener  # with it comes Triton, which CPUs have no use for
-
-        return [NvlinkOpener(pool, host_id())]
-    if transport == NIXL:
-        from baton.kvtransfer.nixl_lane import nixl_openers
-
-        return nixl_openers(transport, epoch, pool)
-    return []

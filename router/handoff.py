@@ -6,12 +6,11 @@ the prefill worker writes the pool itself needs none. Which lane a pair takes is
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from baton.core.errors import HandoffTooLong
+from baton.core.kv_transports import is_one_sided
 from baton.router.members import Life, Member
 
-DIRECT: Final = frozenset(("nvlink", "shm", "nixl"))  # lanes on which the prefill worker writes the pool
 Lives = tuple[Life, Life]
 
 
@@ -21,7 +20,7 @@ class TooLong:
 
     Attributes:
         surely: they report so, or have refused it.
-        perhaps: they do if the lane that they have not used yet is not a direct one.
+        perhaps: they do if the lane that they have not used yet is not one-sided.
     """
 
     surely: set[Lives] = field(default_factory=set)
@@ -39,7 +38,7 @@ def too_long(prefill: Sequence[Member], decode: Sequence[Member], prompt_len: in
             continue
         for sender in prefill:
             lane = _lane(sender, receiver)
-            if lane not in DIRECT:
+            if not is_one_sided(lane):
                 (found.surely if lane else found.perhaps).add((sender.life, receiver.life))
     return found
 

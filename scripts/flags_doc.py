@@ -1,31 +1,44 @@
-"""Write docs/flags.md, the table of `baton serve`'s flags, from the declarations in `core/config.py`.
+"""Write the tables of docs/flags.md and docs/transports.md from the declarations that they are about.
 
-python scripts/flags_doc.py            # ends with 1 if the file is not what the declarations say
-python scripts/flags_doc.py --write    # makes it so; after each change of a key
+python scripts/flags_doc.py            # ends with 1 if a file is not what the declarations say
+python scripts/flags_doc.py --write    # makes it so; after each change of a key or a transport
 """
 
 import argparse
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from baton.core.config import ServeConfig
 from baton.core.config_key import ConfigKey, keys_of
+from baton.core.kv_transports import KV_TRANSPORTS, KVTransport, control_channel, lane_order
 
-PATH = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
-HEAD = """# Flags of `baton serve`
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+FLAGS_HEAD = """# Flags of `baton serve`
 <!-- scripts/flags_doc.py writes this file from core/config.py -->
 
 Each is also a key of the YAML file that `--config` names, with `_` for `-`; flags override the file. A flag that is on
 or off is turned off by `--no-` before its name. The last column is vLLM's flag (or variable) of the same meaning; its
 values may differ.
 """
+TRANSPORTS_HEAD = """# KV transports
+<!-- scripts/flags_doc.py writes this file from core/kv_transports.py -->
+
+`--transport` names how KV travels from a prefill worker P to a decode worker D. `auto` takes the best that each pair of
+workers proves: {auto}. `baton doctor` says which of them a machine has,
+`baton doctor --address` which lane each pair uses and why no better one. A control channel carries the messages beside
+the payloads: gRPC for `grpc`, ZMQ for all others. [hand-off.md](hand-off.md) says how the two agree;
+[CONTRIBUTING.md](../CONTRIBUTING.md#adding-a-transport) how another is added.
+
+| `--transport` | Lane | How payloads travel | Who writes D's pool | Pools in | Encrypted by |
+|---|---|---|---|---|---|
+"""
 
 
-def document() -> str:
-    """The file's text: a table for each panel of the help, a line for each key."""
-    parts = [HEAD]
+def flags() -> str:
+    """A table for each panel of the help, a line for each key."""
+    parts = [FLAGS_HEAD]
     for panel, keys in itertools.groupby(keys_of(ServeConfig).values(), key=lambda key: key.panel):
         parts.append(f"\n## {panel}\n| Flag | Default | Meaning | vLLM |\n|---|---|---|---|\n")
         parts += map(_line, keys)
@@ -40,18 +53,44 @@ def _line(key: ConfigKey) -> str:
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |\n"
 
 
+def transports() -> str:
+    """A line for each transport, and how another is added."""
+    lanes = {declared.lane: name for name, declared in reversed(KV_TRANSPORTS.items()) if declared.is_auto}
+    auto = ", ".join(f"`{lanes[lane]}`" for lane in lane_order("auto"))
+    lines = (_transport(name, declared) for name, declared in KV_TRANSPORTS.items())
+    return TRANSPORTS_HEAD.format(auto=auto) + "".join(lines)
+
+
+def _transport(name: str, declared: KVTransport) -> str:
+    keys = {"curve": "`--kv-curve-key-file`", "tls": "`--kv-tls-*`, `--tls-*`"}[control_channel(name).encrypted_by]
+    if declared.is_clear:
+        keys = "nothing"
+    elif declared.is_same_host:
+        keys = "nothing: it stays on its host"
+    elif declared.lane != lane_order(name)[-1]:
+        keys += ", with which it goes as `zmq`"
+    writer = "P" if declared.is_one_sided else "D"
+    cells = (f"`{name}`", f"`{declared.lane}`", declared.text, writer, declared.memory or "any", keys)
+    return "| " + " | ".join(cells) + " |\n"
+
+
+DOCUMENTS: Mapping[str, Callable[[], str]] = {"flags.md": flags, "transports.md": transports}
+
+
 def main(arguments: Sequence[str]) -> int:
-    """The script; 1 if the file is stale and stays so."""
+    """The script; 1 if a file is stale and stays so."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the file")
+    parser.add_argument("--write", action="store_true", help="write the files")
     options = parser.parse_args(arguments)
-    text = document()
-    if options.write:
-        PATH.write_text(text, encoding="utf-8")
-    elif not PATH.is_file() or PATH.read_text(encoding="utf-8") != text:
-        print("docs/flags.md is stale: run python scripts/flags_doc.py --write", file=sys.stderr)
-        return 1
-    return 0
+    is_stale = False
+    for name, document in DOCUMENTS.items():
+        path, text = DOCS / name, document()
+        if options.write:
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            print(f"docs/{name} is stale: run python scripts/flags_doc.py --write", file=sys.stderr)
+            is_stale = True
+    return int(is_stale)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,10 @@ The decode side grants the blocks that the harness expects, polls as a decode lo
 When the last byte was there is what its landing says: the moment at which the completion word was set.
 """
 
-import os
 import secrets
 import threading
 import time
 from collections import deque
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,10 +15,10 @@ import torch
 from baton.bench.kv_faults import FaultyTransport
 from baton.bench.kv_memory import Blocks
 from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone, SystemFailed
-from baton.bench.kv_systems.nixl_tcp import UCX_OPTIONS
 from baton.bench.kv_workloads import POOL_BLOCKS, Workload
 from baton.core.clock import MonotonicClock
-from baton.core.config import KVTransferConfig, TransportName
+from baton.core.config import KVTransferConfig
+from baton.core.kv_transports import RAW, control_channel, one_sided_lanes
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
@@ -37,20 +35,9 @@ from baton.kvtransfer.landing import (
     landing_region,
 )
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
-from baton.kvtransfer.lanes import RAW
-from baton.kvtransfer.nixl_lane import nixl_openers
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushEvent, PushFailed, PushService
-from baton.kvtransfer.transports import bind_address, connecting_transport, control_channel
+from baton.kvtransfer.transports import bind_address, connecting_transport
 from baton.proto import kv_pb2
-
-# The policy of the prefill side, and the lanes that the decode side serves beside those of its transport.
-_WAYS: dict[str, tuple[TransportName, tuple[str, ...]]] = {
-    "shm": ("shm", ("shm",)),
-    "zmq": ("zmq", ()),
-    "zmq-inline": ("zmq", ()),
-    "grpc": ("grpc", ()),
-    "nixl": ("nixl", ("nixl",)),
-}
 
 
 def layout_of(workload: Workload) -> KVLayout:
@@ -67,8 +54,7 @@ def layout_of(workload: Workload) -> KVLayout:
 
 def config_of(cell: Cell) -> KVTransferConfig:
     """What workers would be started with."""
-    config = KVTransferConfig(transport=_WAYS[cell.system][0], digest=bool(cell.digest))
-    return replace(config, raw_streams=0) if cell.system == "zmq-inline" else config
+    return KVTransferConfig(transport=cell.system, digest=bool(cell.digest))
 
 
 def blocks_of(memory: np.ndarray[tuple[int], np.dtype[np.uint8]], workload: Workload) -> Blocks:
@@ -88,9 +74,8 @@ class OwnReceiver:
         self._granted: AttemptKey | None = None
         self._woken = threading.Event()
         config, layout = config_of(cell), layout_of(cell.workload)
-        kind, lanes = control_channel(config), _WAYS[cell.system][1]
-        if cell.system == "nixl":
-            os.environ.update(UCX_OPTIONS)  # the landing process inherits them
+        kind = control_channel(config.transport).name
+        lanes = tuple(declared.lane for declared in one_sided_lanes(config.transport))
         setup = LandingSetup(
             epoch=secrets.randbits(63) | 1,
             layout=layout,
@@ -153,8 +138,6 @@ class OwnSender:
         pool = KVPool(layout, POOL_BLOCKS, torch.device("cpu"))
         self.blocks = blocks_of(pool.bytes_view, cell.workload)
         config, epoch = config_of(cell), secrets.randbits(63) | 1
-        if cell.system == "nixl":
-            os.environ.update(UCX_OPTIONS)
         transport = connecting_transport(config)
         self._transport = transport
         self._faulty = FaultyTransport(transport, cell.faults, cell.seed) if cell.faults else None
@@ -165,7 +148,6 @@ class OwnSender:
             transport=self._faulty or transport,
             config=config,
             clock=MonotonicClock(),
-            openers=nixl_openers(config.transport, epoch, pool),
         )
         self._push.wakeup = self._woken.set
         self._peer: DecodePeer

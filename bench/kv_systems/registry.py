@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.bench.kv_systems.faces import Cell, OnDone, Receiver, Sender
-from baton.kvtransfer.malloc import COPY_ENVIRONMENT
+from baton.bench.kv_systems.nixl_tcp import UCX_OPTIONS
+from baton.core.kv_transports import KV_TRANSPORTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +68,19 @@ _PEERS = (
         needs="mooncake",
     ),
 )
+_ENVIRONMENTS = {"nixl": UCX_OPTIONS}  # on this host alone: the landing process inherits it
 _OWN = tuple(
     System(
         name=name,
         module="own",
         receiver="OwnReceiver",
         sender="OwnSender",
-        needs="nixl" if name == "nixl" else "numpy",
+        needs=declared.package or "numpy",
         digests=(False, True),
         takes_faults=True,
-        environment=COPY_ENVIRONMENT if name == "shm" else {},
+        environment={**declared.sender_environment, **_ENVIRONMENTS.get(name, {})},
     )
-    for name in ("shm", "zmq", "zmq-inline", "grpc", "nixl")
+    for name, declared in KV_TRANSPORTS.items()
+    if declared.memory != "GPU"  # its pools are in host memory
 )
 SYSTEMS = {system.name: system for system in (*_OWN, *_PEERS)}

@@ -17,6 +17,7 @@ from baton.bench.kv_workloads import POOL_BLOCKS, WORKLOADS, Workload
 from baton.bench.plot import require_plot
 from baton.bench.processes import parse_summary, tree_cpu_s
 from baton.core.errors import ConfigInvalid, PackageMissing
+from baton.core.kv_transports import KV_TRANSPORTS
 
 SMALL = Workload(name="small", num_blocks=5, num_layers=3, num_kv_heads=1, head_dim=8)
 QUICK = kv_cell.Effort(warm_requests=1, burst_s=0.0, burst_requests=3, paced_s=0.0, paced_requests=2)
@@ -145,7 +146,7 @@ def test_promises_compare_rows_of_one_run():
         row_of("shm", "a", 4.0, digest=True, exposed_p50_ms=1.2),
         row_of("shm", "a", 9.0, digest=False, gil_load="inside"),
         row_of("shm", "a", 9.2, digest=False, gil_load="outside"),
-        row_of("zmq", "b", 1.0, digest=False),
+        row_of("tcp", "b", 1.0, digest=False),
         row_of("nixl-tcp", "b", 1.0),
     ]
     found = {check["name"]: check for check in checks(rows)}
@@ -154,8 +155,8 @@ def test_promises_compare_rows_of_one_run():
     assert found["shm on a: busy thread inside to outside"]["holds"]
     assert found["shm exposed p50 ms on a"]["at_most"] == pytest.approx(1.1)
     assert not found["shm +digest exposed p50 ms on a"]["holds"]
-    assert not found["zmq to nixl-tcp on b"]["holds"]
-    assert "zmq to mooncake-tcp on b" not in found
+    assert not found["tcp to nixl-tcp on b"]["holds"]
+    assert "tcp to mooncake-tcp on b" not in found
 
 
 @pytest.mark.fast
@@ -195,14 +196,14 @@ def test_a_real_cell_moves_checked_bytes(system):
     assert all(exposed_ms > 0 for exposed_ms in sample.exposed_ms)
 
 
-LANES = {"shm": "shm", "zmq": "raw"}
-SLOW_LANES = {"zmq-inline": "inline", "grpc": "inline"}
+def own_cells():
+    """(transport, lane) of all that can run here."""
+    for name, declared in KV_TRANSPORTS.items():
+        if declared.memory != "GPU" and not declared.problem:
+            yield pytest.param(name, declared.lane, marks=[] if name in ("shm", "tcp") else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize(
-    ("system", "lane"),
-    [*LANES.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW_LANES.items())],
-)
+@pytest.mark.parametrize(("system", "lane"), list(own_cells()))
 def test_a_real_cell_of_our_own_hands_over_checked_bytes(system, lane):
     sample = kv_cell.measure(Cell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.001), QUICK)
     assert sample.gbps > 0
@@ -212,7 +213,7 @@ def test_a_real_cell_of_our_own_hands_over_checked_bytes(system, lane):
     assert all(0 < exposed_ms < 1000 for exposed_ms in sample.exposed_ms)
 
 
-@pytest.mark.parametrize("system", ["zmq", pytest.param("shm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("system", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
 def test_faults_cost_time_and_no_byte(system):
     faults = {"drop": 0.1, "corrupt": 0.1}
     cell = Cell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.0, faults=faults)

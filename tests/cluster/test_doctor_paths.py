@@ -1,6 +1,8 @@
 """The matrix of KV paths that `baton doctor --address` shows, from what workers report."""
 
+import importlib.util
 import json
+import os
 import sys
 
 import pytest
@@ -78,8 +80,13 @@ def test_a_deployment_that_does_not_answer_is_refused(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["error"] == "StartupError"
 
 
-def test_lanes_of_this_machine_are_named(tmp_path):
-    finding = doctor.check_lanes(tmp_path)
+def test_transports_of_this_machine_are_named(monkeypatch):
+    finding = doctor.check_transports()
     assert finding.level == "ok"
-    assert "raw, inline" in finding.detail
-    assert "not writable" in doctor.check_lanes(tmp_path / "none").detail
+    assert "tcp, zmq, grpc" in finding.detail
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    usable, _, absent = doctor.check_transports().detail.partition(" (")
+    assert "shm: /dev/shm is not writable" in absent
+    assert "nixl: install baton-pd[nixl]" in absent
+    assert not {"shm", "nixl"} & set(usable.split(", "))

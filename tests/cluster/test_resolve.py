@@ -9,12 +9,14 @@ from baton.cluster.router_process import router_command
 from baton.core.config import ServeConfig
 from baton.core.config_key import keys_of
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing
+from baton.core.kv_transports import TRANSPORT_NAMES, control_channel
 from baton.core.numerics import Numerics
 from baton.core.telemetry import TelemetryConfig
 from baton.core.tls_files import TlsFiles
 from baton.router.__main__ import parse
 
 pytestmark = pytest.mark.fast
+ENCRYPTED_BY_CURVE = [name for name in TRANSPORT_NAMES if control_channel(name).encrypted_by == "curve"]
 
 
 @pytest.fixture
@@ -238,7 +240,7 @@ def test_kv_is_encrypted_where_all_else_is(values, files):
     assert resolve.kv_tls(ServeConfig.from_mapping(values)) == files
 
 
-@pytest.mark.parametrize("transport", ["auto", "zmq", "shm", "nvlink", "nixl"])
+@pytest.mark.parametrize("transport", ENCRYPTED_BY_CURVE)
 @pytest.mark.parametrize("with_tls", [False, True])
 @pytest.mark.parametrize("name", ["cert_file", "ca_file", "server_name"])
 def test_certificates_for_kv_that_its_transport_does_not_take_are_refused(transport, with_tls, name):
@@ -255,7 +257,7 @@ def test_a_curve_key_is_refused_where_kv_goes_over_grpc(with_tls):
         resolve.kv_tls(ServeConfig.from_mapping(values))
 
 
-@pytest.mark.parametrize("transport", ["auto", "zmq", "shm", "nvlink", "nixl"])
+@pytest.mark.parametrize("transport", ENCRYPTED_BY_CURVE)
 def test_kv_in_clear_beside_certificates_is_refused(transport):
     key = {"kv_curve_key_file": "key"} if transport == "nixl" else {}  # which encrypts what nixl does not carry
     config = ServeConfig.from_mapping({"transport": transport} | key | CERTIFICATES)

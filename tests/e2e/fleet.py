@@ -31,7 +31,7 @@ ORDER_S = 10.0
 CLOSE_S = 20.0
 PACE_S = 0.02
 ALIVE_S = 3.0  # longer than the default, as the machine may be busy
-TRANSFER = {"transport": "zmq", "raw_streams": 0}  # all of a hand-off in one connection, through the proxy
+TRANSFER = {"transport": "zmq"}  # all of a hand-off in one connection, through the proxy
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 # Which state says more, where a request is at two workers.
 ORDER = (

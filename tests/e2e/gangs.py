@@ -129,7 +129,7 @@ class GangTopology:
     ):
         self._processes = processes
         self._lane = lane
-        transfer = KVTransferConfig(transport="shm" if lane == "shm" else "zmq", raw_streams=int(lane == "raw"))
+        transfer = KVTransferConfig(transport={"shm": "shm", "raw": "tcp", "inline": "zmq"}[lane])
         shared = {"path": path, "dtype": dtype, "numerics": numerics, "transfer": transfer}
         self._taken = processes.take(tp_prefill + tp_decode)
         self.epochs = {}

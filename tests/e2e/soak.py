@@ -72,7 +72,6 @@ class Soak:
         injector: of faults by message.
         transport: policy for lanes, or "loopback".
         has_process: the landing has one of its own.
-        is_raw: decode workers offer the raw lane.
         prefix_cache: of prefill workers.
         strikes: what hunts may do; none: faults strike by message alone.
         hunt_every: requests that end between two hunts.
@@ -84,9 +83,8 @@ class Soak:
         tokenizer,
         injector,
         *,
-        transport="zmq",
+        transport="tcp",
         has_process=False,
-        is_raw=True,
         prefix_cache=True,
         strikes=ORDERS,
         hunt_every=15,
@@ -94,11 +92,11 @@ class Soak:
     ):
         self.tokenizer, self.injector = tokenizer, injector
         self.model = ToyModel(config=CONFIG)
-        self.has_process, self.is_raw, self.prefix_cache = has_process, is_raw and transport == "zmq", prefix_cache
+        self.has_process, self.is_raw, self.prefix_cache = has_process, transport == "tcp", prefix_cache
         self.hub = LoopbackHub() if transport == "loopback" else None
         times = {"lease_s": LEASE_S, "heartbeat_s": 0.1, "commit_timeout_s": 3.0, "ring_slots": 128}
-        self.transfer = KVTransferConfig(transport=transport, max_landing_deaths=1000, **{**times, **config})
-        self.decode_transfer = replace(self.transfer, raw_streams=1 if self.is_raw else 0)
+        policy = "zmq" if self.hub else transport
+        self.transfer = KVTransferConfig(transport=policy, max_landing_deaths=1000, **{**times, **config})
         self.fatal = []
         self.book = FlipBook()
         self.strikes = Counter()  # (state, fault): attempts that were there when it struck

@@ -25,9 +25,9 @@ from baton.tests.engine.toy_engine import letters_tokenizer
 NUM_REQUESTS = 10_000
 # (name, share of the requests, where)
 CELLS = (
-    ("zmq, raw lane, process", 0.20, {"transport": "zmq", "has_process": True, "prefix_cache": False}),
-    ("zmq, raw lane, thread", 0.15, {"transport": "zmq"}),
-    ("zmq, inline, process", 0.10, {"transport": "zmq", "has_process": True, "is_raw": False}),
+    ("tcp, process", 0.20, {"transport": "tcp", "has_process": True, "prefix_cache": False}),
+    ("tcp, thread", 0.15, {"transport": "tcp"}),
+    ("zmq, process", 0.10, {"transport": "zmq", "has_process": True}),
     ("shm, process", 0.25, {"transport": "shm", "has_process": True}),
     ("grpc, process", 0.15, {"transport": "grpc", "has_process": True, "prefix_cache": False}),
     ("loopback, thread", 0.15, {"transport": "loopback"}),

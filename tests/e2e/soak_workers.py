@@ -4,6 +4,7 @@ import threading
 import time
 
 from baton.core.clock import MonotonicClock
+from baton.core.kv_transports import control_channel
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.runner import Runner
 from baton.engine.sequence import Phase
@@ -12,7 +13,7 @@ from baton.kvcache.pool import KVPool
 from baton.kvtransfer.landing import LandingService, landing_region
 from baton.kvtransfer.landing_setup import LandingSetup, Listen
 from baton.kvtransfer.push import DecodePeer, PushService
-from baton.kvtransfer.transports import bind_address, connecting_transport, control_channel, listening_transport
+from baton.kvtransfer.transports import bind_address, connecting_transport, listening_transport
 from baton.prefill_worker.worker import PrefillWorker
 from baton.tests.e2e.faults import FaultyTransport
 from baton.worker.loading import request_limits
@@ -55,7 +56,8 @@ class Prefill:
         push = {"pool": self.pool, "layout": layout, "epoch": epoch, "config": soak.transfer, "clock": clock}
         self.push = PushService(transport=transport, **push)
         openers = self.push._chooser._openers
-        openers["shm"] = StandingOpener(openers["shm"], self, soak)
+        if "shm" in openers:
+            openers["shm"] = StandingOpener(openers["shm"], self, soak)
         self.worker = PrefillWorker(
             runner=Runner(soak.model, self.pool, max_num_seqs=16, num_draft_tokens=0, open_push=self.push.open_step),
             push=self.push,
@@ -140,7 +142,7 @@ class Decode:
         self.stopped_until_s = 0.0
         layout = soak.model.kv_layout(BLOCK_SIZE)
         clock = MonotonicClock()
-        kind = control_channel(soak.transfer)
+        kind = control_channel(soak.transfer.transport).name
         bind = bind_address(kind, "127.0.0.1")
         if soak.has_process:
             lanes = ("shm",) if soak.transfer.transport == "shm" else ()
@@ -150,7 +152,7 @@ class Decode:
                 num_blocks=NUM_BLOCKS,
                 tp_size=1,
                 listen=Listen(kind, bind, lanes),
-                config=soak.decode_transfer,
+                config=soak.transfer,
             )
             region = landing_region([PoolGeometry(layout, NUM_BLOCKS)], soak.transfer)
             self.pool = KVPool(layout, NUM_BLOCKS, soak.model.device, memory=region.pool(0))
@@ -160,7 +162,7 @@ class Decode:
             if soak.hub is not None:
                 transport = soak.hub.join(f"d{epoch}")
             else:
-                transport = listening_transport(kind, bind, soak.decode_transfer)
+                transport = listening_transport(kind, bind, soak.transfer)
             self.landing = LandingService.on_thread(
                 pool=self.pool, layout=layout, epoch=epoch, transport=transport, config=soak.transfer, clock=clock
             )

@@ -8,6 +8,7 @@ import torch
 from baton.client import BatonClient
 from baton.cluster.deployment import Deployment
 from baton.core.config import ServeConfig
+from baton.core.kv_transports import KV_TRANSPORTS, TRANSPORT_NAMES
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import MAX_TOKENS, local_tokens
 
@@ -21,15 +22,18 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("transport", "lane"),
-    [
-        pytest.param("grpc", "inline", marks=pytest.mark.slow),
-        pytest.param("zmq", "raw", marks=pytest.mark.slow),
-        pytest.param("shm", "shm", marks=pytest.mark.slow),
-        pytest.param("auto", "shm", marks=pytest.mark.slow),
-    ],
-)
+AUTO = next(name for name, declared in KV_TRANSPORTS.items() if declared.is_auto and declared.memory != "GPU")
+
+
+def cells():
+    """(transport, its lane) of all that pools in host memory can use here."""
+    for name in TRANSPORT_NAMES:
+        declared = KV_TRANSPORTS[AUTO if name == "auto" else name]
+        if declared.memory != "GPU" and not declared.problem:
+            yield pytest.param(name, declared.lane, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("transport", "lane"), list(cells()))
 def test_it_carries_requests_to_the_same_tokens(load_tiny, tokenizer, transport, lane):
     requests = requests_for(
         token_prompts(tokenizer, 4), sampled=False, num_drafts=2, max_tokens=MAX_TOKENS, tag=transport

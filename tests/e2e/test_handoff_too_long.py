@@ -3,8 +3,8 @@
 import pytest
 
 from baton.core.errors import HandoffTooLong
+from baton.core.kv_transports import is_one_sided
 from baton.core.sampling import SamplingParams
-from baton.router.handoff import DIRECT
 from baton.router.local_prefill import AUTO, NEVER
 from baton.tests.e2e.served import served
 
@@ -37,6 +37,6 @@ async def test_where_it_may_not_be_the_error_names_the_key(load_tiny, tokenizer)
         assert before.reason
         running.router.members.heartbeat(running._state(running.sides["prefill-0"]))
         (path,) = running.router.members.live("prefill")[0].state.inventory.transfer.paths
-        assert path.lane not in DIRECT
+        assert not is_one_sided(path.lane)
         with pytest.raises(HandoffTooLong, match="kv_staging_mib"):
             await running.ask(GREEDY, PROMPT)

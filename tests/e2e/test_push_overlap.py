@@ -76,13 +76,13 @@ def overlap_of(monkeypatch):
 
 
 @pytest.mark.parametrize("chunk_len", [4096, 48])
-@pytest.mark.parametrize(("lane", "raw_streams"), [("raw", 1), ("inline", 0)])
-def test_a_layer_lands_while_later_ones_compute(lane, raw_streams, chunk_len, load_tiny, tokenizer, overlap_of):
+@pytest.mark.parametrize(("lane", "transport"), [("raw", "tcp"), ("inline", "zmq")])
+def test_a_layer_lands_while_later_ones_compute(lane, transport, chunk_len, load_tiny, tokenizer, overlap_of):
     model = load_tiny()
     prompts = [prompt for prompt in token_prompts(tokenizer, 12) if len(prompt) > 40][:3]
     requests = requests_for(prompts, sampled=False, num_drafts=2, max_tokens=4)
     num_layers, num_steps = model.config.num_layers + 1, sum(-(-len(prompt) // chunk_len) for prompt in prompts)
-    transfer = KVTransferConfig(transport="zmq", raw_streams=raw_streams)
+    transfer = KVTransferConfig(transport=transport)
     options = {"num_drafts": 2, "chunk_len": chunk_len, "prefix_cache": False, "transfer": transfer}
     with Topology(model, tokenizer, **options) as topology:
         overlap = overlap_of(topology)

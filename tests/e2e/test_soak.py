@@ -26,7 +26,7 @@ MOMENTS = (
     "hear abort_ack",
 )
 FREQUENT = {"flip_rate": 0.02, "rate": 0.003, "death_rate": 5e-5}
-IN_SHORT = ("zmq, raw lane, process", "shm, process", "loopback, thread")
+IN_SHORT = ("tcp, process", "shm, process", "loopback, thread")
 
 
 @pytest.mark.parametrize("name", IN_SHORT)

@@ -12,8 +12,6 @@ from baton.core.numerics import Numerics
 from baton.core.tokenizer import Tokenizer
 from baton.engine.runner import Runner
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.evidence import host_id
-from baton.kvtransfer.nvlink_lane import NvlinkOpener
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import PushService
 from baton.model.loader import load_model
@@ -60,14 +58,13 @@ class ModelPrefill:
         chunk_len,
         path=TINY,
         numerics=Numerics.INVARIANT,
-        raw_streams=1,
     ):
         see_first(device_index)
         device = torch.device("cuda")
         tokenizer = Tokenizer.from_directory(path)
         model = load_model(path, dtype=dtype, device=device, numerics=numerics, with_mtp=True)
         pool = KVPool(model.kv_layout(block_size), num_blocks, device)
-        config = KVTransferConfig(transport=transport, raw_streams=raw_streams)
+        config = KVTransferConfig(transport=transport)
         self.fatal = []
         self.push = PushService(
             pool=pool,
@@ -76,7 +73,6 @@ class ModelPrefill:
             transport=ZmqTransport(config=config),
             config=config,
             clock=MonotonicClock(),
-            openers=[NvlinkOpener(pool, host_id())],
         )
         self.worker = PrefillWorker(
             runner=Runner(model, pool, max_num_seqs=16, num_draft_tokens=0, open_push=self.push.open_step),

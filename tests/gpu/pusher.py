@@ -9,8 +9,6 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import PushPart
-from baton.kvtransfer.evidence import host_id
-from baton.kvtransfer.nvlink_lane import NvlinkOpener
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import DecodePeer, PushService
 from baton.proto import kv_pb2
@@ -43,7 +41,6 @@ class Pusher:
             transport=ZmqTransport(config=config),
             config=config,
             clock=MonotonicClock(),
-            openers=[NvlinkOpener(self.pool, host_id())],
         )
         self.push.start()
 

@@ -23,8 +23,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 NUM_PREFILL_BLOCKS = 1024
-# How payloads come: (the prefill worker's transport, its raw connections) by the lane that this is.
-WAYS = {"raw": ("zmq", 1), "inline": ("zmq", 0), "nvlink": ("nvlink", 0)}
+WAYS = {"raw": "tcp", "inline": "zmq", "nvlink": "nvlink"}  # the prefill worker's transport, by the lane that this is
 
 
 def all_requests(prompts, tag, max_tokens):
@@ -56,8 +55,8 @@ def check(tokenizer, path, dtype, numerics, prompts, block_sizes, *, max_tokens=
     config = config_of(path, dtype, numerics, block_sizes[1], **options)
     decode = SpawnedRemote(GangDecode, config, preempt_at)  # both ranks load while the prefill workers do
     arguments = {
-        lane: (0, dtype, transport, NUM_PREFILL_BLOCKS, block_sizes[0], 48, path, numerics, raw_streams)
-        for lane, (transport, raw_streams) in WAYS.items()
+        lane: (0, dtype, transport, NUM_PREFILL_BLOCKS, block_sizes[0], 48, path, numerics)
+        for lane, transport in WAYS.items()
     }
     prefills = {lane: SpawnedRemote(ModelPrefill, *values) for lane, values in arguments.items()}
     try:

@@ -21,7 +21,7 @@ from baton.tests.kvtransfer.landing_worker import Drained, LandingFailed, Sealed
 pytestmark = pytest.mark.gpu
 NUM_BLOCKS = 256
 PREFILL_DEVICE = 1 if torch.cuda.device_count() > 1 else 0
-TRANSPORTS = ("nvlink", "zmq")
+TRANSPORTS = ("nvlink", "tcp")
 SHORT = {"lease_s": 1.0, "heartbeat_s": 0.1}
 
 
@@ -104,7 +104,7 @@ def test_bytes_arrive_whole_in_chunks_of_any_size(pair, transport, digest):
         assert answer() == ("Acked", "")
         both.worker.release(key)
     lane, why = both.lane()
-    assert lane == {"nvlink": "nvlink", "zmq": lane}[transport], why
+    assert lane == {"nvlink": "nvlink", "tcp": lane}[transport], why
     assert lane in ("nvlink", "raw", "inline")
     assert both.worker.blocks.num_free == NUM_BLOCKS
     both.worker.wait_until(lambda: not both.worker.service.inventory()["num_landings"], "end of every landing")

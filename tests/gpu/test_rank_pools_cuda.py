@@ -23,7 +23,7 @@ from baton.tests.kvtransfer.landing_worker import LandingFailed, Sealed
 pytestmark = pytest.mark.gpu
 NUM_BLOCKS = 96
 EXTRA = (LayerLayout(PayloadKind.LATENT, 1, 1, 72), LayerLayout(PayloadKind.STATE, 2, 1, 96))
-TRANSPORTS = ("zmq", "nvlink")
+TRANSPORTS = ("tcp", "nvlink")
 
 
 def layout(block_size=16, **changes):
@@ -154,7 +154,7 @@ def test_every_rank_gets_its_bytes_and_damage_at_any_is_noticed(pair, tp_size, n
             worker.release(key)
     both.damage(tp_size - 1, 3, times=2)
     key = AttemptKey("twice", 0)
-    answer = both.hand_over("zmq", key, 300, 300)
+    answer = both.hand_over("tcp", key, 300, 300)
     assert worker.find(LandingFailed, key).reason == "layer 3 arrived corrupt twice"
     assert answer()[0] == "PushFailed"
     worker.wait_until(lambda: worker.blocks.num_free == NUM_BLOCKS, "every block")
@@ -170,10 +170,10 @@ def check_next_life(both):
     end_s = time.monotonic() + 20.0
     for number in itertools.count():
         key = AttemptKey("after", number)
-        if both.granted("zmq", key, 100):
+        if both.granted("tcp", key, 100):
             break
         assert time.monotonic() < end_s, "no blocks from the next life"
         settle_s = time.monotonic() + 0.3
         worker.wait_until(lambda until_s=settle_s: time.monotonic() > until_s, "pause")
-    assert both.push("zmq", key, 100, 100)() == ("Acked", "")
+    assert both.push("tcp", key, 100, 100)() == ("Acked", "")
     assert both.differing(key, 100) == []

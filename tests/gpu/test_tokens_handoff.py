@@ -70,7 +70,7 @@ class DecodeHost:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("transport", ["nvlink", "zmq"])
+@pytest.mark.parametrize("transport", ["nvlink", "tcp"])
 def test_tokens_do_not_depend_on_the_way(dtype, transport):
     torch.cuda.set_device(0)
     tokenizer = Tokenizer.from_directory(TINY)

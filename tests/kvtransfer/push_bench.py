@@ -14,8 +14,8 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import PushPart
 from baton.kvtransfer.landing import Drained, LandingFailed, ReserveWanted, Sealed
-from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, PushDrained, PushService
+from baton.kvtransfer.transports import connecting_transport
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import D_EPOCH, landing_in_process
 
@@ -25,10 +25,10 @@ CPU = torch.device("cpu")
 class Decode:
     """The loop of a decode worker, as simple as it can be."""
 
-    def __init__(self, layout, num_blocks=40, lanes=("shm",), **config):
+    def __init__(self, layout, num_blocks=40, lanes=("shm",), kind="zmq", **config):
         self.layout = layout
         self.config = KVTransferConfig(**config)
-        self.pool, self.landing = landing_in_process(layout, num_blocks, self.config, lanes=lanes)
+        self.pool, self.landing = landing_in_process(layout, num_blocks, self.config, lanes=lanes, kind=kind)
         self.blocks = BlockAllocator(num_blocks, layout.block_size)
         self.landing.start()
         self.peer = DecodePeer("d0", self.landing.address, D_EPOCH)
@@ -53,7 +53,7 @@ class Decode:
 class Prefill:
     """One prefill rank."""
 
-    def __init__(self, decode, layout=None, rank=0, size=1, epoch=0, num_blocks=40, openers=(), **config):
+    def __init__(self, decode, layout=None, rank=0, size=1, epoch=0, num_blocks=40, openers=None, **config):
         self.decode = decode
         self.layout = layout or decode.layout
         config = KVTransferConfig(**{"transport": "shm", "digest": decode.config.digest, **config})
@@ -63,7 +63,7 @@ class Prefill:
             pool=self.pool,
             layout=self.layout,
             epoch=epoch or secrets.randbits(64),
-            transport=ZmqTransport(config=config),
+            transport=connecting_transport(config),
             config=config,
             clock=MonotonicClock(),
             openers=openers,

@@ -123,7 +123,7 @@ class DecodeNode:
                 self.pool.release(attempt, blocks)
                 del self.tables[attempt]
             else:
-                self.protocol.inherit(Inherited(attempt, d_epoch, p_epoch, tp_size, is_sealed), self.now())
+                self.protocol.inherit(Inherited(attempt, d_epoch, p_epoch, tp_size, lane, is_sealed), self.now())
 
     def now(self):
         return self.world.now_s * (1.0 - self.world.options.skew) + self.epoch

@@ -278,7 +278,7 @@ class StoppingPrefill:
         self._process.stdout.close()
 
 
-@pytest.mark.parametrize("transport", ["zmq", "shm", pytest.param("grpc", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["tcp", "shm", pytest.param("grpc", marks=pytest.mark.slow)])
 def test_a_prefill_process_that_is_stopped_and_returns_after_its_lease_writes_nothing(make_worker, transport):
     """It was in the middle of pushing, and goes on where it was. Where it writes itself, its blocks wait for it."""
     control = "grpc" if transport == "grpc" else "zmq"

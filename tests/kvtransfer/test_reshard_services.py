@@ -24,7 +24,7 @@ from baton.tests.kvtransfer.reshard import Group, layout_of, truth_of
 
 P_EPOCH, D_EPOCH = 11, 22
 LIMIT_S = 20.0
-LANES = {"loopback": "loopback", "inline": "zmq", "raw": "zmq", "shm": "shm"}
+LANES = {"loopback": "zmq", "inline": "zmq", "raw": "tcp", "shm": "shm"}
 
 
 class HandOver:
@@ -33,7 +33,7 @@ class HandOver:
     def __init__(self, lane, source, target, memory=None, **options):
         self.source, self.target = source, target
         self.key = AttemptKey("r", 1)
-        options |= {"raw_streams": int(lane == "raw"), "max_frame_bytes": 2000}
+        options |= {"max_frame_bytes": 2000}
         config = KVTransferConfig(transport=LANES[lane], **options)
         common = {"config": config, "clock": MonotonicClock()}
         hub = LoopbackHub()

@@ -219,9 +219,6 @@ def test_offers_of_other_hosts_lives_and_shapes_are_refused(make_target, tmp_pat
     three.shm.pools.extend(kv_pb2.PoolPlace(num_blocks=12, block_size=4, tp_rank=r, tp_size=3) for r in range(3))
     with pytest.raises(LaneRefused, match="do not divide"):
         opener.open(three, EPOCH, "here")
-    assert "host memory" in ShmOpener(None, "here").problem
-    with pytest.raises(LaneRefused, match="host memory"):
-        ShmOpener(None, "here").open(target.offer, EPOCH, "here")
     assert opener.problem == ""
 
 

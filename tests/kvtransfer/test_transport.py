@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from baton.core.kv_transports import INLINE
 from baton.kvtransfer.frame import HEADER_BYTES, decode_header
-from baton.kvtransfer.lanes import INLINE
 from baton.kvtransfer.transport import deliveries_of
 from baton.tests.kvtransfer.transport_ends import KINDS, PATIENCE_S, SOCKET_KINDS, Ends, Pool, make_header
 

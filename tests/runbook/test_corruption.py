@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def deployment():
-    config = ServeConfig.from_mapping(CONFIG | {"prefill": 1, "transport": "zmq"})
+    config = ServeConfig.from_mapping(CONFIG | {"prefill": 1, "transport": "tcp"})
     shells = {"prefill": flipping_shell, "decode": decode_shell}
     with Deployment(config, parts=Parts(shells=shells)) as running:
         yield running

@@ -26,18 +26,20 @@ ROWS = [
 
 def test_the_docs_are_not_stale(capsys):
     assert flags_doc.main([]) == 0, capsys.readouterr().err
-    assert flags_doc.PATH == ROOT / "docs" / "flags.md"
+    assert flags_doc.DOCS == ROOT / "docs"
 
 
-def test_a_stale_or_missing_file_is_refused_and_written_anew(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(flags_doc, "PATH", tmp_path / "flags.md")
+@pytest.mark.parametrize(("name", "word"), [("flags.md", "50051"), ("transports.md", "CUDA IPC")])
+def test_a_stale_or_missing_file_is_refused_and_written_anew(name, word, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(flags_doc, "DOCS", tmp_path)
     assert flags_doc.main([]) == 1
     assert "flags_doc.py --write" in capsys.readouterr().err
     assert flags_doc.main(["--write"]) == 0
     assert flags_doc.main([]) == 0
-    flags_doc.PATH.write_text(flags_doc.PATH.read_text().replace("50051", "50052"))
+    path = tmp_path / name
+    path.write_text(path.read_text().replace(word, "another"))
     assert flags_doc.main([]) == 1
-    assert "stale" in capsys.readouterr().err
+    assert f"{name} is stale" in capsys.readouterr().err
 
 
 def test_the_docs_show_every_flag_its_default_meaning_and_vllms_name():

@@ -1,0 +1,217 @@
+"""The KV transports: one declaration of each, from which all that names one derives.
+
+From this table come the values of `--transport`, the checks of keys and certificates, the lanes that HELLO names and
+those that a decode worker serves, `baton doctor`, `baton bench kv`, the table in docs/flags.md and the tests that hold
+for every transport. A new one is its own file, a declaration here, and its package's extra if it needs one.
+
+A *lane* is how payloads travel, by its name in the protocol: several transports may use one lane over different control
+channels. On a one-sided lane the prefill worker writes into the decode worker's pool, so only it knows when nothing is
+written any more; on a two-sided one the decode worker writes what arrives. Nothing here imports a library: code is
+named, and loaded where it is used.
+"""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+INLINE: Final = "inline"  # payloads in the messages of the control channel
+RAW: Final = "raw"  # payloads over sockets beside it
+AUTO: Final = "auto"  # the best lane that each pair of workers proves
+
+# For processes that copy KV blocks into other pools, at their start: copies of this size on are written past the cache,
+# as nobody reads them there. glibc does that only for copies of the size of the last-level cache; for 64 KiB blocks at
+# random places it is 1.2 to 1.4 times the rate (`docs/log.md`). Other C libraries and processors ignore it.
+PAST_CACHE_BYTES: Final = 32 << 10
+COPY_ENVIRONMENT: Final = {"GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlChannel:
+    """What carries the messages of a hand-off.
+
+    Attributes:
+        name: as `Listen` has it.
+        scheme: of its addresses.
+        made_by: "module:class", called with the address to listen at, or None, and a `KVTransferConfig`.
+        encrypted_by: which keys of the configuration encrypt it.
+    """
+
+    name: str
+    scheme: str
+    made_by: str
+    encrypted_by: Literal["curve", "tls"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransport:
+    """One value of `--transport`.
+
+    Attributes:
+        name: what an operator types.
+        text: how payloads travel, for the docs.
+        lane: by which they do.
+        order: lanes that a worker takes which was told this transport, best first; empty: its own lane alone.
+        control: name of its control channel.
+        is_auto: whether `auto` may take its lane.
+        is_one_sided: whether the prefill worker writes the pool.
+        is_same_host: whether it, being one-sided, only reaches processes of its host.
+        memory: where pools have to be; empty: anywhere.
+        is_clear: whether payloads are in clear on a wire even where the control channel is encrypted.
+        sender: of a one-sided lane, "module:function" that makes the `LaneOpener` of a `SenderSide`.
+        receiver: of a one-sided lane, "module:function" that makes the `ServedLane` of a `ReceiverSide`. Its module is
+            loaded in the landing process, which imports no torch.
+        package: that both need, beyond Baton's own dependencies; it is the name of an extra, too.
+        problem_here: why this machine cannot have it; empty if it can.
+        sender_environment: of processes whose threads write into the peer's pool.
+    """
+
+    name: str
+    text: str
+    lane: str
+    order: tuple[str, ...] = ()
+    control: str = "zmq"
+    is_auto: bool = False
+    is_one_sided: bool = False
+    is_same_host: bool = False
+    memory: Literal["", "host", "GPU"] = ""
+    is_clear: bool = False
+    sender: str = ""
+    receiver: str = ""
+    package: str = ""
+    problem_here: Callable[[], str] = str
+    sender_environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> str:
+        """Why this machine cannot have it; empty if it can."""
+        if self.package and importlib.util.find_spec(self.package) is None:
+            return f"install baton-pd[{self.package}]"
+        return self.problem_here()
+
+
+def _no_gpu() -> str:
+    return "" if any(Path("/dev").glob("nvidia[0-9]*")) else "no GPU"
+
+
+def _no_shared_memory(directory: str = "/dev/shm") -> str:
+    return "" if os.access(directory, os.W_OK) else f"{directory} is not writable"
+
+
+CONTROL_CHANNELS: Final = {
+    channel.name: channel
+    for channel in (
+        ControlChannel(
+            name="zmq", scheme="tcp", made_by="baton.kvtransfer.over_zmq:ZmqTransport", encrypted_by="curve"
+        ),
+        ControlChannel(
+            name="grpc", scheme="grpc", made_by="baton.kvtransfer.over_grpc:GrpcTransport", encrypted_by="tls"
+        ),
+    )
+}
+
+KV_TRANSPORTS: Final = {
+    transport.name: transport
+    for transport in (  # best first
+        KVTransport(
+            name="nvlink",
+            text="one kernel a layer writes into D's GPU pool through CUDA IPC; GPUs of one host",
+            lane="nvlink",
+            is_auto=True,
+            is_one_sided=True,
+            is_same_host=True,
+            memory="GPU",
+            sender="baton.kvtransfer.nvlink_lane:sender_lane",
+            receiver="baton.kvtransfer.nvlink_offer:receiver_lane",
+            problem_here=_no_gpu,
+        ),
+        KVTransport(
+            name="shm",
+            text="writer threads copy into D's pool in shared memory; CPUs of one host",
+            lane="shm",
+            is_auto=True,
+            is_one_sided=True,
+            is_same_host=True,
+            memory="host",
+            sender="baton.kvtransfer.shm_lane:sender_lane",
+            receiver="baton.kvtransfer.shm_lane:receiver_lane",
+            problem_here=_no_shared_memory,
+            sender_environment=COPY_ENVIRONMENT,
+        ),
+        KVTransport(
+            name="nixl",
+            text="NIXL writes into D's pool over UCX (RDMA or TCP); the extra `baton-pd[nixl]`",
+            lane="nixl",
+            is_one_sided=True,
+            memory="host",
+            is_clear=True,
+            sender="baton.kvtransfer.nixl_lane:sender_lane",
+            receiver="baton.kvtransfer.nixl_pools:receiver_lane",
+            package="nixl",
+        ),
+        KVTransport(
+            name="tcp",
+            text="TCP sockets from pool to pool beside a ZMQ control channel; where they cannot be had, as `zmq`",
+            lane=RAW,
+            order=(RAW, INLINE),
+            is_auto=True,
+        ),
+        KVTransport(name="zmq", text="in ZMQ messages", lane=INLINE, is_auto=True),
+        KVTransport(name="grpc", text="in messages of a gRPC stream (HTTP/2, TLS)", lane=INLINE, control="grpc"),
+    )
+}
+
+_AUTO_ORDER: Final = tuple(transport.lane for transport in KV_TRANSPORTS.values() if transport.is_auto)
+_ONE_SIDED: Final = {transport.lane: transport for transport in KV_TRANSPORTS.values() if transport.is_one_sided}
+
+TRANSPORT_NAMES: Final = (AUTO, *KV_TRANSPORTS)  # what an operator may give
+
+
+def lane_order(transport: str) -> tuple[str, ...]:
+    """Lanes that a worker may take which was told this transport (or "auto"), best first."""
+    if transport == AUTO:
+        return _AUTO_ORDER
+    declared = KV_TRANSPORTS[transport]
+    return declared.order or (declared.lane,)
+
+
+def one_sided_lanes(transport: str) -> tuple[KVTransport, ...]:
+    """The transports of those of them on which the prefill worker writes the pool."""
+    return tuple(one_sided(lane) for lane in lane_order(transport) if is_one_sided(lane))
+
+
+def one_sided(lane: str) -> KVTransport:
+    """The transport of a one-sided lane."""
+    return _ONE_SIDED[lane]
+
+
+def control_channel(transport: str) -> ControlChannel:
+    """What carries the messages beside that transport's payloads."""
+    return CONTROL_CHANNELS["zmq" if transport == AUTO else KV_TRANSPORTS[transport].control]
+
+
+def is_one_sided(lane: str) -> bool:
+    """Whether the sender itself writes the receiver's pool; any text, as peers send it."""
+    return lane in _ONE_SIDED
+
+
+def is_same_host(lane: str) -> bool:
+    """Whether the lane only reaches processes of its host; any text, as peers send it."""
+    return lane in _ONE_SIDED and _ONE_SIDED[lane].is_same_host
+
+
+def sender_environment(transport: str) -> dict[str, str]:
+    """Environment of prefill workers that were told this transport."""
+    environment: dict[str, str] = {}
+    for declared in one_sided_lanes(transport):
+        environment |= declared.sender_environment
+    return environment
+
+
+def load(place: str) -> Any:
+    """What "module:name" names."""
+    module, name = place.split(":")
+    return getattr(importlib.import_module(module), name)
