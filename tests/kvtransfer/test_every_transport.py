@@ -11,6 +11,7 @@ from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid
 from baton.core.kv_transports import (
     CONTROL_CHANNELS,
+    COPY_ENVIRONMENT,
     INLINE,
     KV_TRANSPORTS,
     RAW,
@@ -45,7 +46,7 @@ def test_its_declaration_makes_sense(declared):
     assert declared.control in CONTROL_CHANNELS
     assert bool(declared.sender) == bool(declared.receiver) == declared.is_one_sided
     assert declared.is_one_sided == is_one_sided(declared.lane) == (declared.lane not in (INLINE, RAW))
-    assert declared.is_same_host == is_same_host(declared.lane)
+    assert declared.is_same_host == is_same_host(declared.lane) == ("of one host" in declared.text)
     assert one_sided_lanes(declared.name) == ((declared,) if declared.is_one_sided else ())
     assert declared.is_auto == (declared.lane in lane_order("auto")) or declared.lane == INLINE
     assert not declared.is_clear or declared.is_one_sided, "two-sided lanes keep to what encrypts their channel"
@@ -61,6 +62,8 @@ def test_nothing_else_can_be_named():
             ServeConfig.from_mapping({"transport": lane})
     assert not is_same_host("tin-cans")
     assert control_channel("auto").name == "zmq"
+    assert sender_environment("auto") == COPY_ENVIRONMENT, "it may copy into pools"
+    assert sender_environment("tcp") == {}
 
 
 def test_what_a_landing_process_loads_of_them_is_free_of_torch():

@@ -323,6 +323,13 @@ def test_a_lane_nobody_answers_at_leaves_payloads_inline(tmp_path, caplog):
     ends.close()
 
 
+@pytest.mark.parametrize(("transport", "lanes"), [("tcp", ["raw"]), ("auto", ["raw"]), ("zmq", []), ("shm", [])])
+def test_only_a_worker_that_may_use_raw_sockets_offers_them(transport, lanes, tmp_path):
+    ends = Ends("zmq", tmp_path, transport=transport)
+    assert [offer.lane for offer in ends.d.offers()] == lanes
+    ends.close()
+
+
 def test_encryption_and_the_raw_lane_exclude_each_other(tmp_path, ends):
     curve = Ends("zmq-curve", tmp_path).meet()
     assert curve.d.offers() == []
