@@ -27,8 +27,8 @@ from baton.bench.plain_process import PlainProcess
 from baton.bench.processes import cpu_s
 from baton.bench.result import result, spread
 from baton.core.errors import ConfigInvalid, StepFailed
-from baton.core.metrics import RouterMetrics
 from baton.proto import inference_pb2
+from baton.router.metrics import RouterMetrics
 
 PROMPT_LEN: Final = 32
 TOKEN: Final = 300

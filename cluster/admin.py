@@ -1,5 +1,6 @@
 """Asking a deployment how it is: the Admin service, as plain data."""
 
+from collections import Counter
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ from baton.client.messages import checked_text
 from baton.cluster.access import current_access, open_with
 from baton.core.errors import BatonError, MalformedMessage, StartupError, from_wire
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
+from baton.proto.held import held
 from baton.proto.secure_channel import is_refused_certificate
 
 ERROR_KEY = "baton-error"
@@ -128,13 +130,7 @@ def as_data(message: Message) -> dict[str, Any]:
 
 def held_resources(reply: admin_pb2.InventoryReply) -> dict[str, int]:
     """How much of each countable resource all workers hold; all zero when no request lives."""
-    held = {"blocks": 0, "quarantined_blocks": 0, "landings": 0, "slots": 0, "attends": 0, "requests": 0}
+    total = Counter(held(worker_pb2.Inventory()))
     for worker in reply.workers:
-        inventory = worker.state.inventory
-        held["blocks"] += inventory.num_blocks - inventory.num_blocks_free
-        held["quarantined_blocks"] += inventory.num_blocks_quarantined
-        held["landings"] += inventory.num_landings
-        held["slots"] += inventory.num_slots_in_use
-        held["attends"] += inventory.num_attends
-        held["requests"] += inventory.num_requests_waiting + inventory.num_requests_running
-    return held
+        total.update(held(worker.state.inventory))
+    return dict(total)

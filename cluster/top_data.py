@@ -4,6 +4,7 @@ from typing import Any
 
 from baton.cluster.doctor_paths import paths, paths_data
 from baton.proto import admin_pb2, worker_pb2
+from baton.proto.held import kv_cache_usage
 
 
 def top_data(before: admin_pb2.StatusReply, now: admin_pb2.StatusReply, interval_s: float) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def _worker(worker: admin_pb2.WorkerStatus, before: worker_pb2.WorkerState | Non
         "lives": worker.num_epochs,
         "running": held.num_requests_running,
         "waiting": {item.reason: item.num_requests for item in held.waiting if item.num_requests},
-        "kv_use": 1 - held.num_blocks_free / held.num_blocks if held.num_blocks else 0.0,
+        "kv_use": kv_cache_usage(held),
         "kv_blocks": held.num_blocks,
         "quarantined_blocks": held.num_blocks_quarantined,
         "tokens_per_s": rate("num_emitted_tokens") if state.role == "decode" else None,

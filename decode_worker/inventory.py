@@ -9,8 +9,8 @@ from baton.engine.lead import LeadRunner
 from baton.engine.runner import Runner
 from baton.engine.sequence import Phase, Sequence
 from baton.proto import worker_pb2
-from baton.proto.step_wire import report_to_proto, waiting_to_proto
-from baton.worker.prefill_pace import pace_to_proto
+from baton.proto.step_wire import report_to_proto
+from baton.worker.inventory import engine_inventory
 from baton.worker.transfer_counts import landing_counts
 
 _REASONS: tuple[str, ...] = ("prefill", "blocks", "transfer", "slot", "preempted")
@@ -37,32 +37,30 @@ def decode_inventory(
         num_failed: that did not.
         max_handoff_len: positions that one hand-off by sockets can carry; 0: any.
     """
-    scheduler, allocator, preempted = engine.scheduler, engine.scheduler.allocator, engine.preemptions
+    scheduler, preempted = engine.scheduler, engine.preemptions
     sequences = scheduler.sequences()
     waiting = dict.fromkeys(_REASONS, 0)
     for sequence in sequences:
         reason = _waits_for(sequence, asking)
         if reason:
             waiting[reason] += 1
+    held = engine_inventory(
+        engine,
+        num_requests=len(sequences),
+        num_running=scheduler.count(Phase.RUNNING),
+        waiting=waiting,
+        num_finished=num_finished,
+        num_failed=num_failed,
+    )
     steps = engine.tally.report(runner.meter, runner.meter.computed())
-    held = worker_pb2.Inventory(
-        num_requests_waiting=sum(waiting.values()),
-        waiting=waiting_to_proto(waiting),
-        num_requests_running=scheduler.count(Phase.RUNNING),
-        num_blocks=allocator.num_blocks,
-        num_blocks_free=allocator.num_free,
-        num_blocks_reserved=allocator.num_reserved,
-        num_blocks_quarantined=allocator.num_quarantined,
+    own = worker_pb2.Inventory(
         num_landings=landings["num_landings"],
         num_slots_in_use=scheduler.num_slots_used,
-        num_attends=len(sequences),
         frames_late_dropped=landings["frames_late_dropped"],
         frames_corrupt=landings["frames_corrupt"],
         num_draft_tokens=steps.kept.num_draft_tokens,
         num_accepted_tokens=steps.kept.num_accepted_tokens,
         num_emitted_tokens=steps.kept.num_tokens,
-        num_requests_finished=num_finished,
-        num_requests_failed=num_failed,
         kv_bytes=landings["bytes_landed"],
         num_preemptions=preempted.num_preemptions,
         num_recomputed_tokens=preempted.num_recomputed_tokens,
@@ -70,20 +68,16 @@ def decode_inventory(
         num_restored_blocks=preempted.num_restored_blocks,
         num_host_full=preempted.num_host_full,
         num_host_blocks_used=engine.num_host_blocks_used,
-        transfer=landing_counts(landings, allocator.num_quarantined),
+        transfer=landing_counts(landings, held.num_blocks_quarantined),
         steps=report_to_proto(steps),
         graphs=graph_counts(runner.graphs),
         max_handoff_len=max_handoff_len,
-        num_prefix_tokens=scheduler.num_prefix_tokens,
-        num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
-        num_prefix_hits=scheduler.num_prefix_hits,
-        num_blocks_cached=len(allocator.index),
-        prefill_pace=pace_to_proto(engine.pace),
         num_prefill_tokens_queued=sum(map(_num_queued, sequences)),
         num_local_prefills=engine.num_prompts,
         num_local_prefill_tokens=engine.num_prompt_tokens,
         local_chunk_len=engine.budget.last_len,
     )
+    held.MergeFrom(own)
     return held
 
 

@@ -13,7 +13,6 @@ import torch
 
 from baton.core.build import build_id
 from baton.core.clock import MonotonicClock
-from baton.core.clock_id import clock_id
 from baton.core.config import WorkerConfig
 from baton.core.errors import InvalidRequest
 from baton.core.kv_transports import control_channel, one_sided_lanes
@@ -30,9 +29,9 @@ from baton.kvtransfer.landing_setup import LandingSetup, Listen
 from baton.kvtransfer.shared_region import SharedRegion
 from baton.kvtransfer.transports import bind_address
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.worker.compute_form import compute_report
 from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
 from baton.worker.host import WorkerHost, worker_identity
+from baton.worker.inventory import worker_state
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
 from baton.worker.runner import decode_runner
 from baton.worker.seat import RankStarter, Seat
@@ -70,10 +69,8 @@ class DecodeNode:
         with ExitStack() as undo:  # what has begun when something fails ends with it
             loaded, self._landing = self._load()
             self.config = loaded.applied(self.config)
-            self._chosen = loaded.sizes.why
             undo.callback(self._landing.close)
-            self._layout = loaded.layout
-            self._model = loaded.model
+            self._loaded = loaded
             self.worker = self._make_worker(loaded)
             undo.pop_all()  # the landing is the worker's
             undo.callback(self.worker.close)
@@ -168,33 +165,21 @@ class DecodeNode:
 
     def state(self) -> worker_pb2.WorkerState:
         """What a heartbeat says."""
-        inventory = self.worker.inventory()
-        inventory.compute.CopyFrom(compute_report(self._model, self.config.quantization, self._chosen))
-        return worker_pb2.WorkerState(
-            worker_id=self.config.worker_id,
-            role="decode",
+        state = worker_state(
+            "decode",
+            self.config,
+            self._loaded,
+            self.worker.inventory(),
             epoch=self.epoch,
             address=self.host.address,
-            kv_address=self._landing.address,
-            kv_epoch=self._landing.epoch,
-            model=self.config.model_name,
-            layout_hash=self._layout.hash,
-            max_model_len=self.config.max_model_len,
-            num_draft_tokens=self.config.num_draft_tokens,
-            block_size=self.config.block_size,
-            numerics=self.config.numerics.value,
-            dtype=self.config.dtype,
-            kv_dtype=self._layout.dtype,
-            inventory=inventory,
-            rank_pids=self.rank_pids(),
             build=self._build,
-            clock_id=clock_id(),
-            bundles=True,
-            speculation=self._speculation(),
-            prefix_naming=self.worker.names.naming,
-            max_num_seqs=self.config.max_num_seqs,
-            can_prefill=True,
+            naming=self.worker.names.naming,
+            rank_pids=self.rank_pids(),
         )
+        state.kv_address, state.kv_epoch = self._landing.address, self._landing.epoch
+        state.speculation.CopyFrom(self._speculation())
+        state.can_prefill = True
+        return state
 
     def rank_pids(self) -> list[int]:
         """Process ids, in rank order."""

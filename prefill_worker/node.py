@@ -11,7 +11,6 @@ import torch
 
 from baton.core.build import build_id
 from baton.core.clock import MonotonicClock
-from baton.core.clock_id import clock_id
 from baton.core.config import WorkerConfig
 from baton.core.logs import know
 from baton.core.telemetry import Telemetry
@@ -25,9 +24,9 @@ from baton.prefill_worker.gang_messages import prefill_codec
 from baton.prefill_worker.service import PrefillService
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.worker.compute_form import compute_report
 from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
 from baton.worker.host import WorkerHost, worker_identity
+from baton.worker.inventory import worker_state
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
 from baton.worker.runner import prefill_runner
 from baton.worker.seat import RankStarter, Seat
@@ -63,9 +62,7 @@ class PrefillNode:
         group = None if self._channel is None else self._channel.communicator
         loaded = load_worker(self.config, communicator=group)
         self.config = loaded.applied(self.config)
-        self._chosen = loaded.sizes.why
-        self._layout = loaded.layout
-        self._model = loaded.model
+        self._loaded = loaded
         with ExitStack() as undo:  # what has begun when something fails ends with it
             push = _push(self.config, loaded, self.epoch)
             undo.callback(push.close)
@@ -119,30 +116,19 @@ class PrefillNode:
 
     def state(self) -> worker_pb2.WorkerState:
         """What a heartbeat says."""
-        inventory = self.worker.inventory()
-        inventory.compute.CopyFrom(compute_report(self._model, self.config.quantization, self._chosen))
-        return worker_pb2.WorkerState(
-            worker_id=self.config.worker_id,
-            role="prefill",
+        state = worker_state(
+            "prefill",
+            self.config,
+            self._loaded,
+            self.worker.inventory(),
             epoch=self.epoch,
             address=self.host.address,
-            model=self.config.model_name,
-            layout_hash=self._layout.hash,
-            max_model_len=self.config.max_model_len,
-            num_draft_tokens=self.config.num_draft_tokens,
-            block_size=self.config.block_size,
-            numerics=self.config.numerics.value,
-            dtype=self.config.dtype,
-            kv_dtype=self._layout.dtype,
-            inventory=inventory,
-            rank_pids=self.rank_pids(),
-            prefix_naming=self.worker.names.naming,
-            max_num_seqs=self.config.max_num_seqs,
-            kv_bytes_per_position=self._layout.bytes_per_block / self._layout.block_size,
             build=self._build,
-            clock_id=clock_id(),
-            bundles=True,
+            naming=self.worker.names.naming,
+            rank_pids=self.rank_pids(),
         )
+        state.kv_bytes_per_position = self._loaded.layout.bytes_per_block / self._loaded.layout.block_size
+        return state
 
     def rank_pids(self) -> list[int]:
         """Process ids, in rank order."""

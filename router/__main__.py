@@ -24,13 +24,13 @@ import uvloop
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError
 from baton.core.file_numbers import raise_file_limit
-from baton.core.fleet_metrics import SpanCollector
 from baton.core.logs import configure_logging
 from baton.core.telemetry import Telemetry, TelemetryConfig
 from baton.router import shed_report
 from baton.router.canary import CanaryConfig
 from baton.router.config_flags import add_flags
 from baton.router.flag_values import count, port
+from baton.router.metrics import SpanCollector
 from baton.router.metrics_port import serve_metrics
 from baton.router.migration import MigrationConfig
 from baton.router.openai.chat_template import ChatTemplate

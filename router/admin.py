@@ -10,12 +10,12 @@ import grpc.aio
 
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, InvalidRequest, WorkerLost
-from baton.core.metrics import RouterMetrics
 from baton.proto import admin_pb2, admin_pb2_grpc, wire
 from baton.router.admission import Admission
 from baton.router.channels import Channels
 from baton.router.local_prefill import NEVER
 from baton.router.members import DECODE, MAX_WORKERS, PREFILL, Member, Members
+from baton.router.metrics import RouterMetrics
 from baton.router.migration import Migration
 from baton.router.operations import Operations
 from baton.router.policy import require

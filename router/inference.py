@@ -25,7 +25,6 @@ from baton.core.errors import (
     as_internal,
 )
 from baton.core.grammar_check import MAX_GRAMMAR_BYTES
-from baton.core.metrics import RouterMetrics
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.span import Tracer
 from baton.core.trace_context import INCOMING, from_metadata
@@ -39,6 +38,7 @@ from baton.router.choices import Choices
 from baton.router.gate import Gate
 from baton.router.members import DECODE, PREFILL, Members
 from baton.router.message_limits import check_message, check_num_answers
+from baton.router.metrics import RouterMetrics
 from baton.router.policy import Pair, require
 from baton.router.prompt_end import end_of
 from baton.router.quota import CURRENT

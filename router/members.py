@@ -11,10 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from baton.core.clock import Clock
-from baton.core.distribution import Distribution
 from baton.core.errors import InvalidRequest, Overloaded
-from baton.core.metrics import TransferTotals
-from baton.core.worker_metrics import ComputeTotals, GraphTotals, WorkerTotals
 from baton.proto import worker_pb2
 from baton.proto.step_wire import distribution_from_proto, report_from_proto
 
@@ -154,14 +151,6 @@ class Members:
         """Every worker heard of, by name."""
         return [self._members[worker_id] for worker_id in sorted(self._members)]
 
-    def transfers(self) -> list[TransferTotals]:
-        """What live workers report of the hand-off. Any thread."""
-        return [_transfer_totals(member.state) for member in self.all() if member.alive]
-
-    def totals(self) -> list[WorkerTotals]:
-        """What live workers report of their requests, blocks and steps. Any thread."""
-        return [_worker_totals(member.state) for member in self.all() if member.alive]
-
     @property
     def serving(self) -> bool:
         """Whether a request could be served: a live worker of each role."""
@@ -195,75 +184,7 @@ def _check(state: worker_pb2.WorkerState) -> None:
             raise InvalidRequest(f"a heartbeat without a usable {name}", field=name, worker_id=state.worker_id)
     if state.inventory.HasField("steps"):
         report_from_proto(state.inventory.steps)
-    _times(state.inventory.transfer, "transfer_times")
-    _times(state.inventory.transfer, "exposed_times")
-
-
-def _times(counts: worker_pb2.TransferCounts, name: str) -> Distribution | None:
-    """A histogram that the worker reports, if it does.
-
-    Raises:
-        MalformedMessage: it is none.
-    """
-    return distribution_from_proto(getattr(counts, name)) if counts.HasField(name) else None
-
-
-def _transfer_totals(state: worker_pb2.WorkerState) -> TransferTotals:
-    counts = state.inventory.transfer
-    return TransferTotals(
-        worker=state.worker_id,
-        role=state.role,
-        bytes=counts.bytes,
-        seconds=_times(counts, "transfer_times"),
-        exposed_seconds=_times(counts, "exposed_times"),
-        frames=counts.frames,
-        resent=counts.resent,
-        late_dropped=counts.late_dropped,
-        corrupt=counts.corrupt,
-        quarantined_blocks=counts.quarantined_blocks,
-        fallbacks=counts.fallbacks,
-        credit_stall_seconds=counts.credit_stall_seconds,
-        refused=counts.refused,
-    )
-
-
-def _worker_totals(state: worker_pb2.WorkerState) -> WorkerTotals:
-    held = state.inventory
-    return WorkerTotals(
-        worker=state.worker_id,
-        role=state.role,
-        num_running=held.num_requests_running,
-        num_waiting={item.reason: item.num_requests for item in held.waiting},
-        kv_cache_usage=1 - held.num_blocks_free / held.num_blocks if held.num_blocks else 0.0,
-        steps=report_from_proto(held.steps) if held.HasField("steps") else None,
-        giving_way={
-            "preemptions": held.num_preemptions,
-            "recomputed_tokens": held.num_recomputed_tokens,
-            "offloaded_blocks": held.num_offloaded_blocks,
-            "restored_blocks": held.num_restored_blocks,
-            "host_kv_full": held.num_host_full,
-        }
-        if state.role == "decode"
-        else None,
-        graphs=_graph_totals(held.graphs) if held.HasField("graphs") else None,
-        compute=_compute_totals(held.compute) if held.HasField("compute") else None,
-        grammar_s=held.grammar_seconds,
-    )
-
-
-def _graph_totals(counts: worker_pb2.GraphCounts) -> GraphTotals:
-    return GraphTotals(
-        num_captured=counts.num_captured,
-        num_failed=len(counts.failed),
-        num_steps={"replayed": counts.num_steps_replayed, **counts.num_steps_eager},
-    )
-
-
-def _compute_totals(compute: worker_pb2.Compute) -> ComputeTotals:
-    return ComputeTotals(
-        form=compute.form,
-        quantization=compute.quantization,
-        num_library_refused=compute.num_library_refused,
-        num_untuned=len(compute.untuned),
-        num_kernels={"starting": compute.num_kernels_starting, "serving": compute.num_kernels_serving},
-    )
+    transfer = state.inventory.transfer
+    for name in ("transfer_times", "exposed_times"):
+        if transfer.HasField(name):
+            distribution_from_proto(getattr(transfer, name))

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from baton.core.clock import Clock
 from baton.core.errors import RequestQuarantined
-from baton.core.metrics import RouterMetrics
 from baton.core.request import GenerationRequest
 from baton.router.attendance import Attendance
 from baton.router.canary import CanaryWatch
@@ -14,6 +13,7 @@ from baton.router.drains import Drains
 from baton.router.fingerprint import fingerprint
 from baton.router.local_prefill import LocalPrefill
 from baton.router.members import DECODE, PREFILL, Members
+from baton.router.metrics import RouterMetrics
 from baton.router.presence import Presence
 from baton.router.suspicion import HOLD_S, NUM_DEATHS, Blamed, Suspicion
 

@@ -17,9 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from baton.core.clock import Clock, MonotonicClock
 from baton.core.errors import as_internal
 from baton.core.file_numbers import share_of_clients
-from baton.core.fleet_metrics import FleetCollector
 from baton.core.inside import DeploymentSecret
-from baton.core.metrics import RouterMetrics
 from baton.core.request import GenerationRequest
 from baton.core.span import Tracer
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -34,7 +32,6 @@ from baton.router.canary import CanaryConfig, CanaryWatch
 from baton.router.canary_metrics import CanaryCollector
 from baton.router.channels import Channels
 from baton.router.fair_queue import QueueLimits
-from baton.router.fleet import fleet_totals
 from baton.router.gate import Gate
 from baton.router.inference import InferenceService
 from baton.router.least_cost import LeastCost
@@ -43,6 +40,7 @@ from baton.router.local_metrics import LocalPrefillCollector
 from baton.router.local_prefill import ALWAYS, NEVER, LocalPrefill
 from baton.router.members import ALIVE_S, DECODE, PREFILL, Life, Members
 from baton.router.membership import MembershipService
+from baton.router.metrics import RouterMetrics
 from baton.router.migration import Migration, MigrationConfig
 from baton.router.openai.app import make_app
 from baton.router.openai.body_reader import BodyReader
@@ -62,6 +60,7 @@ from baton.router.settling import Settling
 from baton.router.shutdown import Shutdown
 from baton.router.speculation import SpeculationWish
 from baton.router.wishes import ScaleWish, Wishes
+from baton.router.worker_metrics import WorkerCollector
 
 SERVICES: Final = {
     name: service.full_name
@@ -121,9 +120,7 @@ class RouterServer:
         self._reader: BodyReader | None = None
         self.metrics = RouterMetrics()
         self.members = Members(self._clock, config.alive_s)
-        self.metrics.watch_transfers(self.members.transfers)
-        self.metrics.watch_workers(self.members.totals)
-        self.metrics.registry.register(FleetCollector(lambda: fleet_totals(self.members)))
+        self.metrics.registry.register(WorkerCollector(self.members))
         self.refusals = Refusals(self.members)
         self.local = LocalPrefill(config.local_prefill)
         self.metrics.registry.register(LocalPrefillCollector(self.local))

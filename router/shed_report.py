@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 
 from baton.core import errors
-from baton.core.metrics import RouterMetrics
+from baton.router.metrics import RouterMetrics
 
 INTERVAL_S = 10.0
 log = logging.getLogger(__name__)

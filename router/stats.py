@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from baton.core.clock import Clock
-from baton.core.metrics import RouterMetrics
 from baton.core.waterfall import RouterTimes
 from baton.proto import inference_pb2
 from baton.router.attempts import Attempts
+from baton.router.metrics import RouterMetrics
 from baton.router.routing import lane_of, path_of
 from baton.router.timing import add_timing
 

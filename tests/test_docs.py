@@ -17,15 +17,15 @@ from baton.cluster.resolve import read_config
 from baton.cluster.runbooks import runbook_names
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid
-from baton.core.fleet_metrics import FleetCollector, SpanCollector
-from baton.core.metrics import RouterMetrics
 from baton.router.admission_metrics import AdmissionCollector
 from baton.router.canary_metrics import CanaryCollector
 from baton.router.local_metrics import LocalPrefillCollector
+from baton.router.metrics import RouterMetrics, SpanCollector
 from baton.router.openai.connection import ConnectionLimits, Connections
 from baton.router.prefix_index import PrefixIndex
 from baton.router.prefix_metrics import PrefixCollector
 from baton.router.security_metrics import SecurityMetrics
+from baton.router.worker_metrics import WorkerCollector
 from baton.runbook.common import command
 
 pytestmark = pytest.mark.fast
@@ -313,14 +313,12 @@ def test_every_module_and_target_that_is_run_exists(page):
 def metrics():
     """Names of all metrics of a router and its workers, without their prefix."""
     router = RouterMetrics()
-    router.watch_transfers(tuple)
-    router.watch_workers(tuple)
     SecurityMetrics(router.registry)
     Connections(ConnectionLimits(max_connections=1), router.registry)
     nothing = SimpleNamespace(counts={}, choices={}, num_waiting=0, num_refused={}, all=tuple)
     others = CollectorRegistry()
     for collector in (
-        FleetCollector(tuple),
+        WorkerCollector(nothing),
         SpanCollector(lambda: 0),
         AdmissionCollector(nothing),
         LocalPrefillCollector(nothing),

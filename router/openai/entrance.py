@@ -6,10 +6,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.core.errors import PermissionDenied, as_internal
-from baton.core.metrics import RouterMetrics
 from baton.proto.roles import ALLOWED, require_roles
 from baton.router.api_keys import Principal
 from baton.router.door import ANYBODY, Door
+from baton.router.metrics import RouterMetrics
 from baton.router.openai.connection import PLACE
 from baton.router.openai.json_response import JsonResponse
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from baton.core.errors import ModelFileDamaged
-from baton.core.metrics import RouterMetrics
 from baton.proto import inference_pb2
 from baton.router.door import Door
 from baton.router.inference import InferenceService
+from baton.router.metrics import RouterMetrics
 from baton.router.openai.chat_template import ChatTemplate
 from baton.router.served_model import ServedModel
 

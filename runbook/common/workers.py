@@ -7,6 +7,7 @@ from baton.cluster import operate
 from baton.cluster.restarts import MAX_STARTS
 from baton.core.errors import StepFailed
 from baton.proto import admin_pb2
+from baton.proto.held import held as held_by
 from baton.runbook.common.canary import Canaries
 from baton.runbook.common.command import positive
 from baton.runbook.common.site import Site
@@ -17,22 +18,12 @@ SETTLE_S = 10.0  # from a stream's end at the router to everything given back: f
 
 def held(worker: admin_pb2.WorkerStatus) -> dict[str, int]:
     """What a worker holds of requests; empty when it holds nothing."""
-    inventory = worker.state.inventory
-    counts = {
-        "blocks": inventory.num_blocks - inventory.num_blocks_free,
-        "quarantined blocks": inventory.num_blocks_quarantined,
-        "landings": inventory.num_landings,
-        "slots": inventory.num_slots_in_use,
-        "attends": inventory.num_attends,
-        "waiting requests": inventory.num_requests_waiting,
-        "running requests": inventory.num_requests_running,
-    }
-    return {name: count for name, count in counts.items() if count}
+    return {name: count for name, count in held_by(worker.state.inventory).items() if count}
 
 
 def format_held(counts: dict[str, int]) -> str:
     """For a person."""
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing"
+    return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()) or "nothing"
 
 
 def add_worker(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from baton.cluster.decode_report import decode_data, format_decode
 from baton.cluster.status import format_status
 from baton.proto import admin_pb2, worker_pb2
 from baton.proto.step_wire import report_to_proto, waiting_to_proto
-from baton.tests.core.test_worker_metrics import report
+from baton.tests.router.test_worker_metrics import report
 
 pytestmark = pytest.mark.fast
 

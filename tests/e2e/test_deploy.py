@@ -9,7 +9,10 @@ from prometheus_client.samples import Sample
 from baton.client import BatonClient
 from baton.cluster.outcome import ExitCode, Output
 from baton.cluster.top import top
-from baton.core.worker_metrics import GraphTotals, WorkerCollector, WorkerTotals
+from baton.core.clock import VirtualClock
+from baton.proto import worker_pb2
+from baton.router.members import Members
+from baton.router.worker_metrics import WorkerCollector
 from baton.tests.deploy.files import expressions
 from baton.tests.deploy.promql import parse
 from baton.tests.e2e.test_metrics import Reader, Running, is_settled, prompt_of, read_all, total
@@ -29,11 +32,14 @@ def running():
 
 def with_graphs():
     """What only a GPU shows."""
-    graphs = GraphTotals(num_captured=3, num_failed=1, num_steps={"replayed": 9, "a size that has no graph": 1})
-    totals = WorkerTotals(
-        worker="d", role="decode", num_running=0, num_waiting={}, kv_cache_usage=0.0, steps=None, graphs=graphs
+    state = worker_pb2.WorkerState(
+        worker_id="d", role="decode", epoch=1, address="a", kv_address="tcp://a", max_model_len=9, block_size=16
     )
-    for family in WorkerCollector(lambda: [totals]).collect():
+    graphs = {"num_captured": 3, "failed": {"a": "b"}, "num_steps_replayed": 9, "num_steps_eager": {"too wide": 1}}
+    state.inventory.graphs.CopyFrom(worker_pb2.GraphCounts(**graphs))
+    members = Members(VirtualClock())
+    members.heartbeat(state)
+    for family in WorkerCollector(members).collect():
         if "graph" in family.name:
             yield from family.samples
 

@@ -3,12 +3,22 @@
 import pytest
 
 from baton.core.clock import VirtualClock
-from baton.core.fleet_metrics import FleetCollector, SpanCollector
 from baton.proto import worker_pb2
-from baton.router.fleet import fleet_totals
 from baton.router.members import Members
+from baton.router.metrics import SpanCollector
+from baton.router.worker_metrics import WORKER_METRICS, WorkerCollector
 
 pytestmark = pytest.mark.fast
+
+
+OF_FLEET = {
+    "worker_up",
+    "worker_heartbeat_age_seconds",
+    "worker_lives",
+    "kv_blocks",
+    "num_requests_held",
+    "num_landings",
+}
 
 
 def state(epoch, **inventory):
@@ -26,11 +36,13 @@ def state(epoch, **inventory):
 
 
 def shown(members):
-    families = FleetCollector(lambda: fleet_totals(members)).collect()
+    """All samples, but for what `test_worker_metrics` is about."""
+    families = WorkerCollector(members).collect()
     return {
         (sample.name.removeprefix("baton_"), sample.labels.get("state", "")): sample.value
         for family in families
         for sample in family.samples
+        if family.name.removeprefix("baton_") in OF_FLEET
     }
 
 
@@ -56,6 +68,10 @@ def test_a_worker_is_up_with_what_it_holds_until_it_is_lost_and_counts_its_lives
     found = shown(members)
     assert found[("worker_up", "")] == 0
     assert ("kv_blocks", "reserved") not in found, "what a lost worker holds is not known"
+    families = {family.name: family.samples for family in WorkerCollector(members).collect()}
+    shown_of_lost = {name.removeprefix("baton_") for name, samples in families.items() if samples}
+    assert shown_of_lost == {metric.name for metric in WORKER_METRICS if metric.is_of_lost}
+    assert shown_of_lost == {"worker_up", "worker_heartbeat_age_seconds", "worker_lives"}
     members.heartbeat(state(2))
     found = shown(members)
     assert (found[("worker_up", "")], found[("worker_lives_total", "")]) == (1, 2)

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from baton.core.metrics import RouterMetrics
+from baton.router.metrics import RouterMetrics
 from baton.router.request_log import log_request
 from baton.router.shed_report import ShedReport
 

@@ -6,10 +6,10 @@ import itertools
 import pytest
 
 from baton.core.clock import VirtualClock
-from baton.core.metrics import RouterMetrics
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
 from baton.router.admission import Admission
 from baton.router.members import Life, Members
+from baton.router.metrics import RouterMetrics
 from baton.router.migration import Migration, MigrationConfig
 from baton.router.speculation import SpeculationWish
 from baton.router.wishes import WAIT_S, ScaleWish, Wishes

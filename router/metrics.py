@@ -1,21 +1,18 @@
-"""The metrics of one process, under their public names; each instance owns its registry, so tests run several.
+"""What the router counts itself, under public names; each instance owns its registry, so tests run several.
 
-Names keep vLLM's meanings under `baton_`. Only what is fed is defined here.
+Names keep vLLM's meanings under `baton_`. What workers report is in `worker_metrics`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from baton.core.distribution import Distribution
-from baton.core.loop_metrics import LoopCounter, LoopHistogram
-from baton.core.worker_metrics import WorkerCollector, WorkerTotals, cumulative
+from baton.router.loop_metrics import LoopCounter, LoopHistogram
 
 TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 ITL_BUCKETS_S: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048)
@@ -79,14 +76,6 @@ class RouterMetrics:
         """Everything in Prometheus' text format."""
         return generate_latest(self._registry).decode("utf-8")
 
-    def watch_transfers(self, read: Callable[[], Iterable["TransferTotals"]]) -> None:
-        """Show what workers report of the hand-off; `read` is called whenever the metrics are, on any thread."""
-        self._registry.register(TransferCollector(read))
-
-    def watch_workers(self, read: Callable[[], Iterable[WorkerTotals]]) -> None:
-        """Show what workers report of themselves, likewise."""
-        self._registry.register(WorkerCollector(read))
-
     @property
     def registry(self) -> CollectorRegistry:
         """For an exporter."""
@@ -103,66 +92,13 @@ class RouterMetrics:
         return Counter(f"baton_{name}", text, labels, registry=self._registry)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferTotals:
-    """What one life of one worker says of the hand-off (proto/worker.proto: TransferCounts)."""
+class SpanCollector(Collector):
+    """Of a router that traces: requests whose spans were lost."""
 
-    worker: str
-    role: str
-    bytes: int
-    seconds: Distribution | None
-    exposed_seconds: Distribution | None
-    frames: int
-    resent: int
-    late_dropped: int
-    corrupt: int
-    quarantined_blocks: int
-    fallbacks: int
-    credit_stall_seconds: float
-    refused: int
-
-
-_COUNTERS: Final = (
-    ("bytes", "KV pushed (prefill) or landed (decode)"),
-    ("frames", "Frames pushed or landed"),
-    ("resent", "Frames pushed again"),
-    ("late_dropped", "Frames that no landing wanted any more"),
-    ("corrupt", "Frames that failed their check"),
-    ("fallbacks", "Times that a worse lane was used than should work"),
-    ("credit_stall_seconds", "Time in which frames were ready and the window was full"),
-    ("refused", "Connections and HELLOs to decode workers without the deployment's secret"),
-)
-_HISTOGRAMS: Final = (
-    ("seconds", "From the first frame to the seal"),
-    ("exposed_seconds", "From the end of the prefill to the seal"),
-)
-
-
-class TransferCollector(Collector):
-    """Turns the reports of all workers into `baton_kv_transfer_*`, by worker and role."""
-
-    def __init__(self, read: Callable[[], Iterable[TransferTotals]]) -> None:
-        self._read = read
+    def __init__(self, num_dropped: Callable[[], int]) -> None:
+        self._num_dropped = num_dropped
 
     def collect(self) -> Iterator[Metric]:
-        """As of the last heartbeats. A worker's counters begin at 0 again with each life."""
-        labels = ("worker", "role")
-        found = tuple(self._read())
-        for name, text in _COUNTERS:
-            counter = CounterMetricFamily(f"baton_kv_transfer_{name}", text, labels=labels)
-            for item in found:
-                counter.add_metric((item.worker, item.role), getattr(item, name))
-            yield counter
-        for name, text in _HISTOGRAMS:
-            histogram = HistogramMetricFamily(f"baton_kv_transfer_{name}", text, labels=labels)
-            for item in found:
-                times: Distribution | None = getattr(item, name)
-                if times is not None:
-                    histogram.add_metric((item.worker, item.role), cumulative(times), times.total)
-            yield histogram
-        gauge = GaugeMetricFamily(
-            "baton_kv_transfer_quarantined_blocks", "Blocks that somebody might still write", labels=labels
-        )
-        for item in found:
-            gauge.add_metric((item.worker, item.role), item.quarantined_blocks)
-        yield gauge
+        """As of now."""
+        text = "Requests whose spans the router lost"
+        yield CounterMetricFamily("baton_traces_dropped", text, value=self._num_dropped())

@@ -1,28 +1,43 @@
 """Metrics of the hand-off: from what workers report to names that operators read."""
 
-import dataclasses
-
 import pytest
 
-from baton.core.distribution import Distribution
+from baton.core.clock import VirtualClock
 from baton.core.errors import MalformedMessage
-from baton.core.metrics import RouterMetrics, TransferTotals
+from baton.proto import worker_pb2
+from baton.router.members import Members
+from baton.router.metrics import RouterMetrics
+from baton.router.worker_metrics import WorkerCollector
 
 pytestmark = pytest.mark.fast
 
 DOCUMENTED = "bytes seconds exposed_seconds frames resent late_dropped quarantined_blocks refused".split()
 
 
-def totals(worker, **more):
-    zero = {field.name: 0 for field in dataclasses.fields(TransferTotals)} | {"seconds": None, "exposed_seconds": None}
-    return TransferTotals(**zero | {"worker": worker, "role": "decode"} | more)
+def state(worker, role="decode", **transfer):
+    state = worker_pb2.WorkerState(
+        worker_id=worker, role=role, epoch=1, address="a", kv_address="tcp://a", max_model_len=9, block_size=16
+    )
+    state.inventory.transfer.MergeFrom(worker_pb2.TransferCounts(**transfer))
+    return state
 
 
-def test_every_documented_metric_is_there():
-    metrics = RouterMetrics()
-    times = Distribution((0.1, 1.0), (1, 2, 1), 5.5)
-    silent = totals("d1", corrupt=3, seconds=None, exposed_seconds=None)  # it reports no times
-    metrics.watch_transfers(lambda: [totals("d0", bytes=7, seconds=times, exposed_seconds=times), silent])
+@pytest.fixture
+def members():
+    return Members(VirtualClock())
+
+
+@pytest.fixture
+def metrics(members):
+    found = RouterMetrics()
+    found.registry.register(WorkerCollector(members))
+    return found
+
+
+def test_every_documented_metric_is_there(members, metrics):
+    times = worker_pb2.Distribution(bounds=(0.1, 1.0), counts=(1, 2, 1), total=5.5)
+    members.heartbeat(state("d0", bytes=7, transfer_times=times, exposed_times=times))
+    members.heartbeat(state("d1", corrupt=3))  # it reports no times
     text = metrics.render()
     for name in DOCUMENTED:
         assert f"# HELP baton_kv_transfer_{name}" in text
@@ -38,20 +53,15 @@ def test_every_documented_metric_is_there():
     assert 'baton_kv_transfer_quarantined_blocks{role="decode",worker="d1"} 0.0' in text
 
 
-def test_metrics_are_read_when_they_are_shown():
-    found = []
-    metrics = RouterMetrics()
-    metrics.watch_transfers(lambda: found)
+def test_metrics_are_read_when_they_are_shown(members, metrics):
     assert "d7" not in metrics.render()
-    found.append(totals("d7"))
+    members.heartbeat(state("d7"))
     assert 'worker="d7"' in metrics.render()
 
 
-def test_no_time_is_a_summary():
+def test_no_time_is_a_summary(members, metrics):
     """A summary without quantiles says a mean alone, and tools that read percentiles skip it."""
-    metrics = RouterMetrics()
-    metrics.watch_transfers(lambda: [totals("d0")])
-    metrics.watch_workers(lambda: [])
+    members.heartbeat(state("d0"))
     kinds = {family.name: family.type for family in metrics.registry.collect()}
     assert "summary" not in kinds.values()
     times = [name for name in kinds if name.endswith("_seconds") and kinds[name] not in ("gauge", "counter")]
@@ -60,30 +70,26 @@ def test_no_time_is_a_summary():
     assert {f"baton_{name}" for name in wanted | {"e2e_request_latency_seconds"}} <= set(times)
 
 
-def test_heartbeats_feed_the_metrics():
-    from baton.core.clock import VirtualClock
-    from baton.proto import worker_pb2
-    from baton.router.members import Members
-
-    members = Members(VirtualClock())
-    state = worker_pb2.WorkerState(worker_id="p0", role="prefill", epoch=1, address="a", max_model_len=9, block_size=16)
-    state.inventory.transfer.MergeFrom(worker_pb2.TransferCounts(transfers=1, bytes=5, resent=2))
-    times = worker_pb2.Distribution(bounds=[0.5], counts=[0, 1], total=2.0)
-    state.inventory.transfer.transfer_times.CopyFrom(times)
-    members.heartbeat(state)
-    (found,) = members.transfers()
-    assert (found.worker, found.role, found.bytes, found.resent) == ("p0", "prefill", 5, 2)
-    assert (found.seconds, found.exposed_seconds) == (Distribution((0.5,), (0, 1), 2.0), None)
-    state.inventory.transfer.exposed_times.MergeFrom(worker_pb2.Distribution(bounds=[0.5], counts=[1]))
+def test_heartbeats_feed_the_metrics(members, metrics):
+    said = state("p0", "prefill", transfers=1, bytes=5, resent=2)
+    said.inventory.transfer.transfer_times.MergeFrom(worker_pb2.Distribution(bounds=[0.5], counts=[0, 1], total=2.0))
+    members.heartbeat(said)
+    text = metrics.render()
+    its = 'role="prefill",worker="p0"}'
+    assert f"baton_kv_transfer_bytes_total{{{its} 5.0" in text
+    assert f"baton_kv_transfer_resent_total{{{its} 2.0" in text
+    assert f"baton_kv_transfer_seconds_sum{{{its} 2.0" in text
+    assert f"baton_kv_transfer_exposed_seconds_sum{{{its}" not in text
+    said.inventory.transfer.exposed_times.MergeFrom(worker_pb2.Distribution(bounds=[0.5], counts=[1]))
     with pytest.raises(MalformedMessage):
-        members.heartbeat(state)
+        members.heartbeat(said)
 
 
 def test_what_one_thread_feeds_reads_as_prometheus_own():
     from prometheus_client import CollectorRegistry, Counter, Histogram
     from prometheus_client.exposition import generate_latest
 
-    from baton.core.loop_metrics import LoopCounter, LoopHistogram
+    from baton.router.loop_metrics import LoopCounter, LoopHistogram
 
     values, bounds = (0.0, 0.005, 0.0051, 0.4, 7.0, 1e9), (0.005, 0.01, 1.28)
     own, theirs = CollectorRegistry(), CollectorRegistry()

@@ -8,11 +8,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.core.clock import VirtualClock
 from baton.core.distribution import Buckets
 from baton.core.errors import BatonError
-from baton.core.metrics import RouterMetrics
 from baton.core.step_report import COUNT_BOUNDS, GAP_BOUNDS_S, STEP_BOUNDS_S, RowCounts, StepReport, no_rows
 from baton.proto import worker_pb2
 from baton.proto.step_wire import report_from_proto, report_to_proto, waiting_to_proto
 from baton.router.members import ALIVE_S, MAX_GAP_S, Members
+from baton.router.metrics import RouterMetrics
+from baton.router.worker_metrics import WorkerCollector
 
 pytestmark = pytest.mark.fast
 
@@ -82,8 +83,7 @@ def members():
 @pytest.fixture
 def metrics(members):
     found = RouterMetrics()
-    found.watch_transfers(members.transfers)
-    found.watch_workers(members.totals)
+    found.registry.register(WorkerCollector(members))
     return found
 
 
@@ -157,7 +157,8 @@ def test_a_new_life_begins_at_0_and_a_dead_worker_is_not_shown(members, metrics)
     for _ in range(int(ALIVE_S / MAX_GAP_S) + 1):
         members._clock.advance(MAX_GAP_S)
         members.expire()
-    assert not [name for name, labels in samples(metrics) if "worker" in dict(labels)]
+    of_lost = {"baton_worker_up", "baton_worker_heartbeat_age_seconds", "baton_worker_lives_total"}
+    assert {name for name, labels in samples(metrics) if "worker" in dict(labels)} == of_lost
 
 
 def test_no_name_is_given_twice(members, metrics):
@@ -215,6 +216,6 @@ def test_how_a_worker_computes_is_told_with_what_fell_back(members, metrics):
 
 def test_time_in_grammars_is_a_counter_by_worker():
     members, metrics = Members(VirtualClock()), RouterMetrics()
-    metrics.watch_workers(members.totals)
+    metrics.registry.register(WorkerCollector(members))
     members.heartbeat(heartbeat(grammar_seconds=2.5))
     assert 'baton_grammar_seconds_total{role="decode",worker="d0"} 2.5' in metrics.render()

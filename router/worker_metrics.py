@@ -1,0 +1,436 @@
+"""What workers report in their heartbeats, as metrics by worker: one declaration of each, over the message itself.
+
+Counters of a worker begin at 0 again with each of its lives, as those of any restarted process do. Names keep vLLM's
+meanings under `baton_`: a draft is a row of a step that had draft tokens, and drafts that were accepted behind the end
+of a sequence count as accepted. Lost workers are shown until the router forgets them, but what they hold is unknown.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from baton.core.distribution import Distribution
+from baton.core.step_report import RowCounts, StepReport
+from baton.proto import worker_pb2
+from baton.proto.held import kv_cache_usage
+from baton.proto.step_wire import distribution_from_proto, report_from_proto
+from baton.router.members import DECODE, Member, Members
+
+Value = float | Distribution
+Values = Value | Mapping[Any, float] | None  # keys are a label's value, or a tuple of several labels' values
+BOTH: Final = ("worker", "role")
+WORKER: Final = ("worker",)  # of what one role alone does
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is known of one worker.
+
+    Attributes:
+        member: as the router knows it.
+        age_s: since it was last heard of.
+        held: what it said last.
+        steps: of it, those of a worker that decodes.
+    """
+
+    member: Member
+    age_s: float
+    held: worker_pb2.Inventory
+    steps: StepReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMetric:
+    """One metric.
+
+    Attributes:
+        family: what kind it is.
+        name: behind `baton_`.
+        text: what it counts, for people.
+        read: its value; by a label's value, or those of several labels, where there are more; None: not reported.
+        labels: which, beside those of `by`.
+        by: how a worker is named.
+        is_of_lost: whether it is known of lost workers, too.
+    """
+
+    family: type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]
+    name: str
+    text: str
+    read: Callable[[Report], Values]
+    labels: tuple[str, ...] = ()
+    by: tuple[str, ...] = BOTH
+    is_of_lost: bool = False
+
+
+def _of_decode(read: Callable[[Report], float]) -> Callable[[Report], Values]:
+    return lambda its: read(its) if its.member.state.role == DECODE else None
+
+
+def _of_steps(read: Callable[[StepReport], Values]) -> Callable[[Report], Values]:
+    return lambda its: None if its.steps is None else read(its.steps)
+
+
+def _of_compute(read: Callable[[worker_pb2.Compute], Values]) -> Callable[[Report], Values]:
+    return lambda its: read(its.held.compute) if its.held.HasField("compute") else None
+
+
+def _of_graphs(read: Callable[[worker_pb2.GraphCounts], Values]) -> Callable[[Report], Values]:
+    return lambda its: read(its.held.graphs) if its.held.HasField("graphs") else None
+
+
+def _times(counts: worker_pb2.TransferCounts, name: str) -> Distribution | None:
+    return distribution_from_proto(getattr(counts, name)) if counts.HasField(name) else None
+
+
+def _by_place(counts: Iterable[int]) -> dict[str, float]:
+    return {str(place): count for place, count in enumerate(counts)}
+
+
+def _fates(steps: StepReport, read: Callable[[RowCounts], int], fates: Iterable[str]) -> dict[str, float]:
+    return {fate: read(getattr(steps, fate)) for fate in fates}
+
+
+_Gauge, _Counter, _Histogram = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
+WORKER_METRICS: Final = (
+    WorkerMetric(
+        _Gauge,
+        "worker_up",
+        "1 while a worker is heard of, 0 once it is lost",
+        lambda its: its.member.alive,
+        is_of_lost=True,
+    ),
+    WorkerMetric(
+        _Gauge,
+        "worker_heartbeat_age_seconds",
+        "Since a worker was last heard of",
+        lambda its: its.age_s,
+        is_of_lost=True,
+    ),
+    WorkerMetric(
+        _Counter,
+        "worker_lives",
+        "Lives of a worker that the router has seen",
+        lambda its: its.member.num_epochs,
+        is_of_lost=True,
+    ),
+    WorkerMetric(
+        _Gauge, "num_requests_running", "Requests that a worker computes", lambda its: its.held.num_requests_running
+    ),
+    WorkerMetric(
+        _Gauge,
+        "num_requests_waiting",
+        "Requests at a worker, by what they wait for",
+        lambda its: {item.reason: item.num_requests for item in its.held.waiting},
+        labels=("reason",),
+    ),
+    WorkerMetric(_Gauge, "num_requests_held", "Requests a worker has not let go of", lambda its: its.held.num_attends),
+    WorkerMetric(_Gauge, "num_landings", "Hand-offs under way at a worker", lambda its: its.held.num_landings),
+    WorkerMetric(
+        _Counter,
+        "grammar_seconds",
+        "Time that grammars took beside the steps: to compile new ones, and to follow those that are slow",
+        lambda its: its.held.grammar_seconds,
+    ),
+    WorkerMetric(
+        _Gauge, "kv_cache_usage", "Share of a worker's KV blocks that are held", lambda its: kv_cache_usage(its.held)
+    ),
+    WorkerMetric(
+        _Gauge,
+        "kv_blocks",
+        "KV blocks of a worker, by state",
+        lambda its: {
+            "free": its.held.num_blocks_free,
+            "reserved": its.held.num_blocks_reserved,
+            "quarantined": its.held.num_blocks_quarantined,
+        },
+        labels=("state",),
+    ),
+    WorkerMetric(
+        _Counter,
+        "preemptions",
+        "Times that a request gave its KV blocks to others",
+        _of_decode(lambda its: its.held.num_preemptions),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "recomputed_tokens",
+        "Positions whose KV was dropped and is computed again",
+        _of_decode(lambda its: its.held.num_recomputed_tokens),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "offloaded_blocks",
+        "KV blocks copied to host memory",
+        _of_decode(lambda its: its.held.num_offloaded_blocks),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "restored_blocks",
+        "KV blocks copied back",
+        _of_decode(lambda its: its.held.num_restored_blocks),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "host_kv_full",
+        "Preemptions that found too little host memory, where there is any",
+        _of_decode(lambda its: its.held.num_host_full),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter, "kv_transfer_bytes", "KV pushed (prefill) or landed (decode)", lambda its: its.held.transfer.bytes
+    ),
+    WorkerMetric(_Counter, "kv_transfer_frames", "Frames pushed or landed", lambda its: its.held.transfer.frames),
+    WorkerMetric(_Counter, "kv_transfer_resent", "Frames pushed again", lambda its: its.held.transfer.resent),
+    WorkerMetric(
+        _Counter,
+        "kv_transfer_late_dropped",
+        "Frames that no landing wanted any more",
+        lambda its: its.held.transfer.late_dropped,
+    ),
+    WorkerMetric(
+        _Counter, "kv_transfer_corrupt", "Frames that failed their check", lambda its: its.held.transfer.corrupt
+    ),
+    WorkerMetric(
+        _Counter,
+        "kv_transfer_fallbacks",
+        "Times that a worse lane was used than should work",
+        lambda its: its.held.transfer.fallbacks,
+    ),
+    WorkerMetric(
+        _Counter,
+        "kv_transfer_credit_stall_seconds",
+        "Time in which frames were ready and the window was full",
+        lambda its: its.held.transfer.credit_stall_seconds,
+    ),
+    WorkerMetric(
+        _Counter,
+        "kv_transfer_refused",
+        "Connections and HELLOs to decode workers without the deployment's secret",
+        lambda its: its.held.transfer.refused,
+    ),
+    WorkerMetric(
+        _Gauge,
+        "kv_transfer_quarantined_blocks",
+        "Blocks that somebody might still write",
+        lambda its: its.held.transfer.quarantined_blocks,
+    ),
+    WorkerMetric(
+        _Histogram,
+        "kv_transfer_seconds",
+        "From the first frame to the seal",
+        lambda its: _times(its.held.transfer, "transfer_times"),
+    ),
+    WorkerMetric(
+        _Histogram,
+        "kv_transfer_exposed_seconds",
+        "From the end of the prefill to the seal",
+        lambda its: _times(its.held.transfer, "exposed_times"),
+    ),
+    WorkerMetric(
+        _Gauge,
+        "cuda_graphs",
+        "CUDA graphs, by what became of them",
+        _of_graphs(lambda its: {"captured": its.num_captured, "failed": len(its.failed)}),
+        labels=("fate",),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "decode_graph_steps",
+        "Decode steps, by how graphs ran them or why not",
+        _of_graphs(lambda its: {"replayed": its.num_steps_replayed, **its.num_steps_eager}),
+        labels=("how",),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Gauge,
+        "kernel_form",
+        "1: what computes a worker's model, and how",
+        _of_compute(lambda its: {(its.form, its.quantization): 1}),
+        labels=("form", "quantization"),
+    ),
+    WorkerMetric(
+        _Counter,
+        "kernel_library_refused",
+        "Float8 products that a slower kernel had to compute",
+        _of_compute(lambda its: its.num_library_refused),
+    ),
+    WorkerMetric(
+        _Gauge,
+        "kernel_untuned_shapes",
+        "Shapes of kernels that are in no tuned table",
+        _of_compute(lambda its: len(its.untuned)),
+    ),
+    WorkerMetric(
+        _Counter,
+        "kernel_compiles",
+        "Kernels compiled or loaded from a cache, by when",
+        _of_compute(lambda its: {"starting": its.num_kernels_starting, "serving": its.num_kernels_serving}),
+        labels=("when",),
+    ),
+    WorkerMetric(
+        _Counter,
+        "spec_decode_num_drafts",
+        "Verify steps of one sequence with drafts",
+        _of_steps(lambda its: its.verified.num_drafts),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "spec_decode_num_draft_tokens",
+        "Drafts proposed",
+        _of_steps(lambda its: its.verified.num_draft_tokens),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "spec_decode_num_accepted_tokens",
+        "Drafts accepted",
+        _of_steps(lambda its: its.verified.num_accepted_tokens),
+        by=WORKER,
+    ),
+    WorkerMetric(_Counter, "decode_steps", "Decode steps", _of_steps(lambda its: its.num_steps), by=WORKER),
+    WorkerMetric(
+        _Counter,
+        "decode_computed_rows",
+        "Verify steps of one sequence, counted on the device",
+        _of_steps(lambda its: its.computed.num_rows),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "decode_computed_tokens",
+        "Tokens emitted, counted on the device",
+        _of_steps(lambda its: its.computed.num_tokens),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "decode_computed_draft_tokens",
+        "Drafts proposed, counted on the device",
+        _of_steps(lambda its: its.computed.num_draft_tokens),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "decode_computed_accepted_tokens",
+        "Drafts accepted, counted on the device",
+        _of_steps(lambda its: its.computed.num_accepted_tokens),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "accepted_tokens_per_position",
+        "Drafts accepted, by their place in a step",
+        _of_steps(lambda its: _by_place(its.verified.accepted_at)),
+        labels=("position",),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "draft_tokens_per_position",
+        "Drafts proposed, by their place in a step",
+        _of_steps(lambda its: _by_place(its.verified.proposed_at)),
+        labels=("position",),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "decode_rows",
+        "Verify steps of one sequence that were read, by their fate",
+        _of_steps(lambda its: _fates(its, lambda rows: rows.num_rows, ("kept", "late", "failed"))),
+        labels=("fate",),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "decode_tokens",
+        "Tokens of steps that were read, by their fate",
+        _of_steps(lambda its: _fates(its, lambda rows: rows.num_tokens, ("kept", "cut", "late", "failed"))),
+        labels=("fate",),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Histogram,
+        "decode_step_seconds",
+        "From a decode step's begin to its end, on the device",
+        _of_steps(lambda its: its.step_s),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Histogram,
+        "decode_host_gap_seconds",
+        "From a decode step's end to the next one's begin, while there was work",
+        _of_steps(lambda its: its.host_gap_s),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Histogram,
+        "decode_step_tokens",
+        "Tokens that one decode step gave to requests",
+        _of_steps(lambda its: its.step_tokens),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Histogram,
+        "decode_step_sequences",
+        "Sequences of one decode step",
+        _of_steps(lambda its: its.step_sequences),
+        by=WORKER,
+    ),
+)
+
+
+class WorkerCollector(Collector):
+    """Turns the last heartbeats of all workers into metrics. Read on any thread."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def collect(self) -> Iterator[Metric]:
+        """As of now."""
+        reports = [self._report(member) for member in self._members.all()]
+        for metric in WORKER_METRICS:
+            family = metric.family(f"baton_{metric.name}", metric.text, labels=(*metric.by, *metric.labels))
+            for its in reports:
+                if its.member.alive or metric.is_of_lost:
+                    _add(
+                        family, (its.member.state.worker_id, its.member.state.role)[: len(metric.by)], metric.read(its)
+                    )
+            yield family
+
+    def _report(self, member: Member) -> Report:
+        held = member.state.inventory
+        steps = report_from_proto(held.steps) if held.HasField("steps") else None
+        return Report(member, self._members.heartbeat_age_s(member), held, steps)
+
+
+def _add(family: Any, labels: tuple[str, ...], values: Values) -> None:
+    match values:
+        case None:
+            return
+        case Distribution():
+            family.add_metric(labels, _cumulative(values), values.total)
+        case Mapping():
+            for more, value in values.items():
+                family.add_metric((*labels, *((more,) if isinstance(more, str) else more)), value)
+        case _:
+            family.add_metric(labels, values)
+
+
+def _cumulative(distribution: Distribution) -> list[tuple[str, float]]:
+    """Buckets as Prometheus has them: each with all values up to its bound."""
+    num = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip((*distribution.bounds, None), distribution.counts, strict=True):
+        num += count
+        buckets.append(("+Inf" if bound is None else str(float(bound)), num))
+    return buckets
