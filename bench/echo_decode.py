@@ -14,14 +14,14 @@ import grpc.aio
 
 from baton.bench.echo_prefill import NUM_TOKENS, TOKEN
 from baton.core.clock import MonotonicClock
-from baton.core.errors import BatonError, Overloaded, RequestCancelled
+from baton.core.errors import Overloaded, RequestCancelled
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.bundle_wire import decode_frame
-from baton.proto.wire import abort_with, request_from_attend
+from baton.proto.wire import request_from_attend
 from baton.worker.bundle import Bundle
 from baton.worker.cork import Cork
-from baton.worker.stream import EventSink, EventStream
+from baton.worker.stream import EventSink
 
 STEP_BOUNDS: Final = (0.001, 0.01, 0.1, 1.0)
 MAX_LANDED: Final = 8192  # prompts that landed and nobody has attended yet
@@ -83,20 +83,6 @@ class EchoDecode(worker_pb2_grpc.DecodeServicer):
     def listen(self) -> None:
         """Hear them; on the event loop."""
         self._server = asyncio.create_task(asyncio.start_server(self._hear, sock=self._socket))
-
-    async def Attend(self, request: worker_pb2.AttendRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """A stream that is a call of its own."""
-        stream: EventStream[worker_pb2.DecodeEvent] = EventStream(asyncio.get_running_loop())
-        attempt = self.read(request)
-        try:
-            self.begin(request, attempt, stream)
-            async for event in stream.events():
-                await context.write(event)
-        except BatonError as error:
-            await abort_with(context, error)
-        finally:
-            if not stream.ended:
-                self.cancel(attempt.key, stream)
 
     async def AttendAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """All streams of a router."""

@@ -11,14 +11,14 @@ from typing import Any, Final
 import grpc.aio
 
 from baton.core.clock import MonotonicClock
-from baton.core.errors import BatonError, Overloaded, RequestCancelled
+from baton.core.errors import Overloaded, RequestCancelled
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.bundle_wire import prefill_frame
-from baton.proto.wire import abort_with, request_from_prefill
+from baton.proto.wire import request_from_prefill
 from baton.worker.bundle import Bundle
 from baton.worker.cork import Cork
-from baton.worker.stream import EventSink, EventStream
+from baton.worker.stream import EventSink
 
 TOKEN: Final = 300  # the first of those that an answer consists of
 NUM_TOKENS: Final = 1024
@@ -65,20 +65,6 @@ class EchoPrefill(worker_pb2_grpc.PrefillServicer):
         self._free_s = 0.0
         self._num_finished = 0
         self._landings: dict[str, asyncio.Task[asyncio.StreamWriter]] = {}
-
-    async def Run(self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """A stream that is a call of its own."""
-        stream: EventStream[worker_pb2.PrefillEvent] = EventStream(asyncio.get_running_loop())
-        attempt = self.read(request)
-        try:
-            self.begin(request, attempt, stream)
-            async for event in stream.events():
-                await context.write(event)
-        except BatonError as error:
-            await abort_with(context, error)
-        finally:
-            if not stream.ended:
-                self.cancel(attempt.key, stream)
 
     async def RunAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """All streams of a router."""

@@ -39,7 +39,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tokens-per-s", type=float, default=0.0, help="prompt tokens computed; 0: without delay, and not reported")
     add("--first-delay-s", type=float, default=0.0, help="of each first token, beside the computing")
     add("--step-s", type=float, default=0.02, help="between two tokens of a stream")
-    add("--no-bundles", action="store_true", help="each stream is a call of its own")
     return parser.parse_args(arguments)
 
 
@@ -97,7 +96,6 @@ def _state(
             max_num_seqs=options.max_num_seqs,
             inventory=served.inventory(options.num_blocks),
             clock_id=clock_id(),
-            bundles=not options.no_bundles,
         )
 
     return state

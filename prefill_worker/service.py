@@ -1,24 +1,20 @@
 """The prefill worker's RPCs: bytes in, events out; every decision is the worker's."""
 
-import asyncio
 from typing import Any
 
-import grpc
 import grpc.aio
 
 from baton.core.clock import Clock
-from baton.core.errors import as_internal
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.kvtransfer.push import DecodePeer
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.bundle_wire import prefill_frame
-from baton.proto.wire import abort_with, request_from_prefill
+from baton.proto.wire import request_from_prefill
 from baton.worker.bundle import Bundle
 from baton.worker.cork import Cork
 from baton.worker.outbox import BundledStream
 from baton.worker.prefix_watch import serve_watch
-from baton.worker.stream import EventStream
 
 
 class PrefillService(worker_pb2_grpc.PrefillServicer):
@@ -28,26 +24,6 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self._worker = worker
         self._clock = clock
         self._epoch = epoch
-
-    async def Run(self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Prefill one attempt. A stream that the router drops cancels it."""
-        stream: EventStream[worker_pb2.PrefillEvent] = EventStream(asyncio.get_running_loop())
-        try:
-            attempt = request_from_prefill(request, self._clock.now_s())
-            peer = _peer(request)
-            if attempt.sampling.grammar is not None:
-                await asyncio.to_thread(self._worker.check, attempt)  # other streams go on while it compiles
-            self._worker.submit(attempt, peer, stream)
-        except Exception as error:  # noqa: BLE001  the request's boundary
-            await abort_with(context, as_internal("a worker's stream", error))
-        try:
-            async for event in stream.events():
-                await context.write(event)
-        except Exception as error:  # noqa: BLE001  the request's boundary
-            await abort_with(context, as_internal("a worker's stream", error))
-        finally:
-            if not stream.ended:
-                self._worker.cancel(attempt.key, stream)
 
     async def RunAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Prefill all attempts of one router. A call that ends cancels them."""

@@ -48,11 +48,13 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Wrap the method's deserializer and behaviour. Methods with request streams are left as they are."""
+        """Wrap the method's deserializer and behaviour; request streams of others, as reflection's, are left alone."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+        if handler is None or handler.request_deserializer is None:
             return handler
         parse = _returning_errors(handler.request_deserializer, self._check_size)
+        if handler.request_streaming:
+            return self._streaming(handler, parse) if _is_ours(handler.request_deserializer) else handler
         method: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
         async def refuse(request: BatonError, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -75,6 +77,29 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         make_unary = grpc.unary_unary_rpc_method_handler
         return make_unary(unary, request_deserializer=parse, response_serializer=handler.response_serializer)
+
+    def _streaming(self, handler: Handler, parse: Callable[[bytes], Any]) -> Handler:
+        """Of a method that reads its messages itself: it raises those that are errors (`read_of`)."""
+
+        async def streams(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            async with _typed(context):
+                self._on_call(context.peer())
+                await handler.stream_stream(requests, context)
+
+        make = grpc.stream_stream_rpc_method_handler
+        return make(streams, request_deserializer=parse, response_serializer=handler.response_serializer)
+
+
+async def read_of(context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    """The next message of a request stream, or gRPC's EOF.
+
+    Raises:
+        BatonError: it does not parse, or is too large.
+    """
+    message = await context.read()
+    if isinstance(message, BatonError):
+        raise message
+    return message
 
 
 @asynccontextmanager
@@ -109,9 +134,17 @@ def explain(data: bytes, type_name: str) -> InvalidRequest:
     return MalformedMessage(f"{len(data)} bytes that are no {type_name}", type=type_name)
 
 
-def _returning_errors(parse: Callable[[bytes], Any], check_size: Callable[[str, int], None]) -> Callable[[bytes], Any]:
+def _type_name(parse: Callable[[bytes], Any]) -> str:
     owner = getattr(parse, "__self__", None)  # FromString is bound to its message class
-    type_name = owner.DESCRIPTOR.full_name if owner is not None else "message"
+    return owner.DESCRIPTOR.full_name if owner is not None else "message"
+
+
+def _is_ours(parse: Callable[[bytes], Any]) -> bool:
+    return _type_name(parse).startswith("baton.")
+
+
+def _returning_errors(parse: Callable[[bytes], Any], check_size: Callable[[str, int], None]) -> Callable[[bytes], Any]:
+    type_name = _type_name(parse)
 
     def parse_or_explain(data: bytes) -> Any:
         try:

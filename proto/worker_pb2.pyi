@@ -152,22 +152,14 @@ class AttendRequest(_message.Message):
     def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., choice: _Optional[int] = ..., tenant: _Optional[str] = ..., num_forced_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., prefill_here: bool = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("attending", "tokens", "first_token", "prompt_logprobs")
-    ATTENDING_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("tokens", "first_token", "prompt_logprobs")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    attending: Attending
     tokens: DecodeTokens
     first_token: FirstToken
     prompt_logprobs: PromptLogprobs
-    def __init__(self, attending: _Optional[_Union[Attending, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
-
-class Attending(_message.Message):
-    __slots__ = ("epoch",)
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
-    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class DecodeTokens(_message.Message):
     __slots__ = ("index", "token_ids", "finish_reason", "stats", "logprobs", "start")
@@ -302,7 +294,7 @@ class DecodeStats(_message.Message):
     def __init__(self, num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., kv_bytes_landed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., handoff_ms: _Optional[float] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "bundles", "kv_dtype", "clock_id", "wishes_version", "wishes", "wishes_life", "can_prefill")
+    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "kv_dtype", "clock_id", "wishes_version", "wishes", "wishes_life", "can_prefill")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -323,7 +315,6 @@ class WorkerState(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
-    BUNDLES_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_ID_FIELD_NUMBER: _ClassVar[int]
     WISHES_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -350,14 +341,13 @@ class WorkerState(_message.Message):
     max_num_seqs: int
     kv_bytes_per_position: float
     build: str
-    bundles: bool
     kv_dtype: str
     clock_id: str
     wishes_version: int
     wishes: Wishes
     wishes_life: int
     can_prefill: bool
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., bundles: bool = ..., kv_dtype: _Optional[str] = ..., clock_id: _Optional[str] = ..., wishes_version: _Optional[int] = ..., wishes: _Optional[_Union[Wishes, _Mapping]] = ..., wishes_life: _Optional[int] = ..., can_prefill: bool = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., clock_id: _Optional[str] = ..., wishes_version: _Optional[int] = ..., wishes: _Optional[_Union[Wishes, _Mapping]] = ..., wishes_life: _Optional[int] = ..., can_prefill: bool = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("known", "speculation", "wishes", "wants_wishes")

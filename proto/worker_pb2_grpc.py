@@ -34,11 +34,6 @@ class PrefillStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Run = channel.unary_stream(
-                '/baton.v1.Prefill/Run',
-                request_serializer=baton_dot_proto_dot_worker__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=baton_dot_proto_dot_worker__pb2.PrefillEvent.FromString,
-                _registered_method=True)
         self.WatchPrefixes = channel.unary_stream(
                 '/baton.v1.Prefill/WatchPrefixes',
                 request_serializer=baton_dot_proto_dot_worker__pb2.WatchPrefixesRequest.SerializeToString,
@@ -54,13 +49,6 @@ class PrefillStub(object):
 class PrefillServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Run(self, request, context):
-        """Computes the prompt, pushes its KV to `decode`, answers with the first token and then what happened.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def WatchPrefixes(self, request, context):
         """Which blocks of prompts this life holds, from what the reader knows on; never ends by itself.
         """
@@ -69,8 +57,9 @@ class PrefillServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RunAll(self, request_iterator, context):
-        """Many runs over one call, which a router keeps open for as long as it knows this life (WorkerState.bundles). What is
-        ready at the same time comes in one frame. When the call ends, all its runs are cancelled.
+        """All runs of a router over one call, which it keeps open for as long as it knows this life. A run computes the prompt,
+        pushes its KV to `decode`, and says the first token and then what happened. What is ready at the same time comes in
+        one frame. When the call ends, all its runs are cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,11 +68,6 @@ class PrefillServicer(object):
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Run': grpc.unary_stream_rpc_method_handler(
-                    servicer.Run,
-                    request_deserializer=baton_dot_proto_dot_worker__pb2.PrefillRequest.FromString,
-                    response_serializer=baton_dot_proto_dot_worker__pb2.PrefillEvent.SerializeToString,
-            ),
             'WatchPrefixes': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchPrefixes,
                     request_deserializer=baton_dot_proto_dot_worker__pb2.WatchPrefixesRequest.FromString,
@@ -104,33 +88,6 @@ def add_PrefillServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Prefill(object):
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Run(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/baton.v1.Prefill/Run',
-            baton_dot_proto_dot_worker__pb2.PrefillRequest.SerializeToString,
-            baton_dot_proto_dot_worker__pb2.PrefillEvent.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def WatchPrefixes(request,
@@ -196,11 +153,6 @@ class DecodeStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Attend = channel.unary_stream(
-                '/baton.v1.Decode/Attend',
-                request_serializer=baton_dot_proto_dot_worker__pb2.AttendRequest.SerializeToString,
-                response_deserializer=baton_dot_proto_dot_worker__pb2.DecodeEvent.FromString,
-                _registered_method=True)
         self.AttendAll = channel.stream_stream(
                 '/baton.v1.Decode/AttendAll',
                 request_serializer=baton_dot_proto_dot_worker__pb2.DecodeCommands.SerializeToString,
@@ -216,15 +168,9 @@ class DecodeStub(object):
 class DecodeServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Attend(self, request, context):
-        """Waits for the landing of this attempt and streams its tokens. Nothing is allocated by attending.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def AttendAll(self, request_iterator, context):
-        """Many attends over one call, like Prefill.RunAll: a decode step is one frame.
+        """All attends of a router over one call, like Prefill.RunAll: a decode step is one frame. An attend waits for the landing
+        of its attempt and streams its tokens; nothing is allocated by attending.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -240,11 +186,6 @@ class DecodeServicer(object):
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Attend': grpc.unary_stream_rpc_method_handler(
-                    servicer.Attend,
-                    request_deserializer=baton_dot_proto_dot_worker__pb2.AttendRequest.FromString,
-                    response_serializer=baton_dot_proto_dot_worker__pb2.DecodeEvent.SerializeToString,
-            ),
             'AttendAll': grpc.stream_stream_rpc_method_handler(
                     servicer.AttendAll,
                     request_deserializer=baton_dot_proto_dot_worker__pb2.DecodeCommands.FromString,
@@ -265,33 +206,6 @@ def add_DecodeServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Decode(object):
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Attend(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/baton.v1.Decode/Attend',
-            baton_dot_proto_dot_worker__pb2.AttendRequest.SerializeToString,
-            baton_dot_proto_dot_worker__pb2.DecodeEvent.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def AttendAll(request_iterator,

@@ -1,7 +1,7 @@
-"""One worker's stream of one attempt, in a bundle or as a call of its own; and what its end means for the request."""
+"""One worker's stream of one attempt, in a bundle; and what its end means for the request."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
@@ -38,19 +38,6 @@ class Leg:
         """Its name."""
         return self.life.worker_id
 
-    def call(self, reading: Coroutine[Any, Any, None], on_ended: Callable[["Leg", BaseException | None], None]) -> None:
-        """Read the stream of a call; `on_ended` gets this leg and what ended it, None if it ended well."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            error = asyncio.CancelledError() if task.cancelled() else task.exception()
-            self.is_open = False
-            on_ended(self, error)
-
-        self.is_open = True
-        task = asyncio.create_task(reading)
-        self._give_up = task.cancel
-        task.add_done_callback(ended)
-
     def join(
         self,
         bundle: Bundle,
@@ -58,7 +45,10 @@ class Leg:
         on_said: Callable[[Any], None],
         on_ended: Callable[["Leg", BaseException | None], None],
     ) -> None:
-        """Open a stream in a bundle; `on_ended` as in `call`, but for a leg that was cancelled."""
+        """Open a stream in a bundle; `on_ended` gets this leg and what ended it, None if it ended well.
+
+        A leg that was cancelled is not told.
+        """
         self.is_open = True
         self._give_up = bundle.open(message, _Bundled(self, on_said, on_ended))
 

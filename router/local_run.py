@@ -9,7 +9,7 @@ from baton.router.attendance import Guest
 from baton.router.channels import Channels
 from baton.router.leg import Leg
 from baton.router.policy import Pair
-from baton.router.request_run import LEG_GRACE_S, RequestRun
+from baton.router.request_run import RequestRun
 
 
 class LocalRun(RequestRun):
@@ -36,7 +36,7 @@ class LocalRun(RequestRun):
         now_s = self._clock.now_s()
         left_s = self.request.deadline_s - now_s
         self._timers.append(asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire))
-        self._open_decode(now_s, left_s + LEG_GRACE_S)
+        self._open_decode(now_s)
         self._decode.watch(guest, self.request.key, self._fail)
         if self._ended:  # it is lost already
             self._end()

@@ -8,7 +8,7 @@ given a moment.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from baton.core.clock import Clock
 from baton.core.errors import (
@@ -17,11 +17,10 @@ from baton.core.errors import (
     RequestCancelled,
     RequestDeadlineExceeded,
     TransferFailed,
-    WorkerLost,
     as_internal,
 )
 from baton.core.request import FinishReason, GenerationRequest
-from baton.proto import inference_pb2, wire, worker_pb2, worker_pb2_grpc
+from baton.proto import inference_pb2, wire, worker_pb2
 from baton.proto.bundle_wire import Tokens
 from baton.router.attendance import Guest
 from baton.router.channels import Channels
@@ -30,7 +29,6 @@ from baton.router.leg import Leg
 from baton.router.policy import Pair
 from baton.router.token_order import TokenOrder
 
-LEG_GRACE_S: Final = 2.0  # a leg's own deadline is this much later than the request's: the backstop, not the rule
 LINGER_S: Final = 2.0
 CAUSE_WAIT_S: Final = 0.25  # a failed hand-off seen by decode has its cause at prefill, whose word may be on its way
 _FINISH_REASONS: Final = frozenset((FinishReason.STOP.value, FinishReason.LENGTH.value))
@@ -75,7 +73,6 @@ class RequestRun:
             kv_address=pair.decode.state.kv_address,
             epoch=pair.decode.state.kv_epoch or pair.decode.life.epoch,
         )
-        self._decode_epoch = pair.decode.life.epoch
         self._order = TokenOrder(request.sampling.max_tokens, request.forced_token_ids)
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
         self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
@@ -110,8 +107,8 @@ class RequestRun:
         now_s = self._clock.now_s()
         left_s = self.request.deadline_s - now_s
         self._timers.append(asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire))
-        self._open_decode(now_s, left_s + LEG_GRACE_S)
-        self._open_prefill(now_s, left_s + LEG_GRACE_S)
+        self._open_decode(now_s)
+        self._open_prefill(now_s)
         for leg in (self._decode, self._prefill):
             leg.watch(guest, self.request.key, self._fail)
         if self._ended:  # one of them is lost already
@@ -165,21 +162,16 @@ class RequestRun:
 
     # Each leg reads one stream; an error in it ends the request.
 
-    def _open_prefill(self, now_s: float, timeout_s: float) -> None:
-        message, member = wire.prefill_request(self.request, self._peer, now_s), self._pair.prefill
-        if member.state.bundles:
-            self._prefill.join(self._channels.bundle(member), message, self._on_prefill_event, self._on_leg_ended)
-            return
-        call = worker_pb2_grpc.PrefillStub(self._channels.to(member)).Run(message, timeout=timeout_s)
-        self._prefill.call(_read(call, self._on_prefill_event), self._on_leg_ended)
+    def _open_prefill(self, now_s: float) -> None:
+        message, bundle = (
+            wire.prefill_request(self.request, self._peer, now_s),
+            self._channels.bundle(self._pair.prefill),
+        )
+        self._prefill.join(bundle, message, self._on_prefill_event, self._on_leg_ended)
 
-    def _open_decode(self, now_s: float, timeout_s: float) -> None:
-        message, member = self._attend_request(now_s), self._pair.decode
-        if member.state.bundles:
-            self._decode.join(self._channels.bundle(member), message, self._on_decode_event, self._on_leg_ended)
-            return
-        call = worker_pb2_grpc.DecodeStub(self._channels.to(member)).Attend(message, timeout=timeout_s)
-        self._decode.call(_read(call, self._on_decode_event), self._on_leg_ended)
+    def _open_decode(self, now_s: float) -> None:
+        message, bundle = self._attend_request(now_s), self._channels.bundle(self._pair.decode)
+        self._decode.join(bundle, message, self._on_decode_event, self._on_leg_ended)
 
     def _on_prefill_event(self, event: worker_pb2.PrefillEvent) -> None:
         if event.HasField("first_token"):
@@ -195,9 +187,6 @@ class RequestRun:
         elif event.HasField("tokens"):
             self._decode_finished = event.tokens.finish_reason != ""
             self._on_decode_tokens(event.tokens)
-        elif event.HasField("attending"):
-            if event.attending.epoch != self._decode_epoch:
-                raise WorkerLost(f"{self._decode} was restarted", worker_id=self._decode.worker_id)
         else:
             self._on_other(event)
 
@@ -358,12 +347,3 @@ class RequestRun:
             self._prefill.unwatch()
         finally:
             self._decode.unwatch()
-
-
-async def _read(call: Any, on_event: Callable[[Any], None]) -> None:
-    """Read a stream that is a call of its own."""
-    try:
-        async for event in call:
-            on_event(event)
-    finally:
-        call.cancel()

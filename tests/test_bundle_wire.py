@@ -23,7 +23,7 @@ SAID = st.one_of(
     st.builds(event_of, st.integers(0, 1 << 20), st.lists(st.integers(0, 1 << 20), max_size=4)),
     st.builds(event_of, st.integers(0, 9), st.just([7]), finish_reason=st.just("stop")),
     st.builds(event_of, st.integers(0, 9), st.just([7]), start=st.just(worker_pb2.DecodeStart(step_ms=1.0))),
-    st.just(worker_pb2.DecodeEvent(attending=worker_pb2.Attending(epoch=9))),
+    st.just(worker_pb2.DecodeEvent(first_token=worker_pb2.FirstToken(token=9))),
     st.just(End()),
 )
 

@@ -13,6 +13,7 @@ import grpc.aio
 from baton.core.errors import MalformedMessage, as_internal
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.proto.bundle_wire import MAX_FRAME_BYTES, MAX_ITEMS, End
+from baton.proto.unreadable import read_of
 from baton.proto.wire import abort_with
 from baton.worker.cork import Cork
 from baton.worker.outbox import BundledStream, Outbox
@@ -102,7 +103,7 @@ class Bundle(Generic[Message, Event]):
     @staticmethod
     async def _next(context: grpc.aio.ServicerContext[Any, Any], writing: asyncio.Task[None]) -> Any:
         """The next commands; what ended the writer is raised here, because no stream could be heard any more."""
-        reading = asyncio.ensure_future(context.read())
+        reading = asyncio.ensure_future(read_of(context))
         try:
             await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
             if not writing.done():

@@ -97,5 +97,4 @@ def worker_state(
         max_num_seqs=config.max_num_seqs,
         build=build,
         clock_id=clock_id(),
-        bundles=True,
     )

@@ -87,10 +87,9 @@ def test_goodput_counts_who_ended_in_time_and_refusals_from_when_they_were_due()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--no-bundles",)])
-def test_echo_workers_answer_like_real_ones(flags):
+def test_echo_workers_answer_like_real_ones():
     with (
-        EchoFleet(TINY, num_prefill=2, prefill=flags, decode=("--step-s", 0.001, *flags)) as fleet,
+        EchoFleet(TINY, num_prefill=2, decode=("--step-s", 0.001)) as fleet,
         BatonClient(fleet.address, timeout_s=60.0) as client,
     ):
         for num_tokens in (1, 2, 40):

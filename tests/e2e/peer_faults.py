@@ -30,18 +30,25 @@ from baton.tests.e2e.fault_run import errors_of
 from baton.tests.e2e.fleet import Fleet, wait_until
 from baton.tests.inside import worker_channel
 from baton.tests.router.certificates import Authority
+from baton.tests.worker.streams import ATTEND_ALL, RUN_ALL, ends_in, opening
 
 GARBAGE = (b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0f", b"\x08\x96\x01" * 9, b"{}", b"\x12\x05\x0a\x03\xff")
 
 
 async def _raw_call(address, method, data, worker=None):
     async with grpc.aio.insecure_channel(address) as plain:
-        role = "" if worker is None else worker.name.partition("-")[0]
-        channel = worker_channel(plain, role, worker.name, worker.epoch) if role else plain
-        call = channel.unary_stream(method)(data, timeout=10.0)
+        if worker is None:
+            call = plain.unary_stream(method)(data, timeout=10.0)
+        else:
+            channel = worker_channel(plain, worker.name.partition("-")[0], worker.name, worker.epoch)
+            call = channel.stream_stream(method)(timeout=10.0)
         try:
-            async for _ in call:
-                pass
+            if worker is not None:
+                await call.write(data)
+            async for frame in call:
+                if worker is not None and (ended := ends_in(method, frame)):
+                    call.cancel()
+                    return ended[0]
         except grpc.RpcError as error:
             return wire.error_from_rpc(error)
     return None
@@ -53,11 +60,11 @@ async def malformed(run):
     await run.hit("decoding")
     front = f"127.0.0.1:{run.fleet.router.port}"
     places = [(front, "/baton.v1.Inference/Generate", None)]
-    places += [(worker.calls.address, "/baton.v1.Prefill/Run", worker) for worker in run.fleet.of("prefill")]
-    places += [(worker.calls.address, "/baton.v1.Decode/Attend", worker) for worker in run.fleet.of("decode")]
+    places += [(worker.calls.address, RUN_ALL, worker) for worker in run.fleet.of("prefill")]
+    places += [(worker.calls.address, ATTEND_ALL, worker) for worker in run.fleet.of("decode")]
     for address, method, worker in places:
         for data in GARBAGE:
-            error = await _raw_call(address, method, data, worker)
+            error = await _raw_call(address, method, data if worker is None else opening(data), worker)
             assert isinstance(error, InvalidRequest), (method, data, error)
         assert isinstance(await _raw_call(address, method, GARBAGE[0], worker), MalformedMessage)
     run.stream(4)

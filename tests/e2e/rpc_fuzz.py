@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import itertools
+import queue
 
 import grpc
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import BatonError
-from baton.proto import admin_pb2, inference_pb2, wire
+from baton.proto import admin_pb2, inference_pb2, wire, worker_pb2
 from baton.tests.e2e.proto_fuzz import nearly, payloads
 from baton.tests.inside import met
+from baton.tests.worker.streams import ATTEND_ALL, RUN_ALL, ends_in, opening
 
 # The router and the workers in this process draw numbers at random, too, while Hypothesis watches who does.
 QUIET = pytest.mark.filterwarnings(
@@ -20,7 +22,6 @@ QUIET = pytest.mark.filterwarnings(
 )
 NUM_EXAMPLES = 40  # in a round
 IDS = (f"fuzz-{number}" for number in itertools.count())
-LATE_S = 60.0
 SEEN: collections.Counter[tuple[str, str]] = collections.Counter()  # ends, by method and status
 SAMPLING = {
     "max_tokens": 12,
@@ -45,9 +46,9 @@ ROUTER = {
     "/baton.v1.Admin/SetAdmission": (admin_pb2.SetAdmissionRequest, admin_pb2.SetAdmissionRequest(max_queue_len=3)),
     "/baton.v1.Admin/Scale": (admin_pb2.ScaleRequest, admin_pb2.ScaleRequest(num_prefill=1, num_decode=1)),
 }
-BUSY = ("/Generate", "/Run", "/Attend")
-WAITING = ("/Run", "/WatchPrefixes", "/Attend")  # what nobody follows up
-STREAMING = ("/Generate", "/Run", "/WatchPrefixes", "/Attend")
+BUSY = ("/Generate", "/RunAll", "/AttendAll")
+WAITING = ("/RunAll", "/WatchPrefixes", "/AttendAll")  # what nobody follows up
+BOTH_WAYS = {RUN_ALL: worker_pb2.PrefillCommands, ATTEND_ALL: worker_pb2.DecodeCommands}  # of which one is sent
 # Beside an error of ours: of gRPC itself, or of the one who asked.
 UNTYPED = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 BROKEN = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DATA_LOSS)
@@ -58,28 +59,36 @@ class Call:
 
     def __init__(self, channel, method, data, timeout_s, leave_after):
         self.method, self.data, self.leave_after = method, data, leave_after
-        is_stream = method.endswith(STREAMING)
-        make = channel.unary_stream if is_stream else channel.unary_unary
-        stub = make(method)
-        self.stream = stub(data, timeout=timeout_s) if is_stream else None
-        self.future = None if is_stream else stub.future(data, timeout=timeout_s)
+        self.said = queue.SimpleQueue()
+        if method in BOTH_WAYS:
+            self.said.put(data)
+            self.stream = channel.stream_stream(method)(iter(self.said.get, None), timeout=timeout_s)
+        else:  # one answer is a stream of one
+            self.stream = channel.unary_stream(method)(data, timeout=timeout_s)
 
     def end(self):
         """Read what comes; every end is good that has a type."""
         try:
             if self.leave_after == 0:
-                (self.stream or self.future).cancel()
-            if self.future is not None:
-                self.future.result(LATE_S)
-            else:
-                for at, _ in enumerate(self.stream, 1):
-                    if at == self.leave_after:
-                        self.stream.cancel()
+                self.stream.cancel()
+            for at, frame in enumerate(self.stream, 1):
+                if self.method in BOTH_WAYS:
+                    self._check_ends(frame)
+                if at == self.leave_after:
+                    self.stream.cancel()
             SEEN[self.method, "OK"] += 1
-        except grpc.FutureCancelledError:
-            SEEN[self.method, "CANCELLED"] += 1
         except grpc.RpcError as error:
             check_status(error, self.method, self.data)
+        finally:
+            self.said.put(None)
+
+    def _check_ends(self, frame):
+        for error in ends_in(self.method, frame):
+            SEEN[self.method, "end" if error is None else type(error).grpc_code] += 1
+            self.said.put(None)  # the call ends with its stream
+            shown = (self.method, self.data[:300], error)
+            assert error is None or (isinstance(error, BatonError) and error.message), shown
+            assert error is None or type(error).grpc_code not in {code.name for code in BROKEN}, shown
 
 
 def check_status(error, method, data):
@@ -102,7 +111,10 @@ def calls(draw, side, methods, known=()):
     kind, good = methods[method]
     if good is not None and "attempt" in kind.DESCRIPTOR.fields_by_name and draw(st.integers(0, 3)):
         good.attempt.request_id = next(IDS)  # else one that somebody has already
-    return side, method, draw(payloads(kind.DESCRIPTOR, good, known)), *draw(fates(method))
+    data = draw(payloads(kind.DESCRIPTOR, good, known))
+    if method in BOTH_WAYS:
+        data = opening(data) if draw(st.integers(0, 9)) else draw(payloads(BOTH_WAYS[method].DESCRIPTOR, None, known))
+    return side, method, data, *draw(fates(method))
 
 
 @st.composite
@@ -117,11 +129,11 @@ def pairs(draw, prefill, decode, known):
     """Both legs of one attempt, as a router opens them, each nearly good."""
     request_id, made = next(IDS), []
     for side, methods in (("decode", decode), ("prefill", prefill)):
-        method = next(method for method in methods if method.endswith(("/Attend", "/Run")))
+        method = next(method for method in methods if method.endswith(("/AttendAll", "/RunAll")))
         good = methods[method][1]
         good.attempt.request_id = request_id
         message = draw(nearly(good, known)) if draw(st.integers(0, 2)) else good
-        made.append((side, method, message.SerializeToString(), *draw(fates("pair"))))
+        made.append((side, method, opening(message.SerializeToString()), *draw(fates("pair"))))
     return made
 
 
@@ -154,8 +166,7 @@ def send_all(addresses, drawn, disconnects):
         channels = {side: channel if side == "router" else met(channel) for side, channel in channels.items()}
         begun = [Call(channels[side], *one) for side, *one in drawn]
         if disconnects:
-            if begun[0].stream is not None:
-                begun[0].end()
+            begun[0].end()
             return
         for call in begun:
             call.end()

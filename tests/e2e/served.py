@@ -6,7 +6,7 @@ word. `hold` keeps what workers say from the router, so that a death comes at a 
 
 import asyncio
 import itertools
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import grpc
@@ -16,12 +16,15 @@ from baton.client import AsyncBatonClient
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.logprobs import TokenLogprobs
-from baton.decode_worker.service import DecodeService
-from baton.prefill_worker.service import PrefillService
+from baton.decode_worker.service import DecodeService, _Attends
+from baton.prefill_worker.service import PrefillService, _Runs
 from baton.proto import wire, worker_pb2, worker_pb2_grpc
+from baton.proto.bundle_wire import End, decode_frame, prefill_frame
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.e2e.topology import DecodeSide, PrefillSide
+from baton.worker.bundle import Bundle
+from baton.worker.cork import Cork
 
 MODEL = "tiny"
 HEARTBEAT_S = 0.1
@@ -55,40 +58,83 @@ class Hold:
         return not event.HasField("done") or self.done
 
 
-class HeldContext:
-    """The context of an RPC, with the hold in `write`. What is held waits until the call ends."""
+class HeldStream:
+    """A stream with the hold before it. What is held waits until the stream is cancelled."""
 
-    def __init__(self, context, hold, attempt):
-        self._context = context
-        self._hold = hold
-        self._attempt = attempt
+    def __init__(self, stream, hold):
+        self.ended = False
+        self._stream, self._hold = stream, hold
+        self._loop, self._said = asyncio.get_running_loop(), asyncio.Queue()
+        self._passing = asyncio.create_task(self._pass())
 
-    async def write(self, event):
+    def emit(self, event):
+        self._put(event)
+
+    def end(self, error=None):
+        if not self.ended:
+            self.ended = True
+            self._put(End(error))
+
+    def cancel(self):
+        self._passing.cancel()
+
+    def _put(self, said):
+        with suppress(RuntimeError):  # a closed loop has no reader left
+            self._loop.call_soon_threadsafe(self._said.put_nowait, said)
+
+    async def _pass(self):
         try:
-            while self._attempt == 1 and not self._hold.passes(event):
-                if isinstance(event, worker_pb2.DecodeEvent):
-                    self._hold.held.add(self)
-                await asyncio.sleep(0.002)
+            while not isinstance(said := await self._said.get(), End):
+                while not self._hold.passes(said):
+                    if isinstance(said, worker_pb2.DecodeEvent):
+                        self._hold.held.add(self)
+                    await asyncio.sleep(0.002)
+                self._hold.held.discard(self)
+                self._stream.emit(said)
+            self._stream.end(said.error)
         finally:
             self._hold.held.discard(self)
-        await self._context.write(event)
 
-    async def abort(self, *arguments):
-        await self._context.abort(*arguments)
+
+class HeldRole:
+    """What a worker does with streams (`worker.bundle.Role`), with the hold before those of first attempts."""
+
+    def __init__(self, role, hold):
+        self.read, self.check = role.read, role.check
+        self._role, self._hold, self._held = role, hold, {}
+
+    def begin(self, message, attempt, stream):
+        if attempt.key.attempt == 1:
+            self._held[stream] = HeldStream(stream, self._hold)
+        try:
+            self._role.begin(message, attempt, self._held.get(stream, stream))
+        except BaseException:  # the bundle ends the stream itself
+            if stream in self._held:
+                self._held.pop(stream).cancel()
+            raise
+
+    def cancel(self, key, stream):
+        held = self._held.pop(stream, stream)
+        if held is not stream:
+            held.cancel()
+        if not held.ended:
+            self._role.cancel(key, held)
 
 
 class HeldDecode(DecodeService):
     hold = None
 
-    async def Attend(self, request, context):
-        await super().Attend(request, HeldContext(context, self.hold, request.attempt.attempt))
+    async def AttendAll(self, request_iterator, context):
+        role = HeldRole(_Attends(self._worker, self._clock), self.hold)
+        await Bundle(role, decode_frame, self._worker.cork, self._epoch).serve(context)
 
 
 class HeldPrefill(PrefillService):
     hold = None
 
-    async def Run(self, request, context):
-        await super().Run(request, HeldContext(context, self.hold, request.attempt.attempt))
+    async def RunAll(self, request_iterator, context):
+        role = HeldRole(_Runs(self._worker, self._clock), self.hold)
+        await Bundle(role, prefill_frame, Cork(), self._epoch).serve(context)
 
 
 @dataclass

@@ -24,8 +24,8 @@ CALLS = {
     "/baton.v1.Inference/Generate": b"",
     "/baton.v1.Admin/Inventory": b"",
     "/baton.v1.Membership/Heartbeat": b"",
-    "/baton.v1.Decode/Attend": b"",
-    "/baton.v1.Prefill/Run": b"",
+    "/baton.v1.Decode/AttendAll": b"",
+    "/baton.v1.Prefill/RunAll": b"",
     "/baton.v1.KvTransfer/Exchange": b"",
 }
 # Without metadata it ends processes of Ray 2.60 before they look for a token: it must not get that far.

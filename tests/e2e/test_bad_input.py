@@ -36,13 +36,13 @@ from baton.proto import inference_pb2, wire, worker_pb2
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.test_deployment import wait_idle
 from baton.tests.inside import met
+from baton.tests.worker.streams import ATTEND_ALL, RUN_ALL, opening, raw_end
 
 PROMPT = "def f(x):"
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 REFUSAL_S = 5.0
 RELEASE_S = 4.0
 GENERATE, TOKENIZE = "/baton.v1.Inference/Generate", "/baton.v1.Inference/Tokenize"
-RUN, ATTEND = "/baton.v1.Prefill/Run", "/baton.v1.Decode/Attend"
 
 
 @pytest.fixture(scope="module")
@@ -276,12 +276,18 @@ def test_what_the_command_line_is_given(deployment, nothing_else, monkeypatch, c
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("worker_id", "method"), [("prefill-0", RUN), ("decode-0", ATTEND)])
-@pytest.mark.parametrize("data", [b"\xff" * 50, b"\x0a\x50abc"], ids=["garbage", "truncated"])
+@pytest.mark.parametrize(("worker_id", "method"), [("prefill-0", RUN_ALL), ("decode-0", ATTEND_ALL)])
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff" * 50, b"\x0a\x50abc", opening(b"\xff" * 50), opening(b"\x0a\x50abc")],
+    ids=["garbage", "truncated", "garbage in a request", "a truncated request"],
+)
 def test_hand_made_bytes_at_a_workers_own_port(deployment, nothing_else, worker_id, method, data):
     with grpc.insecure_channel(deployment.workers[worker_id]["address"]) as channel:
-        code, error, typed = raw(met(channel, deployment.secret), method, data)
-    assert (type(error), typed, code.name) == (MalformedMessage, True, "INVALID_ARGUMENT")
+        call, _ = raw_end(met(channel, deployment.secret), method, data, REFUSAL_S)
+    assert type(wire.error_from_rpc(call)) is MalformedMessage
+    assert wire.ERROR_KEY in dict(call.trailing_metadata())
+    assert call.code().name == "INVALID_ARGUMENT"
 
 
 @pytest.mark.ray
@@ -302,8 +308,9 @@ def test_values_out_of_range_at_a_workers_own_port_do_not_end_it(deployment, cli
         timeout_ms=500,
     )
     with grpc.insecure_channel(deployment.workers["prefill-0"]["address"]) as channel:
-        code, error, typed = raw(met(channel, deployment.secret), RUN, request.SerializeToString())
-    assert (type(error), typed, code.name) == (InvalidRequest, True, "INVALID_ARGUMENT")
+        call, error = raw_end(met(channel, deployment.secret), RUN_ALL, opening(request.SerializeToString()), REFUSAL_S)
+    assert call is None, "its stream alone ends"
+    assert type(error) is InvalidRequest
     assert client.status().workers[1].num_epochs == 1
 
 

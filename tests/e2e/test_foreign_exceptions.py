@@ -44,26 +44,18 @@ PROMPT = tuple(range(40, 60))
 WAIT_S = 120.0  # what has not happened by then never will: everything below waits for events, and lasts a second
 NOT_PASSED = "not passed"
 KINDS = {
-    "bundles": {"bundles": True, "sampling": {"temperature": 0.0}},
-    "several, reports": {"bundles": True, "sampling": {"temperature": 1.0, "seed": 3, "n": 2, "logprobs": 2,
+    "bundles": {"sampling": {"temperature": 0.0}},
+    "several, reports": {"sampling": {"temperature": 1.0, "seed": 3, "n": 2, "logprobs": 2,
                          "prompt_logprobs": 1, "stop": ("zzzz",)}},
-    "grammar": {"bundles": True, "sampling": {"temperature": 0.0, "grammar": SCHEMA, "ignore_eos": False}},
-    "calls": {"bundles": False, "sampling": {"temperature": 0.0, "grammar": SCHEMA, "ignore_eos": False}},
-    "local": {"bundles": True, "local": True, "sampling": {"temperature": 0.0}},
+    "grammar": {"sampling": {"temperature": 0.0, "grammar": SCHEMA, "ignore_eos": False}},
+    "local": {"local": True, "sampling": {"temperature": 0.0}},
 }  # fmt: skip
 SAMPLE = 30  # points of each kind by default, of which a request passes some 12
 GROUP = 6  # after so many it is looked whether all is well
 
 
-class Bundled(Served):
-    """Says that its workers take bundles, and begins a new life of a worker whose loop has ended."""
-
-    bundles = True
-
-    def _state(self, side):
-        state = super()._state(side)
-        state.bundles = self.bundles
-        return state
+class Reviving(Served):
+    """Begins a new life of a worker whose loop has ended."""
 
     async def _beat(self):
         while True:  # heartbeats are this deployment's own here: one that meets the exception does not end them
@@ -176,8 +168,7 @@ async def deployed(model, tokenizer, kind, injection):
 
 async def sweep(model, tokenizer, kind, monkeypatch, number=None):
     """Inject at the points that a request passes, of a sample of `number` or of all; returns what was found."""
-    monkeypatch.setattr("baton.tests.e2e.served.Served", Bundled)
-    monkeypatch.setattr(Bundled, "bundles", kind["bundles"])
+    monkeypatch.setattr("baton.tests.e2e.served.Served", Reviving)
     injection, findings, ends = Injection(MODULES), [], Counter()
     try:
         async with deployed(model, tokenizer, kind, injection) as way:

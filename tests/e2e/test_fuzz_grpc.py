@@ -21,6 +21,7 @@ from baton.proto import inference_pb2, kv_pb2, wire, worker_pb2
 from baton.tests.e2e.fuzz_fleet import FuzzFleet, duration_s, rounds
 from baton.tests.e2e.proto_fuzz import damaged, payloads
 from baton.tests.e2e.rpc_fuzz import BROKEN, QUIET, ROUTER, SAMPLING, SEEN, calls, pairs, run_round, send_all
+from baton.tests.worker.streams import ATTEND_ALL, RUN_ALL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), QUIET]
 SECONDS = duration_s("GRPC", 25.0) / 5
@@ -67,13 +68,13 @@ def test_every_rpc_of_the_workers(fleet):
         method: given for method, given in ROUTER.items() if method.endswith(("Inventory", "SetSpeculation", "Restart"))
     }
     prefill = admin | {
-        "/baton.v1.Prefill/Run": (worker_pb2.PrefillRequest, worker_pb2.PrefillRequest(decode=peer, **common)),
+        RUN_ALL: (worker_pb2.PrefillRequest, worker_pb2.PrefillRequest(decode=peer, **common)),
         "/baton.v1.Prefill/WatchPrefixes": (
             worker_pb2.WatchPrefixesRequest,
             worker_pb2.WatchPrefixesRequest(epoch=fleet.prefill.epoch),
         ),
     }
-    attend = {"/baton.v1.Decode/Attend": (worker_pb2.AttendRequest, worker_pb2.AttendRequest(**common))}
+    attend = {ATTEND_ALL: (worker_pb2.AttendRequest, worker_pb2.AttendRequest(**common))}
     watch = worker_pb2.WatchPrefixesRequest(epoch=fleet.decode.epoch)
     decode_only = admin | attend | {"/baton.v1.Decode/WatchPrefixes": (worker_pb2.WatchPrefixesRequest, watch)}
     known = (decode["worker_id"], decode["kv_address"], "fuzz", fleet.prefill.epoch ^ 1, fleet.decode.epoch ^ 1)

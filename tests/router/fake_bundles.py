@@ -1,4 +1,4 @@
-"""Serves a bundle by calling, for each of its streams, a method that was written for a call of its own."""
+"""Serves a bundle by calling a method for each of its streams, as gRPC calls one for a call of its own."""
 
 import asyncio
 

@@ -143,7 +143,6 @@ class FakeWorker:
             block_size=16,
             numerics="default",
             dtype="float32",
-            bundles=True,
             inventory=worker_pb2.Inventory(num_blocks=10, num_blocks_free=10, num_attends=len(self.running())),
         )
         for name, value in self.overrides.items():
@@ -184,9 +183,9 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
         await watched("prefill", self.worker, request, context)
 
     async def RunAll(self, request_iterator, context):
-        await serve_bundle(self.Run, prefill_frame, self.worker.epoch, context)
+        await serve_bundle(self.run, prefill_frame, self.worker.epoch, context)
 
-    async def Run(self, request, context):
+    async def run(self, request, context):
         script = self.worker.script
         received_ns = now_ns()
         hangs = script.prefill_hangs  # whatever a test that sees this request changes before it gets there
@@ -249,15 +248,14 @@ class Decode(worker_pb2_grpc.DecodeServicer):
         await watched("decode", self.worker, request, context)
 
     async def AttendAll(self, request_iterator, context):
-        await serve_bundle(self.Attend, decode_frame, self.worker.epoch, context)
+        said = self.worker.script.attending_epoch
+        await serve_bundle(self.attend, decode_frame, self.worker.epoch if said is None else said, context)
 
-    async def Attend(self, request, context):
+    async def attend(self, request, context):
         script = self.worker.script
         # Whatever a test that sees this request, or its tokens, changes for the next one before it gets there.
         hangs, hangs_after = script.prefill_hangs, script.decode_hangs_after
         async with self.worker.record(request, context) as seen:
-            epoch = self.worker.epoch if script.attending_epoch is None else script.attending_epoch
-            await context.write(worker_pb2.DecodeEvent(attending=worker_pb2.Attending(epoch=epoch)))
             if script.decode_error is not None and script.decode_error_after == 0:
                 await wire.abort_with(context, script.decode_error)
             if self.worker.worker_id in script.hung:

@@ -51,15 +51,6 @@ async def test_many_streams_share_one_call_to_each_worker_and_leave_nothing():
         await running.idle(3.0)
 
 
-async def test_a_worker_that_does_not_serve_bundles_gets_calls():
-    async with cluster() as running:
-        running.of("decode")[0].overrides = {"bundles": False}
-        await until(lambda: not running.router.members.live("decode")[0].state.bundles)
-        assert await text_of(running) == "hello world"
-        assert len(bundles_of(running)) == 1
-        await running.idle(3.0)
-
-
 @pytest.mark.long
 async def test_a_cancelled_stream_is_cancelled_at_both_workers_and_the_others_go_on():
     async with cluster() as running:

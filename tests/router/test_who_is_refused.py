@@ -152,7 +152,7 @@ def takes_an_id(descriptor, depth=0):
 def test_which_calls_name_a_request():
     """A new one must be considered in the test below. The hand-off's packets hold such names in bytes."""
     found = {f"{service.name}/{method.name}" for service, method in methods() if takes_an_id(method.input_type)}
-    to_workers = {"Prefill/Run", "Prefill/RunAll", "Decode/Attend", "Decode/AttendAll"}
+    to_workers = {"Prefill/RunAll", "Decode/AttendAll"}
     assert found == {"Inference/Generate"} | to_workers
     assert takes_an_id(kv_pb2.Control.DESCRIPTOR)
 
@@ -227,7 +227,7 @@ async def try_everything(running, client, files, request_id):
     ports = [worker.port for worker in running.workers] + [running.router.admin_port]
     for port in ports:
         async with SecureChannels(files).open_aio(f"127.0.0.1:{port}") as channel:
-            for path in ("Decode/Attend", "Decode/AttendAll", "Prefill/Run", "Prefill/RunAll", "Admin/Status"):
+            for path in ("Decode/AttendAll", "Prefill/RunAll", "Admin/Status"):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await channel.unary_unary(f"/baton.v1.{path}")(b"", timeout=5.0)
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

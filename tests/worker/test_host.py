@@ -6,12 +6,15 @@ from concurrent import futures
 from functools import partial
 
 import grpc
+import grpc.aio
 import pytest
 
 from baton.core.errors import InternalError, InvalidText, MalformedMessage, Overloaded
 from baton.core.inside import WorkerIdentity
 from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
+from baton.proto.unreadable import read_of
 from baton.tests.inside import worker_channel
+from baton.tests.worker.streams import ATTEND_ALL, RUN_ALL, opening, raw_end
 from baton.worker import host as host_module
 from baton.worker.gate import Gate
 from baton.worker.host import WorkerHost
@@ -153,28 +156,38 @@ def test_a_router_that_is_away_is_no_failure():
     assert fatal == []
 
 
+class Reading(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
+    """Workers that read their streams as the real ones do."""
+
+    async def RunAll(self, request_iterator, context):
+        while await read_of(context) is not grpc.aio.EOF:
+            pass
+
+    AttendAll = RunAll
+
+
 @pytest.mark.parametrize(
-    "data", [b"\xff" * 50, b"\x0a\x50abc", b"\x0a\x03\x0a\x01\xff"], ids=["garbage", "short", "text"]
+    "data",
+    [b"\xff" * 50, b"\x0a\x50abc", opening(b"\xff" * 50), opening(b"\x0a\x03\x0a\x01\xff")],
+    ids=["garbage", "short", "garbage in a request", "text"],
 )
-def test_bytes_that_are_no_message_get_a_typed_refusal(data):
+@pytest.mark.parametrize("method", [RUN_ALL, ATTEND_ALL])
+def test_bytes_that_are_no_message_get_a_typed_refusal(data, method):
     def register(server):
-        worker_pb2_grpc.add_PrefillServicer_to_server(worker_pb2_grpc.PrefillServicer(), server)
-        worker_pb2_grpc.add_DecodeServicer_to_server(worker_pb2_grpc.DecodeServicer(), server)
+        worker_pb2_grpc.add_PrefillServicer_to_server(Reading(), server)
+        worker_pb2_grpc.add_DecodeServicer_to_server(Reading(), server)
 
     host = WorkerHost("127.0.0.1", register, worker_pb2.WorkerState, "", pytest.fail)
     host.start()
     with grpc.insecure_channel(host.address) as plain:
-        channel = worker_channel(plain, "", "", 0)
-        for method in ("/baton.v1.Prefill/Run", "/baton.v1.Decode/Attend"):
-            with pytest.raises(grpc.RpcError) as caught:
-                list(channel.unary_stream(method)(data, timeout=2.0))
-            error = wire.error_from_rpc(caught.value)
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert wire.ERROR_KEY in dict(caught.value.trailing_metadata())
-            if data.startswith(b"\x0a\x03"):
-                assert (type(error), error.fields["field"]) == (InvalidText, "attempt.request_id")
-            else:
-                assert type(error) is MalformedMessage
+        refused, _ = raw_end(worker_channel(plain, "", "", 0), method, data, 2.0)
+    error = wire.error_from_rpc(refused)
+    assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert wire.ERROR_KEY in dict(refused.trailing_metadata())
+    if data.endswith(b"\x0a\x01\xff"):
+        assert (type(error), error.fields["field"]) == (InvalidText, "open.request.attempt.request_id")
+    else:
+        assert type(error) is MalformedMessage
     host.close()
 
 

@@ -37,6 +37,7 @@ from baton.proto.block_wire import change_from_proto
 from baton.proto.wire import attend_request, error_from_rpc, prefill_request
 from baton.tests.e2e.conftest import TINY
 from baton.tests.inside import node_channel
+from baton.tests.worker.streams import attend, run
 from baton.worker.host import WorkerHost
 from baton.worker.loading import load_worker
 
@@ -144,12 +145,19 @@ def wait_idle(nodes, timeout_s=4.0):
         time.sleep(0.01)
 
 
+def wait_attends(node, num, timeout_s=10.0):
+    """Until a worker has taken so many streams."""
+    deadline_s = time.monotonic() + timeout_s
+    while inventory(node).num_attends < num:
+        assert time.monotonic() < deadline_s
+
+
 def test_tokens_over_grpc_equal_the_one_process_engine(nodes, stubs):
     prefill_stub, decode_stub = stubs
     wanted = request("whole")
-    attending = decode_stub.Attend(attend_request(wanted, time.monotonic()))
-    assert next(attending).attending.epoch == nodes[1].epoch
-    events = list(prefill_stub.Run(prefill_request(wanted, peer_of(nodes[1]), time.monotonic())))
+    attending = attend(decode_stub, attend_request(wanted, time.monotonic()))
+    assert attending.epoch == nodes[1].epoch
+    events = list(run(prefill_stub, prefill_request(wanted, peer_of(nodes[1]), time.monotonic())))
     assert [event.WhichOneof("event") for event in events] == ["first_token", "done"]
     assert events[1].done.handed_off
     token_ids = [events[0].first_token.token]
@@ -200,8 +208,8 @@ def test_k_is_changed_while_a_sequence_runs(nodes, stubs, membership):
             return worker.speculation
 
         wanted = request("live", max_tokens=100)
-        attending = decode_stub.Attend(attend_request(wanted, time.monotonic()))
-        running = prefill_stub.Run(prefill_request(wanted, peer_of(nodes[1]), time.monotonic()))
+        attending = attend(decode_stub, attend_request(wanted, time.monotonic()))
+        running = run(prefill_stub, prefill_request(wanted, peer_of(nodes[1]), time.monotonic()))
         modes = itertools.cycle([{"num_draft_tokens": 0}, {"auto": True}, {"num_draft_tokens": 1}])
         token_ids = []
         for event in attending:
@@ -238,7 +246,7 @@ def test_k_is_changed_while_a_sequence_runs(nodes, stubs, membership):
 def compute_here(decode_stub, name, **options):
     """A decode worker computes a prompt: how much of it was cached, and the answer."""
     asked = attend_request(request(name, **options), time.monotonic(), prefill_here=True)
-    events = list(decode_stub.Attend(asked))
+    events = list(attend(decode_stub, asked))
     first = next(event.first_token for event in events if event.HasField("first_token"))
     return first.num_cached_tokens, [first.token, *itertools.chain(*(event.tokens.token_ids for event in events))]
 
@@ -265,10 +273,10 @@ def test_a_worker_tells_which_prefixes_it_holds_and_refuses_readers_of_another_l
     call = stub.WatchPrefixes(worker_pb2.WatchPrefixesRequest(epoch=node.epoch, version=before), timeout=20.0)
     wanted = request(f"watched by {role}", prompt=prompt, tenant="watched")
     if role == "decode":
-        list(stub.Attend(attend_request(wanted, time.monotonic(), prefill_here=True)))
+        list(attend(stub, attend_request(wanted, time.monotonic(), prefill_here=True)))
     else:
-        attending = stubs[1].Attend(attend_request(wanted, time.monotonic()))
-        list(stub.Run(prefill_request(wanted, peer_of(nodes[1]), time.monotonic())))
+        attending = attend(stubs[1], attend_request(wanted, time.monotonic()))
+        list(run(stub, prefill_request(wanted, peer_of(nodes[1]), time.monotonic())))
         list(attending)
     told, version = set(), before
     for message in call:
@@ -302,8 +310,8 @@ def test_a_prompt_that_was_received_is_not_computed_again(nodes, stubs):
     prefill_stub, decode_stub = stubs
     prompt = tuple(range(2400, 2440))
     wanted = request("received", prompt=prompt, tenant="a")
-    attending = decode_stub.Attend(attend_request(wanted, time.monotonic()))
-    first = next(iter(prefill_stub.Run(prefill_request(wanted, peer_of(nodes[1]), time.monotonic()))))
+    attending = attend(decode_stub, attend_request(wanted, time.monotonic()))
+    first = next(iter(run(prefill_stub, prefill_request(wanted, peer_of(nodes[1]), time.monotonic()))))
     token_ids = [first.first_token.token, *itertools.chain(*(event.tokens.token_ids for event in attending))]
     assert compute_here(decode_stub, "received again", prompt=prompt, tenant="a") == (32, token_ids)
     assert compute_here(decode_stub, "of another", prompt=prompt, tenant="b") == (0, token_ids)
@@ -331,56 +339,49 @@ def test_a_prefill_worker_has_no_k(nodes):
     assert type(error_from_rpc(refused.value)) is InvalidRequest
 
 
-def test_a_dropped_stream_cancels_on_both_sides(nodes, stubs):
+@pytest.mark.parametrize("how", ["cancel", "drop"])
+def test_a_dropped_stream_cancels_on_both_sides(nodes, stubs, how):
     prefill_stub, decode_stub = stubs
-    wanted = request("dropped", max_tokens=500, prompt=tuple(range(300, 900)))
-    attending = decode_stub.Attend(attend_request(wanted, time.monotonic()))
-    running = prefill_stub.Run(prefill_request(wanted, peer_of(nodes[1]), time.monotonic()))
-    assert next(attending).HasField("attending")
-    running.cancel()
-    attending.cancel()
+    wanted = request(f"dropped by {how}", max_tokens=500, prompt=tuple(range(300, 900)))
+    attending = attend(decode_stub, attend_request(wanted, time.monotonic()))
+    running = run(prefill_stub, prefill_request(wanted, peer_of(nodes[1]), time.monotonic()))
+    wait_attends(nodes[1], 1)
+    wait_attends(nodes[0], 1)
+    for stream in (running, attending):
+        getattr(stream, how)()
     wait_idle(nodes)
 
 
 def test_the_same_attempt_twice_is_refused(nodes, stubs):
     _, decode_stub = stubs
     wanted = request("twice")
-    first = decode_stub.Attend(attend_request(wanted, time.monotonic()))
-    next(first)
-    with pytest.raises(grpc.RpcError) as caught:
-        list(decode_stub.Attend(attend_request(wanted, time.monotonic())))
-    assert isinstance(error_from_rpc(caught.value), RequestCancelled)
+    first = attend(decode_stub, attend_request(wanted, time.monotonic()))
+    wait_attends(nodes[1], 1)
+    with pytest.raises(RequestCancelled):
+        list(attend(decode_stub, attend_request(wanted, time.monotonic())))
     first.cancel()
     wait_idle(nodes)
 
 
 def test_bad_messages_get_typed_errors(nodes, stubs):
     prefill_stub, decode_stub = stubs
-    with pytest.raises(grpc.RpcError) as caught:
-        list(decode_stub.Attend(worker_pb2.AttendRequest()))
-    assert isinstance(error_from_rpc(caught.value), MalformedMessage)
-    with pytest.raises(grpc.RpcError) as caught:
-        list(prefill_stub.Run(worker_pb2.PrefillRequest()))
-    assert isinstance(error_from_rpc(caught.value), MalformedMessage)
+    with pytest.raises(MalformedMessage):
+        list(attend(decode_stub, worker_pb2.AttendRequest()))
+    with pytest.raises(MalformedMessage):
+        list(run(prefill_stub, worker_pb2.PrefillRequest()))
     capacity_len = inventory(nodes[0]).num_blocks * 16
     huge = request("huge", prompt=(300,) * (capacity_len + 1))
-    with pytest.raises(grpc.RpcError) as caught:
-        list(prefill_stub.Run(prefill_request(huge, peer_of(nodes[1]), time.monotonic())))
-    assert isinstance(error_from_rpc(caught.value), PromptTooLong)
+    with pytest.raises(PromptTooLong):
+        list(run(prefill_stub, prefill_request(huge, peer_of(nodes[1]), time.monotonic())))
     wait_idle(nodes)
 
 
 def test_a_full_queue_refuses_and_loses_nothing(nodes, stubs):
     _, decode_stub = stubs
-    streams = [decode_stub.Attend(attend_request(request(f"many{n}"), time.monotonic())) for n in range(8)]
-    for stream in streams:
-        next(stream)
-    deadline_s = time.monotonic() + 10.0
-    while inventory(nodes[1]).num_attends < 8:
-        assert time.monotonic() < deadline_s
-    with pytest.raises(grpc.RpcError) as caught:
-        list(decode_stub.Attend(attend_request(request("one-too-many"), time.monotonic())))
-    assert isinstance(error_from_rpc(caught.value), Overloaded)
+    streams = [attend(decode_stub, attend_request(request(f"many{n}"), time.monotonic())) for n in range(8)]
+    wait_attends(nodes[1], 8)
+    with pytest.raises(Overloaded):
+        list(attend(decode_stub, attend_request(request("one-too-many"), time.monotonic())))
     for stream in streams:
         stream.cancel()
     wait_idle(nodes)
@@ -392,9 +393,9 @@ def test_the_death_of_the_landing_process_costs_only_what_was_landing(nodes, stu
 
     def start(name, **options):
         wanted = request(name, **options)
-        attending = decode_stub.Attend(attend_request(wanted, time.monotonic()))
-        assert next(attending).attending.epoch == decode.epoch
-        return attending, prefill_stub.Run(prefill_request(wanted, peer_of(decode), time.monotonic()))
+        attending = attend(decode_stub, attend_request(wanted, time.monotonic()))
+        assert attending.epoch == decode.epoch
+        return attending, run(prefill_stub, prefill_request(wanted, peer_of(decode), time.monotonic()))
 
     before = decode.state()
     decoding, prefill_events = start("decoding", max_tokens=600)
@@ -405,9 +406,8 @@ def test_the_death_of_the_landing_process_costs_only_what_was_landing(nodes, stu
     while decode._landing.inventory()["num_landings"] < 2:
         assert time.monotonic() < deadline_s
     os.kill(decode._landing._host.pid, signal.SIGKILL)
-    with pytest.raises(grpc.RpcError) as caught:
+    with pytest.raises(TransferFailed):
         list(landing)
-    assert isinstance(error_from_rpc(caught.value), TransferFailed)
     deadline_s = time.monotonic() + 10.0
     while decode._landing._host.num_lives < 2:
         assert time.monotonic() < deadline_s
@@ -428,8 +428,8 @@ def test_closing_ends_open_streams(membership):
     decode = DecodeNode(worker_config("decode-1"), pytest.fail)
     with grpc.insecure_channel(decode.host.address) as plain:
         channel = node_channel(plain, decode)
-        stream = worker_pb2_grpc.DecodeStub(channel).Attend(attend_request(request("open"), time.monotonic()))
-        next(stream)
+        stream = attend(worker_pb2_grpc.DecodeStub(channel), attend_request(request("open"), time.monotonic()))
+        wait_attends(decode, 1)
         closing = threading.Thread(target=decode.close)
         closing.start()
         with pytest.raises(grpc.RpcError):
