@@ -194,6 +194,18 @@ def test_heartbeats_tell_the_router_who_is_there(nodes, membership):
     assert decode.kv_address.startswith("tcp://127.0.0.1:")
     assert decode.epoch == nodes[1].epoch != prefill.epoch
     assert decode.inventory.num_blocks > 0
+    for node, state in zip(nodes, (prefill, decode), strict=True):
+        told = (state.worker_id, state.model, state.max_model_len, state.block_size, state.dtype, state.max_num_seqs)
+        config = node.config
+        assert told == (
+            *(config.worker_id, config.model_name, config.max_model_len),
+            *(config.block_size, config.dtype, config.max_num_seqs),
+        )
+        assert (state.num_draft_tokens, state.numerics) == (config.num_draft_tokens, config.numerics.value)
+        assert list(state.rank_pids) == [os.getpid()]
+        assert state.inventory.HasField("compute")
+    assert (prefill.can_prefill, decode.can_prefill) == (False, True)
+    assert prefill.kv_bytes_per_position == 6 * 2 * 4 * 32 * 8, "as the hand-off of a prompt has them by position"
 
 
 def test_k_is_changed_while_a_sequence_runs(nodes, stubs, membership):
