@@ -163,7 +163,13 @@ class _FakeRunner(Runner):
 
 def _loop(batch_size: int, scheduling: SchedulingName) -> _Loop:
     layout = KVLayout(
-        model_hash="none", num_layers=2, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="bfloat16"
+        model_hash="none",
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=1,
+        block_size=BLOCK_SIZE,
+        dtype="bfloat16",
+        has_mtp=True,
     )
     pool = KVPool(layout, batch_size * (MAX_MODEL_LEN // BLOCK_SIZE), torch.device("cpu"))
     model = cast(Model, _FakeModel())

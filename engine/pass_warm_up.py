@@ -78,13 +78,12 @@ def decode_shapes(reach: Reach, block_size: int) -> Iterator[tuple[int, int]]:
 @torch.inference_mode()
 def warm_up_prefill_passes(model: Model, pool: KVPool, reach: Reach) -> None:
     """Trunk and MTP head over chunks."""
-    has_mtp = pool.layout.num_layers > model.config.num_layers
     for lens, width in prefill_shapes(reach, pool.layout.block_size):
         inputs = prefill_inputs([_chunk(length, pool) for length in lens], pool)
         tables_BW = inputs.batch.block_tables_BM.new_full((len(lens), width), pool.num_blocks)
         batch = replace(inputs.batch, block_tables_BM=tables_BW)
         hidden_TD = model.trunk(inputs.token_ids_T, batch, pool, ignore_layer)
-        if has_mtp:
+        if pool.layout.has_mtp:
             model.mtp(inputs.next_token_ids_T, hidden_TD, batch, pool, ignore_layer)
 
 

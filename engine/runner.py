@@ -144,7 +144,7 @@ class Runner:
         clock: Clock | None = None,
     ) -> None:
         assert max_num_seqs >= 1
-        self.has_mtp = pool.layout.num_layers > model.config.num_layers
+        self.has_mtp = pool.layout.has_mtp
         assert num_draft_tokens == 0 or self.has_mtp, "drafts need an MTP layer"
         self.max_num_seqs = max_num_seqs
         self.num_draft_tokens = num_draft_tokens

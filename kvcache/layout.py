@@ -55,6 +55,7 @@ class KVLayout:
         block_size: positions per block; peers may differ in it.
         dtype: a key of ITEM_BYTES.
         extra_layers: layers of other kinds, numbered after the attention layers.
+        has_mtp: the last attention layer is that of an MTP head.
     """
 
     model_hash: str
@@ -64,6 +65,7 @@ class KVLayout:
     block_size: int
     dtype: str
     extra_layers: tuple[LayerLayout, ...] = ()
+    has_mtp: bool = False
 
     def __post_init__(self) -> None:
         assert self.dtype in ITEM_BYTES, self.dtype
@@ -158,5 +160,6 @@ class KVLayout:
         extra = tuple(
             (layer.kind.value, layer.num_heads, layer.num_parts, layer.row_len) for layer in self.extra_layers
         )
-        fields = (self.model_hash, self.num_layers, self.num_kv_heads, self.head_dim, self.dtype, extra)
+        sizes = (self.num_layers, self.num_kv_heads, self.head_dim, self.dtype)
+        fields = (self.model_hash, *sizes, extra, self.has_mtp)
         return hashlib.sha256(repr(fields).encode()).digest()

@@ -136,6 +136,7 @@ def layout_message(layout: KVLayout) -> kv_pb2.Layout:
         block_size=layout.block_size,
         dtype=layout.dtype,
         hash=layout.hash,
+        has_mtp=layout.has_mtp,
         extra_layers=[
             kv_pb2.LayerLayout(
                 kind=layer.kind.value, num_heads=layer.num_heads, num_parts=layer.num_parts, row_len=layer.row_len
@@ -152,7 +153,7 @@ def hello_problem(version: int, theirs: kv_pb2.Layout, ours: KVLayout) -> str:
     if theirs.hash == ours.hash:
         return ""
     mine = layout_message(ours)
-    fields = ("model_hash", "num_layers", "num_kv_heads", "head_dim", "dtype")
+    fields = ("model_hash", "num_layers", "num_kv_heads", "head_dim", "dtype", "has_mtp")
     differ = [
         f"{name} {getattr(theirs, name)!r} here {getattr(mine, name)!r}"
         for name in fields

@@ -4,7 +4,7 @@ What is read of an offer is checked here too. Pools are in host memory.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.kvcache.geometry import PoolGeometry
@@ -101,15 +101,7 @@ def read_offer(offer: kv_pb2.NixlOffer, epoch: int, layout: KVLayout) -> list[Ta
     is_whole = tp_size == len(ranks) and ranks == list(range(tp_size))
     if not is_whole or num_blocks == 0 or block_size == 0 or MAX_BLOCK_SIZE % block_size:
         raise LaneRefused("the pools of the offer are not those of one worker")
-    theirs = KVLayout(
-        model_hash=layout.model_hash,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        block_size=block_size,
-        dtype=layout.dtype,
-        extra_layers=layout.extra_layers,
-    )
+    theirs = replace(layout, block_size=block_size)
     targets = []
     for rank, pool in enumerate(offer.pools):
         if pool.memory != MEMORY:

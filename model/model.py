@@ -129,6 +129,7 @@ class Model:
             head_dim=self.config.head_dim,
             block_size=block_size,
             dtype=self.kv_dtype.of(DTYPE_NAMES[self.dtype]),
+            has_mtp=self.with_mtp,
         )
 
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:

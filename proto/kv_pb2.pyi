@@ -49,7 +49,7 @@ class Control(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., deny: _Optional[_Union[Deny, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., commit_nack: _Optional[_Union[CommitNack, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., have: _Optional[_Union[Have, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
-    __slots__ = ("model_hash", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "hash", "extra_layers")
+    __slots__ = ("model_hash", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "hash", "extra_layers", "has_mtp")
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class Layout(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     HASH_FIELD_NUMBER: _ClassVar[int]
     EXTRA_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HAS_MTP_FIELD_NUMBER: _ClassVar[int]
     model_hash: str
     num_layers: int
     num_kv_heads: int
@@ -66,7 +67,8 @@ class Layout(_message.Message):
     dtype: str
     hash: bytes
     extra_layers: _containers.RepeatedCompositeFieldContainer[LayerLayout]
-    def __init__(self, model_hash: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., hash: _Optional[bytes] = ..., extra_layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ...) -> None: ...
+    has_mtp: bool
+    def __init__(self, model_hash: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., hash: _Optional[bytes] = ..., extra_layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ..., has_mtp: bool = ...) -> None: ...
 
 class LayerLayout(_message.Message):
     __slots__ = ("kind", "num_heads", "num_parts", "row_len")

@@ -67,6 +67,7 @@ class ToyModel:
             head_dim=self.config.head_dim,
             block_size=block_size,
             dtype="float64",
+            has_mtp=self.with_mtp,
         )
 
     def trunk(self, token_ids_T, batch, pool, on_layer):

@@ -26,6 +26,7 @@ FIELDS = {
         ("num_kv_heads", 4),
         ("head_dim", 16),
         ("dtype", "float64"),
+        ("has_mtp", True),
     ],
 )
 def test_every_field_that_peers_must_share_changes_the_hash(name, value):

@@ -78,6 +78,7 @@ def hello_worker():
         ({"num_kv_heads": 8}, "num_kv_heads 8 here 4"),
         ({"head_dim": 16}, "head_dim 16 here 8"),
         ({"dtype": "float64"}, "dtype 'float64' here 'float32'"),
+        ({"has_mtp": True}, "has_mtp True here False"),
         ({"tp_size": 3, "tp_rank": 0}, "tensor parallel size 3 does not go with the 4 heads"),
         ({"tp_size": 2, "tp_rank": 2}, "tensor parallel rank 2 of 2"),
         ({"tp_size": 2, "tp_rank": 1, "head_first": 0, "head_count": 2}, "rank 1 of 2 holds 2 of 4 heads from 0"),

@@ -48,6 +48,7 @@ def test_a_model_loaded_without_its_head_has_none(tiny_checkpoint, load):
     path = tiny_checkpoint()
     model = load(path, with_mtp=False)
     assert model.kv_layout(16).num_layers == model.config.num_layers
+    assert (model.kv_layout(16).has_mtp, load(path).kv_layout(16).has_mtp) == (False, True)
     assert load(path).kv_layout(16).num_layers == model.config.num_layers + 1
     paged = Paged(model)
     with pytest.raises(AssertionError, match="without its MTP head"):
